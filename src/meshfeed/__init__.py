@@ -1,0 +1,1 @@
+"""One virtual dataloader for every rank of an N-D-parallel training job."""

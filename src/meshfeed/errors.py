@@ -1,0 +1,73 @@
+"""Every error that meshfeed raises on purpose.
+
+MeshfeedError
+├── LayoutError       ranks, dimensions, stage maps, meshes
+├── RoleError         nobody can feed a rank that needs data
+├── RecipeError       a recipe that cannot make a stream
+├── PlanError         lengths that cannot be packed as asked
+├── StateError        a state of another recipe, or a damaged one
+├── StoreError        a file that is not what it says
+└── DeliveryError     bytes that did not reach a rank
+    ├── PeerError     a rank that is missing, late or gone
+    └── VerifyError   ranks that should agree and do not
+
+Each message says what is wrong, where (file and offset, rank, position or argument) and what to do.
+"""
+
+from collections.abc import Iterable
+
+
+class MeshfeedError(Exception):
+    """The root of the tree: catch this to catch all of them."""
+
+
+class LayoutError(MeshfeedError, ValueError):
+    """Ranks, dimensions, stage maps or meshes that do not fit together."""
+
+
+class RoleError(MeshfeedError, ValueError):
+    """Some rank needs data that no rank may or can give it."""
+
+
+class RecipeError(MeshfeedError, ValueError):
+    """A recipe that cannot make a stream of training steps."""
+
+
+class PlanError(MeshfeedError, ValueError):
+    """Lengths that cannot be packed, split or aligned as asked."""
+
+
+class StateError(MeshfeedError, ValueError):
+    """A saved state that belongs to another recipe, or is damaged."""
+
+
+class StoreError(MeshfeedError, OSError):
+    """A file or object that is missing, truncated or not of its format."""
+
+
+class DeliveryError(MeshfeedError, RuntimeError):
+    """Bytes that did not reach a rank."""
+
+
+class PeerError(DeliveryError):
+    """A rank that is missing, late or gone.
+
+    Attributes:
+        ranks: the global ranks at fault, as far as they are known.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class VerifyError(DeliveryError):
+    """Ranks that should hold the same bytes and do not.
+
+    Attributes:
+        ranks: the global ranks that differ from the majority; all of the group where there is none.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)

@@ -1,0 +1,245 @@
+"""Where a rank stands: rank <-> (tp, cp, dp, pp) for any order, any mesh, any table.
+
+A layout is a grid of ranks whose axes are the parallel dimensions. Everything here is a view of that
+grid: a coordinate is a place in it, a group is a line, a plane or a block of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import LayoutError
+
+DIMS = ("tp", "cp", "dp", "pp")
+"""The dimensions that decide what data a rank needs; the columns of `Layout.coords`."""
+
+MEGATRON_ORDER = "tp-cp-ep-dp-pp"
+
+# DeviceMesh dimension names -> ours. Several dp dims (hsdp) fold into one, slowest first.
+_MESH_DIMS = {
+    "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ddp": "dp", "fsdp": "dp",
+    "dp_replicate": "dp", "dp_shard": "dp", "dp_shard_mod_ep": "dp", "dp_shard_in_ep": "dp",
+}  # fmt: skip
+
+
+class Coord(NamedTuple):
+    """A rank's place in the layout, each from 0."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+
+    def __str__(self) -> str:
+        return "-".join(f"{dim}{at}" for dim, at in zip(DIMS, self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The N-D arrangement of a job's ranks.
+
+    Attributes:
+        tp, cp, dp, pp: sizes of the tensor, context, data and pipeline dimensions.
+        ep: expert-parallel size; it folds into tp x cp x dp and does not change who needs what data.
+        order: dimensions, fastest-varying first, as Megatron-core writes it. A dimension of size 1
+            may be left out.
+        ranks_per_node: consecutive global ranks that share a machine; None if not known (a Feed then
+            asks the launcher).
+        table: the global rank of every slot of the grid, fastest dimension first; None for 0, 1, 2, ...
+
+    Raises LayoutError for sizes below 1, an unknown or missing dimension, or a table that does not fit.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    order: str = MEGATRON_ORDER
+    ranks_per_node: int | None = None
+    table: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for dim in (*DIMS, "ep"):
+            size = getattr(self, dim)
+            if not isinstance(size, int) or size < 1:
+                raise LayoutError(f"{dim}={size!r}: a dimension's size is a whole number from 1")
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise LayoutError(f"ranks_per_node={self.ranks_per_node}: a node holds at least one rank")
+        listed = self.order.lower().split("-")
+        unknown = [dim for dim in listed if dim not in (*DIMS, "ep")]
+        if unknown or len(set(listed)) != len(listed):
+            raise LayoutError(f"order {self.order!r}: each of tp, cp, ep, dp, pp at most once, joined by '-'")
+        for dim in (*DIMS, "ep"):
+            if dim not in listed and getattr(self, dim) > 1:
+                raise LayoutError(
+                    f"order {self.order!r} leaves out {dim}, whose size is {getattr(self, dim)}; add it"
+                )
+        if (self.tp * self.cp * self.dp) % self.ep:
+            raise LayoutError(f"ep={self.ep} does not divide tp*cp*dp={self.tp * self.cp * self.dp}")
+        if self.table is not None and len(set(self.table)) != self.world_size:
+            raise LayoutError(
+                f"table has {len(set(self.table))} distinct ranks for {self.world_size} places "
+                f"(tp{self.tp} x cp{self.cp} x dp{self.dp} x pp{self.pp})"
+            )
+        if self.table is not None and min(self.table) < 0:
+            raise LayoutError(f"table holds rank {min(self.table)}; ranks count from 0")
+
+    # -- ways to make one ---------------------------------------------------------------------------
+
+    @classmethod
+    def parse(cls, text: str, *, ranks_per_node: int | None = None) -> Layout:
+        """Read "tp2-cp2-dp2-pp2": sizes and order in one, the first dimension varying fastest.
+
+        Raises LayoutError for anything else.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.lower().split("-"):
+            match = re.fullmatch(r"(tp|cp|dp|pp|ep)(\d+)", part)
+            if match is None or match[1] in sizes:
+                raise LayoutError(
+                    f"layout {text!r}: cannot read {part!r}; write each of tp, cp, dp, pp, ep at most "
+                    f"once with its size, joined by '-', as in 'tp2-cp2-dp4-pp2'"
+                )
+            sizes[match[1]] = int(match[2])
+        return cls(**sizes, order="-".join(sizes), ranks_per_node=ranks_per_node)
+
+    @classmethod
+    def from_device_mesh(
+        cls, mesh: Any, *, names: Mapping[str, str] | None = None, ranks_per_node: int | None = None
+    ) -> Layout:
+        """The layout of a torch DeviceMesh, read by its dimension names.
+
+        names: further mesh dimension names -> "tp", "cp", "dp" or "pp". Several mesh dimensions that
+        mean dp (hsdp's dp_replicate and dp_shard) become one, in the mesh's order.
+        Raises LayoutError for a mesh without names or with a name that is not known.
+        """
+        ranks = np.asarray(mesh.mesh)
+        mesh_dims: Sequence[str] | None = mesh.mesh_dim_names
+        if mesh_dims is None:
+            raise LayoutError("the DeviceMesh has no mesh_dim_names; name its dimensions tp, cp, dp, pp")
+        meaning = {**_MESH_DIMS, **(names or {})}
+        for dim in mesh_dims:
+            if meaning.get(dim) not in DIMS:
+                raise LayoutError(
+                    f"DeviceMesh dimension {dim!r} is not known; pass names={{{dim!r}: 'dp'}} or the like"
+                )
+        slowest_first = DIMS[::-1]
+        axes = [[a for a, name in enumerate(mesh_dims) if meaning[name] == dim] for dim in slowest_first]
+        sizes = {dim: math.prod(ranks.shape[a] for a in at) for dim, at in zip(slowest_first, axes)}
+        table = ranks.transpose([a for at in axes for a in at]).ravel().tolist()
+        return cls(**sizes, order="-".join(DIMS), ranks_per_node=ranks_per_node, table=tuple(table))
+
+    # -- what it says -------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: tp * cp * dp * pp."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The data dimensions, fastest-varying first."""
+        listed = [dim for dim in self.order.lower().split("-") if dim != "ep"]
+        return (*listed, *(dim for dim in DIMS if dim not in listed))
+
+    def ranks(self) -> npt.NDArray[np.int64]:
+        """All global ranks, ascending; int64 [world_size]."""
+        return np.arange(self.world_size) if self.table is None else np.sort(np.array(self.table, np.int64))
+
+    def grid(self) -> npt.NDArray[np.int64]:
+        """The ranks as an array whose axes are `dims` reversed, so that C order is slot order."""
+        slots = np.arange(self.world_size) if self.table is None else np.array(self.table, np.int64)
+        return slots.reshape([getattr(self, dim) for dim in reversed(self.dims)])
+
+    def coords(self, ranks: npt.ArrayLike | None = None) -> npt.NDArray[np.int32]:
+        """Coordinates of some ranks (of `ranks()` when None); int32 [n, 4], columns tp, cp, dp, pp.
+
+        Raises LayoutError for a rank that is not in the layout.
+        """
+        wanted = self.ranks() if ranks is None else np.atleast_1d(np.asarray(ranks, np.int64))
+        slot = self._slots(wanted)
+        found = np.empty((wanted.size, len(DIMS)), np.int32)
+        for dim in self.dims:
+            size = getattr(self, dim)
+            found[:, DIMS.index(dim)] = slot % size
+            slot = slot // size
+        return found
+
+    def coord(self, rank: int) -> Coord:
+        """The coordinate of one rank. Raises LayoutError where it is not in the layout."""
+        return Coord(*self.coords(rank)[0].tolist())
+
+    def rank_of(self, coord: Coord) -> int:
+        """The global rank at a coordinate. Raises LayoutError outside the layout."""
+        for dim, at in zip(DIMS, coord):
+            if not 0 <= at < getattr(self, dim):
+                raise LayoutError(f"coordinate {coord}: {dim} must be in 0..{getattr(self, dim) - 1}")
+        place = dict(zip(DIMS, coord))
+        return int(self.grid()[tuple(place[dim] for dim in reversed(self.dims))])
+
+    def groups(self, dims: str) -> npt.NDArray[np.int64]:
+        """All groups along some dimensions, such as "tp" or "dp-cp"; int64 [num_groups, group_size].
+
+        Order of groups and of ranks within one follows `order`, as Megatron-core's RankGenerator does.
+        Raises LayoutError for an unknown dimension.
+        """
+        wanted = self._group_dims(dims)
+        grid = self.grid()
+        names = self.dims[::-1]
+        inside = [a for a, dim in enumerate(names) if dim in wanted]
+        across = [a for a, dim in enumerate(names) if dim not in wanted]
+        size = math.prod(grid.shape[a] for a in inside)
+        return grid.transpose([*across, *inside]).reshape(-1, size)
+
+    def group_of(self, rank: int, dims: str) -> npt.NDArray[np.int64]:
+        """The one group along some dimensions that a rank is in; int64 [group_size]."""
+        wanted = self._group_dims(dims)
+        place = dict(zip(DIMS, self.coord(rank)))
+        at = tuple(slice(None) if dim in wanted else place[dim] for dim in reversed(self.dims))
+        return self.grid()[at].ravel()
+
+    def node(self, ranks: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The node of each rank; int64, the shape of `ranks`. Unknown node size means one node."""
+        ranks = np.asarray(ranks, np.int64)
+        return np.zeros_like(ranks) if self.ranks_per_node is None else ranks // self.ranks_per_node
+
+    def check_world(self, world_size: int) -> None:
+        """Raises LayoutError where a job of `world_size` processes cannot hold this layout."""
+        if self.table is None and self.world_size != world_size:
+            raise LayoutError(
+                f"layout {self} needs {self.world_size} ranks, the job has {world_size}; "
+                f"change a dimension so that tp*cp*dp*pp = {world_size}"
+            )
+        if self.table is not None and max(self.table) >= world_size:
+            raise LayoutError(f"layout {self} names rank {max(self.table)}, the job has {world_size} ranks")
+
+    def __str__(self) -> str:
+        return "-".join(f"{dim}{getattr(self, dim)}" for dim in self.dims)
+
+    def _slots(self, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        if self.table is None:
+            inside = (ranks >= 0) & (ranks < self.world_size)
+            slot = ranks
+        else:
+            table = np.array(self.table, np.int64)
+            by_rank = np.argsort(table)
+            at = np.searchsorted(table, ranks, sorter=by_rank).clip(max=table.size - 1)
+            slot = by_rank[at]
+            inside = table[slot] == ranks
+        if not inside.all():
+            raise LayoutError(f"rank {int(ranks[~inside][0])} is not in layout {self}")
+        return slot
+
+    def _group_dims(self, dims: str) -> set[str]:
+        wanted = set(dims.lower().split("-"))
+        if not wanted <= set(DIMS):
+            raise LayoutError(f"groups({dims!r}): dimensions are {', '.join(DIMS)}, joined by '-'")
+        return wanted

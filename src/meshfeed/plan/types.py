@@ -1,0 +1,139 @@
+"""What a plan is: plain read-only arrays, the same on every rank.
+
+A *dp_cp rank* is a rank's place among the ranks that split one global batch: dp * cp_size + cp, from 0.
+A cp group is a block of consecutive dp_cp ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import PlanError
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Align:
+    """Multiples that padding must reach; each combines with what the cp split itself needs by lcm.
+
+    Attributes:
+        sequence: every sequence is padded to a multiple of this (tp for sequence parallel, say).
+        pack: every rank's share of a pack is padded to a multiple of this (32 or 128 for fp8, say).
+    """
+
+    sequence: int = 1
+    pack: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("sequence", "pack"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"Align({name}={getattr(self, name)}): a multiple is at least 1")
+
+    def padded(self, lengths: LongArray, cp_size: int | IntArray) -> LongArray:
+        """Lengths rounded up to whole multiples of lcm(sequence, 2 * cp_size); int64, same shape.
+
+        A cp group of one needs no chunks, hence no factor of 2.
+        """
+        cp = np.asarray(cp_size, np.int64)
+        multiple = np.lcm(self.sequence, np.where(cp > 1, 2 * cp, 1))
+        return -(-lengths // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step: every sequence's microbatch and ranks.
+
+    Attributes:
+        lengths: real tokens of each sequence of the global batch, in stream order; int64 [n].
+        microbatch: the microbatch that holds it, or -1 where it is left out; int32 [n].
+        first_rank: first dp_cp rank of the cp group that holds it; int32 [n].
+        cp_size: size of that group; int32 [n].
+        num_microbatches: the same on every rank of the step.
+        num_ranks: dp_cp ranks.
+        idle_cp_size: cp group size of a rank that a microbatch gives nothing.
+        align: padding multiples.
+    """
+
+    lengths: LongArray
+    microbatch: IntArray
+    first_rank: IntArray
+    cp_size: IntArray
+    num_microbatches: int
+    num_ranks: int
+    idle_cp_size: int
+    align: Align
+
+    def __post_init__(self) -> None:
+        for array in (self.lengths, self.microbatch, self.first_rank, self.cp_size):
+            array.flags.writeable = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """What one cp group processes in one microbatch. Empty for a dummy microbatch.
+
+    Attributes:
+        sequences: places in the plan's arrays, in packing order; int32 [k].
+        cu_seqlens: sequence starts in real tokens, then their end; int32 [k + 1].
+        cu_seqlens_padded: the same with each sequence padded; int32 [k + 1].
+        cp_size, cp_rank: the cp group that splits the pack, and this rank's place in it.
+    """
+
+    sequences: IntArray
+    cu_seqlens: IntArray
+    cu_seqlens_padded: IntArray
+    cp_size: int
+    cp_rank: int
+
+    def __post_init__(self) -> None:
+        for array in (self.sequences, self.cu_seqlens, self.cu_seqlens_padded):
+            array.flags.writeable = False
+
+    @property
+    def lengths(self) -> LongArray:
+        """Real tokens of each sequence; int64 [k]."""
+        return np.diff(self.cu_seqlens).astype(np.int64)
+
+    @property
+    def padded_lengths(self) -> LongArray:
+        """Padded tokens of each sequence; int64 [k]."""
+        return np.diff(self.cu_seqlens_padded).astype(np.int64)
+
+
+def pack_of(plan: StepPlan, microbatch: int, dp_cp_rank: int) -> Pack:
+    """The pack that one rank works on in one microbatch."""
+    here = (plan.microbatch == microbatch) & (plan.first_rank <= dp_cp_rank)
+    here &= dp_cp_rank < plan.first_rank + plan.cp_size
+    sequences = np.flatnonzero(here).astype(np.int32)
+    lengths = plan.lengths[sequences]
+    cp_size = int(plan.cp_size[sequences[0]]) if sequences.size else plan.idle_cp_size
+    first_rank = int(plan.first_rank[sequences[0]]) if sequences.size else dp_cp_rank // cp_size * cp_size
+    padded = plan.align.padded(lengths, cp_size)
+    if padded.size:  # the last sequence carries the pack's own padding
+        share_multiple = plan.align.pack * cp_size
+        whole = math.lcm(share_multiple, plan.align.sequence, 2 * cp_size if cp_size > 1 else 1)
+        padded[-1] += -padded.sum() % whole
+    return Pack(
+        sequences=sequences,
+        cu_seqlens=starts_of(lengths),
+        cu_seqlens_padded=starts_of(padded),
+        cp_size=cp_size,
+        cp_rank=dp_cp_rank - first_rank,
+    )
+
+
+def starts_of(lengths: LongArray) -> IntArray:
+    """Starts of back-to-back pieces, then their end: [3 2] -> [0 3 5]; int32 [k + 1].
+
+    Raises PlanError past 2**31 - 1 tokens.
+    """
+    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    if ends[-1] > np.iinfo(np.int32).max:
+        raise PlanError(f"a pack of {ends[-1]} tokens does not fit cu_seqlens (int32); lower the capacity")
+    return ends.astype(np.int32)
