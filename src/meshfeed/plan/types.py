@@ -7,7 +7,7 @@ A cp group is a block of consecutive dp_cp ranks.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -44,20 +44,32 @@ class Align:
         multiple = np.lcm(self.sequence, np.where(cp > 1, 2 * cp, 1))
         return -(-lengths // multiple) * multiple
 
+    def pack_multiple(self, cp_size: int) -> int:
+        """The multiple that a whole pack's padded tokens reach on a cp group of this size."""
+        return math.lcm(self.pack * cp_size, self.sequence, 2 * cp_size if cp_size > 1 else 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """One step: every sequence's microbatch and ranks.
 
+    A row is a sequence, in stream order. Where too long ones are split a row is a piece of a sequence: its tokens
+    start ... start + length, the pieces of one sequence in consecutive rows.
+
     Attributes:
-        lengths: real tokens of each sequence of the global batch, in stream order; int64 [n].
-        microbatch: the microbatch that holds it, or -1 where it is left out; int32 [n].
+        lengths: real tokens of each row; int64 [n]. What is left out keeps its length.
+        microbatch: the microbatch that holds it, or -1 where it is left out (empty or dropped); int32 [n].
         first_rank: first dp_cp rank of the cp group that holds it; int32 [n].
         cp_size: size of that group; int32 [n].
         num_microbatches: the same on every rank of the step.
         num_ranks: dp_cp ranks.
         idle_cp_size: cp group size of a rank that a microbatch gives nothing.
         align: padding multiples.
+        sequence: place in the global batch of the sequence that each row is of; int32 [n]. None: row i is all of
+            sequence i.
+        start: first token of each row in that sequence; int64 [n]. None: 0.
+        oversize: places in the global batch of sequences too long to hold, which were truncated, split or
+            dropped; int32 [k].
     """
 
     lengths: LongArray
@@ -68,10 +80,20 @@ class StepPlan:
     num_ranks: int
     idle_cp_size: int
     align: Align
+    sequence: IntArray | None = None
+    start: LongArray | None = None
+    oversize: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
-        for array in (self.lengths, self.microbatch, self.first_rank, self.cp_size):
-            array.flags.writeable = False
+        arrays = (self.lengths, self.microbatch, self.first_rank, self.cp_size, self.oversize)
+        for array in (*arrays, self.sequence, self.start):
+            if array is not None:
+                array.flags.writeable = False
+
+    @property
+    def empty(self) -> IntArray:
+        """Rows without a token, which no pack holds; int32 [k]."""
+        return np.flatnonzero(self.lengths == 0).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +138,7 @@ def pack_of(plan: StepPlan, microbatch: int, dp_cp_rank: int) -> Pack:
     first_rank = int(plan.first_rank[sequences[0]]) if sequences.size else dp_cp_rank // cp_size * cp_size
     padded = plan.align.padded(lengths, cp_size)
     if padded.size:  # the last sequence carries the pack's own padding
-        share_multiple = plan.align.pack * cp_size
-        whole = math.lcm(share_multiple, plan.align.sequence, 2 * cp_size if cp_size > 1 else 1)
-        padded[-1] += -padded.sum() % whole
+        padded[-1] += -padded.sum() % plan.align.pack_multiple(cp_size)
     return Pack(
         sequences=sequences,
         cu_seqlens=starts_of(lengths),

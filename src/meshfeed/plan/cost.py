@@ -1,0 +1,159 @@
+"""What a sequence costs, so that ranks can be given equal work.
+
+A transformer layer spends `2 P s` FLOPs on its matrices and `4 h` on each (query, key) pair, with P the matmul
+parameters that a token meets and h the attention width. A causal sequence has s(s+1)/2 pairs, so in units of `2 h`
+the layer costs `alpha s + s^2` with `alpha = P / h`: the unit of every load in a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import PlanError
+
+FloatArray = npt.NDArray[np.float64]
+LongArray = npt.NDArray[np.int64]
+
+
+def attended_pairs(lengths: npt.ArrayLike, window: int | None = None) -> LongArray:
+    """(query, key) pairs of causal attention, a token with itself included; int64, the shape of `lengths`.
+
+    window: a token sees itself and the window - 1 tokens before it; None for all before it.
+    s(s+1)/2 up to the window, `w s - w(w-1)/2` beyond. Exact for lengths below 2**31.
+    """
+    tokens = np.asarray(lengths, np.int64)
+    full = tokens if window is None else np.minimum(tokens, window)
+    return full * (full + 1) // 2 + (tokens - full) * full
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What of a transformer decides its FLOPs.
+
+    Attributes:
+        num_layers: transformer layers.
+        hidden_size: width of the residual stream.
+        num_heads, num_kv_heads: query heads; key and value heads (None: as many).
+        head_dim: width of one head; None for hidden_size / num_heads.
+        ffn_size: width of the feed-forward layer, of one expert where there are several.
+        ffn_matrices: 3 for a gated feed-forward, 2 for a plain one.
+        active_experts: experts that a token meets, shared ones included.
+        vocab_size: width of the output layer; 0 leaves it out.
+        window: sliding-window attention; None for full causal attention.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    ffn_matrices: int = 3
+    active_experts: int = 1
+    vocab_size: int = 0
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "ffn_size", "ffn_matrices", "active_experts"):
+            if getattr(self, name) < 1:
+                raise PlanError(f"ModelShape({name}={getattr(self, name)}): at least 1")
+        for name in ("num_kv_heads", "head_dim", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"ModelShape({name}={value}): at least 1, or None")
+
+    @property
+    def attention_width(self) -> int:
+        """Query heads times head width: h."""
+        return self.num_heads * (self.head_dim or self.hidden_size // self.num_heads)
+
+    @property
+    def layer_matmul_params(self) -> int:
+        """Matmul parameters of one layer that one token meets: P."""
+        head_dim = self.attention_width // self.num_heads
+        kv_width = (self.num_kv_heads or self.num_heads) * head_dim
+        attention = 2 * self.hidden_size * (self.attention_width + kv_width)
+        return attention + self.ffn_matrices * self.hidden_size * self.ffn_size * self.active_experts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Load of a sequence of s tokens on each rank of a cp group of g: `(alpha s + q(s)) / g`.
+
+    `q(s) = s^2` for causal attention. With a sliding window w it goes on as `2 w s - w^2` past s = w: twice the
+    attended pairs less min(s, w), which meets s^2 at w with the same slope.
+
+    Attributes:
+        alpha: matmul work of a token over attention work of a pair, in tokens; > 0.
+        window: sliding window in tokens, or None.
+        overhead: cost of a microbatch whatever is in it, in the same unit (launches, pipeline hand-over); >= 0.
+        ring_tokens: tokens per rank below which passing keys and values around the group outlasts the attention
+            that hides it: 2 F h_kv / (h_q B) for F FLOP/s and B bytes/s, some 670 within a node and 6,000 across
+            nodes on an H100. A split sequence then costs `(alpha s + max(q(s), ring_tokens g s)) / g`. 0: not
+            counted.
+
+    Raises PlanError for alpha <= 0, window < 1 or a negative overhead or ring_tokens.
+    """
+
+    alpha: float
+    window: int | None = None
+    overhead: float = 0.0
+    ring_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.alpha) and self.alpha > 0):
+            raise PlanError(f"alpha={self.alpha}: a token's matmul work is positive; see CostModel.of_shape")
+        if self.window is not None and self.window < 1:
+            raise PlanError(f"window={self.window}: a token sees at least itself; None for full attention")
+        for name in ("overhead", "ring_tokens"):
+            value = getattr(self, name)
+            if not (np.isfinite(value) and value >= 0):
+                raise PlanError(f"{name}={value}: a cost is 0 or more")
+
+    @classmethod
+    def of_shape(cls, shape: ModelShape, *, overhead: float = 0.0, ring_tokens: float = 0.0) -> CostModel:
+        """The model's own FLOPs: alpha = P / h. Llama-3-8B: 218,103,808 / 4,096 = 53,248."""
+        alpha = shape.layer_matmul_params / shape.attention_width
+        return cls(alpha=alpha, window=shape.window, overhead=overhead, ring_tokens=ring_tokens)
+
+    @classmethod
+    def fit(cls, total_tokens: npt.ArrayLike, sum_sq: npt.ArrayLike, ms: npt.ArrayLike) -> CostModel:
+        """Least squares of measured layer times, `ms = a T + b sum_sq + c`; alpha = a / b, overhead = c / b.
+
+        total_tokens, sum_sq, ms: tokens, sum of squared lengths and time of each measurement, [k], k >= 3.
+        Each row is weighed by its time, so that the error which is made small is the relative one.
+        Raises PlanError for fewer or degenerate measurements, or a fit with a or b <= 0.
+        """
+        columns = [np.asarray(column, np.float64).ravel() for column in (total_tokens, sum_sq, ms)]
+        tokens, squares, times = columns
+        if not tokens.size == squares.size == times.size or times.size < 3:
+            raise PlanError(f"{[c.size for c in columns]} measurements: equal columns of at least 3 are needed")
+        if not all(np.isfinite(column).all() for column in columns) or (times <= 0).any():
+            raise PlanError("every measurement is finite and every time above 0 ms")
+        rows = np.stack((tokens, squares, np.ones_like(tokens)), axis=1) / times[:, None]
+        scale = np.maximum(np.abs(rows).max(axis=0), np.finfo(np.float64).tiny)
+        solution, _, rank, _ = np.linalg.lstsq(rows / scale, np.ones_like(times), rcond=None)
+        a, b, c = solution / scale
+        if rank < 3 or a <= 0 or b <= 0:
+            raise PlanError(
+                f"fit a={a:.3g}, b={b:.3g}: vary tokens and lengths more, so that both terms show in the times"
+            )
+        return cls(alpha=float(a / b), overhead=max(float(c / b), 0.0))
+
+    def work(self, lengths: npt.ArrayLike) -> FloatArray:
+        """Load of each sequence on one rank that has it whole; float64, the shape of `lengths`."""
+        tokens = np.asarray(lengths, np.float64)
+        full = tokens if self.window is None else np.minimum(tokens, self.window)
+        return self.alpha * tokens + full * (2 * tokens - full)
+
+    def load(self, lengths: npt.ArrayLike, cp_size: npt.ArrayLike) -> FloatArray:
+        """Load of each sequence on each rank of its cp group; float64, lengths and cp_size broadcast."""
+        tokens, size = np.asarray(lengths, np.float64), np.asarray(cp_size, np.float64)
+        whole = self.work(tokens)
+        if self.ring_tokens:
+            quadratic = whole - self.alpha * tokens
+            whole = whole + np.where(size > 1, np.maximum(self.ring_tokens * size * tokens - quadratic, 0), 0)
+        return whole / size

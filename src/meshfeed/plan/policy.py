@@ -1,0 +1,113 @@
+"""What a user chooses about packing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from meshfeed.errors import PlanError
+from meshfeed.plan.cost import CostModel
+from meshfeed.plan.groups import check_sizes, cp_sizes
+from meshfeed.plan.types import Align
+
+Policy = Literal["in_order", "balanced", "dynamic_cp"]
+"""in_order: packs filled in stream order at the layout's cp (Megatron's dp_balanced).
+balanced: equal work on every rank at the layout's cp.
+dynamic_cp: equal work on every rank, each sequence on a cp group as narrow as that allows."""
+
+Oversize = Literal["error", "truncate", "split", "drop"]
+"""What becomes of a sequence that no cp group can hold."""
+
+Objective = Literal["microbatch", "step"]
+"""microbatch: ranks meet in every microbatch (ep, fsdp), so the sum over microbatches of the largest load counts.
+step: ranks meet at the end of the step, so the largest sum over microbatches of a rank's loads counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How a step's sequences become packs.
+
+    Attributes:
+        capacity: padded tokens that a rank can hold in one microbatch.
+        policy: see `Policy`.
+        cost: what a sequence costs. The default was measured on one H200 for a Llama-8B-like layer.
+        align: multiples that padding must reach.
+        oversize: see `Oversize`; too long is more than capacity times the widest cp group.
+        objective: see `Objective`.
+        microbatches: plan at least this many; None for the fewest that hold the batch.
+        cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp; None for
+            `groups.cp_sizes(dp * cp)`. (1, 2, 4, 8) keeps every group within a node of eight.
+        tolerance: imbalance that is accepted rather than split sequences over more ranks, relative.
+    """
+
+    capacity: int
+    policy: Policy = "balanced"
+    cost: CostModel = field(default_factory=lambda: CostModel(alpha=25_100))
+    align: Align = field(default_factory=Align)
+    oversize: Oversize = "error"
+    objective: Objective = "microbatch"
+    microbatches: int | None = None
+    cp_sizes: tuple[int, ...] | None = None
+    tolerance: float = 0.005
+
+    def __post_init__(self) -> None:
+        for name, choices in (("policy", Policy), ("oversize", Oversize), ("objective", Objective)):
+            if getattr(self, name) not in get_args(choices):
+                raise PlanError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}")
+        if self.capacity < 1:
+            raise PlanError(f"capacity={self.capacity}: a rank holds at least one token")
+        if self.microbatches is not None and self.microbatches < 1:
+            raise PlanError(f"microbatches={self.microbatches}: at least 1, or None for the fewest that do")
+        if not 0 <= self.tolerance < 1:
+            raise PlanError(f"tolerance={self.tolerance}: a share from 0 to below 1")
+        if self.cp_sizes is not None and self.policy != "dynamic_cp":
+            raise PlanError(f"cp_sizes={self.cp_sizes} with policy={self.policy!r}: only dynamic_cp chooses sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the ranks of one microbatch can hold.
+
+    Attributes:
+        num_ranks: dp_cp ranks.
+        sizes: cp group sizes, ascending, each a divisor of the next and the last of num_ranks.
+        limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded down
+            to what alignment lets a pack have.
+        align: padding multiples.
+    """
+
+    num_ranks: int
+    sizes: tuple[int, ...]
+    limits: tuple[int, ...]
+    align: Align
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that some group can hold."""
+        return max(self.limits)
+
+
+def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
+    """The room that a packing leaves on dp x cp ranks.
+
+    Raises PlanError for a size below 1, cp_sizes that do not nest, or a capacity below the alignment.
+    """
+    if min(dp, cp) < 1:
+        raise PlanError(f"dp={dp}, cp={cp}: each is at least 1")
+    sizes: tuple[int, ...] = (cp,)
+    if packing.policy == "dynamic_cp":
+        ranks = dp * cp
+        sizes = cp_sizes(ranks) if packing.cp_sizes is None else check_sizes(packing.cp_sizes, ranks)
+    multiples = [packing.align.pack_multiple(size) for size in sizes]
+    most = np.iinfo(np.int32).max  # cu_seqlens are int32
+    limits = tuple(min(packing.capacity * g, most) // multiple * multiple for g, multiple in zip(sizes, multiples))
+    if min(limits) == 0:
+        size, multiple = next((g, m) for g, m, limit in zip(sizes, multiples, limits) if limit == 0)
+        raise PlanError(
+            f"capacity={packing.capacity}: a pack on {size} ranks is a multiple of {multiple} tokens; "
+            f"raise capacity to {math.ceil(multiple / size)} or lower the alignment {packing.align}"
+        )
+    return Room(num_ranks=dp * cp, sizes=sizes, limits=limits, align=packing.align)
