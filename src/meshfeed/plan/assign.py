@@ -1,10 +1,10 @@
-"""Sequences -> (microbatch, cp group)."""
+"""Sequences -> (microbatch, cp group), in stream order."""
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
-from meshfeed.plan.types import Align, StepPlan
+from meshfeed.plan.types import Align, LongArray, StepPlan
 
 
 def plan_fixed(
@@ -31,3 +31,26 @@ def plan_fixed(
         idle_cp_size=cp,
         align=align or Align(),
     )
+
+
+def in_order(padded: LongArray, *, limit: int, multiple: int) -> tuple[LongArray, int]:
+    """Next-fit packs in stream order, then packs split from the tail until there are a multiple of `multiple`.
+
+    padded: tokens of each sequence, each from 1 to limit; int64 [n]. limit: tokens of a pack.
+    Returns the pack of each sequence, int64 [n], and the number of packs. The rule is that of Megatron-core's
+    dp_balanced scheduler: the last sequence of the last pack with two or more becomes a pack of its own, at the end.
+    Where nothing is left to split (Megatron-core asserts), there are fewer packs than a multiple.
+    """
+    ends = np.cumsum(padded)
+    starts: list[int] = []
+    place = 0
+    while place < padded.size:
+        starts.append(place)
+        place = int(np.searchsorted(ends, (ends[place - 1] if place else 0) + limit, side="right"))
+    num_packs = len(starts)
+    pack = np.searchsorted(np.array(starts), np.arange(padded.size), side="right") - 1
+    # all but the first sequence of each pack can be split off: last pack first, last sequence first
+    movable = np.setdiff1d(np.arange(padded.size), starts)[::-1]
+    moved = movable[: -num_packs % multiple]
+    pack[moved] = num_packs + np.arange(moved.size)
+    return pack, num_packs + moved.size

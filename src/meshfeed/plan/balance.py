@@ -1,167 +1,122 @@
-"""Equal work on every rank: sequences -> microbatches -> blocks of ranks.
+"""Equal work on every rank: several ways to fill a step, of which the best is kept.
 
-The method has three parts, each a function below.
-
-*Deal.* A microbatch whose ranks are all full of tokens is balanced only where their sequences are alike, since a
-token costs more in a long sequence. So sequences are dealt to microbatches longest first, except for the shortest
-ones, the *sand*, of which every microbatch gets an equal part to fill its gaps.
-
-*Size.* In a microbatch each sequence goes to the narrowest cp group that holds it and does not exceed the mean
-load; the number of groups of each size follows from the work of their sequences.
-
-*Fill.* Longest first, each sequence goes to the group with the least load among those at least as wide as its own
-(LPT, Graham 1969). Where the outcome is unbalanced, all groups are made wider and the microbatch filled again: a
-group of all ranks is always balanced, so this ends.
+`peel` is nearly always it. The others are for batches that it cannot split: few sequences, or all alike.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.plan.best_fit import best_fit
 from meshfeed.plan.cost import CostModel
-from meshfeed.plan.policy import Room
-from meshfeed.plan.types import IntArray, LongArray
+from meshfeed.plan.fill import Filled, Ranked, fill, fill_evenly
+from meshfeed.plan.peel import peel
+from meshfeed.plan.policy import Packing, Room
+from meshfeed.plan.types import LongArray
 
-FloatArray = npt.NDArray[np.float64]
-
-EXACT = 1 + 1e-9
-"""Room for rounding where loads that should be equal are compared."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ranked:
-    """Sequences by descending length, with all that filling asks of them.
-
-    Attributes:
-        lengths: real tokens; int64 [n].
-        padded: padded tokens on a cp group of each size; int64 [num_sizes, n].
-        load: load on each rank of such a group; float64 [num_sizes, n].
-        work: load on one rank that has it whole, before communication; float64 [n].
-    """
-
-    lengths: LongArray
-    padded: LongArray
-    load: FloatArray
-    work: FloatArray
-
-    @classmethod
-    def of(cls, lengths: LongArray, cost: CostModel, room: Room) -> Ranked:
-        """lengths: descending, each at most room.longest."""
-        sizes = np.array(room.sizes)[:, None]
-        return cls(lengths, room.align.padded(lengths, sizes), cost.load(lengths, sizes), cost.work(lengths))
+SAND = (0.03, 0.1, 0.0, 1.0)
+"""Parts of the work that `deal` spreads evenly, in the order in which they are tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """One microbatch.
+class Bubble:
+    """What a pipeline adds to a step: the largest microbatch, `share` times."""
 
-    Attributes:
-        members: places in a Ranked, int64 [k].
-        block: the block of each member, or -1 where it found no room; int32 [k].
-        block_sizes: ranks of each block, descending, which puts them side by side aligned; int64 [num_blocks].
-        top_load: the largest load.
+    share: float = 0.0
+
+    def objective(self, loads: npt.ArrayLike) -> float:
+        """Sum of the microbatches' largest loads, and the bubble. loads: float64 [num_microbatches]."""
+        tops = np.asarray(loads, np.float64)
+        return float(tops.sum() + self.share * tops.max(initial=0.0))
+
+
+def balance(lengths: LongArray, packing: Packing, room: Room, *, quantum: int, bubble: Bubble) -> tuple[list[Filled], LongArray, int]:
+    """Fill as few microbatches as hold the batch, or as many as the packing asks for.
+
+    lengths: each from 1 to room.longest; int64 [n], n >= 1.
+    Returns the microbatches, the order that their members refer to (places in `lengths` by descending length, int64
+    [n]) and the number of microbatches, a multiple of quantum; those past the list's end are dummies.
     """
+    order = np.argsort(-lengths, kind="stable")
+    ranked = Ranked.of(lengths[order], packing.cost, room)
+    rank_tokens = room.limits[-1] / room.sizes[-1]
+    least = max(int(np.ceil(ranked.padded[0].sum() / (rank_tokens * room.num_ranks))), packing.microbatches or 1)
+    count = -(-least // quantum) * quantum
+    while True:
+        ideal = bubble.objective(np.full(count, ranked.work.sum() / room.num_ranks / count))
+        best, best_objective, left = None, np.inf, np.inf
+        for filled in ways(ranked, packing, room, count):
+            missing = tokens_left(ranked, filled)
+            left = min(left, missing)
+            objective = bubble.objective([mb.top_load for mb in filled])
+            if missing == 0 and objective < best_objective:
+                best, best_objective = filled, objective
+            if best_objective <= ideal * (1 + packing.tolerance):
+                break
+        if best is not None:
+            return best, order, count
+        # what is left would fill so many more, if it were packed well
+        count += max(quantum, int(left / (rank_tokens * room.num_ranks)) // quantum * quantum)
 
-    members: LongArray
-    block: IntArray
-    block_sizes: LongArray
-    top_load: float
 
-    @property
-    def left(self) -> LongArray:
-        """Places in the Ranked of members that found no room; int64."""
-        return self.members[self.block < 0]
+def tokens_left(ranked: Ranked, filled: list[Filled]) -> int:
+    """Tokens that the last microbatch of a step has no room for."""
+    return int(ranked.lengths[filled[-1].left].sum())
 
 
-def size_index(ranked: Ranked, members: LongArray, room: Room, mean_load: float, tightness: int) -> LongArray:
-    """Index into room.sizes of the narrowest adequate group of each member; int64 [k], never ascending.
+def ways(ranked: Ranked, packing: Packing, room: Room, num_microbatches: int) -> Iterator[list[Filled]]:
+    """Ways to fill a step, the likeliest first."""
+    yield peel(ranked, room, packing.cost, num_microbatches, packing.tolerance)
+    if len(room.sizes) == 1:
+        yield spread(ranked, room, num_microbatches)
+        tight = fit_tightly(ranked, room, num_microbatches)
+        if tight is not None:
+            yield tight
+    for sand in SAND:
+        yield deal(ranked, room, num_microbatches, sand, packing.tolerance)
 
-    Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
-    at most 1 / 2^t of either. Where no size does, the widest.
+
+def spread(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled]:
+    """At one cp size: balance the blocks of all microbatches as if they met, then let equals meet."""
+    all_ranks = Room(room.num_ranks * num_microbatches, room.sizes, room.limits, room.align)
+    one = fill(ranked, np.arange(ranked.lengths.size), all_ranks, 0)
+    return meet(ranked, room, one.members, one.block, num_microbatches)
+
+
+def fit_tightly(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled] | None:
+    """At one cp size: the fewest blocks, whatever their loads; None where they are too many."""
+    block, num_blocks = best_fit(ranked.padded[0], room.limits[0])
+    if num_blocks > num_microbatches * (room.num_ranks // room.sizes[0]):
+        return None
+    return meet(ranked, room, np.arange(block.size), block, num_microbatches)
+
+
+def meet(ranked: Ranked, room: Room, members: LongArray, block: npt.NDArray[np.integer], num_microbatches: int) -> list[Filled]:
+    """Blocks of one size -> microbatches, sorted by load: with the heaviest together the sum of largest loads is least.
+
+    members: places in `ranked`; block: the block of each, -1 for none. What has none goes to the last microbatch.
     """
-    limits = np.array(room.limits)[:, None]
-    holds = ranked.padded[:, members] * 2**tightness <= limits
-    light = ranked.load[:, members] * 2**tightness <= mean_load * EXACT
-    adequate = holds & light
-    adequate[-1] = True
-    return adequate.argmax(axis=0)
-
-
-def block_sizes_of(ranked: Ranked, members: LongArray, size_at: LongArray, room: Room, mean_load: float) -> LongArray:
-    """How many blocks of each size a microbatch is cut into; int64 [num_sizes].
-
-    Widest first, as many as the work and the tokens of sequences of that size and above fill; what is left over
-    in the last of them is for narrower sequences.
-    """
-    counts = np.zeros(len(room.sizes), np.int64)
-    taken, ranks_due = 0, 0.0
-    for index in range(len(room.sizes) - 1, 0, -1):
-        size, mine = room.sizes[index], members[size_at == index]
-        by_work = ranked.work[mine].sum() / mean_load
-        by_tokens = ranked.padded[index, mine].sum() * size / room.limits[index]
-        ranks_due += max(by_work, by_tokens)
-        wanted = int(np.ceil((ranks_due - taken) / size - 1e-9))
-        counts[index] = min(max(wanted, 0), (room.num_ranks - taken) // size)
-        taken += int(counts[index]) * size
-    counts[0] = (room.num_ranks - taken) // room.sizes[0]
-    return counts
-
-
-def fill(ranked: Ranked, members: LongArray, room: Room, tightness: int) -> Filled:
-    """Put the members of a microbatch on blocks of ranks. members: ascending places in `ranked`, int64 [k], k >= 1."""
-    mean_load = float(ranked.work[members].sum()) / room.num_ranks
-    size_at = size_index(ranked, members, room, mean_load, tightness)
-    counts = block_sizes_of(ranked, members, size_at, room, mean_load)
-    block_sizes = np.repeat(room.sizes[::-1], counts[::-1])
-    index_of_block = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1]).tolist()
-    free = [room.limits[index] for index in index_of_block]
-    lengths, padded, load = (array[..., members].tolist() for array in (ranked.lengths, ranked.padded, ranked.load))
-    block: list[int] = []
-    lightest: list[tuple[float, int]] = []  # heap of (load, block)
-    parked: list[tuple[int, float, int]] = []  # heap of (-free, load, block): too full for the sequences so far
-    opened = 0
-    for item, (length, index) in enumerate(zip(lengths, size_at.tolist())):
-        while opened < len(index_of_block) and index_of_block[opened] >= index:
-            heapq.heappush(lightest, (0.0, opened))
-            opened += 1
-        # sequences only get shorter, so a block is parked and comes back once for each of its sequences
-        while parked and length <= -parked[0][0]:
-            heapq.heappush(lightest, heapq.heappop(parked)[1:])
-        while lightest and free[lightest[0][1]] < length:
-            loaded, full = heapq.heappop(lightest)
-            heapq.heappush(parked, (-free[full], loaded, full))
-        if not lightest:
-            block.append(-1)
-            continue
-        loaded, chosen = lightest[0]
-        at = index_of_block[chosen]
-        free[chosen] -= padded[at][item]
-        heapq.heapreplace(lightest, (loaded + load[at][item], chosen))
-        block.append(chosen)
-    tops = [entry[0] for entry in lightest] + [entry[1] for entry in parked]
-    return Filled(members, np.array(block, np.int32), block_sizes, max(tops, default=0.0))
-
-
-def fill_evenly(ranked: Ranked, members: LongArray, room: Room, tolerance: float) -> Filled:
-    """Fill a microbatch, on wider and wider groups until its loads are equal within `tolerance`.
-
-    Gives the best seen where that is never reached: first the fewest tokens without room, then the least load.
-    """
-    mean_load = float(ranked.work[members].sum()) / room.num_ranks
-    best, best_score = None, (np.inf, np.inf)
-    for tightness in range(max(room.sizes).bit_length() + 1):
-        filled = fill(ranked, members, room, tightness)
-        score = (float(ranked.lengths[filled.left].sum()), filled.top_load)
-        if best is None or score < best_score:
-            best, best_score = filled, score
-        if best_score <= (0, mean_load * (1 + tolerance)) or filled.block_sizes[-1] == room.sizes[-1]:
-            break
-    assert best is not None  # the loop runs at least once
-    return best
+    per_microbatch = room.num_ranks // room.sizes[0]
+    num_blocks = per_microbatch * num_microbatches
+    loads = np.bincount(block[block >= 0], weights=ranked.load[0, members[block >= 0]], minlength=num_blocks)
+    rank_of_block = np.empty(num_blocks, np.int64)
+    heaviest_first = np.argsort(-loads, kind="stable")
+    rank_of_block[heaviest_first] = np.arange(num_blocks)
+    place = np.where(block >= 0, rank_of_block[block], num_blocks)
+    sizes = np.full(per_microbatch, room.sizes[0], np.int64)
+    filled: list[Filled] = []
+    for m in range(num_microbatches):
+        here = place // per_microbatch == m
+        if m == num_microbatches - 1:
+            here |= block < 0
+        at = np.where(block[here] >= 0, place[here] % per_microbatch, -1).astype(np.int32)
+        own = heaviest_first[m * per_microbatch : (m + 1) * per_microbatch]
+        filled.append(Filled(members[here], at, sizes, loads[own]))
+    return filled
 
 
 def take(lengths: LongArray, offered: npt.NDArray[np.bool_], budget: float) -> LongArray:
@@ -182,11 +137,11 @@ def take(lengths: LongArray, offered: npt.NDArray[np.bool_], budget: float) -> L
         budget -= float(total[count - 1])
 
 
-def deal(ranked: Ranked, room: Room, num_microbatches: int, sand: float, tolerance: float) -> tuple[list[Filled], float]:
-    """Fill all microbatches of a step; also returns the tokens that found no room.
+def deal(ranked: Ranked, room: Room, num_microbatches: int, sand: float, tolerance: float) -> list[Filled]:
+    """Deal sequences to microbatches first, longest first, and fill each of them then.
 
-    sand: part of the work, in the shortest sequences, that is dealt evenly; the rest goes longest first. What a
-    microbatch has no room for goes to the next one.
+    sand: part of the work, in the shortest sequences, that is dealt evenly instead, for every microbatch to fill its
+    gaps with. What a microbatch has no room for goes to the next one.
     """
     work = np.cumsum(ranked.work[::-1])[::-1]
     is_sand = work <= work[0] * sand
@@ -209,4 +164,4 @@ def deal(ranked: Ranked, room: Room, num_microbatches: int, sand: float, toleran
         filled.append(fill_evenly(ranked, members, room, tolerance))
         carried = filled[-1].left
         tokens_left -= int(tokens[members].sum() - tokens[carried].sum())
-    return filled, float(tokens[carried].sum())
+    return filled

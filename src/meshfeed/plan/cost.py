@@ -7,6 +7,7 @@ the layer costs `alpha s + s^2` with `alpha = P / h`: the unit of every load in 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,3 +158,19 @@ class CostModel:
             quadratic = whole - self.alpha * tokens
             whole = whole + np.where(size > 1, np.maximum(self.ring_tokens * size * tokens - quadratic, 0), 0)
         return whole / size
+
+    def reach(self, work: float, cp_size: int) -> float:
+        """The longest sequence, in tokens, whose load on a cp group of this size times cp_size is at most `work`."""
+        if math.isinf(work):
+            return work
+        if work <= 0:
+            return 0.0
+        window = math.inf if self.window is None else self.window
+        if work <= (self.alpha + window) * window:
+            # the root of s^2 + alpha s = work, in the form that loses no digits where work << alpha^2
+            tokens = 2 * work / (self.alpha + math.sqrt(self.alpha * self.alpha + 4 * work))
+        else:
+            tokens = (work + window * window) / (self.alpha + 2 * window)
+        if cp_size > 1 and self.ring_tokens:
+            tokens = min(tokens, work / (self.alpha + self.ring_tokens * cp_size))
+        return tokens * (1 + 1e-12)

@@ -40,7 +40,7 @@ class Packing:
         microbatches: plan at least this many; None for the fewest that hold the batch.
         cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp; None for
             `groups.cp_sizes(dp * cp)`. (1, 2, 4, 8) keeps every group within a node of eight.
-        tolerance: imbalance that is accepted rather than split sequences over more ranks, relative.
+        tolerance: how far above the ideal a step may be before wider cp groups are tried for it, relative.
     """
 
     capacity: int
@@ -51,7 +51,7 @@ class Packing:
     objective: Objective = "microbatch"
     microbatches: int | None = None
     cp_sizes: tuple[int, ...] | None = None
-    tolerance: float = 0.005
+    tolerance: float = 0.015
 
     def __post_init__(self) -> None:
         for name, choices in (("policy", Policy), ("oversize", Oversize), ("objective", Objective)):

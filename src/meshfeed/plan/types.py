@@ -44,9 +44,13 @@ class Align:
         multiple = np.lcm(self.sequence, np.where(cp > 1, 2 * cp, 1))
         return -(-lengths // multiple) * multiple
 
+    def sequence_multiple(self, cp_size: int) -> int:
+        """The multiple that a sequence's padded tokens reach on a cp group of this size."""
+        return math.lcm(self.sequence, 2 * cp_size if cp_size > 1 else 1)
+
     def pack_multiple(self, cp_size: int) -> int:
         """The multiple that a whole pack's padded tokens reach on a cp group of this size."""
-        return math.lcm(self.pack * cp_size, self.sequence, 2 * cp_size if cp_size > 1 else 1)
+        return math.lcm(self.pack * cp_size, self.sequence_multiple(cp_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,165 @@
+"""Filling one microbatch: sequences -> blocks of ranks, by least load first.
+
+*Size.* Each sequence goes to the narrowest cp group that holds it and does not exceed the mean load; the number of
+groups of each size follows from the work of their sequences.
+
+*Fill.* Longest first, each sequence goes to the group with the least load among those at least as wide as its own
+(LPT, Graham 1969). Where the outcome is unbalanced, all groups are made wider and the microbatch filled again: a
+group of all ranks is always balanced, so this ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.plan.cost import CostModel
+from meshfeed.plan.policy import Room
+from meshfeed.plan.types import IntArray, LongArray
+
+FloatArray = npt.NDArray[np.float64]
+
+EXACT = 1 + 1e-9
+"""Room for rounding where loads that should be equal are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Sequences by descending length, with all that filling asks of them.
+
+    Attributes:
+        lengths: real tokens; int64 [n].
+        padded: padded tokens on a cp group of each size; int64 [num_sizes, n].
+        load: load on each rank of such a group; float64 [num_sizes, n].
+        work: load on one rank that has it whole, before communication; float64 [n].
+    """
+
+    lengths: LongArray
+    padded: LongArray
+    load: FloatArray
+    work: FloatArray
+
+    @classmethod
+    def of(cls, lengths: LongArray, cost: CostModel, room: Room) -> Ranked:
+        """lengths: descending, each at most room.longest."""
+        sizes = np.array(room.sizes)[:, None]
+        return cls(lengths, room.align.padded(lengths, sizes), cost.load(lengths, sizes), cost.work(lengths))
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """One microbatch.
+
+    Attributes:
+        members: places in a Ranked, int64 [k].
+        block: the block of each member, or -1 where it found no room; int32 [k].
+        block_sizes: ranks of each block, descending, which puts them side by side aligned; int64 [num_blocks].
+        loads: load on each rank of each block; float64 [num_blocks].
+    """
+
+    members: LongArray
+    block: IntArray
+    block_sizes: LongArray
+    loads: FloatArray
+
+    @property
+    def top_load(self) -> float:
+        """The largest load."""
+        return float(self.loads.max(initial=0.0))
+
+    @property
+    def left(self) -> LongArray:
+        """Places in the Ranked of members that found no room; int64."""
+        return self.members[self.block < 0]
+
+
+def size_index(ranked: Ranked, members: LongArray, room: Room, mean_load: float, tightness: int) -> LongArray:
+    """Index into room.sizes of the narrowest adequate group of each member; int64 [k], never ascending.
+
+    Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
+    at most 1 / 2^t of either. Where no size does, the widest.
+    """
+    limits = np.array(room.limits)[:, None]
+    holds = ranked.padded[:, members] * 2**tightness <= limits
+    light = ranked.load[:, members] * 2**tightness <= mean_load * EXACT
+    adequate = holds & light
+    adequate[-1] = True
+    return adequate.argmax(axis=0)
+
+
+def block_sizes_of(ranked: Ranked, members: LongArray, size_at: LongArray, room: Room, mean_load: float) -> LongArray:
+    """How many blocks of each size a microbatch is cut into; int64 [num_sizes].
+
+    Widest first, as many as the work and the tokens of sequences of that size and above fill; what is left over
+    in the last of them is for narrower sequences.
+    """
+    counts = np.zeros(len(room.sizes), np.int64)
+    taken, ranks_due = 0, 0.0
+    for index in range(len(room.sizes) - 1, 0, -1):
+        size, mine = room.sizes[index], members[size_at == index]
+        by_work = ranked.work[mine].sum() / mean_load
+        by_tokens = ranked.padded[index, mine].sum() * size / room.limits[index]
+        ranks_due += max(by_work, by_tokens)
+        wanted = int(np.ceil((ranks_due - taken) / size - 1e-9))
+        counts[index] = min(max(wanted, 0), (room.num_ranks - taken) // size)
+        taken += int(counts[index]) * size
+    counts[0] = (room.num_ranks - taken) // room.sizes[0]
+    return counts
+
+
+def fill(ranked: Ranked, members: LongArray, room: Room, tightness: int) -> Filled:
+    """Put the members of a microbatch on blocks of ranks. members: ascending places in `ranked`, int64 [k], k >= 1."""
+    mean_load = float(ranked.work[members].sum()) / room.num_ranks
+    size_at = size_index(ranked, members, room, mean_load, tightness)
+    counts = block_sizes_of(ranked, members, size_at, room, mean_load)
+    block_sizes = np.repeat(room.sizes[::-1], counts[::-1])
+    index_of_block = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1]).tolist()
+    free = [room.limits[index] for index in index_of_block]
+    lengths, padded, load = (array[..., members].tolist() for array in (ranked.lengths, ranked.padded, ranked.load))
+    block: list[int] = []
+    lightest: list[tuple[float, int]] = []  # heap of (load, block)
+    parked: list[tuple[int, float, int]] = []  # heap of (-free, load, block): too full for the sequences so far
+    opened = 0
+    for item, (length, index) in enumerate(zip(lengths, size_at.tolist())):
+        while opened < len(index_of_block) and index_of_block[opened] >= index:
+            heapq.heappush(lightest, (0.0, opened))
+            opened += 1
+        # sequences only get shorter, so a block is parked and comes back once for each of its sequences
+        while parked and length <= -parked[0][0]:
+            heapq.heappush(lightest, heapq.heappop(parked)[1:])
+        while lightest and free[lightest[0][1]] < length:
+            loaded, full = heapq.heappop(lightest)
+            heapq.heappush(parked, (-free[full], loaded, full))
+        if not lightest:
+            block.append(-1)
+            continue
+        loaded, chosen = lightest[0]
+        at = index_of_block[chosen]
+        free[chosen] -= padded[at][item]
+        heapq.heapreplace(lightest, (loaded + load[at][item], chosen))
+        block.append(chosen)
+    loads = np.zeros(block_sizes.size)
+    for loaded, chosen in (*lightest, *(entry[1:] for entry in parked)):
+        loads[chosen] = loaded
+    return Filled(members, np.array(block, np.int32), block_sizes, loads)
+
+
+def fill_evenly(ranked: Ranked, members: LongArray, room: Room, tolerance: float) -> Filled:
+    """Fill a microbatch, on wider and wider groups until its loads are equal within `tolerance`.
+
+    Gives the best seen where that is never reached: first the fewest tokens without room, then the least load.
+    """
+    mean_load = float(ranked.work[members].sum()) / room.num_ranks
+    best, best_score = None, (np.inf, np.inf)
+    for tightness in range(max(room.sizes).bit_length() + 1):
+        filled = fill(ranked, members, room, tightness)
+        score = (float(ranked.lengths[filled.left].sum()), filled.top_load)
+        if best is None or score < best_score:
+            best, best_score = filled, score
+        if best_score <= (0, mean_load * (1 + tolerance)) or filled.block_sizes[-1] == room.sizes[-1]:
+            break
+    assert best is not None  # the loop runs at least once
+    return best

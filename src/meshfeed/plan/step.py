@@ -1,0 +1,107 @@
+"""The planner's front door: lengths in, a frozen plan out, the same on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import PlanError
+from meshfeed.plan.assign import in_order
+from meshfeed.plan.balance import Bubble, balance
+from meshfeed.plan.fill import Filled
+from meshfeed.plan.oversize import Rows, rows_of
+from meshfeed.plan.policy import Packing, Room, room_of
+from meshfeed.plan.types import IntArray, LongArray, StepPlan
+
+
+def plan_step(
+    lengths: npt.ArrayLike, packing: Packing, *, dp: int, cp: int = 1, pp: int = 1, vpp: int = 1, quantum: int | None = None
+) -> StepPlan:
+    """Plan one step: a pure function of its arguments, for any lengths and any number of ranks.
+
+    lengths: real tokens of each sequence of the global batch, in stream order; int [n], n >= 0.
+    dp, cp: the layout's sizes. The plan is for their dp * cp ranks; dynamic_cp chooses cp groups of its own.
+    pp, vpp: pipeline stages and virtual stages per rank, which weigh the pipeline's bubble.
+    quantum: the number of microbatches is a multiple of this; None for pp with virtual stages, else 1.
+
+    Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
+    microbatch. What a rank is not given in a microbatch is a dummy: an empty pack.
+    Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below 1 or a
+    capacity below the alignment.
+    """
+    if min(dp, cp, pp, vpp, 1 if quantum is None else quantum) < 1:
+        raise PlanError(f"dp={dp}, cp={cp}, pp={pp}, vpp={vpp}, quantum={quantum}: each is at least 1")
+    room = room_of(packing, dp=dp, cp=cp)
+    multiple = quantum or (pp if vpp > 1 else 1)
+    rows = rows_of(_whole(lengths), longest=room.longest, policy=packing.oversize)
+    places = np.flatnonzero(rows.kept)
+    num_microbatches = -(-(packing.microbatches or 0) // multiple) * multiple
+    microbatch = np.full(rows.lengths.size, -1, np.int32)
+    first_rank = np.zeros(rows.lengths.size, np.int32)
+    cp_size = np.full(rows.lengths.size, room.sizes[0], np.int32)
+    if places.size and packing.policy == "in_order":
+        padded = room.align.padded(rows.lengths[places], cp)
+        pack, num_packs = in_order(padded, limit=room.limits[0], multiple=dp * multiple)
+        microbatch[places], first_rank[places] = pack // dp, pack % dp * cp
+        num_microbatches = max(num_microbatches, -(-num_packs // (dp * multiple)) * multiple)
+    elif places.size:
+        filled, order, num_microbatches = balance(
+            rows.lengths[places], packing, room, quantum=multiple, bubble=Bubble((pp - 1) / vpp)
+        )
+        members = places[order]
+        for m, (mb, first) in enumerate(zip(filled, _first_ranks(filled, room, exchange=packing.objective == "step"))):
+            microbatch[members[mb.members]] = m
+            first_rank[members[mb.members]] = first[mb.block]
+            cp_size[members[mb.members]] = mb.block_sizes[mb.block]
+    return _step_plan(rows, microbatch, first_rank, cp_size, num_microbatches, room)
+
+
+def _whole(lengths: npt.ArrayLike) -> LongArray:
+    given = np.asarray(lengths)
+    if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
+        raise PlanError(f"lengths: {given.dtype} {list(given.shape)}; give whole numbers in one dimension")
+    return given.astype(np.int64).ravel()
+
+
+def _step_plan(
+    rows: Rows, microbatch: IntArray, first_rank: IntArray, cp_size: IntArray, num_microbatches: int, room: Room
+) -> StepPlan:
+    return StepPlan(
+        lengths=rows.lengths,
+        microbatch=microbatch,
+        first_rank=first_rank,
+        cp_size=cp_size,
+        num_microbatches=num_microbatches,
+        num_ranks=room.num_ranks,
+        idle_cp_size=room.sizes[0],
+        align=room.align,
+        sequence=rows.sequence,
+        start=rows.start,
+        oversize=rows.oversize,
+    )
+
+
+def _first_ranks(filled: list[Filled], room: Room, *, exchange: bool) -> list[LongArray]:
+    """The first rank of every block of every microbatch; int64 [num_blocks] each.
+
+    Blocks stand side by side, the widest first. exchange: blocks of one size change places so that what ranks do in
+    all microbatches together is even: the heaviest block goes where least was done so far.
+    """
+    done = np.zeros(room.num_ranks)
+    first_ranks: list[LongArray] = []
+    for mb in filled:
+        first = np.cumsum(mb.block_sizes) - mb.block_sizes
+        if exchange:
+            free = np.ones(room.num_ranks, bool)
+            for size in np.unique(mb.block_sizes)[::-1].tolist():
+                own = np.flatnonzero(mb.block_sizes == size)
+                open_blocks = np.flatnonzero(free.reshape(-1, size).all(axis=1))
+                so_far = done.reshape(-1, size).max(axis=1)[open_blocks]
+                least_done = open_blocks[np.argsort(so_far, kind="stable")[: own.size]]
+                heaviest = own[np.argsort(-mb.loads[own], kind="stable")]
+                first[heaviest] = least_done * size
+                free.reshape(-1, size)[least_done] = False
+            for block, at in enumerate(first.tolist()):
+                done[at : at + int(mb.block_sizes[block])] += mb.loads[block]
+        first_ranks.append(first)
+    return first_ranks
