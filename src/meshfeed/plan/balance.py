@@ -73,41 +73,41 @@ def ways(ranked: Ranked, packing: Packing, room: Room, num_microbatches: int) ->
     yield peel(ranked, room, packing.cost, num_microbatches, packing.tolerance)
     if len(room.sizes) == 1:
         yield spread(ranked, room, num_microbatches)
-        tight = fit_tightly(ranked, room, num_microbatches)
-        if tight is not None:
-            yield tight
     for sand in SAND:
         yield deal(ranked, room, num_microbatches, sand, packing.tolerance)
+    tight = fit_tightly(ranked, room, num_microbatches)
+    if tight is not None:
+        yield tight
 
 
 def spread(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled]:
-    """At one cp size: balance the blocks of all microbatches as if they met, then let equals meet."""
+    """At one cp size: balance the blocks of all microbatches as if they met."""
     all_ranks = Room(room.num_ranks * num_microbatches, room.sizes, room.limits, room.align)
     one = fill(ranked, np.arange(ranked.lengths.size), all_ranks, 0)
     return meet(ranked, room, one.members, one.block, num_microbatches)
 
 
 def fit_tightly(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled] | None:
-    """At one cp size: the fewest blocks, whatever their loads; None where they are too many."""
-    block, num_blocks = best_fit(ranked.padded[0], room.limits[0])
-    if num_blocks > num_microbatches * (room.num_ranks // room.sizes[0]):
+    """The fewest blocks of the widest size, whatever their loads; None where they are too many."""
+    block, num_blocks = best_fit(ranked.padded[-1], room.limits[-1])
+    if num_blocks > num_microbatches * (room.num_ranks // room.sizes[-1]):
         return None
     return meet(ranked, room, np.arange(block.size), block, num_microbatches)
 
 
 def meet(ranked: Ranked, room: Room, members: LongArray, block: npt.NDArray[np.integer], num_microbatches: int) -> list[Filled]:
-    """Blocks of one size -> microbatches, sorted by load: with the heaviest together the sum of largest loads is least.
+    """Blocks of the widest size -> microbatches, by load: the heaviest together make the sum of largest loads least.
 
     members: places in `ranked`; block: the block of each, -1 for none. What has none goes to the last microbatch.
     """
-    per_microbatch = room.num_ranks // room.sizes[0]
+    per_microbatch = room.num_ranks // room.sizes[-1]
     num_blocks = per_microbatch * num_microbatches
-    loads = np.bincount(block[block >= 0], weights=ranked.load[0, members[block >= 0]], minlength=num_blocks)
+    loads = np.bincount(block[block >= 0], weights=ranked.load[-1, members[block >= 0]], minlength=num_blocks)
     rank_of_block = np.empty(num_blocks, np.int64)
     heaviest_first = np.argsort(-loads, kind="stable")
     rank_of_block[heaviest_first] = np.arange(num_blocks)
     place = np.where(block >= 0, rank_of_block[block], num_blocks)
-    sizes = np.full(per_microbatch, room.sizes[0], np.int64)
+    sizes = np.full(per_microbatch, room.sizes[-1], np.int64)
     filled: list[Filled] = []
     for m in range(num_microbatches):
         here = place // per_microbatch == m

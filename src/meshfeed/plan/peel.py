@@ -12,7 +12,8 @@ several are missing; where two are, solve `a + b = t`, `a^2 + b^2 = rho t`; at t
 of a few hundred sequences fills a block to a fraction of a percent this way; where it cannot, the block is tried again
 on a wider group, which needs more sequences and so lands closer.
 
-*Rest.* The last microbatch takes all that is left.
+*Finish.* The last microbatch must take all that is left: its blocks are completed to little more than the mean load,
+and if some sequence is over, the microbatch is filled by least load instead.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ def complete(pool: Pool, group: Group, seed: int, aim: Aim, *, overshoot: bool) 
             break
         length = wanted_length(pool, group.cost, tokens, missing, min(free, group.cost.reach(missing, group.size)))
         if not length and overshoot:
-            length = pool.shortest(1)
-            length = length if length <= free else 0
+            length = pool.nearest(aim.rho)
+            length = length if length <= free else pool.longest(free)
     return Block(group.size, lengths, goal - missing)
 
 
@@ -238,18 +239,38 @@ def peel(ranked: Ranked, room: Room, cost: CostModel, num_microbatches: int, tol
         if not pool.alive:
             return filled
         aim = aim_of(pool, groups, pool.tokens / (num_microbatches - m), room.num_ranks)
-        blocks: list[Block] = []
-        free_ranks = room.num_ranks
-        while free_ranks and pool.alive:
-            block = next_block(pool, groups, free_ranks, aim, first=not blocks)
-            if not blocks:
-                aim = aim._replace(load=block.work / block.size)
-            blocks.append(block)
-            free_ranks -= block.size
-        filled.append(filled_of(pool, blocks))
+        filled.append(filled_of(pool, complete_all(pool, groups, room.num_ranks, aim, settle=True)))
     if pool.alive:
-        filled.append(fill_evenly(ranked, np.array(pool.rest(), np.int64), room, tolerance))
+        filled.append(finish(pool, groups, ranked, room, tolerance))
     return filled
+
+
+def complete_all(pool: Pool, groups: Sequence[Group], num_ranks: int, aim: Aim, *, settle: bool) -> list[Block]:
+    """The blocks of one microbatch. settle: the first block, as near the aim as it comes, says what the others hold."""
+    blocks: list[Block] = []
+    free_ranks = num_ranks
+    while free_ranks and pool.alive:
+        first = settle and not blocks
+        block = next_block(pool, groups, free_ranks, aim, first=first)
+        if first:
+            aim = aim._replace(load=block.work / block.size)
+        blocks.append(block)
+        free_ranks -= block.size
+    return blocks
+
+
+def finish(pool: Pool, groups: Sequence[Group], ranked: Ranked, room: Room, tolerance: float) -> Filled:
+    """The microbatch that takes all that is left in the pool."""
+    aim = aim_of(pool, groups, pool.tokens, room.num_ranks)
+    heaviest = groups[-1].work[pool.alive[-1]] / groups[-1].size
+    for margin in (1 - FULL, tolerance):
+        load = max(aim.load, heaviest) * (1 + margin)
+        blocks = complete_all(pool, groups, room.num_ranks, aim._replace(load=load), settle=False)
+        if not pool.alive:
+            return filled_of(pool, blocks)
+        for block in blocks:
+            pool.give_back(block.lengths)
+    return fill_evenly(ranked, np.array(pool.rest(), np.int64), room, tolerance)
 
 
 def filled_of(pool: Pool, blocks: list[Block]) -> Filled:
