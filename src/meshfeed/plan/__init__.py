@@ -1,7 +1,31 @@
-"""Lengths -> packs: which sequence goes into which microbatch, on which ranks, split how. Pure."""
+"""Lengths -> packs: which sequence goes into which microbatch, on which ranks, split how. Pure.
+
+Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups`, `oversize`,
+`step` (the front door), `assign` (stream order), `balance` with `peel`, `fill` and `polish` (equal work), `bounds` and
+`account` (how good it is), `split` (context parallelism), `best_fit` (documents into fixed lengths).
+"""
 
 from meshfeed.plan.assign import plan_fixed
+from meshfeed.plan.best_fit import best_fit
+from meshfeed.plan.cost import CostModel, ModelShape
+from meshfeed.plan.groups import cp_groups
+from meshfeed.plan.policy import Packing
 from meshfeed.plan.split import Slices, slices_of
+from meshfeed.plan.step import plan_step
 from meshfeed.plan.types import Align, Pack, StepPlan, pack_of
 
-__all__ = ["Align", "Pack", "Slices", "StepPlan", "pack_of", "plan_fixed", "slices_of"]
+__all__ = [
+    "Align",
+    "CostModel",
+    "ModelShape",
+    "Pack",
+    "Packing",
+    "Slices",
+    "StepPlan",
+    "best_fit",
+    "cp_groups",
+    "pack_of",
+    "plan_fixed",
+    "plan_step",
+    "slices_of",
+]

@@ -16,6 +16,7 @@ from meshfeed.plan.cost import CostModel
 from meshfeed.plan.fill import Filled, Ranked, fill, fill_evenly
 from meshfeed.plan.peel import peel
 from meshfeed.plan.policy import Packing, Room
+from meshfeed.plan.polish import polish
 from meshfeed.plan.types import LongArray
 
 SAND = (0.03, 0.1, 0.0, 1.0)
@@ -52,6 +53,7 @@ def balance(lengths: LongArray, packing: Packing, room: Room, *, quantum: int, b
         for filled in ways(ranked, packing, room, count):
             missing = tokens_left(ranked, filled)
             left = min(left, missing)
+            filled = [polish(ranked, mb, room) for mb in filled]
             objective = bubble.objective([mb.top_load for mb in filled])
             if missing == 0 and objective < best_objective:
                 best, best_objective = filled, objective

@@ -12,8 +12,8 @@ several are missing; where two are, solve `a + b = t`, `a^2 + b^2 = rho t`; at t
 of a few hundred sequences fills a block to a fraction of a percent this way; where it cannot, the block is tried again
 on a wider group, which needs more sequences and so lands closer.
 
-*Finish.* The last microbatch must take all that is left: its blocks are completed to little more than the mean load,
-and if some sequence is over, the microbatch is filled by least load instead.
+*Finish.* The last microbatch must take all that is left: by least load if that comes out even; else its blocks are
+completed to little more than the mean load.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from typing import NamedTuple
 import numpy as np
 
 from meshfeed.plan.cost import CostModel
-from meshfeed.plan.fill import EXACT, Filled, Ranked, fill_evenly
+from meshfeed.plan.fill import EXACT, Filled, Ranked, fill, fill_evenly
 from meshfeed.plan.policy import Room
+from meshfeed.plan.polish import polish
 
 MAX_WIDENING = 3
 """How many sizes beyond the narrowest adequate one a block is tried on. More gain nothing measurable."""
@@ -261,6 +262,10 @@ def complete_all(pool: Pool, groups: Sequence[Group], num_ranks: int, aim: Aim, 
 
 def finish(pool: Pool, groups: Sequence[Group], ranked: Ranked, room: Room, tolerance: float) -> Filled:
     """The microbatch that takes all that is left in the pool."""
+    rest = np.array(pool.rest(), np.int64)
+    narrow = polish(ranked, fill(ranked, rest, room, 0), room)
+    if not narrow.left.size and narrow.top_load <= float(ranked.work[rest].sum()) / room.num_ranks * (2 - FULL):
+        return narrow
     aim = aim_of(pool, groups, pool.tokens, room.num_ranks)
     heaviest = groups[-1].work[pool.alive[-1]] / groups[-1].size
     for margin in (1 - FULL, tolerance):
@@ -270,7 +275,7 @@ def finish(pool: Pool, groups: Sequence[Group], ranked: Ranked, room: Room, tole
             return filled_of(pool, blocks)
         for block in blocks:
             pool.give_back(block.lengths)
-    return fill_evenly(ranked, np.array(pool.rest(), np.int64), room, tolerance)
+    return fill_evenly(ranked, rest, room, tolerance)
 
 
 def filled_of(pool: Pool, blocks: list[Block]) -> Filled:
