@@ -7,7 +7,6 @@ the layer costs `alpha s + s^2` with `alpha = P / h`: the unit of every load in 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,18 +158,18 @@ class CostModel:
             whole = whole + np.where(size > 1, np.maximum(self.ring_tokens * size * tokens - quadratic, 0), 0)
         return whole / size
 
-    def reach(self, work: float, cp_size: int) -> float:
-        """The longest sequence, in tokens, whose load on a cp group of this size times cp_size is at most `work`."""
-        if math.isinf(work):
-            return work
-        if work <= 0:
-            return 0.0
-        window = math.inf if self.window is None else self.window
-        if work <= (self.alpha + window) * window:
-            # the root of s^2 + alpha s = work, in the form that loses no digits where work << alpha^2
-            tokens = 2 * work / (self.alpha + math.sqrt(self.alpha * self.alpha + 4 * work))
-        else:
-            tokens = (work + window * window) / (self.alpha + 2 * window)
-        if cp_size > 1 and self.ring_tokens:
-            tokens = min(tokens, work / (self.alpha + self.ring_tokens * cp_size))
+    def reach(self, work: npt.ArrayLike, cp_size: npt.ArrayLike) -> FloatArray:
+        """The longest sequence, in tokens, whose load on a cp group times the group's size is at most `work`.
+
+        The inverse of `load * cp_size`; work and cp_size broadcast; float64, 0 where work <= 0.
+        """
+        budget, size = np.maximum(np.asarray(work, np.float64), 0), np.asarray(cp_size, np.float64)
+        # the root of s^2 + alpha s = work, in the form that loses no digits where work << alpha^2
+        tokens = 2 * budget / (self.alpha + np.sqrt(self.alpha * self.alpha + 4 * budget))
+        if self.window is not None:
+            beyond = (budget + self.window**2) / (self.alpha + 2 * self.window)
+            tokens = np.where(tokens > self.window, beyond, tokens)
+        if self.ring_tokens:
+            exposed = budget / (self.alpha + self.ring_tokens * size)
+            tokens = np.where(size > 1, np.minimum(tokens, exposed), tokens)
         return tokens * (1 + 1e-12)

@@ -1,290 +1,285 @@
-"""Filling a whole step: the longest sequences are peeled off a pool, microbatch by microbatch, block by block.
+"""Filling a whole step: the longest sequences are peeled off what is left, microbatch by microbatch.
 
 The ranks of a microbatch meet, so its blocks must be equal; two microbatches need not be. And where ranks are full of
 tokens, blocks are equal only if their sequences are alike, since a token costs more in a long sequence. So:
 
-*Aim.* A microbatch takes its part of the remaining tokens from the long end of the pool. Their number and mean work
-say what every rank in it should hold: its tokens and its load.
+*Aim.* A microbatch takes its part of the remaining tokens from the long end. Their number and mean work say what every
+rank in it should hold: its tokens and its load.
 
-*Complete.* A block starts with the longest sequence left, on the narrowest group that can take it. What is still
-missing, t tokens and w work, asks for sequences of mean length `rho = (w - alpha t) / t`. Take one near rho while
-several are missing; where two are, solve `a + b = t`, `a^2 + b^2 = rho t`; at the end the longest that fits. A pool
-of a few hundred sequences fills a block to a fraction of a percent this way; where it cannot, the block is tried again
-on a wider group, which needs more sequences and so lands closer.
+*Seed.* Each block starts with one of the longest sequences left, on the narrowest group that can take it. The first
+block, completed as near the aim as it comes, settles the load that the others must reach.
 
-*Finish.* The last microbatch must take all that is left: by least load if that comes out even; else its blocks are
-completed to little more than the mean load.
+*Complete.* What a block still misses, t tokens and w work, asks for sequences of mean length `rho = (w - alpha t) / t`.
+It takes one of about rho while several are missing; where two are, it solves `a + b = t`, `a^2 + b^2 = rho t`; at the
+end it takes the longest that fits. All blocks take one sequence at a time, together, so that NumPy carries the work.
+Some hundred sequences to choose from fill a block to a fraction of a percent.
+
+*Join.* Blocks that found nothing to fit are joined in pairs, which miss more together and so come nearer.
+
+*Finish.* The last microbatch takes all that is left, by least load or as above, whichever is more even.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.plan.cost import CostModel
-from meshfeed.plan.fill import EXACT, Filled, Ranked, fill, fill_evenly
+from meshfeed.plan.fill import EXACT, Filled, Ranked, fill_evenly, size_index
 from meshfeed.plan.policy import Room
-from meshfeed.plan.polish import polish
+from meshfeed.plan.types import LongArray
 
-MAX_WIDENING = 3
-"""How many sizes beyond the narrowest adequate one a block is tried on. More gain nothing measurable."""
+FloatArray = npt.NDArray[np.float64]
 
 FULL = 0.995
-"""Part of its load at which a block counts as complete. Nearer costs wider groups and the pool's shortest sequences."""
+"""Part of its load at which a block counts as complete. Nearer takes wider groups and the shortest sequences."""
 
 
-class Pool:
-    """The lengths still to be placed: a multiset that finds the nearest length in O(log n)."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """lengths: descending, as in a Ranked."""
-        self.first_place: dict[int, int] = {}
-        self.count: dict[int, int] = {}
-        for place, length in enumerate(lengths):
-            self.first_place.setdefault(length, place)
-            self.count[length] = self.count.get(length, 0) + 1
-        self.alive = list(self.count)[::-1]  # distinct lengths, ascending
-        self.tokens = sum(lengths)
-
-    def take(self, length: int) -> None:
-        """Remove one sequence of this length."""
-        self.tokens -= length
-        self.count[length] -= 1
-        if self.count[length] == 0:
-            del self.alive[bisect_left(self.alive, length)]
-
-    def give_back(self, lengths: Sequence[int]) -> None:
-        """Undo `take` of each."""
-        for length in lengths:
-            if self.count[length] == 0:
-                self.alive.insert(bisect_left(self.alive, length), length)
-            self.count[length] += 1
-            self.tokens += length
-
-    def longest(self, most: float) -> int:
-        """The longest length of at most `most`; 0 for none."""
-        at = bisect_right(self.alive, most)
-        return self.alive[at - 1] if at else 0
-
-    def shortest(self, least: float) -> int:
-        """The shortest length of at least `least`; 0 for none."""
-        at = bisect_left(self.alive, least)
-        return self.alive[at] if at < len(self.alive) else 0
-
-    def nearest(self, length: float) -> int:
-        """The length nearest to this one, the shorter of two as near; 0 for none."""
-        below, above = self.longest(length), self.shortest(length)
-        return above if above and (not below or above - length < length - below) else below
-
-    def place(self, length: int) -> int:
-        """The place in the Ranked of one sequence of this length, another one at each call."""
-        self.first_place[length] += 1
-        return self.first_place[length] - 1
-
-    def rest(self) -> list[int]:
-        """Places of all that is left, ascending."""
-        return [p for x in reversed(self.alive) for p in range(self.first_place[x], self.first_place[x] + self.count[x])]
+NARROW_MARGIN = 0.001
+"""How far above the mean the blocks of the last microbatch are first filled; what is then over goes on the lightest."""
 
 
-class Aim(NamedTuple):
-    """What a rank of a microbatch should hold.
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What each rank of a microbatch should hold.
 
     Attributes:
         tokens: real tokens.
         load: work.
-        rho: the mean length, weighed by tokens, at which the two agree.
+        per_token: work of a token at the mean.
     """
 
     tokens: float
     load: float
-    rho: float
+    per_token: float
 
 
-class Block(NamedTuple):
-    """A cp group and what it was given: its size, sequence lengths, and work on all its ranks together."""
-
-    size: int
-    lengths: list[int]
-    work: float
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A cp group size, with what completing a block of it asks for.
+@dataclass(slots=True)
+class Blocks:
+    """The blocks of a microbatch while they are being filled.
 
     Attributes:
-        size: ranks.
-        limit: padded tokens that it holds.
-        multiple: padding multiple of a sequence on it.
-        work: length -> load on each of its ranks times size.
-        cost: the cost model.
+        size_at: index into room.sizes of each; int64 [num_blocks].
+        goal, missing: work that each should hold on all its ranks together, and what of it is missing; float64.
+        tokens: real tokens that it should still take; float64.
+        free: padded tokens that it still can take; int64.
+        taken: (place in the Ranked, block) of the sequences they hold, as taken; int64 [k] each.
     """
 
-    size: int
-    limit: int
-    multiple: int
-    work: dict[int, float]
-    cost: CostModel
+    size_at: LongArray
+    goal: FloatArray
+    missing: FloatArray
+    tokens: FloatArray
+    free: LongArray
+    taken: list[tuple[LongArray, LongArray]] = field(default_factory=list)
 
-    def holds(self, length: int, load: float) -> bool:
-        """Whether this sequence fits, and leaves every rank at or below `load`."""
-        return length <= self.limit and self.work[length] <= load * self.size * EXACT
+    @classmethod
+    def of(cls, size_at: LongArray, aim: Aim, room: Room, cost: CostModel) -> Blocks:
+        """Empty blocks. Their tokens are those that the load needs at the mean length, as far as they go."""
+        sizes, limits = np.array(room.sizes)[size_at], np.array(room.limits)[size_at]
+        goal = aim.load * sizes
+        tokens = np.minimum(limits, goal / aim.per_token)
+        return cls(size_at, goal, goal.copy(), tokens, limits)
+
+    def take(self, ranked: Ranked, room: Room, places: LongArray, blocks: LongArray) -> None:
+        """Give each of these sequences to a block, one at most to each."""
+        at = self.size_at[blocks]
+        self.missing[blocks] -= ranked.load[at, places] * np.array(room.sizes)[at]
+        self.tokens[blocks] -= ranked.lengths[places]
+        self.free[blocks] -= ranked.padded[at, places]
+        self.taken.append((places, blocks))
+
+    def wanted(self, blocks: LongArray, room: Room, cost: CostModel) -> FloatArray:
+        """The length that each of these blocks would best take next; float64."""
+        tokens, missing = self.tokens[blocks], self.missing[blocks]
+        most = np.minimum(self.free[blocks], cost.reach(missing, np.array(room.sizes)[self.size_at[blocks]]))
+        t = np.maximum(tokens, 1e-9)
+        rho = missing / t - cost.alpha
+        two = (t + np.sqrt(np.maximum(2 * rho * t - t * t, 0))) / 2
+        several = np.where(rho > 0, rho, t)
+        return np.minimum(np.where(rho >= t, most, np.where(rho >= t / 2, two, several)), most)
 
 
-def groups_of(ranked: Ranked, room: Room, cost: CostModel) -> list[Group]:
-    """One Group for each size of the room, ascending."""
-    lengths = ranked.lengths.tolist()
-    return [
-        Group(size, limit, room.align.sequence_multiple(size), dict(zip(lengths, (load * size).tolist())), cost)
-        for size, limit, load in zip(room.sizes, room.limits, ranked.load)
-    ]
+def complete(ranked: Ranked, left: LongArray, blocks: Blocks, room: Room, cost: CostModel) -> LongArray:
+    """Let blocks take sequences until each is complete or finds none that fits; returns what is left.
 
-
-def wanted_length(pool: Pool, cost: CostModel, tokens: float, work: float, most: float) -> int:
-    """The next sequence of a block that lacks so many tokens and so much work; 0 where none of <= `most` is left."""
-    rho = (work - cost.alpha * tokens) / tokens if tokens > 0 else math.inf
-    if rho >= tokens:
-        return pool.longest(most)
-    if rho >= tokens / 2:
-        length = pool.nearest((tokens + math.sqrt(2 * rho * tokens - tokens * tokens)) / 2)
-    elif rho > 0:
-        length = pool.nearest(rho)
-    else:
-        length = pool.longest(tokens)
-    return length if length <= most else pool.longest(most)
-
-
-def complete(pool: Pool, group: Group, seed: int, aim: Aim, *, overshoot: bool) -> Block:
-    """Take sequences out of the pool for one block, `seed` first, until it is complete.
-
-    overshoot: let a last sequence exceed the aim where none fits below it.
+    left: places in `ranked`, ascending, so by descending length; int64 [k].
     """
-    goal = aim.load * group.size
-    tokens, missing, free = aim.tokens * group.size, goal, group.limit
-    lengths: list[int] = []
-    length = seed
-    while length:
-        pool.take(length)
-        lengths.append(length)
-        tokens -= length
-        missing -= group.work[length]
-        free -= -(-length // group.multiple) * group.multiple
-        if missing <= (1 - FULL) / 2 * goal:
-            break
-        length = wanted_length(pool, group.cost, tokens, missing, min(free, group.cost.reach(missing, group.size)))
-        if not length and overshoot:
-            length = pool.nearest(aim.rho)
-            length = length if length <= free else pool.longest(free)
-    return Block(group.size, lengths, goal - missing)
+    trying = np.flatnonzero(blocks.missing > (1 - FULL) / 2 * blocks.goal)
+    while trying.size and left.size:
+        wanted = blocks.wanted(trying, room, cost)
+        order = np.argsort(-wanted, kind="stable")
+        trying, wanted = trying[order], wanted[order]
+        # the longest sequence of at most that length; where several blocks want the same one, the next after it
+        at = np.searchsorted(-ranked.lengths[left], -wanted)
+        turn = np.arange(at.size)
+        at = np.maximum.accumulate(at - turn) + turn
+        found = at < left.size
+        trying, at = trying[found], at[found]
+        blocks.take(ranked, room, left[at], trying)
+        left = np.delete(left, at)
+        trying = trying[blocks.missing[trying] > (1 - FULL) / 2 * blocks.goal[trying]]
+    return left
 
 
-def aim_of(pool: Pool, groups: Sequence[Group], budget: float, num_ranks: int) -> Aim:
-    """What a rank should hold if the microbatch takes `budget` tokens from the long end of the pool. budget > 0."""
-    narrow = groups[0]
-    tokens, work = 0.0, 0.0
-    for length in reversed(pool.alive):
-        count = min(pool.count[length], math.ceil((budget - tokens) / length))
-        tokens += count * length
-        work += count * narrow.work[length]
-        if tokens >= budget:
-            break
-    per_token = work / tokens
-    share = min(budget, tokens) / num_ranks
-    return Aim(share, share * per_token, max(per_token - narrow.cost.alpha, 0.0))
+def aim_of(ranked: Ranked, left: LongArray, budget: float, num_ranks: int) -> Aim:
+    """What a rank should hold if the microbatch takes `budget` tokens from the long end of what is left."""
+    tokens = np.cumsum(ranked.lengths[left])
+    count = int(np.searchsorted(tokens, budget)) + 1
+    taken = float(tokens[: count][-1])
+    per_token = float(ranked.work[left[:count]].sum()) / taken
+    share = min(budget, taken) / num_ranks
+    return Aim(share, share * per_token, per_token)
 
 
-def next_block(pool: Pool, groups: Sequence[Group], free_ranks: int, aim: Aim, *, first: bool) -> Block:
-    """The block of the longest sequence that the free ranks can take; one without sequences where they take none.
-
-    first: the microbatch's first block, which settles its load.
-    """
-    usable = [group for group in groups if group.size <= free_ranks]
-    widest = usable[-1]
-    # the first block may be heavier than the aim: its longest sequence must go somewhere
-    load = math.inf if first else aim.load
-    seed = pool.longest(min(widest.limit, widest.cost.reach(load * widest.size * EXACT, widest.size)))
-    if not seed:
-        return Block(usable[0].size, [], 0.0)
-    adequate = [group for group in usable if group.holds(seed, aim.load)] or [widest]
-    best, best_fill = Block(widest.size, [], 0.0), -1.0
-    for group in adequate[: MAX_WIDENING + 1]:
-        own = aim
-        if first:
-            own = aim._replace(load=max(aim.load, group.work[seed] / group.size))
-        else:  # what its load needs at the mean length, as far as it goes
-            tokens = min(group.limit / group.size, aim.load / (group.cost.alpha + aim.rho))
-            own = aim._replace(tokens=tokens)
-        block = complete(pool, group, seed, own, overshoot=first)
-        pool.give_back(block.lengths)
-        filled = block.work / (own.load * group.size)
-        if filled > best_fill:
-            best, best_fill = block, filled
+def settle(ranked: Ranked, left: LongArray, aim: Aim, room: Room, cost: CostModel) -> tuple[Blocks, LongArray]:
+    """The first block of a microbatch, on the narrowest group that comes near the aim, and what is left after it."""
+    seed = left[:1]
+    narrowest = int(size_index(ranked, seed, room, aim.load, 0)[0])
+    best, best_left, best_filled = None, left, -1.0
+    for index in range(narrowest, len(room.sizes)):
+        own = Aim(aim.tokens, max(aim.load, float(ranked.load[index, seed[0]])), aim.per_token)
+        block = Blocks.of(np.array([index]), own, room, cost)
+        block.take(ranked, room, seed, np.zeros(1, np.int64))
+        rest = complete(ranked, left[1:], block, room, cost)
+        if block.missing[0] > (1 - FULL) * block.goal[0] and rest.size:
+            # one sequence too many is better than one too few: the tokens must go somewhere
+            length = min(max(aim.per_token - cost.alpha, 1), float(block.free[0]))
+            at = int(np.searchsorted(-ranked.lengths[rest], -length))
+            if at < rest.size:
+                block.take(ranked, room, rest[at : at + 1], np.zeros(1, np.int64))
+                rest = np.delete(rest, at)
+        filled = 1 - float(block.missing[0] / block.goal[0])
+        if filled > best_filled:
+            best, best_left, best_filled = block, rest, filled
         if filled >= FULL:
             break
-    for length in best.lengths:
-        pool.take(length)
-    return best
+    assert best is not None
+    return best, best_left
+
+
+def seed(ranked: Ranked, left: LongArray, ranks: int, load: float, room: Room, cost: CostModel) -> LongArray:
+    """Which sequences the blocks of `ranks` ranks start with and on what size.
+
+    Returns (places in `ranked`, index into room.sizes), int64 [num_blocks] each: the longest that are left, each on the
+    narrowest group that holds it at `load` or less.
+    """
+    sizes, limits = np.array(room.sizes), np.array(room.limits)
+    seeds: list[LongArray] = []
+    while ranks:
+        usable = int(np.searchsorted(sizes, ranks, side="right"))
+        most = np.minimum(limits[:usable], cost.reach(load * sizes[:usable] * EXACT, sizes[:usable]))
+        first = int(np.searchsorted(-ranked.lengths[left], -most[-1]))
+        offered = left[first : first + ranks // room.sizes[0]]
+        if not offered.size:
+            break
+        size_at = np.searchsorted(most, ranked.lengths[offered])
+        used = np.cumsum(sizes[size_at])
+        count = int(np.searchsorted(used, ranks, side="right"))
+        seeds.append(np.stack((offered[:count], size_at[:count])))
+        left = np.delete(left, np.s_[first : first + count])
+        ranks -= int(used[count - 1])
+    return np.concatenate(seeds, axis=1) if seeds else np.zeros((2, 0), np.int64)
+
+
+def join(ranked: Ranked, blocks: Blocks, room: Room) -> bool:
+    """Join incomplete blocks of one size to blocks of the next; says whether any were."""
+    for index in range(len(room.sizes) - 1):
+        times = room.sizes[index + 1] // room.sizes[index]
+        lacking = np.flatnonzero((blocks.size_at == index) & (blocks.missing > (1 - FULL) * blocks.goal))
+        if lacking.size < times:
+            continue
+        lacking = lacking[np.argsort(-blocks.missing[lacking], kind="stable")]
+        lacking = lacking[: lacking.size // times * times].reshape(-1, times)
+        into = np.arange(blocks.size_at.size)
+        into[lacking] = lacking[:, :1]
+        places, held_by = (np.concatenate(part) for part in zip(*blocks.taken))
+        wider = ranked.padded[index + 1, places]
+        free = room.limits[index + 1] - np.bincount(into[held_by], weights=wider, minlength=into.size).astype(np.int64)
+        lacking = lacking[free[lacking[:, 0]] > 0]
+        if not lacking.size:
+            continue
+        joined = lacking[:, 0]
+        work = np.bincount(held_by, weights=ranked.load[index + 1, places] * room.sizes[index + 1], minlength=into.size)
+        blocks.goal[joined] = blocks.goal[lacking].sum(axis=1)
+        blocks.missing[joined] = blocks.goal[joined] - work[lacking].sum(axis=1)
+        blocks.tokens[joined] = blocks.tokens[lacking].sum(axis=1)
+        blocks.free[joined] = free[joined]
+        blocks.size_at[joined] = index + 1
+        into = np.arange(into.size)
+        into[lacking] = lacking[:, :1]
+        gone = lacking[:, 1:].ravel()
+        blocks.taken = [(places, into[held_by])]
+        blocks.size_at[gone] = -1
+        blocks.missing[gone] = 0
+        return True
+    return False
+
+
+def complete_all(
+    ranked: Ranked, left: LongArray, ranks: int, aim: Aim, room: Room, cost: CostModel
+) -> tuple[Blocks, LongArray]:
+    """Blocks for `ranks` ranks, as full of the aim's load as they come, and what is left after them."""
+    places, size_at = seed(ranked, left, ranks, aim.load, room, cost)
+    blocks = Blocks.of(size_at, aim, room, cost)
+    blocks.take(ranked, room, places, np.arange(places.size))
+    left = complete(ranked, left[~np.isin(left, places)], blocks, room, cost)
+    while left.size and join(ranked, blocks, room):
+        left = complete(ranked, left, blocks, room, cost)
+    return blocks, left
+
+
+def filled_of(ranked: Ranked, room: Room, *parts: Blocks) -> Filled:
+    """A microbatch out of blocks, the widest first."""
+    size_at = np.concatenate([part.size_at for part in parts])
+    offset = np.cumsum([0, *(part.size_at.size for part in parts)])
+    taken = [(places, held_by + at) for part, at in zip(parts, offset) for places, held_by in part.taken]
+    places, held_by = (np.concatenate(column) for column in zip(*taken))
+    order = np.argsort(-size_at, kind="stable")[: int((size_at >= 0).sum())]
+    place_of = np.full(size_at.size, -1, np.int32)
+    place_of[order] = np.arange(order.size)
+    sizes = np.array(room.sizes)[size_at[order]]
+    loads = np.bincount(place_of[held_by], weights=ranked.load[size_at[held_by], places], minlength=order.size)
+    return Filled(places, place_of[held_by], sizes, loads)
+
+
+def finish(ranked: Ranked, left: LongArray, room: Room, cost: CostModel, tolerance: float) -> Filled:
+    """The microbatch that takes all that is left."""
+    aim = aim_of(ranked, left, np.inf, room.num_ranks)
+    load = max(aim.load * (1 + NARROW_MARGIN), float(ranked.load[-1, left[0]]))
+    blocks, over = complete_all(ranked, left, room.num_ranks, Aim(aim.tokens, load, aim.per_token), room, cost)
+    sizes = np.maximum(np.array(room.sizes)[blocks.size_at], 1)
+    loads = np.where(blocks.size_at < 0, np.inf, (blocks.goal - blocks.missing) / sizes)
+    for place in over.tolist():
+        fits = np.where(blocks.free >= ranked.lengths[place], loads, np.inf)
+        block = int(fits.argmin()) if fits.size else 0
+        if not fits.size or np.isinf(fits[block]):
+            return fill_evenly(ranked, left, room, tolerance)
+        blocks.take(ranked, room, np.array([place]), np.array([block]))
+        loads[block] += ranked.load[blocks.size_at[block], place]
+    if loads[np.isfinite(loads)].max() > aim.load * (1 + tolerance):
+        return fill_evenly(ranked, left, room, tolerance)
+    return filled_of(ranked, room, blocks)
 
 
 def peel(ranked: Ranked, room: Room, cost: CostModel, num_microbatches: int, tolerance: float) -> list[Filled]:
     """Fill the microbatches of a step; fewer where fewer suffice. What finds no room is in the last one's `left`."""
-    pool = Pool(ranked.lengths.tolist())
-    groups = groups_of(ranked, room, cost)
+    left = np.arange(ranked.lengths.size)
     filled: list[Filled] = []
     for m in range(num_microbatches - 1):
-        if not pool.alive:
+        if not left.size:
             return filled
-        aim = aim_of(pool, groups, pool.tokens / (num_microbatches - m), room.num_ranks)
-        filled.append(filled_of(pool, complete_all(pool, groups, room.num_ranks, aim, settle=True)))
-    if pool.alive:
-        filled.append(finish(pool, groups, ranked, room, tolerance))
+        budget = float(ranked.lengths[left].sum()) / (num_microbatches - m)
+        aim = aim_of(ranked, left, budget, room.num_ranks)
+        first, left = settle(ranked, left, aim, room, cost)
+        size = room.sizes[int(first.size_at[0])]
+        load = float(first.goal[0] - first.missing[0]) / size
+        others, left = complete_all(
+            ranked, left, room.num_ranks - size, Aim(aim.tokens, load, aim.per_token), room, cost
+        )
+        filled.append(filled_of(ranked, room, first, others))
+    if left.size:
+        filled.append(finish(ranked, left, room, cost, tolerance))
     return filled
-
-
-def complete_all(pool: Pool, groups: Sequence[Group], num_ranks: int, aim: Aim, *, settle: bool) -> list[Block]:
-    """The blocks of one microbatch. settle: the first block, as near the aim as it comes, says what the others hold."""
-    blocks: list[Block] = []
-    free_ranks = num_ranks
-    while free_ranks and pool.alive:
-        first = settle and not blocks
-        block = next_block(pool, groups, free_ranks, aim, first=first)
-        if first:
-            aim = aim._replace(load=block.work / block.size)
-        blocks.append(block)
-        free_ranks -= block.size
-    return blocks
-
-
-def finish(pool: Pool, groups: Sequence[Group], ranked: Ranked, room: Room, tolerance: float) -> Filled:
-    """The microbatch that takes all that is left in the pool."""
-    rest = np.array(pool.rest(), np.int64)
-    narrow = polish(ranked, fill(ranked, rest, room, 0), room)
-    if not narrow.left.size and narrow.top_load <= float(ranked.work[rest].sum()) / room.num_ranks * (2 - FULL):
-        return narrow
-    aim = aim_of(pool, groups, pool.tokens, room.num_ranks)
-    heaviest = groups[-1].work[pool.alive[-1]] / groups[-1].size
-    for margin in (1 - FULL, tolerance):
-        load = max(aim.load, heaviest) * (1 + margin)
-        blocks = complete_all(pool, groups, room.num_ranks, aim._replace(load=load), settle=False)
-        if not pool.alive:
-            return filled_of(pool, blocks)
-        for block in blocks:
-            pool.give_back(block.lengths)
-    return fill_evenly(ranked, rest, room, tolerance)
-
-
-def filled_of(pool: Pool, blocks: list[Block]) -> Filled:
-    """A microbatch out of its blocks, the widest first."""
-    blocks = sorted(blocks, key=lambda block: -block.size)
-    members = [pool.place(length) for block in blocks for length in block.lengths]
-    return Filled(
-        members=np.array(members, np.int64),
-        block=np.repeat(np.arange(len(blocks), dtype=np.int32), [len(block.lengths) for block in blocks]),
-        block_sizes=np.array([block.size for block in blocks], np.int64),
-        loads=np.array([block.work / block.size for block in blocks]),
-    )
