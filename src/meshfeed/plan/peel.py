@@ -14,7 +14,8 @@ It takes one of about rho while several are missing; where two are, it solves `a
 end it takes the longest that fits. All blocks take one sequence at a time, together, so that NumPy carries the work.
 Some hundred sequences to choose from fill a block to a fraction of a percent.
 
-*Join.* Blocks that found nothing to fit are joined in pairs, which miss more together and so come nearer.
+*Widen.* Blocks that stayed incomplete give their sequences back, and their ranks are seeded again on wider groups: fewer
+blocks, each of more sequences, come nearer.
 
 *Finish.* The last microbatch takes all that is left, by least load or as above, whichever is more even.
 """
@@ -37,8 +38,12 @@ FULL = 0.995
 """Part of its load at which a block counts as complete. Nearer takes wider groups and the shortest sequences."""
 
 
-NARROW_MARGIN = 0.001
+MARGIN = 0.001
 """How far above the mean the blocks of the last microbatch are first filled; what is then over goes on the lightest."""
+
+
+MAX_WIDENING = 3
+"""How many times the blocks that stay incomplete are widened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,25 @@ class Blocks:
         self.tokens[blocks] -= ranked.lengths[places]
         self.free[blocks] -= ranked.padded[at, places]
         self.taken.append((places, blocks))
+
+    @classmethod
+    def join(cls, parts: list[Blocks]) -> Blocks:
+        """Several as one, in their order."""
+        offset = np.cumsum([0, *(part.size_at.size for part in parts)])
+        taken = [(places, held_by + at) for part, at in zip(parts, offset) for places, held_by in part.taken]
+        names = ("size_at", "goal", "missing", "tokens", "free")
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names), taken)
+
+    def held(self) -> float:
+        """Work of all sequences that they hold."""
+        return float((self.goal - self.missing).sum())
+
+    def only(self, mask: npt.NDArray[np.bool_]) -> Blocks:
+        """Some of the blocks."""
+        index = np.cumsum(mask) - 1
+        taken = [(places[mask[held_by]], index[held_by[mask[held_by]]]) for places, held_by in self.taken]
+        arrays = (self.size_at, self.goal, self.missing, self.tokens, self.free)
+        return Blocks(*(array[mask] for array in arrays), taken)
 
     def wanted(self, blocks: LongArray, room: Room, cost: CostModel) -> FloatArray:
         """The length that each of these blocks would best take next; float64."""
@@ -160,11 +184,11 @@ def settle(ranked: Ranked, left: LongArray, aim: Aim, room: Room, cost: CostMode
     return best, best_left
 
 
-def seed(ranked: Ranked, left: LongArray, ranks: int, load: float, room: Room, cost: CostModel) -> LongArray:
+def seed(ranked: Ranked, left: LongArray, ranks: int, load: float, room: Room, cost: CostModel, tightness: int) -> LongArray:
     """Which sequences the blocks of `ranks` ranks start with and on what size.
 
     Returns (places in `ranked`, index into room.sizes), int64 [num_blocks] each: the longest that are left, each on the
-    narrowest group that holds it at `load` or less.
+    narrowest group that holds 2^tightness of it at `load` or less, if there is one.
     """
     sizes, limits = np.array(room.sizes), np.array(room.limits)
     seeds: list[LongArray] = []
@@ -175,7 +199,7 @@ def seed(ranked: Ranked, left: LongArray, ranks: int, load: float, room: Room, c
         offered = left[first : first + ranks // room.sizes[0]]
         if not offered.size:
             break
-        size_at = np.searchsorted(most, ranked.lengths[offered])
+        size_at = np.searchsorted(most / 2**tightness, ranked.lengths[offered]).clip(max=usable - 1)
         used = np.cumsum(sizes[size_at])
         count = int(np.searchsorted(used, ranks, side="right"))
         seeds.append(np.stack((offered[:count], size_at[:count])))
@@ -184,61 +208,42 @@ def seed(ranked: Ranked, left: LongArray, ranks: int, load: float, room: Room, c
     return np.concatenate(seeds, axis=1) if seeds else np.zeros((2, 0), np.int64)
 
 
-def join(ranked: Ranked, blocks: Blocks, room: Room) -> bool:
-    """Join incomplete blocks of one size to blocks of the next; says whether any were."""
-    for index in range(len(room.sizes) - 1):
-        times = room.sizes[index + 1] // room.sizes[index]
-        lacking = np.flatnonzero((blocks.size_at == index) & (blocks.missing > (1 - FULL) * blocks.goal))
-        if lacking.size < times:
-            continue
-        lacking = lacking[np.argsort(-blocks.missing[lacking], kind="stable")]
-        lacking = lacking[: lacking.size // times * times].reshape(-1, times)
-        into = np.arange(blocks.size_at.size)
-        into[lacking] = lacking[:, :1]
-        places, held_by = (np.concatenate(part) for part in zip(*blocks.taken))
-        wider = ranked.padded[index + 1, places]
-        free = room.limits[index + 1] - np.bincount(into[held_by], weights=wider, minlength=into.size).astype(np.int64)
-        lacking = lacking[free[lacking[:, 0]] > 0]
-        if not lacking.size:
-            continue
-        joined = lacking[:, 0]
-        work = np.bincount(held_by, weights=ranked.load[index + 1, places] * room.sizes[index + 1], minlength=into.size)
-        blocks.goal[joined] = blocks.goal[lacking].sum(axis=1)
-        blocks.missing[joined] = blocks.goal[joined] - work[lacking].sum(axis=1)
-        blocks.tokens[joined] = blocks.tokens[lacking].sum(axis=1)
-        blocks.free[joined] = free[joined]
-        blocks.size_at[joined] = index + 1
-        into = np.arange(into.size)
-        into[lacking] = lacking[:, :1]
-        gone = lacking[:, 1:].ravel()
-        blocks.taken = [(places, into[held_by])]
-        blocks.size_at[gone] = -1
-        blocks.missing[gone] = 0
-        return True
-    return False
-
-
 def complete_all(
     ranked: Ranked, left: LongArray, ranks: int, aim: Aim, room: Room, cost: CostModel
-) -> tuple[Blocks, LongArray]:
+) -> tuple[list[Blocks], LongArray]:
     """Blocks for `ranks` ranks, as full of the aim's load as they come, and what is left after them."""
-    places, size_at = seed(ranked, left, ranks, aim.load, room, cost)
+    done: list[Blocks] = []
+    lacking, left = fill_ranks(ranked, left, ranks, aim, room, cost, 0)
+    for tightness in range(1, MAX_WIDENING + 1):
+        short = lacking.missing > (1 - FULL) * lacking.goal
+        done.append(lacking.only(~short))
+        lacking = lacking.only(short)
+        if not short.any():
+            return done, left
+        ranks = int(np.array(room.sizes)[lacking.size_at].sum())
+        offered = np.sort(np.concatenate((left, *(places for places, _ in lacking.taken))))
+        wider, rest = fill_ranks(ranked, offered, ranks, aim, room, cost, tightness)
+        if aim.load * ranks - wider.held() < lacking.missing.sum():
+            lacking, left = wider, rest
+    return [*done, lacking], left
+
+
+def fill_ranks(
+    ranked: Ranked, left: LongArray, ranks: int, aim: Aim, room: Room, cost: CostModel, tightness: int
+) -> tuple[Blocks, LongArray]:
+    """One try: seed blocks and complete them."""
+    places, size_at = seed(ranked, left, ranks, aim.load, room, cost, tightness)
     blocks = Blocks.of(size_at, aim, room, cost)
     blocks.take(ranked, room, places, np.arange(places.size))
-    left = complete(ranked, left[~np.isin(left, places)], blocks, room, cost)
-    while left.size and join(ranked, blocks, room):
-        left = complete(ranked, left, blocks, room, cost)
-    return blocks, left
+    return blocks, complete(ranked, left[~np.isin(left, places, assume_unique=True)], blocks, room, cost)
 
 
-def filled_of(ranked: Ranked, room: Room, *parts: Blocks) -> Filled:
+def filled_of(ranked: Ranked, room: Room, blocks: Blocks) -> Filled:
     """A microbatch out of blocks, the widest first."""
-    size_at = np.concatenate([part.size_at for part in parts])
-    offset = np.cumsum([0, *(part.size_at.size for part in parts)])
-    taken = [(places, held_by + at) for part, at in zip(parts, offset) for places, held_by in part.taken]
-    places, held_by = (np.concatenate(column) for column in zip(*taken))
-    order = np.argsort(-size_at, kind="stable")[: int((size_at >= 0).sum())]
-    place_of = np.full(size_at.size, -1, np.int32)
+    size_at = blocks.size_at
+    places, held_by = (np.concatenate(column) for column in zip(*blocks.taken))
+    order = np.argsort(-size_at, kind="stable")
+    place_of = np.empty(order.size, np.int32)
     place_of[order] = np.arange(order.size)
     sizes = np.array(room.sizes)[size_at[order]]
     loads = np.bincount(place_of[held_by], weights=ranked.load[size_at[held_by], places], minlength=order.size)
@@ -248,10 +253,10 @@ def filled_of(ranked: Ranked, room: Room, *parts: Blocks) -> Filled:
 def finish(ranked: Ranked, left: LongArray, room: Room, cost: CostModel, tolerance: float) -> Filled:
     """The microbatch that takes all that is left."""
     aim = aim_of(ranked, left, np.inf, room.num_ranks)
-    load = max(aim.load * (1 + NARROW_MARGIN), float(ranked.load[-1, left[0]]))
-    blocks, over = complete_all(ranked, left, room.num_ranks, Aim(aim.tokens, load, aim.per_token), room, cost)
-    sizes = np.maximum(np.array(room.sizes)[blocks.size_at], 1)
-    loads = np.where(blocks.size_at < 0, np.inf, (blocks.goal - blocks.missing) / sizes)
+    load = max(aim.load * (1 + MARGIN), float(ranked.load[-1, left[0]]))
+    parts, over = complete_all(ranked, left, room.num_ranks, Aim(aim.tokens, load, aim.per_token), room, cost)
+    blocks = Blocks.join(parts)
+    loads = (blocks.goal - blocks.missing) / np.array(room.sizes)[blocks.size_at]
     for place in over.tolist():
         fits = np.where(blocks.free >= ranked.lengths[place], loads, np.inf)
         block = int(fits.argmin()) if fits.size else 0
@@ -259,7 +264,7 @@ def finish(ranked: Ranked, left: LongArray, room: Room, cost: CostModel, toleran
             return fill_evenly(ranked, left, room, tolerance)
         blocks.take(ranked, room, np.array([place]), np.array([block]))
         loads[block] += ranked.load[blocks.size_at[block], place]
-    if loads[np.isfinite(loads)].max() > aim.load * (1 + tolerance):
+    if loads.max() > aim.load * (1 + tolerance):
         return fill_evenly(ranked, left, room, tolerance)
     return filled_of(ranked, room, blocks)
 
@@ -279,7 +284,7 @@ def peel(ranked: Ranked, room: Room, cost: CostModel, num_microbatches: int, tol
         others, left = complete_all(
             ranked, left, room.num_ranks - size, Aim(aim.tokens, load, aim.per_token), room, cost
         )
-        filled.append(filled_of(ranked, room, first, others))
+        filled.append(filled_of(ranked, room, Blocks.join([first, *others])))
     if left.size:
         filled.append(finish(ranked, left, room, cost, tolerance))
     return filled
