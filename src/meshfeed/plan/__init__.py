@@ -5,6 +5,7 @@ Read it in this order: `types` (what a plan is), `cost` and `policy` (what a use
 `account` (how good it is), `split` (context parallelism), `best_fit` (documents into fixed lengths).
 """
 
+from meshfeed.plan.account import Account, account_of, flops
 from meshfeed.plan.assign import plan_fixed
 from meshfeed.plan.best_fit import best_fit
 from meshfeed.plan.cost import CostModel, ModelShape
@@ -15,6 +16,7 @@ from meshfeed.plan.step import plan_step
 from meshfeed.plan.types import Align, Pack, StepPlan, pack_of
 
 __all__ = [
+    "Account",
     "Align",
     "CostModel",
     "ModelShape",
@@ -22,8 +24,10 @@ __all__ = [
     "Packing",
     "Slices",
     "StepPlan",
+    "account_of",
     "best_fit",
     "cp_groups",
+    "flops",
     "pack_of",
     "plan_fixed",
     "plan_step",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from meshfeed.errors import PlanError
 from meshfeed.plan.types import IntArray, LongArray, Pack
 
-CpSplit = Literal["zigzag", "contiguous"]
+CpSplit = Literal["zigzag", "pack_zigzag", "contiguous"]
 """zigzag: chunks r and 2*cp-1-r of each sequence, so that causal attention costs every rank the same.
-contiguous: the r-th of cp equal chunks."""
+pack_zigzag: chunks r and 2*cp-1-r of the pack as a whole, wherever its sequences begin; for attention that does not see
+sequences. contiguous: the r-th of cp equal chunks of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +47,47 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     what it works on; for several, what a reader must have to serve them all.
     Raises PlanError where cp does not divide the padded lengths, or the split is unknown.
     """
-    if split not in ("zigzag", "contiguous"):
-        raise PlanError(f"cp split {split!r}: choose 'zigzag' or 'contiguous'")
-    cp = pack.cp_size
-    if len(cp_ranks) == cp:
-        num_chunks, chunks = 1, np.array([0])
-    elif split == "zigzag":
-        ranks = np.asarray(cp_ranks)
-        num_chunks, chunks = 2 * cp, np.sort(np.concatenate((ranks, 2 * cp - 1 - ranks)))
-    else:
-        num_chunks, chunks = cp, np.sort(np.asarray(cp_ranks))
-    lengths = pack.padded_lengths
+    if split not in get_args(CpSplit):
+        raise PlanError(f"cp split {split!r}: choose one of {', '.join(get_args(CpSplit))}")
+    num_chunks, first, last = chunk_runs(cp_ranks, pack.cp_size, split)
+    whole = split == "pack_zigzag"
+    lengths = pack.cu_seqlens_padded[-1:].astype(np.int64) if whole else pack.padded_lengths
     if (lengths % num_chunks).any():
-        raise PlanError(f"padded lengths {lengths[lengths % num_chunks > 0][:3]} do not split in {num_chunks}")
-    # chunks [0 1 6 7] -> runs [0 2) [6 8)
-    breaks = np.flatnonzero(np.diff(chunks) > 1)
-    first = chunks[np.concatenate(([0], breaks + 1))]
-    last = chunks[np.concatenate((breaks, [chunks.size - 1]))] + 1
+        bad = lengths[lengths % num_chunks > 0][:3]
+        raise PlanError(f"padded lengths {bad} do not split in {num_chunks}; pad with Align.padded")
     size = (lengths // num_chunks)[:, None]
-    return Slices(
-        sequence=np.repeat(np.arange(lengths.size, dtype=np.int32), first.size),
-        start=(size * first).ravel(),
-        stop=(size * last).ravel(),
-    )
+    start, stop = (size * first).ravel(), (size * last).ravel()
+    if whole:
+        return cut_at(pack.cu_seqlens_padded.astype(np.int64), start, stop)
+    return Slices(np.repeat(np.arange(lengths.size, dtype=np.int32), first.size), start, stop)
+
+
+def chunk_runs(cp_ranks: Sequence[int], cp_size: int, split: CpSplit) -> tuple[int, LongArray, LongArray]:
+    """Into how many chunks a sequence is cut, and the runs of chunks [first, last) that some ranks hold.
+
+    Ranks 0 and 1 of cp 4, zigzag: chunks 0 1 6 7 of 8 -> first [0 6], last [2 8].
+    """
+    ranks = np.sort(np.asarray(cp_ranks, np.int64))
+    if ranks.size == cp_size:
+        return 1, np.array([0]), np.array([1])
+    num_chunks, chunks = cp_size, ranks
+    if split != "contiguous":
+        num_chunks, chunks = 2 * cp_size, np.concatenate((ranks, 2 * cp_size - 1 - ranks[::-1]))
+    breaks = np.flatnonzero(np.diff(chunks) > 1)
+    return num_chunks, chunks[np.append(0, breaks + 1)], chunks[np.append(breaks, chunks.size - 1)] + 1
+
+
+def cut_at(bounds: LongArray, start: LongArray, stop: LongArray) -> Slices:
+    """Ranges of a pack -> slices of its sequences.
+
+    bounds: sequence starts and the pack's end, int64 [k + 1]. start, stop: ranges, ascending, int64 [m].
+    """
+    inside = bounds[((bounds[:, None] > start) & (bounds[:, None] < stop)).any(axis=1)]
+    starts, stops = np.unique(np.concatenate((start, inside))), np.unique(np.concatenate((stop, inside)))
+    filled = starts < stops  # an empty pack has the one range [0, 0)
+    starts, stops = starts[filled], stops[filled]
+    sequence = np.searchsorted(bounds, starts, side="right") - 1
+    return Slices(sequence.astype(np.int32), starts - bounds[sequence], stops - bounds[sequence])
 
 
 def locate(own: Slices, held: Slices) -> LongArray:

@@ -1,0 +1,128 @@
+"""What a plan amounts to: tokens, padding, FLOPs, balance. The same on every rank, without any communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.plan.bounds import objective_bound
+from meshfeed.plan.cost import CostModel, FloatArray, ModelShape, attended_pairs
+from meshfeed.plan.policy import Packing, Room
+from meshfeed.plan.types import LongArray, StepPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """A step's plan in numbers.
+
+    Attributes:
+        tokens: real tokens in the step's packs.
+        padded_tokens: the same with all padding.
+        sum_sq: sum of squared real lengths of the step's rows.
+        pairs: attended (query, key) pairs, under the cost model's window.
+        loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks].
+        rank_tokens: padded tokens of each rank in each microbatch; int64, the same shape.
+        objective: what the plan minimises, in units of load; see `Packing.objective`.
+        bound: what no plan can beat.
+        efficiency: (work / ranks) / sum over microbatches of the largest load; 1 for a step without work.
+    """
+
+    tokens: int
+    padded_tokens: int
+    sum_sq: int
+    pairs: int
+    loads: FloatArray
+    rank_tokens: LongArray
+    objective: float
+    bound: float
+    efficiency: float
+
+    @property
+    def max_over_mean(self) -> float:
+        """Largest over mean work of a rank in the whole step; 1 for a step without work."""
+        per_rank = self.loads.sum(axis=0)
+        return float(per_rank.max() / per_rank.mean()) if per_rank.any() else 1.0
+
+    @property
+    def padding(self) -> float:
+        """Part of all padded tokens that is padding."""
+        return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
+
+
+def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -> Account:
+    """Add up a plan. pp, vpp: pipeline stages and virtual stages per rank, for the bubble."""
+    placed = plan.microbatch >= 0
+    lengths, cost = plan.lengths[placed], packing.cost
+    sizes = plan.cp_size[placed]
+    padded = plan.align.padded(lengths, sizes)
+    # a pack is a (microbatch, first rank); its ranks share one size, and all that is in it
+    pack = plan.microbatch[placed].astype(np.int64) * plan.num_ranks + plan.first_rank[placed]
+    packs, first_row, pack_of_row = np.unique(pack, return_index=True, return_inverse=True)
+    size = sizes[first_row].astype(np.int64)
+    load = np.bincount(pack_of_row, weights=cost.load(lengths, sizes), minlength=packs.size)
+    tokens = exact_sums(padded, pack_of_row, packs.size)
+    multiple = np.array([plan.align.pack_multiple(g) for g in size.tolist()], np.int64)
+    tokens = -(-tokens // np.maximum(multiple, 1)) * multiple if packs.size else tokens
+    shape = (plan.num_microbatches, plan.num_ranks)
+    # pack p covers size[p] ranks from its first one on
+    ranks = np.repeat(packs - (np.cumsum(size) - size), size) + np.arange(int(size.sum()))
+    loads, rank_tokens = np.zeros(shape), np.zeros(shape, np.int64)
+    loads.ravel()[ranks] = np.repeat(load, size)
+    rank_tokens.ravel()[ranks] = np.repeat(tokens // np.maximum(size, 1), size)
+    share = (pp - 1) / vpp
+    tops = loads.max(axis=1, initial=0.0)
+    total = float(tops.sum()) if packing.objective == "microbatch" else float(loads.sum(axis=0).max(initial=0.0))
+    objective = total + share * float(tops.max(initial=0.0)) + plan.num_microbatches * cost.overhead
+    even = float(cost.work(lengths).sum()) / plan.num_ranks
+    room = _room_of_plan(plan, packing)
+    return Account(
+        tokens=exact_sum(lengths),
+        padded_tokens=exact_sum(tokens),
+        sum_sq=exact_sum(lengths, lengths),
+        pairs=exact_sum(attended_pairs(lengths, cost.window)),
+        loads=loads,
+        rank_tokens=rank_tokens,
+        objective=objective,
+        bound=objective_bound(lengths, cost, room, num_microbatches=plan.num_microbatches, bubble_share=share),
+        efficiency=even / float(tops.sum()) if tops.any() else 1.0,
+    )
+
+
+def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:
+    """FLOPs of the model on a step's real tokens, all ranks together; exact.
+
+    Forward: `2 P s` in the matrices of a layer and `4 h` for each attended pair, and the output layer; three times as
+    much with the backward pass. Padding, recomputation and the embedding look-up are not counted.
+    """
+    lengths = plan.lengths[plan.microbatch >= 0]
+    tokens, pairs = exact_sum(lengths), exact_sum(attended_pairs(lengths, shape.window))
+    layer = 2 * shape.layer_matmul_params * tokens + 4 * shape.attention_width * pairs
+    forward = shape.num_layers * layer + 2 * shape.hidden_size * shape.vocab_size * tokens
+    return forward * (3 if backward else 1)
+
+
+def exact_sum(values: LongArray, times: LongArray | None = None) -> int:
+    """The sum of integers, or of their products, as a Python int that cannot overflow.
+
+    values, times: each from 0 to below 2**62 (without times) or 2**31; int64 [n].
+    """
+    products = values if times is None else values * times
+    # halves of 31 bits: their sums hold for more rows than fit memory
+    return (int((products >> 31).sum()) << 31) + int((products & (2**31 - 1)).sum())
+
+
+def exact_sums(values: LongArray, part: npt.NDArray[np.integer], num_parts: int) -> LongArray:
+    """Sums of integers by part; int64 [num_parts]."""
+    sums = np.zeros(num_parts, np.int64)
+    np.add.at(sums, part, values)
+    return sums
+
+
+def _room_of_plan(plan: StepPlan, packing: Packing) -> Room:
+    """As much of the plan's Room as a bound needs: the widest group that it could have used."""
+    widest = plan.idle_cp_size
+    if packing.policy == "dynamic_cp":
+        widest = max(packing.cp_sizes) if packing.cp_sizes else plan.num_ranks
+    return Room(plan.num_ranks, (widest,), (packing.capacity * widest,), plan.align)
