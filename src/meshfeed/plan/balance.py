@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from meshfeed.plan.best_fit import best_fit
 from meshfeed.plan.cost import CostModel
+from meshfeed.plan.exact import MOST, exact
 from meshfeed.plan.fill import Filled, Ranked, fill, fill_evenly
 from meshfeed.plan.peel import peel
 from meshfeed.plan.policy import Packing, Room
@@ -80,6 +81,10 @@ def ways(ranked: Ranked, packing: Packing, room: Room, num_microbatches: int) ->
     tight = fit_tightly(ranked, room, num_microbatches)
     if tight is not None:
         yield tight
+    if len(room.sizes) == 1 and ranked.lengths.size <= MOST:
+        optimum = exact(ranked, room, num_microbatches)
+        if optimum is not None:
+            yield optimum
 
 
 def spread(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled]:

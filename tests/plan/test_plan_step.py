@@ -1,0 +1,227 @@
+"""The planner is total, and its plans keep every law, on any ranks and any lengths."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from planning import check_packs, check_plan, least_objective
+
+from meshfeed.errors import PlanError
+from meshfeed.plan import Align, CostModel, Packing, account_of, cp_groups, plan_step
+from meshfeed.plan.groups import cp_sizes
+
+CALM = settings(
+    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+POLICIES = ("in_order", "balanced", "dynamic_cp")
+
+
+def batch(seed: int, n: int, longest: int, kind: str) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    drawn = {
+        "lognormal": lambda: rng.lognormal(np.log(longest) - 3, 1.3, n),
+        "uniform": lambda: rng.integers(0, longest + 1, n),
+        "equal": lambda: np.full(n, rng.integers(1, longest + 1)),
+        "one giant": lambda: np.where(np.arange(n) == n // 2, longest, rng.integers(0, 12, n)),
+        "two": lambda: np.where(rng.random(n) < 0.5, longest // 2 + 1, longest // 20),
+    }[kind]()
+    return np.clip(drawn, 0, longest).astype(np.int64)
+
+
+kinds = st.sampled_from(("lognormal", "uniform", "equal", "one giant", "two"))
+ranks_small = st.integers(1, 50)
+
+
+@CALM
+@given(
+    ranks=ranks_small,
+    n=st.one_of(st.integers(0, 12), st.integers(0, 400)),
+    kind=kinds,
+    policy=st.sampled_from(POLICIES),
+    objective=st.sampled_from(("microbatch", "step")),
+    quantum=st.integers(1, 5),
+    align=st.builds(Align, sequence=st.sampled_from((1, 2, 3, 8)), pack=st.sampled_from((1, 16, 32))),
+    window=st.sampled_from((None, 64, 1024)),
+    ring=st.sampled_from((0.0, 700.0)),
+    seed=st.integers(0, 2**31),
+)
+def test_any_batch_on_any_ranks(ranks, n, kind, policy, objective, quantum, align, window, ring, seed):
+    cp = next(d for d in (4, 3, 2, 1) if ranks % d == 0) if policy != "dynamic_cp" else 1
+    widest = ranks if policy == "dynamic_cp" else cp
+    cost = CostModel(alpha=25_100, window=window, ring_tokens=ring, overhead=1e6)
+    packing = Packing(capacity=4096, policy=policy, cost=cost, align=align, objective=objective)
+    longest = 4096 * widest // align.pack_multiple(widest) * align.pack_multiple(widest)
+    lengths = batch(seed, n, min(longest, 100_000), kind)
+    plan = plan_step(lengths, packing, dp=ranks // cp, cp=cp, pp=2, vpp=2, quantum=quantum)
+    check_plan(plan, lengths, packing, dp=ranks // cp, cp=cp, quantum=quantum)
+    again = plan_step(lengths.copy(), packing, dp=ranks // cp, cp=cp, pp=2, vpp=2, quantum=quantum)
+    for name in ("microbatch", "first_rank", "cp_size"):
+        np.testing.assert_array_equal(getattr(plan, name), getattr(again, name))
+    if n * ranks <= 1000:
+        check_packs(plan)
+
+
+@settings(CALM, max_examples=15)
+@given(ranks=st.integers(64, 1024), n=st.integers(0, 4096), kind=kinds, policy=st.sampled_from(POLICIES), seed=st.integers(0, 99))
+@example(ranks=1024, n=4096, kind="lognormal", policy="dynamic_cp", seed=0)
+@example(ranks=997, n=300, kind="one giant", policy="dynamic_cp", seed=0)
+def test_many_ranks(ranks, n, kind, policy, seed):
+    packing = Packing(capacity=16_384, policy=policy)
+    lengths = batch(seed, n, 16_384 if policy != "dynamic_cp" else 131_072, kind)
+    check_plan(plan_step(lengths, packing, dp=ranks), lengths, packing, dp=ranks, cp=1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("ranks", range(1, 51))
+def test_every_small_rank_count(ranks, policy):
+    packing = Packing(capacity=1024, policy=policy)
+    for n in (0, 1, ranks - 1, ranks + 1, 3 * ranks):
+        lengths = np.random.default_rng(n).integers(1, 1025, n)
+        check_plan(plan_step(lengths, packing, dp=ranks), lengths, packing, dp=ranks, cp=1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "dp", "cp", "quantum"),
+    [
+        ([10] * 4, 1024, 4, 1, 1),  # "Not enough samples to move"
+        ([24_576], 8192, 1, 3, 1),
+        ([40], 8, 1, 6, 1),
+        ([40_960, *[1024] * 4], 8192, 1, 12, 1),  # asks for 8 of 12 ranks
+        ([10] * 9, 4096, 8, 1, 1),
+        ([500] * 1024, 4096, 1024, 1, 1),
+        ([4000] * 7, 4096, 8, 1, 1),
+        ([4000] * 8, 4096, 2, 1, 8),  # a tail that cannot be split
+        ([0, 5, 0, 0, 7], 1024, 2, 1, 1),
+        ([0, 0], 1024, 2, 1, 1),
+        ([], 1024, 6, 1, 3),
+        ([1000, *[3] * 1023], 1024, 16, 1, 1),
+        ([7] * 3, 1024, 10, 1, 1),
+    ],
+)
+def test_inputs_that_break_other_schedulers(lengths, capacity, dp, cp, quantum, policy):
+    packing = Packing(capacity=capacity, policy=policy)
+    plan = plan_step(lengths, packing, dp=dp, cp=cp, quantum=quantum)
+    check_plan(plan, lengths, packing, dp=dp, cp=cp, quantum=quantum)
+    assert plan.empty.tolist() == [i for i, length in enumerate(lengths) if length == 0]
+
+
+@settings(CALM, max_examples=25)
+@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=8), dp=st.integers(1, 4), extra=st.integers(0, 1))
+def test_balanced_is_within_2_percent_of_brute_force(lengths, dp, extra):
+    base = Packing(capacity=4096, policy="balanced")
+    count = plan_step(lengths, base, dp=dp).num_microbatches + extra
+    packing = Packing(capacity=4096, policy="balanced", microbatches=count)
+    plan = plan_step(lengths, packing, dp=dp)
+    optimum = least_objective(lengths, packing, ranks=dp, sizes=(1,), num_microbatches=plan.num_microbatches)
+    assert account_of(plan, packing).objective <= optimum * 1.02
+    if extra == 0 and count > 1:  # no plan with fewer exists
+        assert least_objective(lengths, base, ranks=dp, sizes=(1,), num_microbatches=count - 1) == np.inf
+
+
+@settings(CALM, max_examples=20)
+@given(lengths=st.lists(st.integers(1, 9000), min_size=1, max_size=6), ranks=st.integers(1, 4))
+def test_dynamic_cp_is_within_2_percent_of_brute_force(lengths, ranks):
+    lengths = [min(length, 4096 * ranks // (2 * ranks) * (2 * ranks)) for length in lengths]
+    packing = Packing(capacity=4096, policy="dynamic_cp")
+    plan = plan_step(lengths, packing, dp=ranks)
+    count = plan.num_microbatches
+    optimum = least_objective(lengths, packing, ranks=ranks, sizes=cp_sizes(ranks), num_microbatches=count)
+    assert account_of(plan, packing).objective <= optimum * 1.02
+    if count > 1:
+        fewer = least_objective(lengths, packing, ranks=ranks, sizes=cp_sizes(ranks), num_microbatches=count - 1)
+        assert fewer == np.inf
+
+
+def test_more_microbatches_on_request_and_never_fewer_than_needed():
+    lengths = [4000] * 8
+    assert plan_step(lengths, Packing(capacity=4096), dp=2).num_microbatches == 4
+    assert plan_step(lengths, Packing(capacity=4096, microbatches=7), dp=2, quantum=2).num_microbatches == 8
+    assert plan_step(lengths, Packing(capacity=4096, microbatches=1), dp=2).num_microbatches == 4
+    assert plan_step([], Packing(capacity=4096, microbatches=3), dp=2, quantum=2).num_microbatches == 4
+
+
+def test_virtual_stages_make_the_quantum():
+    assert plan_step([100] * 3, Packing(capacity=128), dp=1, pp=4, vpp=2).num_microbatches == 4
+    assert plan_step([100] * 3, Packing(capacity=128), dp=1, pp=4).num_microbatches == 3
+
+
+def test_step_objective_evens_out_whole_steps():
+    lengths = batch(3, 300, 16_000, "lognormal")
+    apart = Packing(capacity=16_384, microbatches=12)
+    whole = Packing(capacity=16_384, microbatches=12, objective="step")
+    met, ended = (account_of(plan_step(lengths, p, dp=16), p) for p in (apart, whole))
+    assert ended.max_over_mean <= met.max_over_mean
+
+
+def test_narrow_groups_on_request():
+    lengths = batch(1, 500, 60_000, "lognormal")
+    packing = Packing(capacity=16_384, policy="dynamic_cp", cp_sizes=(1, 2, 4))
+    plan = plan_step(lengths, packing, dp=8)
+    check_plan(plan, lengths, packing, dp=8, cp=1)
+    assert plan.cp_size.max() <= 4
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, (1,)), (12, (1, 2, 4, 12)), (10, (1, 2, 10)), (49, (1, 7, 49)), (1024, tuple(2**k for k in range(11)))])
+def test_cp_groups_nest(ranks, sizes):
+    groups = cp_groups(ranks)
+    assert tuple(groups) == sizes
+    for size, blocks in groups.items():
+        np.testing.assert_array_equal(blocks, np.arange(ranks).reshape(-1, size))
+
+
+class TestOversize:
+    LENGTHS = (100, 5000, 0, 2050, 7)
+
+    def plan(self, oversize):
+        return plan_step(self.LENGTHS, Packing(capacity=1024, oversize=oversize), dp=2, cp=2)
+
+    def test_error_names_the_sequence(self):
+        with pytest.raises(PlanError, match=r"sequence 1 .*5000 tokens > 2048.*2 such.*oversize='split'"):
+            self.plan("error")
+
+    def test_truncate(self):
+        plan = self.plan("truncate")
+        assert plan.lengths.tolist() == [100, 2048, 0, 2048, 7]
+        assert plan.oversize.tolist() == [1, 3]
+
+    def test_drop(self):
+        plan = self.plan("drop")
+        assert plan.lengths.tolist() == list(self.LENGTHS)
+        assert (plan.microbatch < 0).tolist() == [False, True, True, True, False]
+        assert plan.oversize.tolist() == [1, 3]
+
+    def test_split_covers_every_token_once(self):
+        plan = self.plan("split")
+        assert plan.sequence.tolist() == [0, 1, 1, 1, 2, 3, 3, 4]
+        assert plan.lengths.tolist() == [100, 1667, 1667, 1666, 0, 1025, 1025, 7]
+        assert plan.start.tolist() == [0, 0, 1667, 3334, 0, 0, 1025, 0]
+        assert account_of(plan, Packing(capacity=1024)).tokens == sum(self.LENGTHS)
+
+    @pytest.mark.parametrize("oversize", ["truncate", "split", "drop"])
+    def test_an_empty_pack_is_never_followed_by_an_oversize_one(self, oversize):
+        packing = Packing(capacity=1024, policy="in_order", oversize=oversize)
+        account = account_of(plan_step([5000, 100, 100, 100], packing, dp=1), packing)
+        assert account.rank_tokens.max() <= 1024
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Packing(capacity=0), "capacity=0"),
+        (lambda: Packing(capacity=8, policy="best"), "policy='best': choose one of in_order, balanced, dynamic_cp"),
+        (lambda: Packing(capacity=8, microbatches=0), "microbatches=0"),
+        (lambda: Packing(capacity=8, tolerance=1), "tolerance=1"),
+        (lambda: Packing(capacity=8, cp_sizes=(2,)), "only dynamic_cp"),
+        (lambda: plan_step([1], Packing(capacity=8, policy="dynamic_cp", cp_sizes=(1, 3)), dp=8), "3 does not divide 8"),
+        (lambda: plan_step([1], Packing(capacity=31, align=Align(pack=32)), dp=2), "raise capacity to 32"),
+        (lambda: plan_step([1], Packing(capacity=8), dp=0), "dp=0"),
+        (lambda: plan_step([1], Packing(capacity=8), dp=1, quantum=0), "quantum=0"),
+        (lambda: plan_step([3, -1], Packing(capacity=8), dp=1), "sequence 1: -1 tokens"),
+        (lambda: plan_step([0.5], Packing(capacity=8), dp=1), "float64"),
+        (lambda: cp_groups(0), "num_ranks=0"),
+    ],
+)
+def test_wrong_input_is_refused_in_words(make, message):
+    with pytest.raises(PlanError, match=message.replace("(", r"\(")):
+        make()
