@@ -89,11 +89,11 @@ class Blocks:
         return cls(size_at, goal, goal.copy(), tokens, limits)
 
     def take(self, ranked: Ranked, room: Room, places: LongArray, blocks: LongArray) -> None:
-        """Give each of these sequences to a block, one at most to each."""
+        """Give each of these sequences to a block."""
         at = self.size_at[blocks]
-        self.missing[blocks] -= ranked.load[at, places] * np.array(room.sizes)[at]
-        self.tokens[blocks] -= ranked.lengths[places]
-        self.free[blocks] -= ranked.padded[at, places]
+        np.subtract.at(self.missing, blocks, ranked.load[at, places] * np.array(room.sizes)[at])
+        np.subtract.at(self.tokens, blocks, ranked.lengths[places])
+        np.subtract.at(self.free, blocks, ranked.padded[at, places])
         self.taken.append((places, blocks))
 
     @classmethod
@@ -115,15 +115,19 @@ class Blocks:
         arrays = (self.size_at, self.goal, self.missing, self.tokens, self.free)
         return Blocks(*(array[mask] for array in arrays), taken)
 
-    def wanted(self, blocks: LongArray, room: Room, cost: CostModel) -> FloatArray:
-        """The length that each of these blocks would best take next; float64."""
+    def wanted(self, blocks: LongArray, room: Room, cost: CostModel) -> tuple[FloatArray, LongArray]:
+        """The length that each of these blocks would best take next, and how many of it; float64, int64."""
         tokens, missing = self.tokens[blocks], self.missing[blocks]
         most = np.minimum(self.free[blocks], cost.reach(missing, np.array(room.sizes)[self.size_at[blocks]]))
         t = np.maximum(tokens, 1e-9)
         rho = missing / t - cost.alpha
         two = (t + np.sqrt(np.maximum(2 * rho * t - t * t, 0))) / 2
         several = np.where(rho > 0, rho, t)
-        return np.minimum(np.where(rho >= t, most, np.where(rho >= t / 2, two, several)), most)
+        length = np.minimum(np.where(rho >= t, most, np.where(rho >= t / 2, two, several)), most)
+        # half of many at once, as far as their padding surely fits
+        padded = length + room.align.sequence * 2 * np.array(room.sizes)[self.size_at[blocks]]
+        many = np.minimum(tokens, self.free[blocks] * length / padded) / np.maximum(2 * length, 1)
+        return length, np.where((rho > 0) & (rho < t / 4), many, 1).astype(np.int64).clip(min=1)
 
 
 def complete(ranked: Ranked, left: LongArray, blocks: Blocks, room: Room, cost: CostModel) -> LongArray:
@@ -133,7 +137,9 @@ def complete(ranked: Ranked, left: LongArray, blocks: Blocks, room: Room, cost: 
     """
     trying = np.flatnonzero(blocks.missing > (1 - FULL) / 2 * blocks.goal)
     while trying.size and left.size:
-        wanted = blocks.wanted(trying, room, cost)
+        wanted, many = blocks.wanted(trying, room, cost)
+        if many.max() > 1:
+            trying, wanted = np.repeat(trying, many), np.repeat(wanted, many)
         order = np.argsort(-wanted, kind="stable")
         trying, wanted = trying[order], wanted[order]
         # the longest sequence of at most that length; where several blocks want the same one, the next after it
@@ -144,6 +150,8 @@ def complete(ranked: Ranked, left: LongArray, blocks: Blocks, room: Room, cost: 
         trying, at = trying[found], at[found]
         blocks.take(ranked, room, left[at], trying)
         left = np.delete(left, at)
+        if many.max() > 1:
+            trying = np.unique(trying)
         trying = trying[blocks.missing[trying] > (1 - FULL) / 2 * blocks.goal[trying]]
     return left
 
@@ -214,16 +222,16 @@ def complete_all(
     """Blocks for `ranks` ranks, as full of the aim's load as they come, and what is left after them."""
     done: list[Blocks] = []
     lacking, left = fill_ranks(ranked, left, ranks, aim, room, cost, 0)
-    for tightness in range(1, MAX_WIDENING + 1):
+    for tightness in range(1, MAX_WIDENING + 1):  # until what is missing no longer matters
         short = lacking.missing > (1 - FULL) * lacking.goal
+        if not left.size or lacking.missing[short].sum() <= (1 - FULL) / 2 * aim.load * ranks:
+            break
         done.append(lacking.only(~short))
         lacking = lacking.only(short)
-        if not short.any():
-            return done, left
-        ranks = int(np.array(room.sizes)[lacking.size_at].sum())
+        freed = int(np.array(room.sizes)[lacking.size_at].sum())
         offered = np.sort(np.concatenate((left, *(places for places, _ in lacking.taken))))
-        wider, rest = fill_ranks(ranked, offered, ranks, aim, room, cost, tightness)
-        if aim.load * ranks - wider.held() < lacking.missing.sum():
+        wider, rest = fill_ranks(ranked, offered, freed, aim, room, cost, tightness)
+        if aim.load * freed - wider.held() < lacking.missing.sum():
             lacking, left = wider, rest
     return [*done, lacking], left
 

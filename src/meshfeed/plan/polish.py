@@ -14,6 +14,9 @@ NEAR = 2e-5
 MAX_PARTNERS = 4
 """Lightest blocks that the heaviest one tries to exchange with before it gives up."""
 
+MAX_HEAVY, WORTH = 48, 0.0025
+"""More heavy blocks than this are left alone where they are within WORTH of the mean: each takes an exchange of its own."""
+
 MAX_CANDIDATES = 64
 """Sequences of a block that are looked at, spread evenly over its lengths."""
 
@@ -37,6 +40,9 @@ def polish(ranked: Ranked, filled: Filled, room: Room) -> Filled:
     free = np.array([room.limits[i] - padded[i, places].sum() for i, places in zip(index, held)])
     loads = filled.loads.copy()
     mean = float((loads * filled.block_sizes).sum()) / room.num_ranks
+    heavy = int((loads > mean * (1 + NEAR)).sum())
+    if heavy > MAX_HEAVY and loads.max() <= mean * (1 + WORTH):
+        return filled
     for _ in range(6 * num_blocks + 16):
         top = int(loads.argmax())
         if loads[top] <= mean * (1 + NEAR):
