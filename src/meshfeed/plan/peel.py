@@ -30,7 +30,7 @@ import numpy.typing as npt
 from meshfeed.plan.cost import CostModel
 from meshfeed.plan.fill import EXACT, Filled, Ranked, fill_evenly, size_index
 from meshfeed.plan.policy import Room
-from meshfeed.plan.types import LongArray
+from meshfeed.plan.types import Align, LongArray
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -38,9 +38,8 @@ FULL = 0.995
 """Part of its load at which a block counts as complete. Nearer takes wider groups and the shortest sequences."""
 
 
-MARGIN = 0.001
-"""How far above the mean the blocks of the last microbatch are first filled; what is then over goes on the lightest."""
-
+MARGINS = (0.001, 0.005)
+"""How far above the mean the blocks of the last microbatch are filled; what is then over goes on the lightest."""
 
 MAX_WIDENING = 3
 """How many times the blocks that stay incomplete are widened."""
@@ -66,7 +65,7 @@ class Blocks:
     """The blocks of a microbatch while they are being filled.
 
     Attributes:
-        size_at: index into room.sizes of each; int64 [num_blocks].
+        size_at, sizes: index into room.sizes of each, and the size; int64 [num_blocks].
         goal, missing: work that each should hold on all its ranks together, and what of it is missing; float64.
         tokens: real tokens that it should still take; float64.
         free: padded tokens that it still can take; int64.
@@ -74,6 +73,7 @@ class Blocks:
     """
 
     size_at: LongArray
+    sizes: LongArray
     goal: FloatArray
     missing: FloatArray
     tokens: FloatArray
@@ -86,12 +86,12 @@ class Blocks:
         sizes, limits = np.array(room.sizes)[size_at], np.array(room.limits)[size_at]
         goal = aim.load * sizes
         tokens = np.minimum(limits, goal / aim.per_token)
-        return cls(size_at, goal, goal.copy(), tokens, limits)
+        return cls(size_at, sizes, goal, goal.copy(), tokens, limits)
 
-    def take(self, ranked: Ranked, room: Room, places: LongArray, blocks: LongArray) -> None:
+    def take(self, ranked: Ranked, places: LongArray, blocks: LongArray) -> None:
         """Give each of these sequences to a block."""
         at = self.size_at[blocks]
-        np.subtract.at(self.missing, blocks, ranked.load[at, places] * np.array(room.sizes)[at])
+        np.subtract.at(self.missing, blocks, ranked.load[at, places] * self.sizes[blocks])
         np.subtract.at(self.tokens, blocks, ranked.lengths[places])
         np.subtract.at(self.free, blocks, ranked.padded[at, places])
         self.taken.append((places, blocks))
@@ -101,8 +101,12 @@ class Blocks:
         """Several as one, in their order."""
         offset = np.cumsum([0, *(part.size_at.size for part in parts)])
         taken = [(places, held_by + at) for part, at in zip(parts, offset) for places, held_by in part.taken]
-        names = ("size_at", "goal", "missing", "tokens", "free")
+        names = ("size_at", "sizes", "goal", "missing", "tokens", "free")
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names), taken)
+
+    def load(self) -> FloatArray:
+        """Work on each rank of each; float64."""
+        return (self.goal - self.missing) / self.sizes
 
     def held(self) -> float:
         """Work of all sequences that they hold."""
@@ -112,20 +116,20 @@ class Blocks:
         """Some of the blocks."""
         index = np.cumsum(mask) - 1
         taken = [(places[mask[held_by]], index[held_by[mask[held_by]]]) for places, held_by in self.taken]
-        arrays = (self.size_at, self.goal, self.missing, self.tokens, self.free)
+        arrays = (self.size_at, self.sizes, self.goal, self.missing, self.tokens, self.free)
         return Blocks(*(array[mask] for array in arrays), taken)
 
-    def wanted(self, blocks: LongArray, room: Room, cost: CostModel) -> tuple[FloatArray, LongArray]:
+    def wanted(self, blocks: LongArray, align: Align, cost: CostModel) -> tuple[FloatArray, LongArray]:
         """The length that each of these blocks would best take next, and how many of it; float64, int64."""
         tokens, missing = self.tokens[blocks], self.missing[blocks]
-        most = np.minimum(self.free[blocks], cost.reach(missing, np.array(room.sizes)[self.size_at[blocks]]))
+        most = np.minimum(self.free[blocks], cost.reach(missing, self.sizes[blocks]))
         t = np.maximum(tokens, 1e-9)
         rho = missing / t - cost.alpha
         two = (t + np.sqrt(np.maximum(2 * rho * t - t * t, 0))) / 2
         several = np.where(rho > 0, rho, t)
         length = np.minimum(np.where(rho >= t, most, np.where(rho >= t / 2, two, several)), most)
         # half of many at once, as far as their padding surely fits
-        padded = length + room.align.sequence * 2 * np.array(room.sizes)[self.size_at[blocks]]
+        padded = length + 2 * align.sequence * self.sizes[blocks]
         many = np.minimum(tokens, self.free[blocks] * length / padded) / np.maximum(2 * length, 1)
         return length, np.where((rho > 0) & (rho < t / 4), many, 1).astype(np.int64).clip(min=1)
 
@@ -136,20 +140,23 @@ def complete(ranked: Ranked, left: LongArray, blocks: Blocks, room: Room, cost: 
     left: places in `ranked`, ascending, so by descending length; int64 [k].
     """
     trying = np.flatnonzero(blocks.missing > (1 - FULL) / 2 * blocks.goal)
+    ascending = -ranked.lengths[left]
     while trying.size and left.size:
-        wanted, many = blocks.wanted(trying, room, cost)
+        wanted, many = blocks.wanted(trying, room.align, cost)
         if many.max() > 1:
             trying, wanted = np.repeat(trying, many), np.repeat(wanted, many)
         order = np.argsort(-wanted, kind="stable")
         trying, wanted = trying[order], wanted[order]
         # the longest sequence of at most that length; where several blocks want the same one, the next after it
-        at = np.searchsorted(-ranked.lengths[left], -wanted)
+        at = np.searchsorted(ascending, -wanted)
         turn = np.arange(at.size)
         at = np.maximum.accumulate(at - turn) + turn
         found = at < left.size
         trying, at = trying[found], at[found]
-        blocks.take(ranked, room, left[at], trying)
-        left = np.delete(left, at)
+        blocks.take(ranked, left[at], trying)
+        keep = np.ones(left.size, bool)
+        keep[at] = False
+        left, ascending = left[keep], ascending[keep]
         if many.max() > 1:
             trying = np.unique(trying)
         trying = trying[blocks.missing[trying] > (1 - FULL) / 2 * blocks.goal[trying]]
@@ -174,14 +181,14 @@ def settle(ranked: Ranked, left: LongArray, aim: Aim, room: Room, cost: CostMode
     for index in range(narrowest, len(room.sizes)):
         own = Aim(aim.tokens, max(aim.load, float(ranked.load[index, seed[0]])), aim.per_token)
         block = Blocks.of(np.array([index]), own, room, cost)
-        block.take(ranked, room, seed, np.zeros(1, np.int64))
+        block.take(ranked, seed, np.zeros(1, np.int64))
         rest = complete(ranked, left[1:], block, room, cost)
         if block.missing[0] > (1 - FULL) * block.goal[0] and rest.size:
             # one sequence too many is better than one too few: the tokens must go somewhere
             length = min(max(aim.per_token - cost.alpha, 1), float(block.free[0]))
             at = int(np.searchsorted(-ranked.lengths[rest], -length))
             if at < rest.size:
-                block.take(ranked, room, rest[at : at + 1], np.zeros(1, np.int64))
+                block.take(ranked, rest[at : at + 1], np.zeros(1, np.int64))
                 rest = np.delete(rest, at)
         filled = 1 - float(block.missing[0] / block.goal[0])
         if filled > best_filled:
@@ -224,11 +231,11 @@ def complete_all(
     lacking, left = fill_ranks(ranked, left, ranks, aim, room, cost, 0)
     for tightness in range(1, MAX_WIDENING + 1):  # until what is missing no longer matters
         short = lacking.missing > (1 - FULL) * lacking.goal
-        if not left.size or lacking.missing[short].sum() <= (1 - FULL) / 2 * aim.load * ranks:
+        if not left.size or lacking.missing[short].sum() <= (1 - FULL) * aim.load * ranks:
             break
         done.append(lacking.only(~short))
         lacking = lacking.only(short)
-        freed = int(np.array(room.sizes)[lacking.size_at].sum())
+        freed = int(lacking.sizes.sum())
         offered = np.sort(np.concatenate((left, *(places for places, _ in lacking.taken))))
         wider, rest = fill_ranks(ranked, offered, freed, aim, room, cost, tightness)
         if aim.load * freed - wider.held() < lacking.missing.sum():
@@ -242,18 +249,18 @@ def fill_ranks(
     """One try: seed blocks and complete them."""
     places, size_at = seed(ranked, left, ranks, aim.load, room, cost, tightness)
     blocks = Blocks.of(size_at, aim, room, cost)
-    blocks.take(ranked, room, places, np.arange(places.size))
+    blocks.take(ranked, places, np.arange(places.size))
     return blocks, complete(ranked, left[~np.isin(left, places, assume_unique=True)], blocks, room, cost)
 
 
-def filled_of(ranked: Ranked, room: Room, blocks: Blocks) -> Filled:
+def filled_of(ranked: Ranked, blocks: Blocks) -> Filled:
     """A microbatch out of blocks, the widest first."""
     size_at = blocks.size_at
     places, held_by = (np.concatenate(column) for column in zip(*blocks.taken))
     order = np.argsort(-size_at, kind="stable")
     place_of = np.empty(order.size, np.int32)
     place_of[order] = np.arange(order.size)
-    sizes = np.array(room.sizes)[size_at[order]]
+    sizes = blocks.sizes[order]
     loads = np.bincount(place_of[held_by], weights=ranked.load[size_at[held_by], places], minlength=order.size)
     return Filled(places, place_of[held_by], sizes, loads)
 
@@ -261,20 +268,29 @@ def filled_of(ranked: Ranked, room: Room, blocks: Blocks) -> Filled:
 def finish(ranked: Ranked, left: LongArray, room: Room, cost: CostModel, tolerance: float) -> Filled:
     """The microbatch that takes all that is left."""
     aim = aim_of(ranked, left, np.inf, room.num_ranks)
-    load = max(aim.load * (1 + MARGIN), float(ranked.load[-1, left[0]]))
-    parts, over = complete_all(ranked, left, room.num_ranks, Aim(aim.tokens, load, aim.per_token), room, cost)
-    blocks = Blocks.join(parts)
-    loads = (blocks.goal - blocks.missing) / np.array(room.sizes)[blocks.size_at]
-    for place in over.tolist():
-        fits = np.where(blocks.free >= ranked.lengths[place], loads, np.inf)
+    for margin in (*MARGINS, tolerance):
+        load = max(aim.load * (1 + margin), float(ranked.load[-1, left[0]]))
+        parts, over = complete_all(ranked, left, room.num_ranks, Aim(aim.tokens, load, aim.per_token), room, cost)
+        blocks = Blocks.join(parts)
+        if lay_over(ranked, blocks, over) and (blocks.load() <= aim.load * (1 + tolerance)).all():
+            return filled_of(ranked, blocks)
+    return fill_evenly(ranked, left, room, tolerance)
+
+
+def lay_over(ranked: Ranked, blocks: Blocks, over: LongArray) -> bool:
+    """Give each of these sequences to the block of least load that has room; says whether all found one."""
+    load, free = blocks.load(), blocks.free.copy()
+    chosen = np.zeros(over.size, np.int64)
+    for turn, place in enumerate(over.tolist()):
+        fits = np.where(free >= ranked.lengths[place], load, np.inf)
         block = int(fits.argmin()) if fits.size else 0
         if not fits.size or np.isinf(fits[block]):
-            return fill_evenly(ranked, left, room, tolerance)
-        blocks.take(ranked, room, np.array([place]), np.array([block]))
-        loads[block] += ranked.load[blocks.size_at[block], place]
-    if loads.max() > aim.load * (1 + tolerance):
-        return fill_evenly(ranked, left, room, tolerance)
-    return filled_of(ranked, room, blocks)
+            return False
+        chosen[turn] = block
+        load[block] += ranked.load[blocks.size_at[block], place]
+        free[block] -= ranked.padded[blocks.size_at[block], place]
+    blocks.take(ranked, over, chosen)
+    return True
 
 
 def peel(ranked: Ranked, room: Room, cost: CostModel, num_microbatches: int, tolerance: float) -> list[Filled]:
@@ -292,7 +308,7 @@ def peel(ranked: Ranked, room: Room, cost: CostModel, num_microbatches: int, tol
         others, left = complete_all(
             ranked, left, room.num_ranks - size, Aim(aim.tokens, load, aim.per_token), room, cost
         )
-        filled.append(filled_of(ranked, room, Blocks.join([first, *others])))
+        filled.append(filled_of(ranked, Blocks.join([first, *others])))
     if left.size:
         filled.append(finish(ranked, left, room, cost, tolerance))
     return filled

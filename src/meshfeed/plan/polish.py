@@ -29,20 +29,21 @@ def polish(ranked: Ranked, filled: Filled, room: Room) -> Filled:
     and it ends where the heaviest block finds no exchange that helps.
     """
     num_blocks = filled.block_sizes.size
-    if num_blocks < 2 or filled.left.size:
-        return filled
-    # one more place without work and tokens stands for "no sequence"
-    nothing = ranked.lengths.size
-    index = np.searchsorted(room.sizes, filled.block_sizes)
-    load = np.pad(ranked.load, ((0, 0), (0, 1)))
-    padded = np.pad(ranked.padded, ((0, 0), (0, 1)))
-    held = [filled.members[filled.block == b] for b in range(num_blocks)]
-    free = np.array([room.limits[i] - padded[i, places].sum() for i, places in zip(index, held)])
     loads = filled.loads.copy()
     mean = float((loads * filled.block_sizes).sum()) / room.num_ranks
     heavy = int((loads > mean * (1 + NEAR)).sum())
-    if heavy > MAX_HEAVY and loads.max() <= mean * (1 + WORTH):
+    settled = heavy == 0 or (heavy > MAX_HEAVY and loads.max() <= mean * (1 + WORTH))
+    if num_blocks < 2 or settled or filled.left.size:
         return filled
+    # members by their place here, and one more without work and tokens, which stands for "no sequence"
+    nothing = filled.members.size
+    index = np.searchsorted(room.sizes, filled.block_sizes)
+    load = np.pad(ranked.load[:, filled.members], ((0, 0), (0, 1)))
+    padded = np.pad(ranked.padded[:, filled.members], ((0, 0), (0, 1)))
+    by_block = np.argsort(filled.block, kind="stable")
+    held = np.split(by_block, np.searchsorted(filled.block[by_block], np.arange(1, num_blocks)))
+    used = np.bincount(filled.block, weights=padded[index[filled.block], np.arange(nothing)], minlength=num_blocks)
+    free = np.array(room.limits)[index] - used.astype(np.int64)
     for _ in range(6 * num_blocks + 16):
         top = int(loads.argmax())
         if loads[top] <= mean * (1 + NEAR):
@@ -62,14 +63,14 @@ def polish(ranked: Ranked, filled: Filled, room: Room) -> Filled:
         else:
             break
         give, take = mine[i], theirs[j]
-        held[top] = np.append(held[top][held[top] != give], take)
-        held[low] = np.append(held[low][held[low] != take], give)
-        held[top], held[low] = held[top][held[top] < nothing], held[low][held[low] < nothing]
+        for block, gone, come in ((top, give, take), (low, take, give)):
+            rest = held[block][held[block] != gone]
+            held[block] = rest if come == nothing else np.append(rest, come)
         loads[top], loads[low] = new_top[i, j], new_low[i, j]
         free[top] += padded[out, give] - padded[out, take]
         free[low] += padded[back, take] - padded[back, give]
-    block = np.repeat(np.arange(num_blocks, dtype=np.int32), [places.size for places in held])
-    return Filled(np.concatenate(held), block, filled.block_sizes, loads)
+    held_by = np.repeat(np.arange(num_blocks, dtype=np.int32), [places.size for places in held])
+    return Filled(filled.members[np.concatenate(held)], held_by, filled.block_sizes, loads)
 
 
 def _spread(places: LongArray) -> LongArray:
