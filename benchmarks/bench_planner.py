@@ -2,9 +2,10 @@
 
     python benchmarks/bench_planner.py --traces DIR
 
-Peers: Megatron-core's BalancedCPScheduler, out of the installed megatron-core; the rule of its DpBalancedScheduler,
-which no published version has yet (written here from its description: next-fit in stream order, then packs split from
-the tail); and a Karmarkar-Karp partition at the smallest fixed cp that holds the longest sequence.
+Peers: Megatron-core's BalancedCPScheduler, out of the installed megatron-core; the rule of its
+DpBalancedScheduler, which no published version has yet (written here from its description: next-fit in
+stream order, then packs split from the tail); and a Karmarkar-Karp partition at the smallest fixed cp that
+holds the longest sequence.
 
 E = (sum of work / ranks) / sum over microbatches of the largest load of a rank, with work = 25,100 s + s^2, split
 evenly over a cp group. A peer fails where it raises, loses a sequence or puts more tokens on a rank than fit.
@@ -23,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.plan import CostModel, Packing, best_fit, plan_step
+from meshfeed.plan import CostModel, Packing, plan_step
 
 Lengths = npt.NDArray[np.int64]
 CAPACITY = 16_384
@@ -34,7 +35,8 @@ DEFAULT_TRACES = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" 
 
 @dataclass
 class Outcome:
-    """One scheduler on one trace. loads: work and tokens of every rank, float64 [num_microbatches, ranks] each."""
+    """One scheduler on one trace. loads: work and tokens of every rank, float64 [num_microbatches, ranks]
+    each."""
 
     name: str
     time_ms: float
@@ -44,11 +46,18 @@ class Outcome:
     failure: str = ""
 
     def efficiency(self) -> float:
-        return math.nan if self.work is None else float(self.work.sum() / self.work.shape[1] / self.work.max(axis=1).sum())
+        return (
+            math.nan
+            if self.work is None
+            else float(self.work.sum() / self.work.shape[1] / self.work.max(axis=1).sum())
+        )
 
 
-def placed(lengths: Lengths, groups: list[list[list[int]]], ranks: int) -> tuple[npt.NDArray, npt.NDArray, float, str]:
-    """Work and tokens per rank from the sequence ids that each microbatch gives to each rank, and what is wrong."""
+def placed(
+    lengths: Lengths, groups: list[list[list[int]]], ranks: int
+) -> tuple[npt.NDArray, npt.NDArray, float, str]:
+    """Work and tokens per rank from the sequence ids that each microbatch gives to each rank, and what is
+    wrong."""
     work, tokens = np.zeros((len(groups), ranks)), np.zeros((len(groups), ranks))
     each = COST.work(lengths)
     seen = np.zeros(lengths.size, bool)
@@ -77,7 +86,9 @@ def timed(name: str, lengths: Lengths, ranks: int, schedule: Callable[[], list[l
     try:
         groups = schedule()
     except Exception as error:  # a peer may fail in any way
-        return Outcome(name, (time.perf_counter() - start) * 1e3, failure=f"{type(error).__name__}: {error}"[:60])
+        return Outcome(
+            name, (time.perf_counter() - start) * 1e3, failure=f"{type(error).__name__}: {error}"[:60]
+        )
     spent = (time.perf_counter() - start) * 1e3
     work, tokens, mean_cp, wrong = placed(lengths, groups, ranks)
     return Outcome(name, spent, work, tokens, mean_cp, wrong)
@@ -95,7 +106,9 @@ def ours(name: str, lengths: Lengths, ranks: int, policy: str, microbatches: int
         plan = plan_step(lengths, packing, dp=ranks // cp, cp=cp)
         best = min(best, (time.perf_counter() - start) * 1e3)
     groups: list[list[list[int]]] = [[[] for _ in range(ranks)] for _ in range(plan.num_microbatches)]
-    for i, (m, first, size) in enumerate(zip(plan.microbatch.tolist(), plan.first_rank.tolist(), plan.cp_size.tolist())):
+    for i, (m, first, size) in enumerate(
+        zip(plan.microbatch.tolist(), plan.first_rank.tolist(), plan.cp_size.tolist())
+    ):
         for rank in range(first, first + size):
             groups[m][rank].append(i)
     work, tokens, mean_cp, wrong = placed(lengths, groups, ranks)
@@ -150,7 +163,8 @@ def karmarkar_karp(lengths: Lengths, ranks: int, extra: int) -> list[list[list[i
     parts = dp * (math.ceil(lengths.sum() / (ranks * CAPACITY)) + extra)
     # a state: (minus its spread, tie, [(work, ids)] by descending work)
     states = [
-        (-work, i, [(work, (i,))] + [(0.0, ())] * (parts - 1)) for i, work in enumerate(COST.work(lengths).tolist())
+        (-work, i, [(work, (i,))] + [(0.0, ())] * (parts - 1))
+        for i, work in enumerate(COST.work(lengths).tolist())
     ]
     heapq.heapify(states)
     tie = len(states)
@@ -158,7 +172,8 @@ def karmarkar_karp(lengths: Lengths, ranks: int, extra: int) -> list[list[list[i
         _, _, first = heapq.heappop(states)
         _, _, second = heapq.heappop(states)
         merged = sorted(
-            ((a + b, ids + others) for (a, ids), (b, others) in zip(first, reversed(second))), key=lambda part: -part[0]
+            ((a + b, ids + others) for (a, ids), (b, others) in zip(first, reversed(second))),
+            key=lambda part: -part[0],
         )
         tie += 1
         heapq.heappush(states, (merged[-1][0] - merged[0][0], tie, merged))
@@ -184,7 +199,9 @@ def schedulers(lengths: Lengths, ranks: int) -> Iterator[Outcome]:
 
 def compare(traces: dict[str, Lengths]) -> None:
     """Print every scheduler on every trace, then means and totals."""
-    print(f"{'trace':<14}{'ranks':>6}{'seqs':>6}  {'scheduler':<20}{'mb':>4}{'E':>9}{'mean cp':>9}{'ms':>11}  failure")
+    print(
+        f"{'trace':<14}{'ranks':>6}{'seqs':>6}  {'scheduler':<20}{'mb':>4}{'E':>9}{'mean cp':>9}{'ms':>11}  failure"
+    )
     means: dict[str, list[Outcome]] = {}
     worse: list[str] = []
     for name, trace in traces.items():
@@ -214,7 +231,9 @@ def compare(traces: dict[str, Lengths]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of lengths, one per line")
     options = parser.parse_args()
     files = sorted(options.traces.glob("*.txt"))

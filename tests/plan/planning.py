@@ -26,7 +26,9 @@ def check_plan(plan: StepPlan, lengths, packing: Packing, *, dp: int, cp: int, q
         assert set(plan.cp_size.tolist()) <= {cp}
     # no rank is in two groups of a microbatch
     placed = plan.microbatch >= 0
-    groups = np.unique(np.stack((plan.microbatch, plan.first_rank, plan.cp_size))[:, placed], axis=1).astype(np.int64)
+    groups = np.unique(np.stack((plan.microbatch, plan.first_rank, plan.cp_size))[:, placed], axis=1).astype(
+        np.int64
+    )
     start = groups[0] * ranks + groups[1]
     assert (start[1:] >= start[:-1] + groups[2][:-1]).all()
     account = account_of(plan, packing)

@@ -11,7 +11,10 @@ from meshfeed.plan import Align, CostModel, Packing, account_of, cp_groups, plan
 from meshfeed.plan.groups import cp_sizes
 
 CALM = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 POLICIES = ("in_order", "balanced", "dynamic_cp")
 
@@ -62,7 +65,13 @@ def test_any_batch_on_any_ranks(ranks, n, kind, policy, objective, quantum, alig
 
 
 @settings(CALM, max_examples=15)
-@given(ranks=st.integers(64, 1024), n=st.integers(0, 4096), kind=kinds, policy=st.sampled_from(POLICIES), seed=st.integers(0, 99))
+@given(
+    ranks=st.integers(64, 1024),
+    n=st.integers(0, 4096),
+    kind=kinds,
+    policy=st.sampled_from(POLICIES),
+    seed=st.integers(0, 99),
+)
 @example(ranks=1024, n=4096, kind="lognormal", policy="dynamic_cp", seed=0)
 @example(ranks=997, n=300, kind="one giant", policy="dynamic_cp", seed=0)
 def test_many_ranks(ranks, n, kind, policy, seed):
@@ -107,7 +116,11 @@ def test_inputs_that_break_other_schedulers(lengths, capacity, dp, cp, quantum, 
 
 
 @settings(CALM, max_examples=25)
-@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=8), dp=st.integers(1, 4), extra=st.integers(0, 1))
+@given(
+    lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=8),
+    dp=st.integers(1, 4),
+    extra=st.integers(0, 1),
+)
 def test_balanced_is_within_2_percent_of_brute_force(lengths, dp, extra):
     base = Packing(capacity=4096, policy="balanced")
     count = plan_step(lengths, base, dp=dp).num_microbatches + extra
@@ -129,7 +142,9 @@ def test_dynamic_cp_is_within_2_percent_of_brute_force(lengths, ranks):
     optimum = least_objective(lengths, packing, ranks=ranks, sizes=cp_sizes(ranks), num_microbatches=count)
     assert account_of(plan, packing).objective <= optimum * 1.02
     if count > 1:
-        fewer = least_objective(lengths, packing, ranks=ranks, sizes=cp_sizes(ranks), num_microbatches=count - 1)
+        fewer = least_objective(
+            lengths, packing, ranks=ranks, sizes=cp_sizes(ranks), num_microbatches=count - 1
+        )
         assert fewer == np.inf
 
 
@@ -162,7 +177,16 @@ def test_narrow_groups_on_request():
     assert plan.cp_size.max() <= 4
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(1, (1,)), (12, (1, 2, 4, 12)), (10, (1, 2, 10)), (49, (1, 7, 49)), (1024, tuple(2**k for k in range(11)))])
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        (1, (1,)),
+        (12, (1, 2, 4, 12)),
+        (10, (1, 2, 10)),
+        (49, (1, 7, 49)),
+        (1024, tuple(2**k for k in range(11))),
+    ],
+)
 def test_cp_groups_nest(ranks, sizes):
     groups = cp_groups(ranks)
     assert tuple(groups) == sizes
@@ -209,11 +233,17 @@ class TestOversize:
     ("make", "message"),
     [
         (lambda: Packing(capacity=0), "capacity=0"),
-        (lambda: Packing(capacity=8, policy="best"), "policy='best': choose one of in_order, balanced, dynamic_cp"),
+        (
+            lambda: Packing(capacity=8, policy="best"),
+            "policy='best': choose one of in_order, balanced, dynamic_cp",
+        ),
         (lambda: Packing(capacity=8, microbatches=0), "microbatches=0"),
         (lambda: Packing(capacity=8, tolerance=1), "tolerance=1"),
         (lambda: Packing(capacity=8, cp_sizes=(2,)), "only dynamic_cp"),
-        (lambda: plan_step([1], Packing(capacity=8, policy="dynamic_cp", cp_sizes=(1, 3)), dp=8), "3 does not divide 8"),
+        (
+            lambda: plan_step([1], Packing(capacity=8, policy="dynamic_cp", cp_sizes=(1, 3)), dp=8),
+            "3 does not divide 8",
+        ),
         (lambda: plan_step([1], Packing(capacity=31, align=Align(pack=32)), dp=2), "raise capacity to 32"),
         (lambda: plan_step([1], Packing(capacity=8), dp=0), "dp=0"),
         (lambda: plan_step([1], Packing(capacity=8), dp=1, quantum=0), "quantum=0"),

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.plan.bounds import objective_bound
-from meshfeed.plan.cost import CostModel, FloatArray, ModelShape, attended_pairs
+from meshfeed.plan.cost import FloatArray, ModelShape, attended_pairs
 from meshfeed.plan.policy import Packing, Room
 from meshfeed.plan.types import LongArray, StepPlan
 
@@ -73,7 +73,9 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     rank_tokens.ravel()[ranks] = np.repeat(tokens // np.maximum(size, 1), size)
     share = (pp - 1) / vpp
     tops = loads.max(axis=1, initial=0.0)
-    total = float(tops.sum()) if packing.objective == "microbatch" else float(loads.sum(axis=0).max(initial=0.0))
+    total = (
+        float(tops.sum()) if packing.objective == "microbatch" else float(loads.sum(axis=0).max(initial=0.0))
+    )
     objective = total + share * float(tops.max(initial=0.0)) + plan.num_microbatches * cost.overhead
     even = float(cost.work(lengths).sum()) / plan.num_ranks
     room = _room_of_plan(plan, packing)
@@ -85,7 +87,9 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
         loads=loads,
         rank_tokens=rank_tokens,
         objective=objective,
-        bound=objective_bound(lengths, cost, room, num_microbatches=plan.num_microbatches, bubble_share=share),
+        bound=objective_bound(
+            lengths, cost, room, num_microbatches=plan.num_microbatches, bubble_share=share
+        ),
         efficiency=even / float(tops.sum()) if tops.any() else 1.0,
     )
 
@@ -93,8 +97,8 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
 def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:
     """FLOPs of the model on a step's real tokens, all ranks together; exact.
 
-    Forward: `2 P s` in the matrices of a layer and `4 h` for each attended pair, and the output layer; three times as
-    much with the backward pass. Padding, recomputation and the embedding look-up are not counted.
+    Forward: `2 P s` in the matrices of a layer and `4 h` for each attended pair, and the output layer; three
+    times as much with the backward pass. Padding, recomputation and the embedding look-up are not counted.
     """
     lengths = plan.lengths[plan.microbatch >= 0]
     tokens, pairs = exact_sum(lengths), exact_sum(attended_pairs(lengths, shape.window))

@@ -34,12 +34,13 @@ def plan_fixed(
 
 
 def in_order(padded: LongArray, *, limit: int, multiple: int) -> tuple[LongArray, int]:
-    """Next-fit packs in stream order, then packs split from the tail until there are a multiple of `multiple`.
+    """Next-fit packs in stream order, then packs split from the tail until there are a multiple of
+    `multiple`.
 
     padded: tokens of each sequence, each from 1 to limit; int64 [n]. limit: tokens of a pack.
     Returns the pack of each sequence, int64 [n], and the number of packs. The rule is that of Megatron-core's
-    dp_balanced scheduler: the last sequence of the last pack with two or more becomes a pack of its own, at the end.
-    Where nothing is left to split (Megatron-core asserts), there are fewer packs than a multiple.
+    dp_balanced scheduler: the last sequence of the last pack with two or more becomes a pack of its own, at
+    the end. Where nothing is left to split (Megatron-core asserts), there are fewer packs than a multiple.
     """
     ends = np.cumsum(padded)
     starts: list[int] = []

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.plan.best_fit import best_fit
-from meshfeed.plan.cost import CostModel
 from meshfeed.plan.exact import MOST, exact
 from meshfeed.plan.fill import Filled, Ranked, fill, fill_evenly
 from meshfeed.plan.peel import peel
@@ -36,17 +35,22 @@ class Bubble:
         return float(tops.sum() + self.share * tops.max(initial=0.0))
 
 
-def balance(lengths: LongArray, packing: Packing, room: Room, *, quantum: int, bubble: Bubble) -> tuple[list[Filled], LongArray, int]:
+def balance(
+    lengths: LongArray, packing: Packing, room: Room, *, quantum: int, bubble: Bubble
+) -> tuple[list[Filled], LongArray, int]:
     """Fill as few microbatches as hold the batch, or as many as the packing asks for.
 
     lengths: each from 1 to room.longest; int64 [n], n >= 1.
-    Returns the microbatches, the order that their members refer to (places in `lengths` by descending length, int64
-    [n]) and the number of microbatches, a multiple of quantum; those past the list's end are dummies.
+    Returns the microbatches, the order that their members refer to (places in `lengths` by descending
+    length, int64 [n]) and the number of microbatches, a multiple of quantum; those past the list's end are
+    dummies.
     """
     order = np.argsort(-lengths, kind="stable")
     ranked = Ranked.of(lengths[order], packing.cost, room)
     rank_tokens = room.limits[-1] / room.sizes[-1]
-    least = max(int(np.ceil(ranked.padded[0].sum() / (rank_tokens * room.num_ranks))), packing.microbatches or 1)
+    least = max(
+        int(np.ceil(ranked.padded[0].sum() / (rank_tokens * room.num_ranks))), packing.microbatches or 1
+    )
     count = -(-least // quantum) * quantum
     while True:
         ideal = bubble.objective(np.full(count, ranked.work.sum() / room.num_ranks / count))
@@ -102,10 +106,14 @@ def fit_tightly(ranked: Ranked, room: Room, num_microbatches: int) -> list[Fille
     return meet(ranked, room, np.arange(block.size), block, num_microbatches)
 
 
-def meet(ranked: Ranked, room: Room, members: LongArray, block: npt.NDArray[np.integer], num_microbatches: int) -> list[Filled]:
-    """Blocks of the widest size -> microbatches, by load: the heaviest together make the sum of largest loads least.
+def meet(
+    ranked: Ranked, room: Room, members: LongArray, block: npt.NDArray[np.integer], num_microbatches: int
+) -> list[Filled]:
+    """Blocks of the widest size -> microbatches, by load: the heaviest together make the sum of largest
+    loads least.
 
-    members: places in `ranked`; block: the block of each, -1 for none. What has none goes to the last microbatch.
+    members: places in `ranked`; block: the block of each, -1 for none. What has none goes to the last
+    microbatch.
     """
     per_microbatch = room.num_ranks // room.sizes[-1]
     num_blocks = per_microbatch * num_microbatches
@@ -122,18 +130,23 @@ def meet(ranked: Ranked, room: Room, members: LongArray, block: npt.NDArray[np.i
             here |= block < 0
         at = np.where(block[here] >= 0, place[here] % per_microbatch, -1).astype(np.int32)
         own = heaviest_first[m * per_microbatch : (m + 1) * per_microbatch]
-        filled.append(Filled(members[here], at, sizes, loads[own]))
+        filled.append(Filled(members[here], at, sizes, loads[own].astype(np.float64)))
     return filled
 
 
 def take(lengths: LongArray, offered: npt.NDArray[np.bool_], budget: float) -> LongArray:
-    """The longest of what is offered, then the longest that still fits, until nothing does; int64 [k], ascending.
+    """The longest of what is offered, then the longest that still fits, until nothing does; int64 [k],
+    ascending.
 
     lengths: descending, int64 [n]. offered: bool [n]; those taken are struck out. budget: tokens.
     """
     taken: list[LongArray] = []
     while True:
-        places = np.flatnonzero(offered[np.searchsorted(-lengths, -budget) :]) if budget > 0 else np.zeros(0, np.int64)
+        places = (
+            np.flatnonzero(offered[np.searchsorted(-lengths, -budget) :])
+            if budget > 0
+            else np.zeros(0, np.int64)
+        )
         places = places + np.searchsorted(-lengths, -budget)
         total = np.cumsum(lengths[places])
         count = int(np.searchsorted(total, budget, side="right"))
@@ -147,8 +160,8 @@ def take(lengths: LongArray, offered: npt.NDArray[np.bool_], budget: float) -> L
 def deal(ranked: Ranked, room: Room, num_microbatches: int, sand: float, tolerance: float) -> list[Filled]:
     """Deal sequences to microbatches first, longest first, and fill each of them then.
 
-    sand: part of the work, in the shortest sequences, that is dealt evenly instead, for every microbatch to fill its
-    gaps with. What a microbatch has no room for goes to the next one.
+    sand: part of the work, in the shortest sequences, that is dealt evenly instead, for every microbatch to
+    fill its gaps with. What a microbatch has no room for goes to the next one.
     """
     work = np.cumsum(ranked.work[::-1])[::-1]
     is_sand = work <= work[0] * sand

@@ -23,7 +23,8 @@ class OpenBins:
             self._spaces |= 1 << space
 
     def take_tightest(self, length: int) -> tuple[LongArray, int]:
-        """Remove all bins with the least space of at least `length`; returns them and that space, or none and 0."""
+        """Remove all bins with the least space of at least `length`; returns them and that space, or none
+        and 0."""
         fitting = self._spaces >> length
         if not fitting:
             return np.zeros(0, np.int64), 0
@@ -34,21 +35,24 @@ class OpenBins:
 
 
 def best_fit(lengths: npt.NDArray[np.integer], capacity: int) -> tuple[LongArray, int]:
-    """Pack documents into as few bins as best-fit-decreasing finds, at most 11/9 of the optimum and then some.
+    """Pack documents into as few bins as best-fit-decreasing finds, at most 11/9 of the optimum and then
+    some.
 
     lengths: tokens, 0 or more each; int [n]. capacity: tokens of a bin.
     Returns the bin of each document, int64 [n], and the number of bins.
     Raises PlanError for a document that exceeds the capacity, or a negative length.
 
-    Documents of one length go together, and so do bins with the same space left: of all bins that a length fits,
-    those with the least space take `space // length` documents each. That is what best fit does one by one, since a
-    bin just used is the tightest that still fits. The work is in the number of (length, space) pairs that meet.
+    Documents of one length go together, and so do bins with the same space left: of all bins that a length
+    fits, those with the least space take `space // length` documents each. That is what best fit does one by
+    one, since a bin just used is the tightest that still fits. The work is in the number of (length, space)
+    pairs that meet.
     """
     lengths = lengths.astype(np.int64)
     if lengths.size and (lengths.max() > capacity or lengths.min() < 0):
         worst = int(lengths.argmax() if lengths.max() > capacity else lengths.argmin())
         raise PlanError(
-            f"document {worst}: {lengths[worst]} tokens do not fit a bin of {capacity}; split it or raise the capacity"
+            f"document {worst}: {lengths[worst]} tokens do not fit a bin of {capacity}; "
+            f"split it or raise the capacity"
         )
     order = np.argsort(-lengths, kind="stable")
     values, counts = np.unique(lengths, return_counts=True)

@@ -15,9 +15,11 @@ def objective_bound(
     """The least objective of any plan for these sequences, in units of load; both objectives obey it.
 
     lengths: real tokens, int64 [n]. The bubble costs bubble_share times the largest microbatch.
-    The greatest of three bounds. *Work*: all of it, shared evenly. *Longest*: the longest sequence on the widest group.
-    *Count*, which binds where sequences are few or alike: of the k B + 1 heaviest sequences on B = ranks / widest
-    blocks, some block of each microbatch holds together k + 1, so the k + 1 lightest of them follow each other.
+    The greatest of three bounds. *Work*: all of it, shared evenly. *Longest*: the longest sequence on the
+    widest group.
+    *Count*, which binds where sequences are few or alike: of the k B + 1 heaviest sequences on B = ranks /
+    widest blocks, some block of each microbatch holds together k + 1, so the k + 1 lightest of them follow
+    each other.
     """
     if not lengths.size:
         return num_microbatches * cost.overhead
@@ -37,8 +39,9 @@ def microbatch_bound(lengths: LongArray, packing: Packing, room: Room, *, quantu
     """The fewest microbatches that any plan needs: by tokens, and by sequences too long to share a group.
 
     lengths: real tokens of the kept sequences, each at most room.longest; int64 [n].
-    The bound L2 of Martello and Toth (1990) on the bins of the widest group: with C the limit and any k <= C / 2, those
-    above C - k need a bin each and so do those above C / 2; what the rest needs beyond the space left there is more.
+    The bound L2 of Martello and Toth (1990) on the bins of the widest group: with C the limit and any k <= C
+    / 2, those above C - k need a bin each and so do those above C / 2; what the rest needs beyond the space
+    left there is more.
     """
     if not lengths.size:
         return 0
@@ -60,4 +63,3 @@ def _two_sided(sizes: LongArray, limit: int) -> int:
     need = (ends[half] - ends[small]) - ((big - half) * limit - (ends[big] - ends[half]))
     bound = sizes.size - half + np.maximum(-(-need // limit), 0)
     return max(int(bound.max()), -(-int(ends[-1]) // limit))
-

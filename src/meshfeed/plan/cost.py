@@ -1,8 +1,8 @@
 """What a sequence costs, so that ranks can be given equal work.
 
-A transformer layer spends `2 P s` FLOPs on its matrices and `4 h` on each (query, key) pair, with P the matmul
-parameters that a token meets and h the attention width. A causal sequence has s(s+1)/2 pairs, so in units of `2 h`
-the layer costs `alpha s + s^2` with `alpha = P / h`: the unit of every load in a plan.
+A transformer layer spends `2 P s` FLOPs on its matrices and `4 h` on each (query, key) pair, with P the
+matmul parameters that a token meets and h the attention width. A causal sequence has s(s+1)/2 pairs, so in
+units of `2 h` the layer costs `alpha s + s^2` with `alpha = P / h`: the unit of every load in a plan.
 """
 
 from __future__ import annotations
@@ -83,15 +83,18 @@ class ModelShape:
 class CostModel:
     """Load of a sequence of s tokens on each rank of a cp group of g: `(alpha s + q(s)) / g`.
 
-    `q(s) = s^2` for causal attention. With a sliding window w it goes on as `2 w s - w^2` past s = w: twice the
-    attended pairs less min(s, w), which meets s^2 at w with the same slope.
+    `q(s) = s^2` for causal attention. With a sliding window w it goes on as `2 w s - w^2` past s = w: twice
+    the attended pairs less min(s, w), which meets s^2 at w with the same slope.
 
     Attributes:
         alpha: matmul work of a token over attention work of a pair, in tokens; > 0.
         window: sliding window in tokens, or None.
-        overhead: cost of a microbatch whatever is in it, in the same unit (launches, pipeline hand-over); >= 0.
-        ring_tokens: tokens per rank below which passing keys and values around the group outlasts the attention
-            that hides it: 2 F h_kv / (h_q B) for F FLOP/s and B bytes/s, some 670 within a node and 6,000 across
+        overhead: cost of a microbatch whatever is in it, in the same unit (launches, pipeline hand-over); >=
+            0.
+        ring_tokens: tokens per rank below which passing keys and values around the group outlasts the
+            attention
+            that hides it: 2 F h_kv / (h_q B) for F FLOP/s and B bytes/s, some 670 within a node and 6,000
+                across
             nodes on an H100. A split sequence then costs `(alpha s + max(q(s), ring_tokens g s)) / g`. 0: not
             counted.
 
@@ -130,7 +133,9 @@ class CostModel:
         columns = [np.asarray(column, np.float64).ravel() for column in (total_tokens, sum_sq, ms)]
         tokens, squares, times = columns
         if not tokens.size == squares.size == times.size or times.size < 3:
-            raise PlanError(f"{[c.size for c in columns]} measurements: equal columns of at least 3 are needed")
+            raise PlanError(
+                f"{[c.size for c in columns]} measurements: equal columns of at least 3 are needed"
+            )
         if not all(np.isfinite(column).all() for column in columns) or (times <= 0).any():
             raise PlanError("every measurement is finite and every time above 0 ms")
         rows = np.stack((tokens, squares, np.ones_like(tokens)), axis=1) / times[:, None]
@@ -139,7 +144,7 @@ class CostModel:
         a, b, c = solution / scale
         if rank < 3 or a <= 0 or b <= 0:
             raise PlanError(
-                f"fit a={a:.3g}, b={b:.3g}: vary tokens and lengths more, so that both terms show in the times"
+                f"fit a={a:.3g}, b={b:.3g}: vary tokens and lengths more, so that both terms show"
             )
         return cls(alpha=float(a / b), overhead=max(float(c / b), 0.0))
 

@@ -12,7 +12,8 @@ MOST = 10
 
 
 def exact(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled] | None:
-    """The least sum over microbatches of the largest load, by dynamic programming over subsets; None if none fits.
+    """The least sum over microbatches of the largest load, by dynamic programming over subsets; None if none
+    fits.
 
     First over the blocks of a microbatch (the least largest load for every subset), then over microbatches.
     """
@@ -40,8 +41,8 @@ def exact(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled] | N
 def _fold(cost: FloatArray, times: int, combine: np.ufunc) -> tuple[list[FloatArray], list[np.ndarray]]:
     """Split every subset in up to `times` parts so that their combined cost is least.
 
-    cost: of each subset as one part; float64 [2^n]. Returns the costs with 1, 2, ... parts, and which part each
-    choice splits off; [2^n] each.
+    cost: of each subset as one part; float64 [2^n]. Returns the costs with 1, 2, ... parts, and which part
+    each choice splits off; [2^n] each.
     """
     tables, choices = [cost], [np.arange(cost.size)]
     for _ in range(times - 1):

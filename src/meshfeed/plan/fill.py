@@ -1,11 +1,11 @@
 """Filling one microbatch: sequences -> blocks of ranks, by least load first.
 
-*Size.* Each sequence goes to the narrowest cp group that holds it and does not exceed the mean load; the number of
-groups of each size follows from the work of their sequences.
+*Size.* Each sequence goes to the narrowest cp group that holds it and does not exceed the mean load; the
+number of groups of each size follows from the work of their sequences.
 
-*Fill.* Longest first, each sequence goes to the group with the least load among those at least as wide as its own
-(LPT, Graham 1969). Where the outcome is unbalanced, all groups are made wider and the microbatch filled again: a
-group of all ranks is always balanced, so this ends.
+*Fill.* Longest first, each sequence goes to the group with the least load among those at least as wide as
+its own (LPT, Graham 1969). Where the outcome is unbalanced, all groups are made wider and the microbatch
+filled again: a group of all ranks is always balanced, so this ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Filled:
     Attributes:
         members: places in a Ranked, int64 [k].
         block: the block of each member, or -1 where it found no room; int32 [k].
-        block_sizes: ranks of each block, descending, which puts them side by side aligned; int64 [num_blocks].
+        block_sizes: ranks of each block, descending, which puts them side by side aligned; int64
+            [num_blocks].
         loads: load on each rank of each block; float64 [num_blocks].
     """
 
@@ -90,11 +91,13 @@ def size_index(ranked: Ranked, members: LongArray, room: Room, mean_load: float,
     return adequate.argmax(axis=0)
 
 
-def block_sizes_of(ranked: Ranked, members: LongArray, size_at: LongArray, room: Room, mean_load: float) -> LongArray:
+def block_sizes_of(
+    ranked: Ranked, members: LongArray, size_at: LongArray, room: Room, mean_load: float
+) -> LongArray:
     """How many blocks of each size a microbatch is cut into; int64 [num_sizes].
 
-    Widest first, as many as the work and the tokens of sequences of that size and above fill; what is left over
-    in the last of them is for narrower sequences.
+    Widest first, as many as the work and the tokens of sequences of that size and above fill; what is left
+    over in the last of them is for narrower sequences.
     """
     counts = np.zeros(len(room.sizes), np.int64)
     taken, ranks_due = 0, 0.0
@@ -111,17 +114,22 @@ def block_sizes_of(ranked: Ranked, members: LongArray, size_at: LongArray, room:
 
 
 def fill(ranked: Ranked, members: LongArray, room: Room, tightness: int) -> Filled:
-    """Put the members of a microbatch on blocks of ranks. members: ascending places in `ranked`, int64 [k], k >= 1."""
+    """Put the members of a microbatch on blocks of ranks. members: ascending places in `ranked`, int64 [k],
+    k >= 1."""
     mean_load = float(ranked.work[members].sum()) / room.num_ranks
     size_at = size_index(ranked, members, room, mean_load, tightness)
     counts = block_sizes_of(ranked, members, size_at, room, mean_load)
     block_sizes = np.repeat(room.sizes[::-1], counts[::-1])
     index_of_block = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1]).tolist()
     free = [room.limits[index] for index in index_of_block]
-    lengths, padded, load = (array[..., members].tolist() for array in (ranked.lengths, ranked.padded, ranked.load))
+    lengths, padded, load = (
+        array[..., members].tolist() for array in (ranked.lengths, ranked.padded, ranked.load)
+    )
     block: list[int] = []
     lightest: list[tuple[float, int]] = []  # heap of (load, block)
-    parked: list[tuple[int, float, int]] = []  # heap of (-free, load, block): too full for the sequences so far
+    parked: list[
+        tuple[int, float, int]
+    ] = []  # heap of (-free, load, block): too full for the sequences so far
     opened = 0
     for item, (length, index) in enumerate(zip(lengths, size_at.tolist())):
         while opened < len(index_of_block) and index_of_block[opened] >= index:
@@ -150,7 +158,8 @@ def fill(ranked: Ranked, members: LongArray, room: Room, tightness: int) -> Fill
 def fill_evenly(ranked: Ranked, members: LongArray, room: Room, tolerance: float) -> Filled:
     """Fill a microbatch, on wider and wider groups until its loads are equal within `tolerance`.
 
-    Gives the best seen where that is never reached: first the fewest tokens without room, then the least load.
+    Gives the best seen where that is never reached: first the fewest tokens without room, then the least
+    load.
     """
     mean_load = float(ranked.work[members].sum()) / room.num_ranks
     best, best_score = None, (np.inf, np.inf)

@@ -11,10 +11,11 @@ from meshfeed.errors import PlanError
 
 
 def cp_sizes(num_ranks: int) -> tuple[int, ...]:
-    """The cp group sizes that a plan may use on `num_ranks` dp_cp ranks, ascending, each a divisor of the next.
+    """The cp group sizes that a plan may use on `num_ranks` dp_cp ranks, ascending, each a divisor of the
+    next.
 
-    12 -> (1, 2, 4, 12): multiply by the prime factors of num_ranks, smallest first. A chain of divisors nests:
-    blocks laid side by side, widest first, are then aligned whatever their number.
+    12 -> (1, 2, 4, 12): multiply by the prime factors of num_ranks, smallest first. A chain of divisors
+    nests: blocks laid side by side, widest first, are then aligned whatever their number.
     Raises PlanError for num_ranks < 1.
     """
     if num_ranks < 1:
@@ -39,7 +40,9 @@ def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
         raise PlanError(f"cp_sizes={tuple(sizes)}: give at least one size, each at least 1")
     for size, wider in zip(ordered, (*ordered[1:], num_ranks)):
         if wider % size:
-            raise PlanError(f"cp_sizes={tuple(sizes)}: {size} does not divide {wider}, so blocks would overlap")
+            raise PlanError(
+                f"cp_sizes={tuple(sizes)}: {size} does not divide {wider}, so blocks would overlap"
+            )
     return ordered
 
 

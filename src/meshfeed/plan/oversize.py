@@ -33,8 +33,8 @@ class Rows:
 def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
     """Deal with sequences of more than `longest` tokens.
 
-    truncate keeps their first `longest` tokens, drop keeps none, split makes equal pieces, as few as will fit:
-    25 tokens with longest = 10 -> 9 + 8 + 8.
+    truncate keeps their first `longest` tokens, drop keeps none, split makes equal pieces, as few as will
+    fit: 25 tokens with longest = 10 -> 9 + 8 + 8.
     Raises PlanError under "error" where there is one, and for a negative length.
     """
     if lengths.size and lengths.min() < 0:
@@ -43,8 +43,9 @@ def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
     if too_long.size and policy == "error":
         first = int(too_long[0])
         raise PlanError(
-            f"sequence {first} of the batch: {lengths[first]} tokens > {longest}, the most that capacity x the widest "
-            f"cp group holds ({too_long.size} such); raise capacity or cp, or set oversize='split', 'truncate' or 'drop'"
+            f"sequence {first} of the batch: {lengths[first]} tokens > {longest}, the most that capacity x "
+            f"the widest cp group holds ({too_long.size} such); "
+            f"raise capacity or cp, or set oversize='split', 'truncate' or 'drop'"
         )
     num_pieces = np.ones(lengths.size, np.int64)
     if policy == "split":

@@ -1,21 +1,23 @@
 """Filling a whole step: the longest sequences are peeled off what is left, microbatch by microbatch.
 
-The ranks of a microbatch meet, so its blocks must be equal; two microbatches need not be. And where ranks are full of
-tokens, blocks are equal only if their sequences are alike, since a token costs more in a long sequence. So:
+The ranks of a microbatch meet, so its blocks must be equal; two microbatches need not be. And where ranks
+are full of tokens, blocks are equal only if their sequences are alike, since a token costs more in a long
+sequence. So:
 
-*Aim.* A microbatch takes its part of the remaining tokens from the long end. Their number and mean work say what every
-rank in it should hold: its tokens and its load.
+*Aim.* A microbatch takes its part of the remaining tokens from the long end. Their number and mean work say
+what every rank in it should hold: its tokens and its load.
 
-*Seed.* Each block starts with one of the longest sequences left, on the narrowest group that can take it. The first
-block, completed as near the aim as it comes, settles the load that the others must reach.
+*Seed.* Each block starts with one of the longest sequences left, on the narrowest group that can take it.
+The first block, completed as near the aim as it comes, settles the load that the others must reach.
 
-*Complete.* What a block still misses, t tokens and w work, asks for sequences of mean length `rho = (w - alpha t) / t`.
-It takes one of about rho while several are missing; where two are, it solves `a + b = t`, `a^2 + b^2 = rho t`; at the
-end it takes the longest that fits. All blocks take one sequence at a time, together, so that NumPy carries the work.
-Some hundred sequences to choose from fill a block to a fraction of a percent.
+*Complete.* What a block still misses, t tokens and w work, asks for sequences of mean length `rho = (w -
+alpha t) / t`. It takes one of about rho while several are missing; where two are, it solves `a + b = t`,
+`a^2 + b^2 = rho t`; at the end it takes the longest that fits. All blocks choose together, and half of what
+they miss at once, so that NumPy carries the work. Some hundred sequences to choose from fill a block to a
+fraction of a percent.
 
-*Widen.* Blocks that stayed incomplete give their sequences back, and their ranks are seeded again on wider groups: fewer
-blocks, each of more sequences, come nearer.
+*Widen.* Blocks that stayed incomplete give their sequences back, and their ranks are seeded again on wider
+groups: fewer blocks, each of more sequences, come nearer.
 
 *Finish.* The last microbatch takes all that is left, by least load or as above, whichever is more even.
 """
@@ -35,11 +37,13 @@ from meshfeed.plan.types import Align, LongArray
 FloatArray = npt.NDArray[np.float64]
 
 FULL = 0.995
-"""Part of its load at which a block counts as complete. Nearer takes wider groups and the shortest sequences."""
+"""Part of its load at which a block counts as complete. Nearer takes wider groups and the shortest
+sequences."""
 
 
-MARGINS = (0.001, 0.005)
-"""How far above the mean the blocks of the last microbatch are filled; what is then over goes on the lightest."""
+MARGIN = 0.001
+"""How far above the mean the blocks of the last microbatch are filled; what is then over goes on the
+lightest."""
 
 MAX_WIDENING = 3
 """How many times the blocks that stay incomplete are widened."""
@@ -66,7 +70,8 @@ class Blocks:
 
     Attributes:
         size_at, sizes: index into room.sizes of each, and the size; int64 [num_blocks].
-        goal, missing: work that each should hold on all its ranks together, and what of it is missing; float64.
+        goal, missing: work that each should hold on all its ranks together, and what of it is missing;
+            float64.
         tokens: real tokens that it should still take; float64.
         free: padded tokens that it still can take; int64.
         taken: (place in the Ranked, block) of the sequences they hold, as taken; int64 [k] each.
@@ -101,8 +106,15 @@ class Blocks:
         """Several as one, in their order."""
         offset = np.cumsum([0, *(part.size_at.size for part in parts)])
         taken = [(places, held_by + at) for part, at in zip(parts, offset) for places, held_by in part.taken]
-        names = ("size_at", "sizes", "goal", "missing", "tokens", "free")
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names), taken)
+        return cls(
+            np.concatenate([part.size_at for part in parts]),
+            np.concatenate([part.sizes for part in parts]),
+            np.concatenate([part.goal for part in parts]),
+            np.concatenate([part.missing for part in parts]),
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.free for part in parts]),
+            taken,
+        )
 
     def load(self) -> FloatArray:
         """Work on each rank of each; float64."""
@@ -116,8 +128,15 @@ class Blocks:
         """Some of the blocks."""
         index = np.cumsum(mask) - 1
         taken = [(places[mask[held_by]], index[held_by[mask[held_by]]]) for places, held_by in self.taken]
-        arrays = (self.size_at, self.sizes, self.goal, self.missing, self.tokens, self.free)
-        return Blocks(*(array[mask] for array in arrays), taken)
+        return Blocks(
+            self.size_at[mask],
+            self.sizes[mask],
+            self.goal[mask],
+            self.missing[mask],
+            self.tokens[mask],
+            self.free[mask],
+            taken,
+        )
 
     def wanted(self, blocks: LongArray, align: Align, cost: CostModel) -> tuple[FloatArray, LongArray]:
         """The length that each of these blocks would best take next, and how many of it; float64, int64."""
@@ -147,7 +166,8 @@ def complete(ranked: Ranked, left: LongArray, blocks: Blocks, room: Room, cost: 
             trying, wanted = np.repeat(trying, many), np.repeat(wanted, many)
         order = np.argsort(-wanted, kind="stable")
         trying, wanted = trying[order], wanted[order]
-        # the longest sequence of at most that length; where several blocks want the same one, the next after it
+        # the longest sequence of at most that length; where several blocks want the same one, the next after
+        # it
         at = np.searchsorted(ascending, -wanted)
         turn = np.arange(at.size)
         at = np.maximum.accumulate(at - turn) + turn
@@ -167,14 +187,17 @@ def aim_of(ranked: Ranked, left: LongArray, budget: float, num_ranks: int) -> Ai
     """What a rank should hold if the microbatch takes `budget` tokens from the long end of what is left."""
     tokens = np.cumsum(ranked.lengths[left])
     count = int(np.searchsorted(tokens, budget)) + 1
-    taken = float(tokens[: count][-1])
+    taken = float(tokens[:count][-1])
     per_token = float(ranked.work[left[:count]].sum()) / taken
     share = min(budget, taken) / num_ranks
     return Aim(share, share * per_token, per_token)
 
 
-def settle(ranked: Ranked, left: LongArray, aim: Aim, room: Room, cost: CostModel) -> tuple[Blocks, LongArray]:
-    """The first block of a microbatch, on the narrowest group that comes near the aim, and what is left after it."""
+def settle(
+    ranked: Ranked, left: LongArray, aim: Aim, room: Room, cost: CostModel
+) -> tuple[Blocks, LongArray]:
+    """The first block of a microbatch, on the narrowest group that comes near the aim, and what is left
+    after it."""
     seed = left[:1]
     narrowest = int(size_index(ranked, seed, room, aim.load, 0)[0])
     best, best_left, best_filled = None, left, -1.0
@@ -199,11 +222,13 @@ def settle(ranked: Ranked, left: LongArray, aim: Aim, room: Room, cost: CostMode
     return best, best_left
 
 
-def seed(ranked: Ranked, left: LongArray, ranks: int, load: float, room: Room, cost: CostModel, tightness: int) -> LongArray:
+def seed(
+    ranked: Ranked, left: LongArray, ranks: int, load: float, room: Room, cost: CostModel, tightness: int
+) -> LongArray:
     """Which sequences the blocks of `ranks` ranks start with and on what size.
 
-    Returns (places in `ranked`, index into room.sizes), int64 [num_blocks] each: the longest that are left, each on the
-    narrowest group that holds 2^tightness of it at `load` or less, if there is one.
+    Returns (places in `ranked`, index into room.sizes), int64 [num_blocks] each: the longest that are left,
+    each on the narrowest group that holds 2^tightness of it at `load` or less, if there is one.
     """
     sizes, limits = np.array(room.sizes), np.array(room.limits)
     seeds: list[LongArray] = []
@@ -261,16 +286,20 @@ def filled_of(ranked: Ranked, blocks: Blocks) -> Filled:
     place_of = np.empty(order.size, np.int32)
     place_of[order] = np.arange(order.size)
     sizes = blocks.sizes[order]
-    loads = np.bincount(place_of[held_by], weights=ranked.load[size_at[held_by], places], minlength=order.size)
-    return Filled(places, place_of[held_by], sizes, loads)
+    loads = np.bincount(
+        place_of[held_by], weights=ranked.load[size_at[held_by], places], minlength=order.size
+    )
+    return Filled(places, place_of[held_by], sizes, loads.astype(np.float64))
 
 
 def finish(ranked: Ranked, left: LongArray, room: Room, cost: CostModel, tolerance: float) -> Filled:
     """The microbatch that takes all that is left."""
     aim = aim_of(ranked, left, np.inf, room.num_ranks)
-    for margin in (*MARGINS, tolerance):
+    for margin in (MARGIN, tolerance):
         load = max(aim.load * (1 + margin), float(ranked.load[-1, left[0]]))
-        parts, over = complete_all(ranked, left, room.num_ranks, Aim(aim.tokens, load, aim.per_token), room, cost)
+        parts, over = complete_all(
+            ranked, left, room.num_ranks, Aim(aim.tokens, load, aim.per_token), room, cost
+        )
         blocks = Blocks.join(parts)
         if lay_over(ranked, blocks, over) and (blocks.load() <= aim.load * (1 + tolerance)).all():
             return filled_of(ranked, blocks)
@@ -293,8 +322,11 @@ def lay_over(ranked: Ranked, blocks: Blocks, over: LongArray) -> bool:
     return True
 
 
-def peel(ranked: Ranked, room: Room, cost: CostModel, num_microbatches: int, tolerance: float) -> list[Filled]:
-    """Fill the microbatches of a step; fewer where fewer suffice. What finds no room is in the last one's `left`."""
+def peel(
+    ranked: Ranked, room: Room, cost: CostModel, num_microbatches: int, tolerance: float
+) -> list[Filled]:
+    """Fill the microbatches of a step; fewer where fewer suffice. What finds no room is in the last one's
+    `left`."""
     left = np.arange(ranked.lengths.size)
     filled: list[Filled] = []
     for m in range(num_microbatches - 1):

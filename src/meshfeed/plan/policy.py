@@ -22,7 +22,8 @@ Oversize = Literal["error", "truncate", "split", "drop"]
 """What becomes of a sequence that no cp group can hold."""
 
 Objective = Literal["microbatch", "step"]
-"""microbatch: ranks meet in every microbatch (ep, fsdp), so the sum over microbatches of the largest load counts.
+"""microbatch: ranks meet in every microbatch (ep, fsdp), so the sum over microbatches of the largest load
+counts.
 step: ranks meet at the end of the step, so the largest sum over microbatches of a rank's loads counts."""
 
 
@@ -56,7 +57,9 @@ class Packing:
     def __post_init__(self) -> None:
         for name, choices in (("policy", Policy), ("oversize", Oversize), ("objective", Objective)):
             if getattr(self, name) not in get_args(choices):
-                raise PlanError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}")
+                raise PlanError(
+                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}"
+                )
         if self.capacity < 1:
             raise PlanError(f"capacity={self.capacity}: a rank holds at least one token")
         if self.microbatches is not None and self.microbatches < 1:
@@ -64,7 +67,9 @@ class Packing:
         if not 0 <= self.tolerance < 1:
             raise PlanError(f"tolerance={self.tolerance}: a share from 0 to below 1")
         if self.cp_sizes is not None and self.policy != "dynamic_cp":
-            raise PlanError(f"cp_sizes={self.cp_sizes} with policy={self.policy!r}: only dynamic_cp chooses sizes")
+            raise PlanError(
+                f"cp_sizes={self.cp_sizes} with policy={self.policy!r}: only dynamic_cp chooses sizes"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,8 @@ class Room:
     Attributes:
         num_ranks: dp_cp ranks.
         sizes: cp group sizes, ascending, each a divisor of the next and the last of num_ranks.
-        limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded down
-            to what alignment lets a pack have.
+        limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded
+            down to what alignment lets a pack have.
         align: padding multiples.
     """
 
@@ -103,7 +108,9 @@ def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
         sizes = cp_sizes(ranks) if packing.cp_sizes is None else check_sizes(packing.cp_sizes, ranks)
     multiples = [packing.align.pack_multiple(size) for size in sizes]
     most = np.iinfo(np.int32).max  # cu_seqlens are int32
-    limits = tuple(min(packing.capacity * g, most) // multiple * multiple for g, multiple in zip(sizes, multiples))
+    limits = tuple(
+        min(packing.capacity * g, most) // multiple * multiple for g, multiple in zip(sizes, multiples)
+    )
     if min(limits) == 0:
         size, multiple = next((g, m) for g, m, limit in zip(sizes, multiples, limits) if limit == 0)
         raise PlanError(

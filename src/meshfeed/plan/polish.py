@@ -15,7 +15,8 @@ MAX_PARTNERS = 4
 """Lightest blocks that the heaviest one tries to exchange with before it gives up."""
 
 MAX_HEAVY, WORTH = 48, 0.0025
-"""More heavy blocks than this are left alone where they are within WORTH of the mean: each takes an exchange of its own."""
+"""More heavy blocks than this are left alone where they are within WORTH of the mean: each takes an exchange
+of its own."""
 
 MAX_CANDIDATES = 64
 """Sequences of a block that are looked at, spread evenly over its lengths."""
@@ -24,9 +25,9 @@ MAX_CANDIDATES = 64
 def polish(ranked: Ranked, filled: Filled, room: Room) -> Filled:
     """Lower the largest load of a microbatch by exchanging single sequences.
 
-    The heaviest block gives the lightest one a sequence for a shorter one, or for none: the pair that brings it
-    nearest to the mean without lifting the other above, within the token limits. So each exchange settles one block,
-    and it ends where the heaviest block finds no exchange that helps.
+    The heaviest block gives the lightest one a sequence for a shorter one, or for none: the pair that brings
+    it nearest to the mean without lifting the other above, within the token limits. So each exchange settles
+    one block, and it ends where the heaviest block finds no exchange that helps.
     """
     num_blocks = filled.block_sizes.size
     loads = filled.loads.copy()
@@ -42,7 +43,9 @@ def polish(ranked: Ranked, filled: Filled, room: Room) -> Filled:
     padded = np.pad(ranked.padded[:, filled.members], ((0, 0), (0, 1)))
     by_block = np.argsort(filled.block, kind="stable")
     held = np.split(by_block, np.searchsorted(filled.block[by_block], np.arange(1, num_blocks)))
-    used = np.bincount(filled.block, weights=padded[index[filled.block], np.arange(nothing)], minlength=num_blocks)
+    used = np.bincount(
+        filled.block, weights=padded[index[filled.block], np.arange(nothing)], minlength=num_blocks
+    )
     free = np.array(room.limits)[index] - used.astype(np.int64)
     for _ in range(6 * num_blocks + 16):
         top = int(loads.argmax())

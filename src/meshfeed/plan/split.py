@@ -13,8 +13,8 @@ from meshfeed.plan.types import IntArray, LongArray, Pack
 
 CpSplit = Literal["zigzag", "pack_zigzag", "contiguous"]
 """zigzag: chunks r and 2*cp-1-r of each sequence, so that causal attention costs every rank the same.
-pack_zigzag: chunks r and 2*cp-1-r of the pack as a whole, wherever its sequences begin; for attention that does not see
-sequences. contiguous: the r-th of cp equal chunks of each sequence."""
+pack_zigzag: chunks r and 2*cp-1-r of the pack as a whole, wherever its sequences begin; for attention that
+does not see sequences. contiguous: the r-th of cp equal chunks of each sequence."""
 
 
 @dataclass(frozen=True, slots=True)

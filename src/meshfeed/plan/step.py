@@ -15,7 +15,14 @@ from meshfeed.plan.types import IntArray, LongArray, StepPlan
 
 
 def plan_step(
-    lengths: npt.ArrayLike, packing: Packing, *, dp: int, cp: int = 1, pp: int = 1, vpp: int = 1, quantum: int | None = None
+    lengths: npt.ArrayLike,
+    packing: Packing,
+    *,
+    dp: int,
+    cp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    quantum: int | None = None,
 ) -> StepPlan:
     """Plan one step: a pure function of its arguments, for any lengths and any number of ranks.
 
@@ -26,8 +33,8 @@ def plan_step(
 
     Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
     microbatch. What a rank is not given in a microbatch is a dummy: an empty pack.
-    Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below 1 or a
-    capacity below the alignment.
+    Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below
+    1 or a capacity below the alignment.
     """
     if min(dp, cp, pp, vpp, 1 if quantum is None else quantum) < 1:
         raise PlanError(f"dp={dp}, cp={cp}, pp={pp}, vpp={vpp}, quantum={quantum}: each is at least 1")
@@ -49,7 +56,9 @@ def plan_step(
             rows.lengths[places], packing, room, quantum=multiple, bubble=Bubble((pp - 1) / vpp)
         )
         members = places[order]
-        for m, (mb, first) in enumerate(zip(filled, _first_ranks(filled, room, exchange=packing.objective == "step"))):
+        for m, (mb, first) in enumerate(
+            zip(filled, _first_ranks(filled, room, exchange=packing.objective == "step"))
+        ):
             microbatch[members[mb.members]] = m
             first_rank[members[mb.members]] = first[mb.block]
             cp_size[members[mb.members]] = mb.block_sizes[mb.block]
@@ -64,7 +73,12 @@ def _whole(lengths: npt.ArrayLike) -> LongArray:
 
 
 def _step_plan(
-    rows: Rows, microbatch: IntArray, first_rank: IntArray, cp_size: IntArray, num_microbatches: int, room: Room
+    rows: Rows,
+    microbatch: IntArray,
+    first_rank: IntArray,
+    cp_size: IntArray,
+    num_microbatches: int,
+    room: Room,
 ) -> StepPlan:
     return StepPlan(
         lengths=rows.lengths,
@@ -84,7 +98,8 @@ def _step_plan(
 def _first_ranks(filled: list[Filled], room: Room, *, exchange: bool) -> list[LongArray]:
     """The first rank of every block of every microbatch; int64 [num_blocks] each.
 
-    Blocks stand side by side, the widest first. exchange: blocks of one size change places so that what ranks do in
+    Blocks stand side by side, the widest first. exchange: blocks of one size change places so that what
+    ranks do in
     all microbatches together is even: the heaviest block goes where least was done so far.
     """
     done = np.zeros(room.num_ranks)

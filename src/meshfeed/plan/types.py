@@ -1,7 +1,7 @@
 """What a plan is: plain read-only arrays, the same on every rank.
 
-A *dp_cp rank* is a rank's place among the ranks that split one global batch: dp * cp_size + cp, from 0.
-A cp group is a block of consecutive dp_cp ranks.
+A *dp_cp rank* is a rank's place among the ranks that split one global batch: dp * cp_size + cp, from 0. A
+cp group is a block of consecutive dp_cp ranks.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Align:
 class StepPlan:
     """One step: every sequence's microbatch and ranks.
 
-    A row is a sequence, in stream order. Where too long ones are split a row is a piece of a sequence: its tokens
-    start ... start + length, the pieces of one sequence in consecutive rows.
+    A row is a sequence, in stream order. Where too long ones are split a row is a piece of a sequence: its
+    tokens start ... start + length, the pieces of one sequence in consecutive rows.
 
     Attributes:
         lengths: real tokens of each row; int64 [n]. What is left out keeps its length.
@@ -69,8 +69,8 @@ class StepPlan:
         num_ranks: dp_cp ranks.
         idle_cp_size: cp group size of a rank that a microbatch gives nothing.
         align: padding multiples.
-        sequence: place in the global batch of the sequence that each row is of; int32 [n]. None: row i is all of
-            sequence i.
+        sequence: place in the global batch of the sequence that each row is of; int32 [n]. None: row i is
+            all of sequence i.
         start: first token of each row in that sequence; int64 [n]. None: 0.
         oversize: places in the global batch of sequences too long to hold, which were truncated, split or
             dropped; int32 [k].

@@ -1,0 +1,118 @@
+"""Costs against brute-force counting and against measured times."""
+
+import numpy as np
+import pytest
+
+from meshfeed.errors import PlanError
+from meshfeed.plan import CostModel, ModelShape, Packing, account_of, flops, plan_step
+from meshfeed.plan.account import exact_sum
+from meshfeed.plan.cost import attended_pairs
+
+LLAMA_8B = ModelShape(num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_size=14_336)
+
+
+def pairs_by_hand(length, window):
+    return sum(1 for q in range(length) for k in range(q + 1) if window is None or q - k < window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 13, 40])
+def test_pairs_equal_counting(window):
+    lengths = np.arange(40)
+    assert attended_pairs(lengths, window).tolist() == [pairs_by_hand(s, window) for s in range(40)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 30])
+def test_work_is_twice_the_pairs_less_the_diagonal(window):
+    lengths = np.arange(100)
+    diagonal = lengths if window is None else np.minimum(lengths, window)
+    expected = 10 * lengths + 2 * attended_pairs(lengths, window) - diagonal
+    np.testing.assert_allclose(CostModel(alpha=10, window=window).work(lengths), expected)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_flops_equal_brute_force_exactly(window):
+    shape = ModelShape(
+        num_layers=3, hidden_size=8, num_heads=2, num_kv_heads=1, ffn_size=12, vocab_size=11, window=window
+    )
+    lengths = np.random.default_rng(0).integers(0, 120, 40)
+    # q, k, v, output: 8*8, 8*4, 8*4, 8*8; three matrices of 8*12
+    matmul = 64 + 32 + 32 + 64 + 3 * 96
+    by_hand = 0
+    for length in lengths.tolist():
+        layer = 2 * matmul * length + 2 * 2 * 8 * pairs_by_hand(length, window)
+        by_hand += 3 * (3 * layer + 2 * 8 * 11 * length)
+    for capacity in (128, 256):  # the packs differ, the work does not
+        plan = plan_step(lengths, Packing(capacity=capacity, policy="dynamic_cp"), dp=4)
+        assert flops(plan, shape) == by_hand
+    assert flops(plan, shape, backward=False) * 3 == by_hand
+
+
+def test_sums_are_exact_where_float32_and_int64_are_not():
+    lengths = np.random.default_rng(1).integers(1, 131_072, 4096)
+    assert exact_sum(lengths, lengths) == sum(s * s for s in lengths.tolist())
+    assert float(np.sum(lengths.astype(np.float32) ** 2)) != exact_sum(lengths, lengths)
+    huge = np.full(64, 2**31 - 1)
+    assert exact_sum(huge, huge) == 64 * (2**31 - 1) ** 2 > 2**63
+
+
+def test_account_of_a_plan_equals_adding_up():
+    lengths = np.random.default_rng(2).integers(0, 900, 60)
+    packing = Packing(capacity=2048, policy="dynamic_cp", cost=CostModel(alpha=500.0, window=300))
+    plan = plan_step(lengths, packing, dp=6)
+    account = account_of(plan, packing)
+    assert account.tokens == int(lengths.sum())
+    assert account.sum_sq == sum(s * s for s in lengths.tolist())
+    assert account.pairs == sum(pairs_by_hand(s, 300) for s in lengths.tolist())
+    np.testing.assert_allclose(account.loads.sum(), packing.cost.work(lengths).sum())
+    assert account.padded_tokens == account.rank_tokens.sum()
+    assert account.objective / account.bound >= 1 - 1e-12
+
+
+def test_alpha_of_llama():
+    assert LLAMA_8B.layer_matmul_params == 218_103_808
+    assert CostModel.of_shape(LLAMA_8B).alpha == 53_248
+
+
+def test_fit_recovers_what_made_the_times():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(8_000, 64_000, 40).astype(float)
+    sum_sq = tokens * rng.uniform(500, 30_000, 40)
+    ms = (2.2e-3 * tokens + 8.77e-8 * sum_sq + 0.43) * rng.normal(1, 0.005, 40)
+    model = CostModel.fit(tokens, sum_sq, ms)
+    assert model.alpha == pytest.approx(25_085, rel=0.02)
+    assert model.overhead == pytest.approx(0.43 / 8.77e-8, rel=0.5)
+
+
+@pytest.mark.parametrize("window", [None, 300, 5000])
+@pytest.mark.parametrize("ring", [0.0, 670.0])
+def test_reach_inverts_load(window, ring):
+    cost = CostModel(alpha=25_100, window=window, ring_tokens=ring)
+    lengths = np.array([1, 2, 299, 300, 301, 5000, 131_072])
+    for size in (1, 2, 64):
+        np.testing.assert_allclose(cost.reach(cost.load(lengths, size) * size, size), lengths, rtol=1e-9)
+    assert cost.reach(-1.0, 1) == 0
+
+
+def test_short_sequences_are_dear_to_split_over_a_slow_ring():
+    cost = CostModel(alpha=25_100, ring_tokens=6000)
+    assert cost.load(4096, 8) > cost.load(4096, 1) / 8
+    assert cost.load(131_072, 8) == cost.work(131_072) / 8
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CostModel(alpha=0), "alpha=0"),
+        (lambda: CostModel(alpha=float("nan")), "alpha=nan"),
+        (lambda: CostModel(alpha=1, window=0), "window=0"),
+        (lambda: CostModel(alpha=1, overhead=-1), "overhead=-1"),
+        (lambda: CostModel.fit([1, 2], [1, 4], [1, 2]), "at least 3"),
+        (lambda: CostModel.fit([1, 2, 3], [1, 2, 3], [1, 2, 3]), "vary tokens"),
+        (lambda: CostModel.fit([1, 2, 3], [1, 4, 9], [1, 2, 0]), "above 0"),
+        (lambda: ModelShape(num_layers=0, hidden_size=1, num_heads=1, ffn_size=1), "num_layers=0"),
+        (lambda: ModelShape(num_layers=1, hidden_size=1, num_heads=1, ffn_size=1, window=0), "window=0"),
+    ],
+)
+def test_wrong_input_is_refused_in_words(make, message):
+    with pytest.raises(PlanError, match=message):
+        make()

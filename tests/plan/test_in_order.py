@@ -1,0 +1,54 @@
+"""in_order against Megatron-core's dp_balanced rule, written here from its description.
+
+No published megatron-core has DpBalancedScheduler yet (0.16.1 has not); where one does, this test should
+call it.
+"""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshfeed.plan import Packing, pack_of, plan_step
+
+
+def dp_balanced(lengths, limit, multiple):
+    """Fill a pack until the next sequence does not fit; then split from the tail. None where that runs
+    dry."""
+    packs = [[]]
+    room = limit
+    for i, length in enumerate(lengths):
+        if length > room:
+            packs.append([])
+            room = limit
+        packs[-1].append(i)
+        room -= length
+    at = len(packs) - 1
+    while len(packs) % multiple:
+        while at >= 0 and len(packs[at]) < 2:
+            at -= 1
+        if at < 0:
+            return None
+        packs.append([packs[at].pop()])
+    return packs
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    lengths=st.lists(st.integers(1, 1024), min_size=1, max_size=120),
+    dp=st.integers(1, 9),
+    cp=st.sampled_from((1, 2, 4)),
+    quantum=st.integers(1, 4),
+)
+def test_same_packs_where_it_succeeds(lengths, dp, cp, quantum):
+    plan = plan_step(lengths, Packing(capacity=1024, policy="in_order"), dp=dp, cp=cp, quantum=quantum)
+    padded = plan.align.padded(np.array(lengths), cp)
+    packs = dp_balanced(padded.tolist(), 1024 * cp, dp * quantum)
+    made = [
+        pack_of(plan, m, rank * cp).sequences.tolist()
+        for m in range(plan.num_microbatches)
+        for rank in range(dp)
+    ]
+    if packs is not None:
+        assert made == packs
+    else:  # it raises; here every sequence is a pack of its own and dummies make up the rest
+        assert sorted(pack for pack in made if pack) == [[i] for i in range(len(lengths))]

@@ -1,0 +1,113 @@
+"""Context-parallel splits: every token once, the reference's indices, and nothing lost when put together."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from meshfeed.errors import PlanError
+from meshfeed.plan import Align, pack_of, plan_fixed, slices_of
+from meshfeed.plan.split import locate
+
+SPLITS = ("zigzag", "pack_zigzag", "contiguous")
+
+
+def one_pack(lengths, cp, align=None):
+    count = max(len(lengths), 1)
+    plan = plan_fixed(np.array(lengths, np.int64), dp=1, cp=cp, micro_batch_size=count, align=align)
+    return pack_of(plan, 0, 0)
+
+
+def indices(pack, slices):
+    """Places in the padded pack, in the order in which they are held."""
+    starts = pack.cu_seqlens_padded
+    held = zip(starts[slices.sequence], slices.start, slices.stop)
+    parts = [np.arange(at + start, at + stop) for at, start, stop in held]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+packs = given(
+    lengths=st.lists(st.one_of(st.integers(1, 5), st.integers(1, 300)), max_size=20),
+    cp=st.sampled_from((1, 2, 3, 4, 8)),
+    tp=st.sampled_from((1, 2, 3, 8)),
+    share=st.sampled_from((1, 32)),
+    split=st.sampled_from(SPLITS),
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@packs
+def test_gathered_shards_without_padding_are_the_original(lengths, cp, tp, share, split):
+    pack = one_pack(lengths, cp, Align(sequence=tp, pack=share))
+    padded = np.full(pack.cu_seqlens_padded[-1], -1)
+    for i, (start, length) in enumerate(zip(pack.cu_seqlens_padded, lengths)):
+        padded[start : start + length] = i * 1000 + np.arange(length)
+    gathered = np.full_like(padded, -2)
+    for rank in range(cp):
+        mine = indices(pack, slices_of(pack, [rank], split))
+        assert mine.size * cp == padded.size
+        gathered[mine] = padded[mine]
+    np.testing.assert_array_equal(gathered, padded)
+    real = gathered[gathered >= 0]
+    expected = [i * 1000 + t for i, length in enumerate(lengths) for t in range(length)]
+    assert real.tolist() == expected
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@packs
+def test_own_slices_are_found_in_what_a_reader_holds(lengths, cp, tp, share, split):
+    pack = one_pack(lengths, cp, Align(sequence=tp, pack=share))
+    held = slices_of(pack, list(range(cp // 2, cp)), split)
+    buffer = indices(pack, held)
+    for rank in range(cp // 2, cp):
+        own = slices_of(pack, [rank], split)
+        found = [buffer[at : at + size] for at, size in zip(locate(own, held), own.sizes)]
+        np.testing.assert_array_equal(np.concatenate([np.zeros(0, np.int64), *found]), indices(pack, own))
+
+
+class Group:
+    def __init__(self, size, rank):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+@pytest.mark.parametrize("cp", [2, 4, 8])
+def test_zigzag_equals_megatron_core(cp, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    pack = one_pack([1, 77, 1000, 64, 5], cp, Align(sequence=3))
+    starts = pack.cu_seqlens_padded
+    for rank in range(cp):
+        of_sequences = []
+        for start, stop in zip(starts, starts[1:]):
+            batch = {"tokens": torch.arange(int(start), int(stop))[None]}
+            of_sequences.append(get_batch_on_this_cp_rank(batch, Group(cp, rank))["tokens"][0].numpy())
+        np.testing.assert_array_equal(
+            indices(pack, slices_of(pack, [rank], "zigzag")), np.concatenate(of_sequences)
+        )
+        whole = {"tokens": torch.arange(int(starts[-1]))[None]}
+        expected = get_batch_on_this_cp_rank(whole, Group(cp, rank))["tokens"][0].numpy()
+        np.testing.assert_array_equal(indices(pack, slices_of(pack, [rank], "pack_zigzag")), expected)
+
+
+def test_zigzag_gives_every_rank_the_same_attention():
+    pack = one_pack([4096, 512, 64], 4)
+    for i in range(3):
+        work = []
+        for rank in range(4):
+            slices = slices_of(pack, [rank], "zigzag")
+            at = slices.sequence == i
+            tokens = np.concatenate([np.arange(a, b) for a, b in zip(slices.start[at], slices.stop[at])])
+            work.append(int((tokens + 1).sum()))
+        assert len(set(work)) == 1
+
+
+def test_unknown_split_is_refused():
+    with pytest.raises(PlanError, match="cp split 'ring': choose one of zigzag, pack_zigzag, contiguous"):
+        slices_of(one_pack([8], 2), [0], "ring")
