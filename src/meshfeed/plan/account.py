@@ -1,4 +1,4 @@
-"""What a plan amounts to: tokens, padding, FLOPs, balance. The same on every rank, without any communication."""
+"""What a plan amounts to: tokens, padding, FLOPs, balance. The same on every rank, with no communication."""
 
 from __future__ import annotations
 
