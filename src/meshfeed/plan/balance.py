@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -55,10 +55,10 @@ def balance(
     while True:
         ideal = bubble.objective(np.full(count, ranked.work.sum() / room.num_ranks / count))
         best, best_objective, left = None, np.inf, np.inf
-        for filled in ways(ranked, packing, room, count):
+        for filled in ways(ranked, count, packing.tolerance):
             missing = tokens_left(ranked, filled)
             left = min(left, missing)
-            filled = [polish(ranked, mb, room) for mb in filled]
+            filled = [polish(ranked, mb) for mb in filled]
             objective = bubble.objective([mb.top_load for mb in filled])
             if missing == 0 and objective < best_objective:
                 best, best_objective = filled, objective
@@ -75,39 +75,41 @@ def tokens_left(ranked: Ranked, filled: list[Filled]) -> int:
     return int(ranked.lengths[filled[-1].left].sum())
 
 
-def ways(ranked: Ranked, packing: Packing, room: Room, num_microbatches: int) -> Iterator[list[Filled]]:
+def ways(ranked: Ranked, num_microbatches: int, tolerance: float) -> Iterator[list[Filled]]:
     """Ways to fill a step, the likeliest first."""
-    yield peel(ranked, room, packing.cost, num_microbatches, packing.tolerance)
+    room = ranked.room
+    yield peel(ranked, num_microbatches, tolerance)
     if len(room.sizes) == 1:
-        yield spread(ranked, room, num_microbatches)
+        yield spread(ranked, num_microbatches)
     for sand in SAND:
-        yield deal(ranked, room, num_microbatches, sand, packing.tolerance)
-    tight = fit_tightly(ranked, room, num_microbatches)
+        yield deal(ranked, num_microbatches, sand, tolerance)
+    tight = fit_tightly(ranked, num_microbatches)
     if tight is not None:
         yield tight
     if len(room.sizes) == 1 and ranked.lengths.size <= MOST:
-        optimum = exact(ranked, room, num_microbatches)
+        optimum = exact(ranked, num_microbatches)
         if optimum is not None:
             yield optimum
 
 
-def spread(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled]:
+def spread(ranked: Ranked, num_microbatches: int) -> list[Filled]:
     """At one cp size: balance the blocks of all microbatches as if they met."""
-    all_ranks = Room(room.num_ranks * num_microbatches, room.sizes, room.limits, room.align)
-    one = fill(ranked, np.arange(ranked.lengths.size), all_ranks, 0)
-    return meet(ranked, room, one.members, one.block, num_microbatches)
+    all_ranks = replace(ranked.room, num_ranks=ranked.room.num_ranks * num_microbatches)
+    one = fill(replace(ranked, room=all_ranks), np.arange(ranked.lengths.size), 0)
+    return meet(ranked, one.members, one.block, num_microbatches)
 
 
-def fit_tightly(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled] | None:
+def fit_tightly(ranked: Ranked, num_microbatches: int) -> list[Filled] | None:
     """The fewest blocks of the widest size, whatever their loads; None where they are too many."""
+    room = ranked.room
     block, num_blocks = best_fit(ranked.padded[-1], room.limits[-1])
     if num_blocks > num_microbatches * (room.num_ranks // room.sizes[-1]):
         return None
-    return meet(ranked, room, np.arange(block.size), block, num_microbatches)
+    return meet(ranked, np.arange(block.size), block, num_microbatches)
 
 
 def meet(
-    ranked: Ranked, room: Room, members: LongArray, block: npt.NDArray[np.integer], num_microbatches: int
+    ranked: Ranked, members: LongArray, block: npt.NDArray[np.integer], num_microbatches: int
 ) -> list[Filled]:
     """Blocks of the widest size -> microbatches, by load: the heaviest together make the sum of largest
     loads least.
@@ -115,6 +117,7 @@ def meet(
     members: places in `ranked`; block: the block of each, -1 for none. What has none goes to the last
     microbatch.
     """
+    room = ranked.room
     per_microbatch = room.num_ranks // room.sizes[-1]
     num_blocks = per_microbatch * num_microbatches
     loads = np.bincount(block[block >= 0], weights=ranked.load[-1, members[block >= 0]], minlength=num_blocks)
@@ -157,7 +160,7 @@ def take(lengths: LongArray, offered: npt.NDArray[np.bool_], budget: float) -> L
         budget -= float(total[count - 1])
 
 
-def deal(ranked: Ranked, room: Room, num_microbatches: int, sand: float, tolerance: float) -> list[Filled]:
+def deal(ranked: Ranked, num_microbatches: int, sand: float, tolerance: float) -> list[Filled]:
     """Deal sequences to microbatches first, longest first, and fill each of them then.
 
     sand: part of the work, in the shortest sequences, that is dealt evenly instead, for every microbatch to
@@ -181,7 +184,7 @@ def deal(ranked: Ranked, room: Room, num_microbatches: int, sand: float, toleran
         members = np.sort(np.concatenate((have, body)))
         if not members.size:
             continue
-        filled.append(fill_evenly(ranked, members, room, tolerance))
+        filled.append(fill_evenly(ranked, members, tolerance))
         carried = filled[-1].left
         tokens_left -= int(tokens[members].sum() - tokens[carried].sum())
     return filled

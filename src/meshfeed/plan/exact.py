@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from meshfeed.plan.fill import EXACT, Filled, FloatArray, Ranked
-from meshfeed.plan.policy import Room
 
 MOST = 10
 """Sequences that `exact` takes: its work grows as 3 to their number, some 20 ms here."""
 
 
-def exact(ranked: Ranked, room: Room, num_microbatches: int) -> list[Filled] | None:
+def exact(ranked: Ranked, num_microbatches: int) -> list[Filled] | None:
     """The least sum over microbatches of the largest load, by dynamic programming over subsets; None if none
     fits.
 
     First over the blocks of a microbatch (the least largest load for every subset), then over microbatches.
     """
+    room = ranked.room
     count = ranked.lengths.size
     subsets = np.arange(1 << count)
     holds = (subsets[:, None] >> np.arange(count)) & 1

@@ -31,12 +31,15 @@ class Ranked:
     """Sequences by descending length, with all that filling asks of them.
 
     Attributes:
+        room, cost: what a microbatch holds, and what a sequence costs.
         lengths: real tokens; int64 [n].
         padded: padded tokens on a cp group of each size; int64 [num_sizes, n].
         load: load on each rank of such a group; float64 [num_sizes, n].
         work: load on one rank that has it whole, before communication; float64 [n].
     """
 
+    room: Room
+    cost: CostModel
     lengths: LongArray
     padded: LongArray
     load: FloatArray
@@ -46,7 +49,8 @@ class Ranked:
     def of(cls, lengths: LongArray, cost: CostModel, room: Room) -> Ranked:
         """lengths: descending, each at most room.longest."""
         sizes = np.array(room.sizes)[:, None]
-        return cls(lengths, room.align.padded(lengths, sizes), cost.load(lengths, sizes), cost.work(lengths))
+        padded = room.align.padded(lengths, sizes)
+        return cls(room, cost, lengths, padded, cost.load(lengths, sizes), cost.work(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +81,13 @@ class Filled:
         return self.members[self.block < 0]
 
 
-def size_index(ranked: Ranked, members: LongArray, room: Room, mean_load: float, tightness: int) -> LongArray:
+def size_index(ranked: Ranked, members: LongArray, mean_load: float, tightness: int) -> LongArray:
     """Index into room.sizes of the narrowest adequate group of each member; int64 [k], never ascending.
 
     Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
     at most 1 / 2^t of either. Where no size does, the widest.
     """
-    limits = np.array(room.limits)[:, None]
+    limits = np.array(ranked.room.limits)[:, None]
     holds = ranked.padded[:, members] * 2**tightness <= limits
     light = ranked.load[:, members] * 2**tightness <= mean_load * EXACT
     adequate = holds & light
@@ -91,14 +95,13 @@ def size_index(ranked: Ranked, members: LongArray, room: Room, mean_load: float,
     return adequate.argmax(axis=0)
 
 
-def block_sizes_of(
-    ranked: Ranked, members: LongArray, size_at: LongArray, room: Room, mean_load: float
-) -> LongArray:
+def block_sizes_of(ranked: Ranked, members: LongArray, size_at: LongArray, mean_load: float) -> LongArray:
     """How many blocks of each size a microbatch is cut into; int64 [num_sizes].
 
     Widest first, as many as the work and the tokens of sequences of that size and above fill; what is left
     over in the last of them is for narrower sequences.
     """
+    room = ranked.room
     counts = np.zeros(len(room.sizes), np.int64)
     taken, ranks_due = 0, 0.0
     for index in range(len(room.sizes) - 1, 0, -1):
@@ -113,12 +116,13 @@ def block_sizes_of(
     return counts
 
 
-def fill(ranked: Ranked, members: LongArray, room: Room, tightness: int) -> Filled:
+def fill(ranked: Ranked, members: LongArray, tightness: int) -> Filled:
     """Put the members of a microbatch on blocks of ranks. members: ascending places in `ranked`, int64 [k],
     k >= 1."""
+    room = ranked.room
     mean_load = float(ranked.work[members].sum()) / room.num_ranks
-    size_at = size_index(ranked, members, room, mean_load, tightness)
-    counts = block_sizes_of(ranked, members, size_at, room, mean_load)
+    size_at = size_index(ranked, members, mean_load, tightness)
+    counts = block_sizes_of(ranked, members, size_at, mean_load)
     block_sizes = np.repeat(room.sizes[::-1], counts[::-1])
     index_of_block = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1]).tolist()
     free = [room.limits[index] for index in index_of_block]
@@ -155,16 +159,17 @@ def fill(ranked: Ranked, members: LongArray, room: Room, tightness: int) -> Fill
     return Filled(members, np.array(block, np.int32), block_sizes, loads)
 
 
-def fill_evenly(ranked: Ranked, members: LongArray, room: Room, tolerance: float) -> Filled:
+def fill_evenly(ranked: Ranked, members: LongArray, tolerance: float) -> Filled:
     """Fill a microbatch, on wider and wider groups until its loads are equal within `tolerance`.
 
     Gives the best seen where that is never reached: first the fewest tokens without room, then the least
     load.
     """
+    room = ranked.room
     mean_load = float(ranked.work[members].sum()) / room.num_ranks
     best, best_score = None, (np.inf, np.inf)
     for tightness in range(max(room.sizes).bit_length() + 1):
-        filled = fill(ranked, members, room, tightness)
+        filled = fill(ranked, members, tightness)
         score = (float(ranked.lengths[filled.left].sum()), filled.top_load)
         if best is None or score < best_score:
             best, best_score = filled, score

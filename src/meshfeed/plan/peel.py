@@ -24,15 +24,13 @@ groups: fewer blocks, each of more sequences, come nearer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.plan.cost import CostModel
 from meshfeed.plan.fill import EXACT, Filled, Ranked, fill_evenly, size_index
-from meshfeed.plan.policy import Room
-from meshfeed.plan.types import Align, LongArray
+from meshfeed.plan.types import LongArray
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -86,9 +84,9 @@ class Blocks:
     taken: list[tuple[LongArray, LongArray]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, size_at: LongArray, aim: Aim, room: Room, cost: CostModel) -> Blocks:
+    def of(cls, ranked: Ranked, size_at: LongArray, aim: Aim) -> Blocks:
         """Empty blocks. Their tokens are those that the load needs at the mean length, as far as they go."""
-        sizes, limits = np.array(room.sizes)[size_at], np.array(room.limits)[size_at]
+        sizes, limits = np.array(ranked.room.sizes)[size_at], np.array(ranked.room.limits)[size_at]
         goal = aim.load * sizes
         tokens = np.minimum(limits, goal / aim.per_token)
         return cls(size_at, sizes, goal, goal.copy(), tokens, limits)
@@ -138,8 +136,9 @@ class Blocks:
             taken,
         )
 
-    def wanted(self, blocks: LongArray, align: Align, cost: CostModel) -> tuple[FloatArray, LongArray]:
+    def wanted(self, ranked: Ranked, blocks: LongArray) -> tuple[FloatArray, LongArray]:
         """The length that each of these blocks would best take next, and how many of it; float64, int64."""
+        cost, align = ranked.cost, ranked.room.align
         tokens, missing = self.tokens[blocks], self.missing[blocks]
         most = np.minimum(self.free[blocks], cost.reach(missing, self.sizes[blocks]))
         t = np.maximum(tokens, 1e-9)
@@ -153,7 +152,7 @@ class Blocks:
         return length, np.where((rho > 0) & (rho < t / 4), many, 1).astype(np.int64).clip(min=1)
 
 
-def complete(ranked: Ranked, left: LongArray, blocks: Blocks, room: Room, cost: CostModel) -> LongArray:
+def complete(ranked: Ranked, left: LongArray, blocks: Blocks) -> LongArray:
     """Let blocks take sequences until each is complete or finds none that fits; returns what is left.
 
     left: places in `ranked`, ascending, so by descending length; int64 [k].
@@ -161,7 +160,7 @@ def complete(ranked: Ranked, left: LongArray, blocks: Blocks, room: Room, cost: 
     trying = np.flatnonzero(blocks.missing > (1 - FULL) / 2 * blocks.goal)
     ascending = -ranked.lengths[left]
     while trying.size and left.size:
-        wanted, many = blocks.wanted(trying, room.align, cost)
+        wanted, many = blocks.wanted(ranked, trying)
         if many.max() > 1:
             trying, wanted = np.repeat(trying, many), np.repeat(wanted, many)
         order = np.argsort(-wanted, kind="stable")
@@ -183,32 +182,31 @@ def complete(ranked: Ranked, left: LongArray, blocks: Blocks, room: Room, cost: 
     return left
 
 
-def aim_of(ranked: Ranked, left: LongArray, budget: float, num_ranks: int) -> Aim:
+def aim_of(ranked: Ranked, left: LongArray, budget: float) -> Aim:
     """What a rank should hold if the microbatch takes `budget` tokens from the long end of what is left."""
     tokens = np.cumsum(ranked.lengths[left])
     count = int(np.searchsorted(tokens, budget)) + 1
     taken = float(tokens[:count][-1])
     per_token = float(ranked.work[left[:count]].sum()) / taken
-    share = min(budget, taken) / num_ranks
+    share = min(budget, taken) / ranked.room.num_ranks
     return Aim(share, share * per_token, per_token)
 
 
-def settle(
-    ranked: Ranked, left: LongArray, aim: Aim, room: Room, cost: CostModel
-) -> tuple[Blocks, LongArray]:
+def settle(ranked: Ranked, left: LongArray, aim: Aim) -> tuple[Blocks, LongArray]:
     """The first block of a microbatch, on the narrowest group that comes near the aim, and what is left
     after it."""
+    room = ranked.room
     seed = left[:1]
-    narrowest = int(size_index(ranked, seed, room, aim.load, 0)[0])
+    narrowest = int(size_index(ranked, seed, aim.load, 0)[0])
     best, best_left, best_filled = None, left, -1.0
     for index in range(narrowest, len(room.sizes)):
         own = Aim(aim.tokens, max(aim.load, float(ranked.load[index, seed[0]])), aim.per_token)
-        block = Blocks.of(np.array([index]), own, room, cost)
+        block = Blocks.of(ranked, np.array([index]), own)
         block.take(ranked, seed, np.zeros(1, np.int64))
-        rest = complete(ranked, left[1:], block, room, cost)
+        rest = complete(ranked, left[1:], block)
         if block.missing[0] > (1 - FULL) * block.goal[0] and rest.size:
             # one sequence too many is better than one too few: the tokens must go somewhere
-            length = min(max(aim.per_token - cost.alpha, 1), float(block.free[0]))
+            length = min(max(aim.per_token - ranked.cost.alpha, 1), float(block.free[0]))
             at = int(np.searchsorted(-ranked.lengths[rest], -length))
             if at < rest.size:
                 block.take(ranked, rest[at : at + 1], np.zeros(1, np.int64))
@@ -222,19 +220,18 @@ def settle(
     return best, best_left
 
 
-def seed(
-    ranked: Ranked, left: LongArray, ranks: int, load: float, room: Room, cost: CostModel, tightness: int
-) -> LongArray:
+def seed(ranked: Ranked, left: LongArray, ranks: int, load: float, tightness: int) -> LongArray:
     """Which sequences the blocks of `ranks` ranks start with and on what size.
 
     Returns (places in `ranked`, index into room.sizes), int64 [num_blocks] each: the longest that are left,
     each on the narrowest group that holds 2^tightness of it at `load` or less, if there is one.
     """
+    room = ranked.room
     sizes, limits = np.array(room.sizes), np.array(room.limits)
     seeds: list[LongArray] = []
     while ranks:
         usable = int(np.searchsorted(sizes, ranks, side="right"))
-        most = np.minimum(limits[:usable], cost.reach(load * sizes[:usable] * EXACT, sizes[:usable]))
+        most = np.minimum(limits[:usable], ranked.cost.reach(load * sizes[:usable] * EXACT, sizes[:usable]))
         first = int(np.searchsorted(-ranked.lengths[left], -most[-1]))
         offered = left[first : first + ranks // room.sizes[0]]
         if not offered.size:
@@ -248,12 +245,10 @@ def seed(
     return np.concatenate(seeds, axis=1) if seeds else np.zeros((2, 0), np.int64)
 
 
-def complete_all(
-    ranked: Ranked, left: LongArray, ranks: int, aim: Aim, room: Room, cost: CostModel
-) -> tuple[list[Blocks], LongArray]:
+def complete_all(ranked: Ranked, left: LongArray, ranks: int, aim: Aim) -> tuple[list[Blocks], LongArray]:
     """Blocks for `ranks` ranks, as full of the aim's load as they come, and what is left after them."""
     done: list[Blocks] = []
-    lacking, left = fill_ranks(ranked, left, ranks, aim, room, cost, 0)
+    lacking, left = fill_ranks(ranked, left, ranks, aim, 0)
     for tightness in range(1, MAX_WIDENING + 1):  # until what is missing no longer matters
         short = lacking.missing > (1 - FULL) * lacking.goal
         if not left.size or lacking.missing[short].sum() <= (1 - FULL) * aim.load * ranks:
@@ -262,20 +257,20 @@ def complete_all(
         lacking = lacking.only(short)
         freed = int(lacking.sizes.sum())
         offered = np.sort(np.concatenate((left, *(places for places, _ in lacking.taken))))
-        wider, rest = fill_ranks(ranked, offered, freed, aim, room, cost, tightness)
+        wider, rest = fill_ranks(ranked, offered, freed, aim, tightness)
         if aim.load * freed - wider.held() < lacking.missing.sum():
             lacking, left = wider, rest
     return [*done, lacking], left
 
 
 def fill_ranks(
-    ranked: Ranked, left: LongArray, ranks: int, aim: Aim, room: Room, cost: CostModel, tightness: int
+    ranked: Ranked, left: LongArray, ranks: int, aim: Aim, tightness: int
 ) -> tuple[Blocks, LongArray]:
     """One try: seed blocks and complete them."""
-    places, size_at = seed(ranked, left, ranks, aim.load, room, cost, tightness)
-    blocks = Blocks.of(size_at, aim, room, cost)
+    places, size_at = seed(ranked, left, ranks, aim.load, tightness)
+    blocks = Blocks.of(ranked, size_at, aim)
     blocks.take(ranked, places, np.arange(places.size))
-    return blocks, complete(ranked, left[~np.isin(left, places, assume_unique=True)], blocks, room, cost)
+    return blocks, complete(ranked, left[~np.isin(left, places, assume_unique=True)], blocks)
 
 
 def filled_of(ranked: Ranked, blocks: Blocks) -> Filled:
@@ -292,18 +287,17 @@ def filled_of(ranked: Ranked, blocks: Blocks) -> Filled:
     return Filled(places, place_of[held_by], sizes, loads.astype(np.float64))
 
 
-def finish(ranked: Ranked, left: LongArray, room: Room, cost: CostModel, tolerance: float) -> Filled:
+def finish(ranked: Ranked, left: LongArray, tolerance: float) -> Filled:
     """The microbatch that takes all that is left."""
-    aim = aim_of(ranked, left, np.inf, room.num_ranks)
+    room = ranked.room
+    aim = aim_of(ranked, left, np.inf)
     for margin in (MARGIN, tolerance):
         load = max(aim.load * (1 + margin), float(ranked.load[-1, left[0]]))
-        parts, over = complete_all(
-            ranked, left, room.num_ranks, Aim(aim.tokens, load, aim.per_token), room, cost
-        )
+        parts, over = complete_all(ranked, left, room.num_ranks, replace(aim, load=load))
         blocks = Blocks.join(parts)
         if lay_over(ranked, blocks, over) and (blocks.load() <= aim.load * (1 + tolerance)).all():
             return filled_of(ranked, blocks)
-    return fill_evenly(ranked, left, room, tolerance)
+    return fill_evenly(ranked, left, tolerance)
 
 
 def lay_over(ranked: Ranked, blocks: Blocks, over: LongArray) -> bool:
@@ -322,9 +316,7 @@ def lay_over(ranked: Ranked, blocks: Blocks, over: LongArray) -> bool:
     return True
 
 
-def peel(
-    ranked: Ranked, room: Room, cost: CostModel, num_microbatches: int, tolerance: float
-) -> list[Filled]:
+def peel(ranked: Ranked, num_microbatches: int, tolerance: float) -> list[Filled]:
     """Fill the microbatches of a step; fewer where fewer suffice. What finds no room is in the last one's
     `left`."""
     left = np.arange(ranked.lengths.size)
@@ -333,14 +325,23 @@ def peel(
         if not left.size:
             return filled
         budget = float(ranked.lengths[left].sum()) / (num_microbatches - m)
-        aim = aim_of(ranked, left, budget, room.num_ranks)
-        first, left = settle(ranked, left, aim, room, cost)
-        size = room.sizes[int(first.size_at[0])]
-        load = float(first.goal[0] - first.missing[0]) / size
-        others, left = complete_all(
-            ranked, left, room.num_ranks - size, Aim(aim.tokens, load, aim.per_token), room, cost
-        )
-        filled.append(filled_of(ranked, Blocks.join([first, *others])))
+        blocks, left = fill_microbatch(ranked, left, aim_of(ranked, left, budget))
+        filled.append(filled_of(ranked, blocks))
     if left.size:
-        filled.append(finish(ranked, left, room, cost, tolerance))
+        # one of many microbatches may be out by more: the step's objective is their sum
+        filled.append(finish(ranked, left, tolerance * min(len(filled) + 1, 3)))
     return filled
+
+
+def fill_microbatch(ranked: Ranked, left: LongArray, aim: Aim) -> tuple[Blocks, LongArray]:
+    """The blocks of one microbatch, and what is left after them."""
+    ranks = ranked.room.num_ranks
+    if ranked.load[-1, left[0]] <= aim.load:
+        blocks, rest = fill_ranks(ranked, left, ranks, aim, 0)
+        if aim.load * ranks - blocks.held() <= (1 - FULL) * aim.load * ranks:
+            return blocks, rest
+    # the aim falls between what whole sequences make, or the longest one exceeds it
+    first, left = settle(ranked, left, aim)
+    load = float(first.load()[0])
+    others, left = complete_all(ranked, left, ranks - int(first.sizes[0]), replace(aim, load=load))
+    return Blocks.join([first, *others]), left

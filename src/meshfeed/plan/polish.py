@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from meshfeed.plan.fill import Filled, Ranked
-from meshfeed.plan.policy import Room
 from meshfeed.plan.types import LongArray
 
 NEAR = 2e-5
@@ -22,13 +21,14 @@ MAX_CANDIDATES = 64
 """Sequences of a block that are looked at, spread evenly over its lengths."""
 
 
-def polish(ranked: Ranked, filled: Filled, room: Room) -> Filled:
+def polish(ranked: Ranked, filled: Filled) -> Filled:
     """Lower the largest load of a microbatch by exchanging single sequences.
 
     The heaviest block gives the lightest one a sequence for a shorter one, or for none: the pair that brings
     it nearest to the mean without lifting the other above, within the token limits. So each exchange settles
     one block, and it ends where the heaviest block finds no exchange that helps.
     """
+    room = ranked.room
     num_blocks = filled.block_sizes.size
     loads = filled.loads.copy()
     mean = float((loads * filled.block_sizes).sum()) / room.num_ranks
