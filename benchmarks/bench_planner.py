@@ -292,9 +292,11 @@ def segment_tree_best_fit(lengths: list[int], capacity: int) -> int:
     num_bins = 0
     for length in sorted(lengths, reverse=True):
         at = leaves + length
-        while at > 1 and not tree[at]:  # up until a subtree to the right has one
-            at = at + 1 if not at & 1 and tree[at + 1] else at >> 1
-        if at > 1:
+        if not tree[at]:  # up until a subtree to the right has one
+            while at > 1 and (at & 1 or not tree[at + 1]):
+                at >>= 1
+            at = at + 1 if at > 1 else 0
+        if at:
             while at < leaves:
                 at = 2 * at if tree[2 * at] else 2 * at + 1
             space = at - leaves
@@ -328,9 +330,8 @@ def pack_documents(n: int = 1_000_000, capacity: int = 8192) -> None:
     peer_spent = time.perf_counter() - start
     waste = 1 - lengths.sum() / (num_bins * capacity)
     print(f"\nbest fit of {n:,} documents: {num_bins:,} bins, waste {waste:.4%}, {spent:.2f} s")
-    print(
-        f"document by document: {peer_bins:,} bins, {peer_spent:.2f} s: {peer_spent / spent:.0f} times as long"
-    )
+    times = peer_spent / spent
+    print(f"document by document: {peer_bins:,} bins, {peer_spent:.2f} s, {times:.0f} times as long")
 
 
 def main() -> None:
