@@ -69,9 +69,9 @@ class StepPlan:
         num_ranks: dp_cp ranks.
         idle_cp_size: cp group size of a rank that a microbatch gives nothing.
         align: padding multiples.
-        sequence: place in the global batch of the sequence that each row is of; int32 [n]. None: row i is
-            all of sequence i.
-        start: first token of each row in that sequence; int64 [n]. None: 0.
+        sequence: place in the global batch of the sequence that each row is of; int32 [n]. If not given, row
+            i is all of sequence i.
+        start: first token of each row in that sequence; int64 [n]. If not given, 0.
         oversize: places in the global batch of sequences too long to hold, which were truncated, split or
             dropped; int32 [k].
     """
@@ -84,15 +84,17 @@ class StepPlan:
     num_ranks: int
     idle_cp_size: int
     align: Align
-    sequence: IntArray | None = None
-    start: LongArray | None = None
+    sequence: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    start: LongArray = field(default_factory=lambda: np.zeros(0, np.int64))
     oversize: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
-        arrays = (self.lengths, self.microbatch, self.first_rank, self.cp_size, self.oversize)
-        for array in (*arrays, self.sequence, self.start):
-            if array is not None:
-                array.flags.writeable = False
+        if not self.sequence.size:
+            object.__setattr__(self, "sequence", np.arange(self.lengths.size, dtype=np.int32))
+            object.__setattr__(self, "start", np.zeros(self.lengths.size, np.int64))
+        arrays = (self.lengths, self.microbatch, self.first_rank, self.cp_size, self.sequence, self.start)
+        for array in (*arrays, self.oversize):
+            array.flags.writeable = False
 
     @property
     def empty(self) -> IntArray:

@@ -1,0 +1,66 @@
+"""How good the plans are, on distributions of several kinds."""
+
+import numpy as np
+import pytest
+
+from meshfeed.plan import Packing, account_of, plan_step
+from meshfeed.plan.bounds import microbatch_bound
+from meshfeed.plan.policy import room_of
+
+CAPACITY = 16_384
+
+
+def traces(ranks):
+    rng = np.random.default_rng(ranks)
+    n = 24 * ranks
+    drawn = {
+        "lognormal": rng.lognormal(8, 1.3, n),
+        "uniform": rng.uniform(1, 60_000, n),
+        "bimodal": np.where(rng.random(n) < 0.1, rng.uniform(5e4, 1e5, n), rng.uniform(100, 900, n)),
+        "equal": np.full(n, 10_000),
+        "two": np.where(rng.random(n) < 0.5, 9000, 700),
+        "pareto": rng.pareto(1.1, n) * 500 + 10,
+        "narrow": rng.uniform(7800, 8200, n),
+    }
+    return {name: np.clip(lengths, 1, 131_072).astype(np.int64) for name, lengths in drawn.items()}
+
+
+def efficiency(lengths, ranks, **choices):
+    packing = Packing(capacity=CAPACITY, policy="dynamic_cp", **choices)
+    plan = plan_step(lengths, packing, dp=ranks)
+    return account_of(plan, packing).efficiency, plan.num_microbatches
+
+
+@pytest.mark.parametrize("ranks", [8, 12, 32, 100])
+def test_even_at_the_least_number_of_microbatches_and_more_so_at_two_more(ranks):
+    least, more = [], []
+    for lengths in traces(ranks).values():
+        got, count = efficiency(lengths, ranks)
+        packing = Packing(capacity=CAPACITY, policy="dynamic_cp")
+        # at most one more than a bound that no plan can beat
+        assert count <= microbatch_bound(lengths, packing, room_of(packing, dp=ranks, cp=1)) + 1
+        least.append(got)
+        more.append(efficiency(lengths, ranks, microbatches=count + 2)[0])
+    assert np.mean(least) >= 0.97 and min(least) >= 0.95
+    assert np.mean(more) >= 0.99 and min(more) >= 0.98
+
+
+def test_sequences_are_not_spread_more_than_they_need():
+    lengths = traces(32)["lognormal"]
+    plan = plan_step(lengths, Packing(capacity=CAPACITY, policy="dynamic_cp"), dp=32)
+    mean_cp = float((lengths * plan.cp_size).sum() / lengths.sum())
+    assert mean_cp < 12  # all ranks, always even, would be 32
+
+
+def test_no_tolerance_is_never_worse():
+    for lengths in traces(8).values():
+        assert efficiency(lengths, 8, tolerance=0.0)[0] >= efficiency(lengths, 8)[0] * (1 - 1e-9)
+
+
+def test_balanced_beats_stream_order():
+    lengths = np.clip(np.random.default_rng(0).lognormal(7, 1, 2000), 1, CAPACITY).astype(np.int64)
+    got = {}
+    for policy in ("in_order", "balanced"):
+        packing = Packing(capacity=CAPACITY, policy=policy)
+        got[policy] = account_of(plan_step(lengths, packing, dp=16, cp=2), packing).efficiency
+    assert got["balanced"] > 0.99 > 0.9 > got["in_order"]
