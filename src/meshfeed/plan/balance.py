@@ -14,12 +14,12 @@ import numpy.typing as npt
 from meshfeed.plan.best_fit import best_fit
 from meshfeed.plan.exact import MOST, exact
 from meshfeed.plan.fill import Filled, Ranked, fill, fill_evenly
-from meshfeed.plan.peel import peel
+from meshfeed.plan.peel import finish, peel
 from meshfeed.plan.policy import Packing, Room
 from meshfeed.plan.polish import polish
 from meshfeed.plan.types import LongArray
 
-SAND = (0.03, 0.1, 0.0, 1.0)
+SAND = (0.03, 0.1, 0.0)
 """Parts of the work that `deal` spreads evenly, in the order in which they are tried."""
 
 
@@ -79,6 +79,7 @@ def ways(ranked: Ranked, num_microbatches: int, tolerance: float) -> Iterator[li
     """Ways to fill a step, the likeliest first."""
     room = ranked.room
     yield peel(ranked, num_microbatches, tolerance)
+    yield share_out(ranked, num_microbatches, tolerance)
     if len(room.sizes) == 1:
         yield spread(ranked, num_microbatches)
     for sand in SAND:
@@ -92,6 +93,25 @@ def ways(ranked: Ranked, num_microbatches: int, tolerance: float) -> Iterator[li
             yield optimum
 
 
+def share_out(ranked: Ranked, num_microbatches: int, tolerance: float) -> list[Filled]:
+    """Give microbatches equal work first, by least load, and fill each of them then.
+
+    Where `peel` makes them unequal, for narrow groups, this keeps a pipeline's bubble small.
+    """
+    whole = Room(
+        num_microbatches, (1,), (ranked.room.limits[-1] * ranked.room.num_blocks,), ranked.room.align
+    )
+    shared = fill(replace(ranked, room=whole), np.arange(ranked.lengths.size), 0)
+    carried = shared.left
+    filled: list[Filled] = []
+    for m in range(num_microbatches):
+        members = np.sort(np.concatenate((carried, shared.members[shared.block == m])))
+        if members.size:
+            filled.append(finish(ranked, members, tolerance))
+            carried = filled[-1].left
+    return filled
+
+
 def spread(ranked: Ranked, num_microbatches: int) -> list[Filled]:
     """At one cp size: balance the blocks of all microbatches as if they met."""
     all_ranks = replace(ranked.room, num_ranks=ranked.room.num_ranks * num_microbatches)
@@ -103,7 +123,7 @@ def fit_tightly(ranked: Ranked, num_microbatches: int) -> list[Filled] | None:
     """The fewest blocks of the widest size, whatever their loads; None where they are too many."""
     room = ranked.room
     block, num_blocks = best_fit(ranked.padded[-1], room.limits[-1])
-    if num_blocks > num_microbatches * (room.num_ranks // room.sizes[-1]):
+    if num_blocks > num_microbatches * room.num_blocks:
         return None
     return meet(ranked, np.arange(block.size), block, num_microbatches)
 
@@ -118,7 +138,7 @@ def meet(
     microbatch.
     """
     room = ranked.room
-    per_microbatch = room.num_ranks // room.sizes[-1]
+    per_microbatch = room.num_blocks
     num_blocks = per_microbatch * num_microbatches
     loads = np.bincount(block[block >= 0], weights=ranked.load[-1, members[block >= 0]], minlength=num_blocks)
     rank_of_block = np.empty(num_blocks, np.int64)

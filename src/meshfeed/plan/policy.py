@@ -94,6 +94,11 @@ class Room:
         """Tokens of the longest sequence that some group can hold."""
         return max(self.limits)
 
+    @property
+    def num_blocks(self) -> int:
+        """Groups of the widest size."""
+        return self.num_ranks // self.sizes[-1]
+
 
 def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
     """The room that a packing leaves on dp x cp ranks.
