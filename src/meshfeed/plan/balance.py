@@ -47,10 +47,11 @@ def balance(
     """
     order = np.argsort(-lengths, kind="stable")
     ranked = Ranked.of(lengths[order], packing.cost, room)
-    rank_tokens = room.limits[-1] / room.sizes[-1]
-    least = max(
-        int(np.ceil(ranked.padded[0].sum() / (rank_tokens * room.num_ranks))), packing.microbatches or 1
-    )
+    limit = room.limits[-1] * room.num_blocks
+    least = max(-(-int(ranked.padded[0].sum()) // limit), packing.microbatches or 1)
+    if room.sizes == (room.num_ranks,) and lengths.size > MOST:
+        # nothing to balance: all ranks are one block
+        least = max(least, best_fit(ranked.padded[0], limit)[1])
     count = -(-least // quantum) * quantum
     while True:
         ideal = bubble.objective(np.full(count, ranked.work.sum() / room.num_ranks / count))
@@ -67,7 +68,7 @@ def balance(
         if best is not None:
             return best, order, count
         # what is left would fill so many more, if it were packed well
-        count += max(quantum, int(left / (rank_tokens * room.num_ranks)) // quantum * quantum)
+        count += max(quantum, int(left) // limit // quantum * quantum)
 
 
 def tokens_left(ranked: Ranked, filled: list[Filled]) -> int:
@@ -78,15 +79,15 @@ def tokens_left(ranked: Ranked, filled: list[Filled]) -> int:
 def ways(ranked: Ranked, num_microbatches: int, tolerance: float) -> Iterator[list[Filled]]:
     """Ways to fill a step, the likeliest first."""
     room = ranked.room
+    if room.sizes == (room.num_ranks,):
+        yield from fit_tightly(ranked, num_microbatches)
     yield peel(ranked, num_microbatches, tolerance)
     yield share_out(ranked, num_microbatches, tolerance)
     if len(room.sizes) == 1:
         yield spread(ranked, num_microbatches)
     for sand in SAND:
         yield deal(ranked, num_microbatches, sand, tolerance)
-    tight = fit_tightly(ranked, num_microbatches)
-    if tight is not None:
-        yield tight
+    yield from fit_tightly(ranked, num_microbatches)
     if len(room.sizes) == 1 and ranked.lengths.size <= MOST:
         optimum = exact(ranked, num_microbatches)
         if optimum is not None:
@@ -119,13 +120,12 @@ def spread(ranked: Ranked, num_microbatches: int) -> list[Filled]:
     return meet(ranked, one.members, one.block, num_microbatches)
 
 
-def fit_tightly(ranked: Ranked, num_microbatches: int) -> list[Filled] | None:
-    """The fewest blocks of the widest size, whatever their loads; None where they are too many."""
+def fit_tightly(ranked: Ranked, num_microbatches: int) -> Iterator[list[Filled]]:
+    """The fewest blocks of the widest size, whatever their loads; nothing where they are too many."""
     room = ranked.room
     block, num_blocks = best_fit(ranked.padded[-1], room.limits[-1])
-    if num_blocks > num_microbatches * room.num_blocks:
-        return None
-    return meet(ranked, np.arange(block.size), block, num_microbatches)
+    if num_blocks <= num_microbatches * room.num_blocks:
+        yield meet(ranked, np.arange(block.size), block, num_microbatches)
 
 
 def meet(
