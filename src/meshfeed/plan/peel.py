@@ -35,13 +35,10 @@ from meshfeed.plan.types import LongArray
 FloatArray = npt.NDArray[np.float64]
 
 FULL = 0.995
-"""Part of its load at which a block counts as complete. Nearer takes wider groups and the shortest
-sequences."""
-
+"""Part of its load at which a block is complete. More takes wider groups and the shortest sequences."""
 
 MARGIN = 0.001
-"""How far above the mean the blocks of the last microbatch are filled; what is then over goes on the
-lightest."""
+"""How far above the mean the last microbatch's blocks are filled; what is over goes on the lightest."""
 
 MAX_WIDENING = 3
 """How many times the blocks that stay incomplete are widened."""
@@ -165,8 +162,8 @@ def complete(ranked: Ranked, left: LongArray, blocks: Blocks) -> LongArray:
             trying, wanted = np.repeat(trying, many), np.repeat(wanted, many)
         order = np.argsort(-wanted, kind="stable")
         trying, wanted = trying[order], wanted[order]
-        # the longest sequence of at most that length; where several blocks want the same one, the next after
-        # it
+        # the longest of at most that length; where several blocks want the same one, the next after it:
+        # places [4 4 5 9] -> [4 5 6 9]
         at = np.searchsorted(ascending, -wanted)
         turn = np.arange(at.size)
         at = np.maximum.accumulate(at - turn) + turn
@@ -193,8 +190,7 @@ def aim_of(ranked: Ranked, left: LongArray, budget: float) -> Aim:
 
 
 def settle(ranked: Ranked, left: LongArray, aim: Aim) -> tuple[Blocks, LongArray]:
-    """The first block of a microbatch, on the narrowest group that comes near the aim, and what is left
-    after it."""
+    """The first block, on the narrowest group that comes near the aim, and what is left after it."""
     room = ranked.room
     seed = left[:1]
     narrowest = int(size_index(ranked, seed, aim.load, 0)[0])
@@ -216,7 +212,7 @@ def settle(ranked: Ranked, left: LongArray, aim: Aim) -> tuple[Blocks, LongArray
             best, best_left, best_filled = block, rest, filled
         if filled >= FULL:
             break
-    assert best is not None
+    assert best is not None  # the narrowest size is always tried
     return best, best_left
 
 
@@ -317,8 +313,10 @@ def lay_over(ranked: Ranked, blocks: Blocks, over: LongArray) -> bool:
 
 
 def peel(ranked: Ranked, num_microbatches: int, tolerance: float) -> list[Filled]:
-    """Fill the microbatches of a step; fewer where fewer suffice. What finds no room is in the last one's
-    `left`."""
+    """Fill the microbatches of a step; fewer where fewer suffice.
+
+    What finds no room is in `left` of the last one. tolerance: see `Packing.tolerance`.
+    """
     left = np.arange(ranked.lengths.size)
     filled: list[Filled] = []
     for m in range(num_microbatches - 1):
