@@ -109,7 +109,8 @@ class Layout:
                     f"once with its size, joined by '-', as in 'tp2-cp2-dp4-pp2'"
                 )
             sizes[match[1]] = int(match[2])
-        return cls(**sizes, order="-".join(sizes), ranks_per_node=ranks_per_node)
+        order = "-".join(sizes)
+        return cls(**sizes, order=order, ranks_per_node=ranks_per_node)
 
     @classmethod
     def from_device_mesh(

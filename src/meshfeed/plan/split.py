@@ -58,7 +58,9 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
         num_chunks, chunks = cp, np.sort(np.asarray(cp_ranks))
     lengths = pack.padded_lengths
     if (lengths % num_chunks).any():
-        raise PlanError(f"padded lengths {lengths[lengths % num_chunks > 0][:3]} do not split in {num_chunks}")
+        raise PlanError(
+            f"padded lengths {lengths[lengths % num_chunks > 0][:3]} do not split in {num_chunks}"
+        )
     # chunks [0 1 6 7] -> runs [0 2) [6 8)
     breaks = np.flatnonzero(np.diff(chunks) > 1)
     first = chunks[np.concatenate(([0], breaks + 1))]

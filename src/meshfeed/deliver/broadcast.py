@@ -1,0 +1,132 @@
+"""One collective per microbatch: header and all columns in one buffer.
+
+Every rank knows from the plan how large the buffer should be. Where the plan cannot tell (columns of
+varying shape), the largest surplus so far is added; a message that still does not fit is announced by
+its own header and sent once more in full, and all ranks remember.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshfeed.deliver import wire
+from meshfeed.deliver.delivery import EndOfStream, Traffic
+from meshfeed.deliver.rendezvous import Meeting
+from meshfeed.errors import DeliveryError, PeerError
+from meshfeed.roles import Role
+from meshfeed.sequence import Columns
+
+_GRAIN = 4096
+
+# A rank may rightly wait here as long as its source's trainer is busy elsewhere. A dead peer closes its
+# connection and is noticed at once; how long a trainer may wait for data is the Feed's own timeout.
+_NO_TIMEOUT = timedelta(days=30)
+
+
+class Broadcast:
+    """Columns from one reader to its peers by torch.distributed.broadcast over gloo.
+
+    The stream ends for all together: a reader that is interrupted says so in its next message, and the
+    others go on receiving, and dropping, until they hear it. So no collective is left half-done.
+    """
+
+    def __init__(self, role: Role, meeting: Meeting) -> None:
+        self.traffic = Traffic()
+        self._role, self._meeting = role, meeting
+        self._group: dist.ProcessGroup | None = None
+        self._surplus = 0
+        self._buffer = np.zeros(0, np.uint8)
+        self._interrupted = threading.Event()
+
+    def __enter__(self) -> Self:
+        role = self._role
+        self._meeting.meet("broadcast", role.rank, role.peers)
+        if not dist.is_initialized():
+            raise DeliveryError(
+                "delivery 'broadcast' uses torch.distributed: call init_process_group before the Feed"
+            )
+        # Only the members take part, and only their sockets are opened.
+        self._group = dist.new_group(
+            list(role.peers), backend="gloo", timeout=_NO_TIMEOUT, use_local_synchronization=True
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
+        """See Delivery."""
+        if columns is None:
+            return self._receive(num_bytes)
+        if self._interrupted.is_set():
+            self._send(wire.end_message(), num_bytes)
+            raise EndOfStream
+        self._send(wire.encode(columns), num_bytes)
+        return columns
+
+    def fail(self, error: BaseException, num_bytes: int) -> None:
+        """See Delivery."""
+        self._send(wire.error_message(error), num_bytes)
+
+    def interrupt(self) -> None:
+        """See Delivery."""
+        self._interrupted.set()
+
+    def _send(self, message: wire.Message, num_bytes: int) -> None:
+        room = self._room(num_bytes)
+        buffer = self._buffer_of(max(room, message.num_bytes))
+        message.write(buffer)
+        self._collective(buffer[:room])
+        if message.num_bytes > room:
+            self._collective(buffer[: message.num_bytes])
+            self._surplus += message.num_bytes - room
+        self.traffic.messages += 1
+
+    def _receive(self, num_bytes: int) -> Columns:
+        while True:
+            room = self._room(num_bytes)
+            buffer = self._buffer_of(room)[:room]
+            self._collective(buffer)
+            kind, size = wire.peek(buffer)
+            if size > room:
+                buffer = self._buffer_of(size)[:size]
+                self._collective(buffer)
+                self._surplus += size - room
+            self.traffic.messages += 1
+            if kind == wire.ERROR:
+                raise DeliveryError(f"rank {self._role.source} could not read: {wire.decode_error(buffer)}")
+            if kind == wire.END:
+                raise EndOfStream
+            return wire.decode(buffer)
+
+    def _room(self, num_bytes: int) -> int:
+        return -(-(num_bytes + wire.TABLE_ROOM + self._surplus) // _GRAIN) * _GRAIN
+
+    def _buffer_of(self, size: int) -> wire.Bytes:
+        if self._buffer.size < size:
+            self._buffer = np.zeros(size, np.uint8)
+        return self._buffer
+
+    def _collective(self, buffer: wire.Bytes) -> None:
+        role = self._role
+        try:
+            dist.broadcast(torch.from_numpy(buffer), src=role.source, group=self._group)
+        except (RuntimeError, dist.DistError) as broken:
+            raise PeerError(
+                f"rank {role.rank} lost its broadcast group {role.peers} (source: rank {role.source}): "
+                f"{broken}",
+                [] if role.source is None or role.reads else [role.source],
+            ) from broken
+        self.traffic.collectives += 1
+        self.traffic.num_bytes += buffer.size

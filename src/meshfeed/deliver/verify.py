@@ -1,0 +1,135 @@
+"""Do replicas hold the same bytes? Digests of every field, compared once a step.
+
+Ranks with the same (dp, cp) coordinate hold equal fields, whatever their tp and pp. One small
+all-gather at the end of a step shows a rank that differs; where no majority tells who is right, each
+rank reads its own bytes from storage once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from meshfeed.deliver.rendezvous import Meeting
+from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
+from meshfeed.sequence import Arrays
+
+Digests = npt.NDArray[np.int64]
+
+
+class Digester:
+    """Digest of each field over the microbatches of one step; 0 for a field that never came."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._hashes = {name: hashlib.blake2b(digest_size=8) for name in names}
+        self._seen: set[str] = set()
+
+    def add(self, arrays: Arrays) -> None:
+        """Take in one microbatch."""
+        for name, value in arrays.items():
+            self._seen.add(name)
+            for piece in [value] if isinstance(value, np.ndarray) else value:
+                data = (
+                    piece if isinstance(piece, bytes) else np.ascontiguousarray(piece).reshape(-1).view("u1")
+                )
+                self._hashes[name].update(data)
+
+    def digests(self) -> Digests:
+        """In the order of the names; int64 [fields]."""
+        return np.array(
+            [
+                int.from_bytes(h.digest(), "little", signed=True) if name in self._seen else 0
+                for name, h in self._hashes.items()
+            ],
+            np.int64,
+        )
+
+
+class Verifier:
+    """The ranks of one (dp, cp) coordinate, who compare notes."""
+
+    def __init__(self, rank: int, peers: tuple[int, ...], names: Sequence[str], meeting: Meeting) -> None:
+        self._rank, self._peers, self._names, self._meeting = rank, peers, tuple(names), meeting
+        self._group: dist.ProcessGroup | None = None
+
+    def __enter__(self) -> Self:
+        self._meeting.meet("verify", self._rank, self._peers)
+        if not dist.is_initialized():
+            raise DeliveryError("verify=True compares by torch.distributed; call init_process_group first")
+        self._group = dist.new_group(
+            list(self._peers),
+            backend="gloo",
+            timeout=timedelta(seconds=self._meeting.timeout_s),
+            use_local_synchronization=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def check(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
+        """Compare one step's digests; every rank of the group calls this at the end of that step.
+
+        reread: the same digests made from storage again. Raises VerifyError naming the rank that differs.
+        """
+        table = self._gather(digests)
+        fields = [f for f in range(len(self._names)) if len(set(table[:, f].tolist()) - {0}) > 1]
+        if not fields:
+            return
+        suspects = {
+            rank for f in fields for rank in suspects_of(dict(zip(self._peers, table[:, f].tolist())))
+        }
+        if not suspects:
+            suspects = self._arbitrate(digests, reread)
+        names = ", ".join(repr(self._names[f]) for f in fields)
+        told = ", ".join(
+            f"rank {rank}: {table[at, fields[0]] & (2**64 - 1):016x}"
+            for at, rank in enumerate(self._peers)
+            if table[at, fields[0]]
+        )
+        who = f"rank(s) {sorted(suspects)}" if suspects else f"some of ranks {self._peers}"
+        raise VerifyError(
+            f"step {step}: {who} hold other bytes than their replicas in {names} ({told}); check their "
+            f"memory, storage and code before any of their work is used",
+            sorted(suspects) or self._peers,
+        )
+
+    def _arbitrate(self, digests: Digests, reread: Callable[[], Digests]) -> set[int]:
+        try:
+            wrong = int(not np.array_equal(reread(), digests))
+        except MeshfeedError:
+            wrong = 0  # no storage here: nothing to hold against it
+        verdicts = self._gather(np.array([wrong], np.int64))[:, 0]
+        return {rank for rank, verdict in zip(self._peers, verdicts.tolist()) if verdict}
+
+    def _gather(self, row: Digests) -> Digests:
+        rows = [torch.empty(row.size, dtype=torch.int64) for _ in self._peers]
+        try:
+            dist.all_gather(rows, torch.from_numpy(row), group=self._group)
+        except (RuntimeError, dist.DistError) as broken:
+            raise PeerError(
+                f"rank {self._rank} could not compare with ranks {self._peers}: {broken}"
+            ) from broken
+        return torch.stack(rows).numpy()
+
+
+def suspects_of(digest_of_rank: Mapping[int, int]) -> set[int]:
+    """Ranks that differ from a majority of those that hold the field (digest not 0); {} without one."""
+    held = {rank: digest for rank, digest in digest_of_rank.items() if digest}
+    if not held:
+        return set()
+    digest, count = Counter(held.values()).most_common(1)[0]
+    return {rank for rank in held if held[rank] != digest} if 2 * count > len(held) else set()

@@ -1,0 +1,97 @@
+"""Arrays -> tensors where the model is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshfeed.batch import Value
+from meshfeed.sequence import Arrays
+
+Array = npt.NDArray[Any]
+
+
+class Placer(Protocol):
+    """Takes a microbatch's arrays to their device."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """An uninitialised array to build a field in."""
+        ...
+
+    def place(self, arrays: Arrays) -> tuple[dict[str, Value], Any]:
+        """The tensors, and a ticket to hand to `receive`; called on the producer's thread."""
+        ...
+
+    def receive(self, fields: Mapping[str, Value], ticket: Any) -> None:
+        """Make the tensors safe to use on the caller's current stream."""
+        ...
+
+
+def placer_of(device: str | torch.device) -> Placer:
+    """The placer for a device."""
+    place = torch.device(device)
+    return OnCuda(place) if place.type == "cuda" else OnHost()
+
+
+class OnHost:
+    """Tensors that are the arrays themselves."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """See Placer."""
+        return np.empty(shape, dtype)
+
+    def place(self, arrays: Arrays) -> tuple[dict[str, Value], Any]:
+        """See Placer."""
+        return {name: _tensors(value) for name, value in arrays.items()}, None
+
+    def receive(self, fields: Mapping[str, Value], ticket: Any) -> None:
+        """Nothing is under way."""
+
+
+class OnCuda:
+    """Copies from page-locked memory on a stream of its own, so that they overlap with training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = (
+            device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        )
+        self._stream = torch.cuda.Stream(self._device)
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Page-locked; PyTorch takes it back only once the copy from it is done."""
+        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
+
+    def place(self, arrays: Arrays) -> tuple[dict[str, Value], Any]:
+        """See Placer."""
+        with torch.cuda.stream(self._stream):
+            fields = {name: self._copied(value) for name, value in arrays.items()}
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return fields, done
+
+    def receive(self, fields: Mapping[str, Value], ticket: Any) -> None:
+        """The current stream waits for the copies, and the allocator for the current stream."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(ticket)
+        for value in fields.values():
+            for tensor in [value] if isinstance(value, torch.Tensor) else value:
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(stream)
+
+    def _copied(self, value: Any) -> Value:
+        host = _tensors(value)
+        if isinstance(host, torch.Tensor):
+            return host.to(self._device, non_blocking=True)
+        return cast(
+            Value, [t.to(self._device, non_blocking=True) if isinstance(t, torch.Tensor) else t for t in host]
+        )
+
+
+def _tensors(value: Any) -> Value:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    return cast(Value, [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in value])

@@ -1,0 +1,115 @@
+"""What a sequence rule does, in two halves with the delivery between them.
+
+`load` turns storage into *columns*: the stored bytes, as small as they are. They are what travels.
+`build` turns columns and the plan into the fields of a microbatch. It runs on every rank and is pure,
+so that all deliveries give the same bytes, and what lengths alone decide is never sent at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.order import Draws
+from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, pack_of, slices_of
+from meshfeed.recipe import Recipe, Rule
+from meshfeed.roles import Field
+
+Array = npt.NDArray[Any]
+Columns = Mapping[str, "Array | Sequence[Array] | Sequence[bytes]"]
+"""Stored data by name: an array, or one array (any shape) or byte string per sequence."""
+
+Arrays = dict[str, "Array | Sequence[Array] | Sequence[bytes]"]
+"""Fields of a microbatch by name, before they become tensors."""
+
+Allocate = Callable[[tuple[int, ...], str], Array]
+"""(shape, dtype name) -> an uninitialised array; page-locked when it is bound for a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portion:
+    """What one rank takes of a microbatch, and what its delivery group holds between them.
+
+    Attributes:
+        pack: the sequences of the microbatch.
+        draws: their place in the data; as many as `pack.sequences`.
+        own: the token slices that this rank works on.
+        held: the token slices of all ranks that one reader serves; each own slice lies in a held one.
+        rows: rows of the microbatch when sequences are not packed; absent sequences leave padding.
+    """
+
+    pack: Pack
+    draws: Draws
+    own: Slices
+    held: Slices
+    rows: int
+
+
+def portion_of(
+    plan: StepPlan,
+    draws: Draws,
+    microbatch: int,
+    dp_cp_rank: int,
+    *,
+    group: Sequence[int],
+    rows: int,
+    split: CpSplit,
+) -> Portion:
+    """What one rank takes of one microbatch of a step.
+
+    draws: the step's global batch. group: dp_cp ranks that the reader of this rank serves, itself
+    included. Raises PlanError where cp cannot split the sequences.
+    """
+    pack = pack_of(plan, microbatch, dp_cp_rank)
+    first = dp_cp_rank - pack.cp_rank
+    return Portion(
+        pack=pack,
+        draws=draws.take(pack.sequences),
+        own=slices_of(pack, [pack.cp_rank], split),
+        held=slices_of(pack, [rank - first for rank in group], split),
+        rows=rows,
+    )
+
+
+class SequenceRule(Rule, Protocol):
+    """How draws become sequences. Implementations are frozen and keep no state."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Every field that `build` can make."""
+        ...
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.int64]:
+        """Tokens of each sequence, from the index alone; int64 [n]."""
+        ...
+
+    def valid_tokens(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.int64]:
+        """Loss-bearing tokens of each sequence, from the index alone; int64 [n]."""
+        ...
+
+    def announce(self, recipe: Recipe, portion: Portion) -> None:
+        """Tell the stores that `load` will come for this portion."""
+        ...
+
+    def load(self, recipe: Recipe, portion: Portion) -> Columns:
+        """Read what the group holds. Raises StoreError."""
+        ...
+
+    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
+        """Bytes of the columns as far as the plan tells; a hint that lets a buffer be made in time."""
+        ...
+
+    def build(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> Arrays:
+        """The named fields of this rank. columns: None where only fields that are not stored are named."""
+        ...
