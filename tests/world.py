@@ -6,6 +6,7 @@ moment. Results and errors come back over pipes; a rank that dies is reported, n
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -54,10 +55,8 @@ class World:
                 pytest.fail(f"ranks {stuck} hang")
             for pipe in ready:
                 rank = open_pipes.pop(pipe)
-                try:
+                with contextlib.suppress(EOFError, ConnectionResetError):  # it died before it could say
                     outcomes[rank] = pickle.loads(pipe.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    pass
         for process, outcome in zip(self.processes, outcomes):
             process.join(30)
             if process.is_alive():

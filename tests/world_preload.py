@@ -1,4 +1,5 @@
 """What the fork server imports once for all test processes."""
 
-import meshfeed  # noqa: F401
 import torch.distributed  # noqa: F401
+
+import meshfeed  # noqa: F401

@@ -56,9 +56,8 @@ class OnCuda:
     """Copies from page-locked memory on a stream of its own, so that they overlap with training."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = (
-            device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-        )
+        current = torch.device("cuda", torch.cuda.current_device())
+        self._device = device if ":" in str(device) else current
         self._stream = torch.cuda.Stream(self._device)
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:

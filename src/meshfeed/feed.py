@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from meshfeed.batch import Microbatch, Step
 from meshfeed.deliver import (
@@ -83,7 +84,7 @@ class Feed:
         prefetch: int = 2,
         verify: bool = False,
         timeout_s: float = 1800.0,
-        rendezvous: dist.Store | None = None,
+        rendezvous: Store | None = None,
     ) -> None:
         if prefetch < 1 or timeout_s <= 0:
             raise RecipeError(f"prefetch={prefetch}, timeout_s={timeout_s}: both must be positive")
@@ -132,9 +133,8 @@ class Feed:
     @cached_property
     def delivery(self) -> DeliveryName:
         """How stored bytes reach this rank; what "auto" came to."""
-        given = self._given_delivery
-        if given != "auto":
-            return given
+        if self._given_delivery != "auto":
+            return cast(DeliveryName, self._given_delivery)
         return choose_delivery(
             self.layout, self.stage_map, self._rule.fields, self._reads, can_share=can_share() is None
         )

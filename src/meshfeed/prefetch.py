@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 from meshfeed.errors import PeerError
@@ -29,7 +29,7 @@ class StageClock:
         self.spans: list[Span] = []
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> Generator[None]:
         """Time what happens inside as one stage."""
         start = time.monotonic()
         try:

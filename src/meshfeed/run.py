@@ -166,8 +166,8 @@ class Run:
             return
         except EndOfStream as end:
             raise PeerError(
-                f"rank {self._role.source} has closed its feed, and rank {self._role.rank} asks for more; all "
-                f"ranks of a group take the same steps",
+                f"rank {self._role.source} has closed its feed, and rank {self._role.rank} wants more; "
+                f"all ranks of a group take the same steps",
                 [] if self._role.source is None else [self._role.source],
             ) from end
         except TimeoutError as late:

@@ -59,7 +59,7 @@ def test_a_broken_store_is_named_with_exit_code_1(store, capsys, options):
     assert run(store, "--verify", *options) == 1
     captured = capsys.readouterr()
     message = json.loads(captured.out)["broken"] if options else captured.err
-    assert "c.idx: byte 110" in message
+    assert "c.idx: byte 86" in message
 
 
 def test_verify_names_what_only_it_finds(store, capsys, monkeypatch):

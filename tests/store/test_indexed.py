@@ -143,6 +143,20 @@ def test_read_stream_fills_the_callers_buffer(small):
         assert batch.tolist() == [[0, 0, 0, 0], [7, 8, 2, 3]]
 
 
+def test_announced_ranges_are_merged_and_never_mean_the_whole_file(tmp_path, monkeypatch):
+    prefix = write(tmp_path / "c", [[[0] * 100_000]])
+    advised = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, at, size, advice: advised.append((at, size)), raising=False
+    )
+    with open_store(prefix) as store:
+        store.will_need(np.array([90_000, 5, 60_000, 7, 10]), np.array([90_001, 10, 60_000, 8, 30]))
+        assert advised == [(10, 50), (180_000, 2)]
+        advised.clear()
+        store.will_need(np.array([5]), np.array([5]))
+        assert advised == []
+
+
 @pytest.mark.parametrize(
     "out",
     [np.zeros(3, np.uint16), np.zeros(4, np.int16), np.zeros((2, 2), np.uint16), np.zeros(8, np.uint16)[::2]],
@@ -474,6 +488,30 @@ def test_special_floats_are_values(tmp_path):
         assert np.array_equal(
             store.read(0, 0, 4), np.array([np.inf, -np.inf, np.nan, 0.5], "f4"), equal_nan=True
         )
+
+
+def test_a_full_disk_is_a_store_error_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="No space left"), IndexedWriter(tmp_path / "c", "u2") as writer:
+        writer.add_document([1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_half_renamed_is_taken_back(tmp_path, monkeypatch):
+    rename = Path.replace
+
+    def only_bin(self, target):
+        if str(target).endswith(".idx"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", only_bin)
+    with pytest.raises(StoreError, match="Input/output error"), IndexedWriter(tmp_path / "c", "u2") as writer:
+        writer.add_document([1])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_document_must_be_ended(tmp_path):

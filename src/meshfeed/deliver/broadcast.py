@@ -47,15 +47,7 @@ class Broadcast:
 
     def __enter__(self) -> Self:
         role = self._role
-        self._meeting.meet("broadcast", role.rank, role.peers)
-        if not dist.is_initialized():
-            raise DeliveryError(
-                "delivery 'broadcast' uses torch.distributed: call init_process_group before the Feed"
-            )
-        # Only the members take part, and only their sockets are opened.
-        self._group = dist.new_group(
-            list(role.peers), backend="gloo", timeout=_NO_TIMEOUT, use_local_synchronization=True
-        )
+        self._group = self._meeting.gloo_group("broadcast", role.rank, role.peers, _NO_TIMEOUT)
         return self
 
     def __exit__(

@@ -10,8 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from meshfeed.errors import DeliveryError, PeerError
 
@@ -28,7 +30,7 @@ class Meeting:
         topic: what every member must agree on, such as a recipe's fingerprint.
     """
 
-    store: dist.Store
+    store: Store
     timeout_s: float
     topic: str
 
@@ -51,6 +53,22 @@ class Meeting:
                 others,
             )
         return prefix
+
+    def gloo_group(
+        self, purpose: str, rank: int, peers: tuple[int, ...], timeout: timedelta
+    ) -> dist.ProcessGroup:
+        """A process group of the peers alone, made once all of them have come.
+
+        timeout: of its collectives. Raises PeerError as `meet` does, DeliveryError without a default group.
+        """
+        self.meet(purpose, rank, peers)
+        if not dist.is_initialized():
+            raise DeliveryError(
+                f"a {purpose} group of ranks {peers} needs torch.distributed: call init_process_group first"
+            )
+        # Only the members take part, and only their sockets are opened.
+        group = dist.new_group(list(peers), backend="gloo", timeout=timeout, use_local_synchronization=True)
+        return cast(dist.ProcessGroup, group)
 
     def publish(self, key: str, text: str) -> None:
         """Leave a word for the others."""
@@ -81,7 +99,7 @@ class Meeting:
             return False
 
 
-def default_store() -> dist.Store | None:
+def default_store() -> Store | None:
     """The store of the default process group; None where torch.distributed is not initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return None

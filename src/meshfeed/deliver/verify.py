@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshfeed.deliver.rendezvous import Meeting
-from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
+from meshfeed.errors import MeshfeedError, PeerError, VerifyError
 from meshfeed.sequence import Arrays
 
 Digests = npt.NDArray[np.int64]
@@ -38,10 +38,7 @@ class Digester:
         for name, value in arrays.items():
             self._seen.add(name)
             for piece in [value] if isinstance(value, np.ndarray) else value:
-                data = (
-                    piece if isinstance(piece, bytes) else np.ascontiguousarray(piece).reshape(-1).view("u1")
-                )
-                self._hashes[name].update(data)
+                self._hashes[name].update(piece if isinstance(piece, bytes) else _bytes_of(piece))
 
     def digests(self) -> Digests:
         """In the order of the names; int64 [fields]."""
@@ -54,6 +51,10 @@ class Digester:
         )
 
 
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # pyright: ignore
+
+
 class Verifier:
     """The ranks of one (dp, cp) coordinate, who compare notes."""
 
@@ -62,15 +63,8 @@ class Verifier:
         self._group: dist.ProcessGroup | None = None
 
     def __enter__(self) -> Self:
-        self._meeting.meet("verify", self._rank, self._peers)
-        if not dist.is_initialized():
-            raise DeliveryError("verify=True compares by torch.distributed; call init_process_group first")
-        self._group = dist.new_group(
-            list(self._peers),
-            backend="gloo",
-            timeout=timedelta(seconds=self._meeting.timeout_s),
-            use_local_synchronization=True,
-        )
+        timeout = timedelta(seconds=self._meeting.timeout_s)
+        self._group = self._meeting.gloo_group("verify", self._rank, self._peers, timeout)
         return self
 
     def __exit__(

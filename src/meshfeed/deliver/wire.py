@@ -86,7 +86,7 @@ def end_message() -> Message:
 
 def peek(buffer: Bytes) -> tuple[int, int]:
     """(kind, bytes in all) of the message at the start of a buffer. Raises DeliveryError."""
-    magic, kind, num_bytes, _ = _HEADER.unpack_from(buffer)
+    magic, kind, num_bytes, _ = _HEADER.unpack_from(buffer.data)
     if magic != _MAGIC:
         raise DeliveryError(f"no meshfeed message: it starts with {magic:#x}; is every rank of one version?")
     return kind, num_bytes
@@ -117,7 +117,7 @@ def decode_error(buffer: Bytes) -> str:
 
 
 def _table(buffer: Bytes) -> tuple[bytes, int]:
-    size = _HEADER.unpack_from(buffer)[3]
+    size = _HEADER.unpack_from(buffer.data)[3]
     return buffer[_HEADER.size : _HEADER.size + size].tobytes(), _HEADER.size + size
 
 

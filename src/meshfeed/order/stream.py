@@ -7,7 +7,6 @@ nothing is remembered: position 10**12 costs what position 0 costs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,8 @@ from meshfeed.order.permutation import key_of, permute
 from meshfeed.recipe import Recipe
 
 
-class EpochIndex(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EpochIndex:
     """How one sequence is asked for; whatever is random in it is keyed by (seed, epoch, index)."""
 
     epoch: int

@@ -269,6 +269,8 @@ class IndexedStore:
         """
         starts, stops = self._ranges(starts, stops)
         advise = getattr(os, "posix_fadvise", None)
+        # To the system a length of 0 means all the rest of the file.
+        starts, stops = starts[stops > starts], stops[stops > starts]
         if advise is None or not starts.size:
             return
         by_start = starts.argsort()
