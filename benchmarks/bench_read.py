@@ -101,22 +101,11 @@ def memory_map(prefix: Path, length: int, batch: int, steps: int) -> Callable[[]
     return run
 
 
-def one_thread(recipe: mf.Recipe, batch: int, steps: int) -> Callable[[], None]:
-    """All of meshfeed's work on the calling thread: order, plan, read, build."""
+def through_feed(recipe: mf.Recipe, batch: int, steps: int, prefetch: int) -> Callable[[], None]:
+    """A loop over a Feed: prefetch=0 does all of its work on the calling thread."""
 
     def run() -> None:
-        for step in mf.simulate(recipe, mf.Layout(), steps, micro_batch_size=batch):
-            for microbatch in step.microbatches:
-                use(microbatch["tokens"])
-
-    return run
-
-
-def through_feed(recipe: mf.Recipe, batch: int, steps: int) -> Callable[[], None]:
-    """A training loop over a Feed, which prefetches on a thread."""
-
-    def run() -> None:
-        with mf.Feed(recipe, micro_batch_size=batch, prefetch=4) as feed:
+        with mf.Feed(recipe, micro_batch_size=batch, prefetch=prefetch) as feed:
             for step in feed:
                 for microbatch in step.microbatches:
                     use(microbatch["tokens"])

@@ -59,7 +59,7 @@ class Feed:
         reads: ranks that may open storage; None leaves it to meshfeed.
         micro_batch_size: sequences per microbatch and data-parallel rank.
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous".
-        prefetch: microbatches made ahead.
+        prefetch: microbatches made ahead, on a thread; 0 makes each when it is asked for.
         verify: compare digests across replicas at the end of every step.
         timeout_s: how long to wait for peers to join, and for a batch when the loop asks for one.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
@@ -86,8 +86,8 @@ class Feed:
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
     ) -> None:
-        if prefetch < 1 or timeout_s <= 0:
-            raise RecipeError(f"prefetch={prefetch}, timeout_s={timeout_s}: both must be positive")
+        if prefetch < 0 or timeout_s <= 0:
+            raise RecipeError(f"prefetch={prefetch} counts from 0 and timeout_s={timeout_s} must be positive")
         self.recipe = recipe
         self._given_layout, self._given_rank, self._given_delivery = layout or Layout(), rank, delivery
         self._device, self._given_stage_map = device, stage_map
@@ -97,6 +97,7 @@ class Feed:
         )
         self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
         self._rendezvous = rendezvous
+        self._host = OnHost()
         self._resources = contextlib.ExitStack()
         self._entered = False
         self._next_step = 0
@@ -299,8 +300,7 @@ class Feed:
                     break
                 portions = self._stepping.portions(batch, coord, served)
             if self.role.reads:
-                for portion in portions:
-                    self._rule.announce(self.recipe, portion)
+                self._rule.announce(self.recipe, portions)
             planned.append((batch, portions))
             if len(planned) > 1:
                 yield planned.popleft()
@@ -316,7 +316,7 @@ class Feed:
 
     def _load(self, portion: Portion, delivery: Delivery, hint: int) -> Columns:
         try:
-            return self._rule.load(self.recipe, portion)
+            return self._rule.load(self.recipe, portion, self._host.allocate)
         except Exception as error:
             delivery.fail(error, hint)
             raise
@@ -326,7 +326,7 @@ class Feed:
         digester, host = Digester([f.name for f in self._rule.fields]), OnHost()
         for portion in portions:
             alone = replace(portion, held=portion.own)
-            columns = self._rule.load(self.recipe, alone)
+            columns = self._rule.load(self.recipe, alone, host.allocate)
             digester.add(self._rule.build(self.recipe, alone, columns, self.role.fields, host.allocate))
         return digester.digests()
 

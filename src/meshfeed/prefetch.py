@@ -126,3 +126,29 @@ class Prefetcher(Generic[T]):
             with self._changed:
                 self._finished = True
                 self._changed.notify_all()
+
+
+class Inline(Generic[T]):
+    """The same without a thread: each item is made when it is asked for."""
+
+    def __init__(self, items: Iterator[T], clock: StageClock) -> None:
+        self._items, self._clock = items, clock
+
+    def start(self) -> None:
+        """Nothing to start."""
+
+    def get(self, timeout_s: float) -> tuple[T, dict[str, float]]:
+        """The next item, all of whose making is waited for. Raises StopIteration or the producer's error."""
+        start = time.monotonic()
+        item = next(self._items)
+        return item, exposed_wait(start, time.monotonic(), self._clock.take())
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    def join(self, timeout_s: float) -> bool:
+        """Let the iterator end, as its peers expect."""
+        with contextlib.suppress(Exception):
+            for _ in self._items:
+                pass
+        return True

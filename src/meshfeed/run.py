@@ -12,7 +12,7 @@ from meshfeed.batch import Microbatch, Step
 from meshfeed.deliver import Delivery, Digests, EndOfStream, Verifier
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, PeerError, StateError
-from meshfeed.prefetch import Prefetcher, StageClock
+from meshfeed.prefetch import Inline, Prefetcher, StageClock
 from meshfeed.roles import Role
 from meshfeed.stepping import GlobalBatch
 
@@ -87,7 +87,7 @@ class Run:
         self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
         self._clock, self._timeout_s = clock, timeout_s
         self._views = [_View(names, start) for names in views]
-        self._prefetcher = Prefetcher(items, clock, prefetch)
+        self._prefetcher = Prefetcher(items, clock, prefetch) if prefetch else Inline(items, clock)
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
         self._stats: dict[str, Any] = {}

@@ -60,10 +60,14 @@ def simulate(
                 return
             for rank, coord in zip(chosen, coords):
                 fields = stages.fields_of_rank(rule.fields, coord.pp)
-                names = [field.name for field in fields]
+                names, reads = [field.name for field in fields], any(field.stored for field in fields)
                 made: list[Microbatch] = []
                 for m, portion in enumerate(stepping.portions(batch, coord, [coord.cp])):
-                    columns = rule.load(recipe, portion) if any(field.stored for field in fields) else None
+                    columns = (
+                        rule.load(recipe, portion, host.allocate)
+                        if any(field.stored for field in fields)
+                        else None
+                    )
                     tensors, _ = host.place(rule.build(recipe, portion, columns, names, host.allocate))
                     pack = portion.pack
                     made.append(Microbatch(m, portion.draws, pack.cp_size, pack.cp_rank, tensors))

@@ -10,7 +10,7 @@ from meshfeed.layout import Coord, Layout
 from meshfeed.order import Draws, draws_of_step
 from meshfeed.plan import CpSplit, StepPlan, plan_fixed
 from meshfeed.recipe import Recipe
-from meshfeed.sequence import Portion, SequenceRule, portion_of
+from meshfeed.sequence import Portion, SequenceRule, portions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +76,14 @@ class Stepping:
         served: cp coordinates of the ranks that its reader serves, its own included.
         """
         first = coord.dp * self.layout.cp
-        return [
-            portion_of(
-                batch.plan,
-                batch.draws,
-                microbatch,
-                first + coord.cp,
-                group=[first + cp for cp in served],
-                rows=self.micro_batch_size,
-                split=self.cp_split,
-            )
-            for microbatch in range(batch.plan.num_microbatches)
-        ]
+        return portions_of(
+            batch.plan,
+            batch.draws,
+            first + coord.cp,
+            group=[first + cp for cp in served],
+            rows=self.micro_batch_size,
+            split=self.cp_split,
+        )
 
     def summary(self) -> str:
         """What ranks must agree on beside the recipe, in one line."""

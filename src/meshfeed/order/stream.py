@@ -6,6 +6,7 @@ nothing is remembered: position 10**12 costs what position 0 costs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +49,15 @@ class Draws:
     def take(self, places: npt.NDArray[np.integer]) -> Draws:
         """The draws at some places of this run."""
         return Draws(self.source[places], self.epoch[places], self.index[places])
+
+
+def concatenated(runs: Sequence[Draws]) -> Draws:
+    """Several runs of draws, one after the other."""
+    return Draws(
+        np.concatenate([run.source for run in runs]),
+        np.concatenate([run.epoch for run in runs]),
+        np.concatenate([run.index for run in runs]),
+    )
 
 
 def num_positions(recipe: Recipe) -> int | None:

@@ -2,6 +2,6 @@
 
 from meshfeed.plan.assign import plan_fixed
 from meshfeed.plan.split import CpSplit, Slices, slices_of
-from meshfeed.plan.types import Align, Pack, StepPlan, pack_of
+from meshfeed.plan.types import Align, Pack, StepPlan, packs_of
 
-__all__ = ["Align", "CpSplit", "Pack", "Slices", "StepPlan", "pack_of", "plan_fixed", "slices_of"]
+__all__ = ["Align", "CpSplit", "Pack", "Slices", "StepPlan", "packs_of", "plan_fixed", "slices_of"]

@@ -48,15 +48,15 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     """
     if split not in ("zigzag", "contiguous"):
         raise PlanError(f"cp split {split!r}: choose 'zigzag' or 'contiguous'")
-    cp = pack.cp_size
+    cp, lengths = pack.cp_size, pack.padded_lengths
+    every = np.arange(lengths.size, dtype=np.int32)
     if len(cp_ranks) == cp:
-        num_chunks, chunks = 1, np.array([0])
-    elif split == "zigzag":
+        return Slices(every, np.zeros_like(lengths), lengths)
+    if split == "zigzag":
         ranks = np.asarray(cp_ranks)
         num_chunks, chunks = 2 * cp, np.sort(np.concatenate((ranks, 2 * cp - 1 - ranks)))
     else:
         num_chunks, chunks = cp, np.sort(np.asarray(cp_ranks))
-    lengths = pack.padded_lengths
     if (lengths % num_chunks).any():
         raise PlanError(
             f"padded lengths {lengths[lengths % num_chunks > 0][:3]} do not split in {num_chunks}"
@@ -67,19 +67,7 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     last = chunks[np.concatenate((breaks, [chunks.size - 1]))] + 1
     size = (lengths // num_chunks)[:, None]
     return Slices(
-        sequence=np.repeat(np.arange(lengths.size, dtype=np.int32), first.size),
+        sequence=every.repeat(first.size),
         start=(size * first).ravel(),
         stop=(size * last).ravel(),
     )
-
-
-def locate(own: Slices, held: Slices) -> LongArray:
-    """Where each own slice starts in a buffer that holds `held` back to back; int64 [m].
-
-    Each own slice must lie inside one held slice, as for the same pack and a subset of its cp ranks.
-    """
-    offset = np.concatenate(([0], np.cumsum(held.sizes)[:-1])).astype(np.int64)
-    # (sequence, start) ascends in held; find the last held slice that starts at or before each own one.
-    span = max(int(held.stop.max(initial=0)), 1)
-    at = np.searchsorted(held.sequence * span + held.start, own.sequence * span + own.start, side="right") - 1
-    return offset[at] + own.start - held.start[at]

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.order import Draws
-from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, pack_of, slices_of
+from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 from meshfeed.recipe import Recipe, Rule
 from meshfeed.roles import Field
 
@@ -49,30 +49,21 @@ class Portion:
     rows: int
 
 
-def portion_of(
-    plan: StepPlan,
-    draws: Draws,
-    microbatch: int,
-    dp_cp_rank: int,
-    *,
-    group: Sequence[int],
-    rows: int,
-    split: CpSplit,
-) -> Portion:
-    """What one rank takes of one microbatch of a step.
+def portions_of(
+    plan: StepPlan, draws: Draws, dp_cp_rank: int, *, group: Sequence[int], rows: int, split: CpSplit
+) -> list[Portion]:
+    """What one rank takes of each microbatch of a step.
 
     draws: the step's global batch. group: dp_cp ranks that the reader of this rank serves, itself
     included. Raises PlanError where cp cannot split the sequences.
     """
-    pack = pack_of(plan, microbatch, dp_cp_rank)
-    first = dp_cp_rank - pack.cp_rank
-    return Portion(
-        pack=pack,
-        draws=draws.take(pack.sequences),
-        own=slices_of(pack, [pack.cp_rank], split),
-        held=slices_of(pack, [rank - first for rank in group], split),
-        rows=rows,
-    )
+    portions: list[Portion] = []
+    for pack in packs_of(plan, dp_cp_rank):
+        own = slices_of(pack, [pack.cp_rank], split)
+        first = dp_cp_rank - pack.cp_rank
+        held = own if len(group) == 1 else slices_of(pack, [rank - first for rank in group], split)
+        portions.append(Portion(pack=pack, draws=draws.take(pack.sequences), own=own, held=held, rows=rows))
+    return portions
 
 
 class SequenceRule(Rule, Protocol):
@@ -91,11 +82,11 @@ class SequenceRule(Rule, Protocol):
         """Loss-bearing tokens of each sequence, from the index alone; int64 [n]."""
         ...
 
-    def announce(self, recipe: Recipe, portion: Portion) -> None:
-        """Tell the stores that `load` will come for this portion."""
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
+        """Tell the stores that `load` will come for the portions of a step."""
         ...
 
-    def load(self, recipe: Recipe, portion: Portion) -> Columns:
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """Read what the group holds. Raises StoreError."""
         ...
 

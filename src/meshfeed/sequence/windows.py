@@ -20,14 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.order import Draws, key_of
-from meshfeed.plan import Slices
+from meshfeed.order import Draws, concatenated, key_of
+from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe, Store
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import Allocate, Array, Arrays, Columns, Portion
 from meshfeed.store import StreamStore
 
 Longs = npt.NDArray[np.int64]
+
+Row = list[tuple[int, int]]
+"""Token ranges [start, stop) of one window. Every window of a pack is cut alike, so one row tells all."""
 
 _FIELDS = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
@@ -103,28 +106,31 @@ class Windows:
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
-        tokens = sum(stop - start + 1 for start, stop in self._row(portion.held))
-        return tokens * len(portion.draws) * max(store.dtype.itemsize for store in _stores(recipe))
+        itemsize = max(store.dtype.itemsize for store in _stores(recipe))
+        return len(portion.draws) * _width(self._row(portion.held)) * itemsize
 
-    def announce(self, recipe: Recipe, portion: Portion) -> None:
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Ask each store to bring the held slices into memory."""
+        if not portions:
+            return
+        row = self._row(portions[0].held)
+        draws = concatenated([portion.draws for portion in portions])
         for s, store in enumerate(_stores(recipe)):
-            mine = portion.draws.take(np.flatnonzero(portion.draws.source == s))
-            store.will_need(*self._ranges(recipe, s, mine, portion.held))
+            mine = draws.take(np.flatnonzero(draws.source == s))
+            store.will_need(*self._ranges(recipe, s, mine, row))
 
-    def load(self, recipe: Recipe, portion: Portion) -> Columns:
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held slices of each window, each with the one token after it; [windows, held tokens]."""
-        row = self._row(portion.held)
-        width = sum(stop - start + 1 for start, stop in row)
-        stores = _stores(recipe)
-        tokens = np.empty((len(portion.draws), width), np.result_type(*(store.dtype for store in stores)))
+        stores, row = _stores(recipe), self._row(portion.held)
+        dtype = np.result_type(*(store.dtype for store in stores))
+        tokens = allocate((len(portion.draws), _width(row)), dtype.name)
+        if len(stores) == 1:
+            stores[0].read_stream(*self._ranges(recipe, 0, portion.draws, row), out=tokens.reshape(-1))
+            return {"tokens": tokens}
         for s in np.unique(portion.draws.source).tolist():
             mine = np.flatnonzero(portion.draws.source == s)
-            ranges = self._ranges(recipe, s, portion.draws.take(mine), portion.held)
-            if mine.size == len(tokens):
-                stores[s].read_stream(*ranges, out=tokens.reshape(-1))
-            else:
-                tokens[mine] = stores[s].read_stream(*ranges).reshape(-1, width)
+            ranges = self._ranges(recipe, s, portion.draws.take(mine), row)
+            tokens[mine] = stores[s].read_stream(*ranges).reshape(-1, _width(row))
         return {"tokens": tokens}
 
     def build(
@@ -137,89 +143,63 @@ class Windows:
     ) -> Arrays:
         """The named fields; see the class for shapes."""
         arrays: Arrays = {}
+        own, shape = self._row(portion.own), self._shape(portion)
         for field in self.fields:
-            if field.name not in names:
+            if field.name not in names or field.name in ("cu_seqlens", "max_seqlen"):
                 continue
-            if field.stored:
-                arrays[field.name] = self._tokens(field, portion, columns, allocate)
-            elif field.name == "loss_mask":
-                arrays[field.name] = self._split(field, portion, self._loss_mask(recipe, portion), allocate)
+            out = arrays[field.name] = allocate(shape, field.dtype)
+            if field.name == "loss_mask":
+                _cut(self._loss_mask(recipe, portion), own, 0, out, len(portion.draws), field.pad)
             elif field.name == "position_ids":
-                arrays[field.name] = self._split(field, portion, self._positions(recipe, portion), allocate)
+                _cut(self._positions(recipe, portion), own, 0, out, len(portion.draws), field.pad)
+            elif columns is not None:
+                raw, ahead = np.asarray(columns["tokens"]), int(field.name == "labels")
+                at = _places(own, self._row(portion.held))
+                _cut(raw, at, ahead, out, len(portion.draws), field.pad)
         if self.reset_attention_mask and {"cu_seqlens", "max_seqlen"} & set(names):
-            cu_seqlens = self._cu_seqlens(recipe, portion)
+            cu_seqlens = self._cu_seqlens(recipe, portion, shape)
             arrays["cu_seqlens"] = cu_seqlens
             arrays["max_seqlen"] = np.array(np.diff(cu_seqlens).max(initial=0), np.int32)
         return arrays
 
-    # -- geometry: every window of a pack is cut alike, so one row tells all ---------------------------
+    # -- geometry -------------------------------------------------------------------------------------
 
-    def _row(self, slices: Slices) -> list[tuple[int, int]]:
-        """The slices of one window without padding: [(start, stop), ...]."""
-        first = slices.sequence == 0
-        starts, stops = slices.start[first].tolist(), slices.stop[first].tolist()
-        clipped = [(start, min(stop, self.length)) for start, stop in zip(starts, stops)]
-        return [(start, stop) for start, stop in clipped if start < stop]
+    def _row(self, slices: Slices) -> Row:
+        """The slices of one window, without padding."""
+        if not slices.start.size:
+            return []
+        per_window = slices.start.size // (int(slices.sequence[-1]) + 1)
+        starts, stops = slices.start[:per_window].tolist(), slices.stop[:per_window].tolist()
+        return [(start, min(stop, self.length)) for start, stop in zip(starts, stops) if start < self.length]
 
     def _shape(self, portion: Portion) -> tuple[int, int]:
-        multiple = 2 * portion.pack.cp_size if portion.pack.cp_size > 1 else 1
-        padded = -(-self.length // multiple) * multiple
+        pack = portion.pack
         if len(portion.draws):
-            padded = int(portion.pack.padded_lengths[0])
-        return portion.rows, padded // portion.pack.cp_size
+            return portion.rows, int(pack.cu_seqlens_padded[1]) // pack.cp_size
+        return portion.rows, int(Align().padded(np.array(self.length), pack.cp_size)) // pack.cp_size
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Stream offset of each window's first token, all of one source; int64 [n]."""
-        shift = np.zeros(len(draws), np.int64)
-        for epoch in np.unique(draws.epoch[draws.epoch > 0]).tolist():
-            shift[draws.epoch == epoch] = key_of(recipe.seed, source, epoch, self.length) % self.length
-        return (draws.index * self.length + shift) % _stores(recipe)[source].num_tokens
+        first = draws.index * self.length
+        for epoch in set(draws.epoch.tolist()) - {0}:
+            first[draws.epoch == epoch] += key_of(recipe.seed, source, epoch, self.length) % self.length
+        return first % _stores(recipe)[source].num_tokens
 
-    def _ranges(self, recipe: Recipe, source: int, draws: Draws, held: Slices) -> tuple[Longs, Longs]:
-        """Stream ranges of the held slices, one more token each, cut in two where they meet the end."""
-        row = np.array(self._row(held), np.int64).reshape(-1, 2)
+    def _ranges(self, recipe: Recipe, source: int, draws: Draws, row: Row) -> tuple[Longs, Longs]:
+        """Stream ranges of slices of each window, one more token each, cut in two at the stream's end."""
+        starts_in, stops_in = np.array(row, np.int64).reshape(-1, 2).T
         total = _stores(recipe)[source].num_tokens
-        starts = ((self._first_tokens(recipe, source, draws)[:, None] + row[:, 0]) % total).ravel()
-        stops = starts + np.tile(row[:, 1] - row[:, 0] + 1, len(draws))
-        over = np.flatnonzero(stops > total)
-        if over.size:
+        first = self._first_tokens(recipe, source, draws)[:, None]
+        starts = (first + starts_in) % total
+        starts, stops = starts.ravel(), (starts + (stops_in - starts_in + 1)).ravel()
+        if starts.size and stops.max() > total:
+            over = np.flatnonzero(stops > total)
             tails = stops[over] - total
             stops[over] = total
             starts, stops = np.insert(starts, over + 1, 0), np.insert(stops, over + 1, tails)
         return starts, stops
 
-    # -- fields ---------------------------------------------------------------------------------------
-
-    def _tokens(self, field: Field, portion: Portion, columns: Columns | None, allocate: Allocate) -> Array:
-        """tokens, or labels one token on, of the own slices."""
-        out = allocate(self._shape(portion), field.dtype)
-        k = len(portion.draws)
-        if k and columns is not None:
-            ahead = 1 if field.name == "labels" else 0
-            raw = np.asarray(columns["tokens"])
-            offset, to = 0, 0
-            held = self._row(portion.held)
-            offsets = dict(zip(held, np.cumsum([0, *(b - a + 1 for a, b in held)]).tolist()))
-            for start, stop in self._row(portion.own):
-                within = next(h for h in held if h[0] <= start and stop <= h[1])
-                offset = offsets[within] + start - within[0] + ahead
-                out[:k, to : to + stop - start] = raw[:, offset : offset + stop - start]
-                to += stop - start
-            out[:, to:] = field.pad
-        out[k:] = field.pad
-        return out
-
-    def _split(self, field: Field, portion: Portion, whole: Array, allocate: Allocate) -> Array:
-        """The own slices of a [windows, length] (or [1, length], the same for all) array."""
-        out = allocate(self._shape(portion), field.dtype)
-        k = len(portion.draws)
-        to = 0
-        for start, stop in self._row(portion.own):
-            out[:k, to : to + stop - start] = whole[:, start:stop]
-            to += stop - start
-        out[:k, to:] = field.pad
-        out[k:] = field.pad
-        return out
+    # -- what document ends decide ---------------------------------------------------------------------
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
         """(window, offset in it) of every document start in (0, length]; ascending."""
@@ -263,13 +243,45 @@ class Windows:
         mask[window, offset - 1] = 0
         return mask
 
-    def _cu_seqlens(self, recipe: Recipe, portion: Portion) -> npt.NDArray[np.int32]:
+    def _cu_seqlens(self, recipe: Recipe, portion: Portion, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
         """Document starts over all rows laid end to end, then the end; int32."""
-        rows, width = self._shape(portion)[0], self._shape(portion)[1] * portion.pack.cp_size
+        rows, width = shape[0], shape[1] * portion.pack.cp_size
         window, offset = self._document_starts(recipe, portion.draws)
         inside = offset < self.length
         starts = np.concatenate((np.arange(rows) * width, window[inside] * width + offset[inside]))
         return np.concatenate((np.sort(starts), [rows * width])).astype(np.int32)
+
+
+def _width(row: Row) -> int:
+    """Tokens held of each window: every slice brings the one after it, for its last label."""
+    return sum(stop - start + 1 for start, stop in row)
+
+
+def _places(own: Row, held: Row) -> Row:
+    """Where the own slices lie among the held ones as `load` lays them out; each is inside one of them."""
+    places: Row = []
+    for start, stop in own:
+        at = 0
+        for held_start, held_stop in held:
+            if held_start <= start and stop <= held_stop:
+                places.append((at + start - held_start, at + stop - held_start))
+            at += held_stop - held_start + 1
+    return places
+
+
+def _cut(whole: Array, row: Row, ahead: int, out: Array, num_windows: int, pad: float) -> None:
+    """The slices of every window, side by side, shifted by `ahead`; padding where there is nothing.
+
+    whole: [windows, ...] or [1, ...] for the same in each. out: [rows, tokens].
+    """
+    to = 0
+    for start, stop in row:
+        out[:num_windows, to : to + stop - start] = whole[:, start + ahead : stop + ahead]
+        to += stop - start
+    if to < out.shape[1]:
+        out[:num_windows, to:] = pad
+    if num_windows < out.shape[0]:
+        out[num_windows:] = pad
 
 
 def _stores(recipe: Recipe) -> Sequence[StreamStore]:
