@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshfeed.batch import Value
-from meshfeed.sequence import Arrays
+from meshfeed.batch import Microbatch, Value
+from meshfeed.sequence import Arrays, Portion
 
 Array = npt.NDArray[Any]
 
@@ -27,11 +27,11 @@ class Placer(Protocol):
         """An uninitialised array to build a field in."""
         ...
 
-    def place(self, arrays: Arrays) -> tuple[dict[str, Value], Any]:
-        """The tensors, and a ticket to hand to `receive`; called on the producer's thread."""
+    def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
+        """The tensors of some microbatches, and a ticket for `receive`; called on the producer's thread."""
         ...
 
-    def receive(self, fields: Mapping[str, Value], ticket: Any) -> None:
+    def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
         """Make the tensors safe to use on the caller's current stream."""
         ...
 
@@ -62,11 +62,11 @@ class OnHost:
                 made.popleft()
         return made[-1]
 
-    def place(self, arrays: Arrays) -> tuple[dict[str, Value], Any]:
+    def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
         """See Placer."""
-        return {name: _tensors(value) for name, value in arrays.items()}, None
+        return [{name: _tensors(value) for name, value in arrays.items()} for arrays in built], None
 
-    def receive(self, fields: Mapping[str, Value], ticket: Any) -> None:
+    def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
         """Nothing is under way."""
 
 
@@ -82,19 +82,19 @@ class OnCuda:
         """Page-locked; PyTorch takes it back only once the copy from it is done."""
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
-    def place(self, arrays: Arrays) -> tuple[dict[str, Value], Any]:
+    def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
         """See Placer."""
         with torch.cuda.stream(self._stream):
-            fields = {name: self._copied(value) for name, value in arrays.items()}
+            fields = [{name: self._copied(value) for name, value in arrays.items()} for arrays in built]
             done = torch.cuda.Event()
             done.record(self._stream)
         return fields, done
 
-    def receive(self, fields: Mapping[str, Value], ticket: Any) -> None:
+    def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
         """The current stream waits for the copies, and the allocator for the current stream."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(ticket)
-        for value in fields.values():
+        for value in (value for microbatch in microbatches for value in microbatch.fields.values()):
             for tensor in [value] if isinstance(value, torch.Tensor) else value:
                 if isinstance(tensor, torch.Tensor):
                     tensor.record_stream(stream)
@@ -106,6 +106,18 @@ class OnCuda:
         return cast(
             Value, [t.to(self._device, non_blocking=True) if isinstance(t, torch.Tensor) else t for t in host]
         )
+
+
+def microbatches_of(
+    portion: Portion, built: Sequence[Arrays], placer: Placer
+) -> tuple[list[Microbatch], Any]:
+    """The microbatches of a portion on their device, and the placer's ticket for them."""
+    placed, ticket = placer.place(built)
+    pack = portion.pack
+    return [
+        Microbatch(m, draws, pack.cp_size, pack.cp_rank, fields)
+        for m, draws, fields in zip(portion.microbatches, portion.draws_by_microbatch(), placed)
+    ], ticket
 
 
 def _tensors(value: Any) -> Value:

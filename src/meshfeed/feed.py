@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from meshfeed.batch import Microbatch, Step
+from meshfeed.batch import Step
 from meshfeed.deliver import (
     Delivery,
     Digester,
@@ -29,7 +29,7 @@ from meshfeed.deliver import (
     default_store,
     make_delivery,
 )
-from meshfeed.device import OnHost, Placer, placer_of
+from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
 from meshfeed.errors import DeliveryError, RecipeError
 from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit
@@ -267,7 +267,7 @@ class Feed:
         for batch, portions in self._planned_ahead(start, clock):
             yield StepStart(batch)
             digester = Digester(fields) if self._verify else None
-            for m, portion in enumerate(portions):
+            for portion in portions:
                 before = self._counters(delivery)
                 columns, hint = None, self._hint(portion)
                 if self.role.reads:
@@ -276,16 +276,12 @@ class Feed:
                 with clock.stage("deliver"):
                     columns = delivery.deliver(columns, hint)
                 with clock.stage("build"):
-                    arrays = self._rule.build(
-                        self.recipe, portion, columns, self.role.fields, placer.allocate
-                    )
+                    built = self._rule.build(self.recipe, portion, columns, self.role.fields, placer.allocate)
                     if digester:
-                        digester.add(arrays)
+                        digester.add(built)
                 with clock.stage("copy"):
-                    tensors, ticket = placer.place(arrays)
-                pack = portion.pack
-                microbatch = Microbatch(m, portion.draws, pack.cp_size, pack.cp_rank, tensors)
-                yield Made(microbatch, ticket, _since(before, self._counters(delivery)))
+                    made, ticket = microbatches_of(portion, built, placer)
+                yield Made(made, ticket, _since(before, self._counters(delivery)))
             digests = digester.digests() if digester else None
             yield StepEnd(batch.step, digests, lambda again=portions: self._reread(again))
 

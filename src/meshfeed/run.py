@@ -31,9 +31,9 @@ class StepStart:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The producer has made a microbatch. counted: what that cost, by counter."""
+    """The producer has made some microbatches. counted: what that cost, by counter."""
 
-    microbatch: Microbatch
+    microbatches: Sequence[Microbatch]
     ticket: Any
     counted: Mapping[str, int]
 
@@ -182,8 +182,9 @@ class Run:
         elif isinstance(item, Made):
             for name, count in item.counted.items():
                 self._stats[name] += count
-            self._placer.receive(item.microbatch.fields, item.ticket)
-            self._hand_out(item.microbatch)
+            self._placer.receive(item.microbatches, item.ticket)
+            for microbatch in item.microbatches:
+                self._hand_out(microbatch)
         else:
             self._hand_out(item)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from meshfeed.batch import Microbatch
-from meshfeed.device import OnHost
+from meshfeed.device import OnHost, microbatches_of
 from meshfeed.layout import Coord, Layout
 from meshfeed.plan import CpSplit
 from meshfeed.recipe import Recipe
@@ -62,13 +62,8 @@ def simulate(
                 fields = stages.fields_of_rank(rule.fields, coord.pp)
                 names, reads = [field.name for field in fields], any(field.stored for field in fields)
                 made: list[Microbatch] = []
-                for m, portion in enumerate(stepping.portions(batch, coord, [coord.cp])):
-                    columns = (
-                        rule.load(recipe, portion, host.allocate)
-                        if any(field.stored for field in fields)
-                        else None
-                    )
-                    tensors, _ = host.place(rule.build(recipe, portion, columns, names, host.allocate))
-                    pack = portion.pack
-                    made.append(Microbatch(m, portion.draws, pack.cp_size, pack.cp_rank, tensors))
+                for portion in stepping.portions(batch, coord, [coord.cp]):
+                    columns = rule.load(recipe, portion, host.allocate) if reads else None
+                    built = rule.build(recipe, portion, columns, names, host.allocate)
+                    made += microbatches_of(portion, built, host)[0]
                 yield SimulatedStep(rank=rank, coord=coord, batch=batch, microbatches=tuple(made))

@@ -12,6 +12,8 @@ from meshfeed.plan import CpSplit, StepPlan, plan_fixed
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import Portion, SequenceRule, portions_of
 
+_TOKENS_TOGETHER = 1 << 17  # 32 windows of 4,096: beyond, the fixed cost of a read is lost in its size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
@@ -83,7 +85,13 @@ class Stepping:
             group=[first + cp for cp in served],
             rows=self.micro_batch_size,
             split=self.cp_split,
+            together=self._together(batch),
         )
+
+    def _together(self, batch: GlobalBatch) -> int:
+        """Microbatches to read and deliver at a time; the same on every rank."""
+        tokens = int(batch.plan.lengths.max(initial=1)) * self.micro_batch_size
+        return max(1, _TOKENS_TOGETHER // tokens)
 
     def summary(self) -> str:
         """What ranks must agree on beside the recipe, in one line."""

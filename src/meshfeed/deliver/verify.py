@@ -33,9 +33,9 @@ class Digester:
         self._hashes = {name: hashlib.blake2b(digest_size=8) for name in names}
         self._seen: set[str] = set()
 
-    def add(self, arrays: Arrays) -> None:
-        """Take in one microbatch."""
-        for name, value in arrays.items():
+    def add(self, microbatches: Sequence[Arrays]) -> None:
+        """Take in some microbatches."""
+        for name, value in (item for arrays in microbatches for item in arrays.items()):
             self._seen.add(name)
             for piece in [value] if isinstance(value, np.ndarray) else value:
                 self._hashes[name].update(piece if isinstance(piece, bytes) else _bytes_of(piece))

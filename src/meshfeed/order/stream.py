@@ -46,6 +46,10 @@ class Draws:
     def __len__(self) -> int:
         return self.index.size
 
+    def between(self, start: int, stop: int) -> Draws:
+        """The draws at places start..stop of this run, as far as it goes."""
+        return Draws(self.source[start:stop], self.epoch[start:stop], self.index[start:stop])
+
     def take(self, places: npt.NDArray[np.integer]) -> Draws:
         """The draws at some places of this run."""
         return Draws(self.source[places], self.epoch[places], self.index[places])

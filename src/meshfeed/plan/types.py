@@ -117,12 +117,16 @@ class Pack:
         return np.subtract(self.cu_seqlens_padded[1:], self.cu_seqlens_padded[:-1], dtype=np.int64)
 
 
-def packs_of(plan: StepPlan, dp_cp_rank: int) -> list[Pack]:
-    """The packs that one rank works on, one for each microbatch."""
+def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack]:
+    """The packs that one rank works on, one for each microbatch.
+
+    together: so many consecutive microbatches as one pack, for reading them at once.
+    """
     mine = np.flatnonzero((plan.first_rank <= dp_cp_rank) & (dp_cp_rank < plan.first_rank + plan.cp_size))
     mine = mine[plan.microbatch[mine] >= 0]
     mine = mine[np.argsort(plan.microbatch[mine], kind="stable")].astype(np.int32)
-    bounds = np.searchsorted(plan.microbatch[mine], np.arange(plan.num_microbatches + 1)).tolist()
+    edges = np.arange(0, plan.num_microbatches + together, together)
+    bounds = np.searchsorted(plan.microbatch[mine], edges).tolist()
     lengths, cp_size = plan.lengths[mine], plan.cp_size[mine]
     padded = plan.align.padded(lengths, cp_size)
     ends, padded_ends = _ends(lengths), _ends(padded)

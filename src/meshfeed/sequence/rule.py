@@ -32,37 +32,62 @@ Allocate = Callable[[tuple[int, ...], str], Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """What one rank takes of a microbatch, and what its delivery group holds between them.
+    """What one rank takes of some consecutive microbatches, and what its delivery group holds between them.
+
+    Small microbatches are read and delivered several at a time: a fixed cost is paid once for all.
 
     Attributes:
-        pack: the sequences of the microbatch.
+        microbatches: which of the step.
+        pack: their sequences, one after the other.
         draws: their place in the data; as many as `pack.sequences`.
         own: the token slices that this rank works on.
         held: the token slices of all ranks that one reader serves; each own slice lies in a held one.
-        rows: rows of the microbatch when sequences are not packed; absent sequences leave padding.
+        rows: sequences per microbatch; where they run out, rows of padding are left.
     """
 
+    microbatches: range
     pack: Pack
     draws: Draws
     own: Slices
     held: Slices
     rows: int
 
+    def draws_by_microbatch(self) -> list[Draws]:
+        """The draws of each microbatch."""
+        return [self.draws.between(m * self.rows, (m + 1) * self.rows) for m in range(len(self.microbatches))]
+
 
 def portions_of(
-    plan: StepPlan, draws: Draws, dp_cp_rank: int, *, group: Sequence[int], rows: int, split: CpSplit
+    plan: StepPlan,
+    draws: Draws,
+    dp_cp_rank: int,
+    *,
+    group: Sequence[int],
+    rows: int,
+    split: CpSplit,
+    together: int,
 ) -> list[Portion]:
-    """What one rank takes of each microbatch of a step.
+    """What one rank takes of a step, so many microbatches together.
 
     draws: the step's global batch. group: dp_cp ranks that the reader of this rank serves, itself
     included. Raises PlanError where cp cannot split the sequences.
     """
     portions: list[Portion] = []
-    for pack in packs_of(plan, dp_cp_rank):
+    starts = range(0, plan.num_microbatches, together)
+    for start, pack in zip(starts, packs_of(plan, dp_cp_rank, together=together)):
         own = slices_of(pack, [pack.cp_rank], split)
         first = dp_cp_rank - pack.cp_rank
         held = own if len(group) == 1 else slices_of(pack, [rank - first for rank in group], split)
-        portions.append(Portion(pack=pack, draws=draws.take(pack.sequences), own=own, held=held, rows=rows))
+        portions.append(
+            Portion(
+                microbatches=range(start, min(start + together, plan.num_microbatches)),
+                pack=pack,
+                draws=draws.take(pack.sequences),
+                own=own,
+                held=held,
+                rows=rows,
+            )
+        )
     return portions
 
 
@@ -101,6 +126,10 @@ class SequenceRule(Rule, Protocol):
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> Arrays:
-        """The named fields of this rank. columns: None where only fields that are not stored are named."""
+    ) -> list[Arrays]:
+        """The named fields of this rank, for each microbatch of the portion.
+
+        columns: may be None where only fields that are not stored are named. They are good until the
+        call returns: copy what is kept.
+        """
         ...

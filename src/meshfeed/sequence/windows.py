@@ -140,14 +140,14 @@ class Windows:
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> Arrays:
-        """The named fields; see the class for shapes."""
-        arrays: Arrays = {}
+    ) -> list[Arrays]:
+        """The named fields of each microbatch; see the class for shapes."""
         own, shape = self._row(portion.own), self._shape(portion)
+        whole: dict[str, Array] = {}
         for field in self.fields:
-            if field.name not in names or field.name in ("cu_seqlens", "max_seqlen"):
+            if field.name not in names or field in _DOCUMENT_FIELDS:
                 continue
-            out = arrays[field.name] = allocate(shape, field.dtype)
+            out = whole[field.name] = allocate(shape, field.dtype)
             if field.name == "loss_mask":
                 _cut(self._loss_mask(recipe, portion), own, 0, out, len(portion.draws), field.pad)
             elif field.name == "position_ids":
@@ -156,11 +156,17 @@ class Windows:
                 raw, ahead = np.asarray(columns["tokens"]), int(field.name == "labels")
                 at = _places(own, self._row(portion.held))
                 _cut(raw, at, ahead, out, len(portion.draws), field.pad)
-        if self.reset_attention_mask and {"cu_seqlens", "max_seqlen"} & set(names):
-            cu_seqlens = self._cu_seqlens(recipe, portion, shape)
-            arrays["cu_seqlens"] = cu_seqlens
-            arrays["max_seqlen"] = np.array(np.diff(cu_seqlens).max(initial=0), np.int32)
-        return arrays
+        made: list[Arrays] = []
+        for m, draws in enumerate(portion.draws_by_microbatch()):
+            rows = slice(m * portion.rows, (m + 1) * portion.rows)
+            arrays: Arrays = {name: array[rows] for name, array in whole.items()}
+            if self.reset_attention_mask and {"cu_seqlens", "max_seqlen"} & set(names):
+                width = shape[1] * portion.pack.cp_size
+                cu_seqlens = self._cu_seqlens(recipe, draws, portion.rows, width)
+                arrays["cu_seqlens"] = cu_seqlens
+                arrays["max_seqlen"] = np.array(np.diff(cu_seqlens).max(initial=0), np.int32)
+            made.append(arrays)
+        return made
 
     # -- geometry -------------------------------------------------------------------------------------
 
@@ -173,10 +179,11 @@ class Windows:
         return [(start, min(stop, self.length)) for start, stop in zip(starts, stops) if start < self.length]
 
     def _shape(self, portion: Portion) -> tuple[int, int]:
-        pack = portion.pack
+        """Rows and tokens per rank of all microbatches of a portion."""
+        cp_size, rows = portion.pack.cp_size, portion.rows * len(portion.microbatches)
         if len(portion.draws):
-            return portion.rows, int(pack.cu_seqlens_padded[1]) // pack.cp_size
-        return portion.rows, int(Align().padded(np.array(self.length), pack.cp_size)) // pack.cp_size
+            return rows, int(portion.pack.cu_seqlens_padded[1]) // cp_size
+        return rows, int(Align().padded(np.array(self.length), cp_size)) // cp_size
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Stream offset of each window's first token, all of one source; int64 [n]."""
@@ -243,10 +250,9 @@ class Windows:
         mask[window, offset - 1] = 0
         return mask
 
-    def _cu_seqlens(self, recipe: Recipe, portion: Portion, shape: tuple[int, int]) -> npt.NDArray[np.int32]:
-        """Document starts over all rows laid end to end, then the end; int32."""
-        rows, width = shape[0], shape[1] * portion.pack.cp_size
-        window, offset = self._document_starts(recipe, portion.draws)
+    def _cu_seqlens(self, recipe: Recipe, draws: Draws, rows: int, width: int) -> npt.NDArray[np.int32]:
+        """Document starts over the rows of a microbatch laid end to end, then their end; int32."""
+        window, offset = self._document_starts(recipe, draws)
         inside = offset < self.length
         starts = np.concatenate((np.arange(rows) * width, window[inside] * width + offset[inside]))
         return np.concatenate((np.sort(starts), [rows * width])).astype(np.int32)
