@@ -154,7 +154,8 @@ def memory_map(prefix: Path, length: int, batch: int, num_windows: int) -> Batch
                 fields[1][row] = tokens[start + 1 : start + length + 1]
                 fields[2][row] = positions
                 mask[row] = ones
-            yield [torch.from_numpy(field) for field in (*fields, mask)][0]
+            made = [torch.from_numpy(field) for field in (*fields, mask)]
+            yield made[0]
 
     return batches
 

@@ -122,5 +122,6 @@ def microbatches_of(
 
 def _tensors(value: Any) -> Value:
     if isinstance(value, np.ndarray):
-        return torch.from_numpy(value)
-    return cast(Value, [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in value])
+        # What may not be written is a column passed through: a view of a buffer that is used again.
+        return torch.from_numpy(value if value.flags.writeable else value.copy())
+    return cast(Value, [_tensors(v) if isinstance(v, np.ndarray) else v for v in value])

@@ -30,7 +30,7 @@ from meshfeed.deliver import (
     make_delivery,
 )
 from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
-from meshfeed.errors import DeliveryError, RecipeError
+from meshfeed.errors import DeliveryError, RecipeError, StoreError
 from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit
 from meshfeed.prefetch import StageClock
@@ -240,13 +240,22 @@ class Feed:
         """Compares with the ranks that hold the same slices, where any of them take stored bytes."""
         replicas = self.layout.group_of(self.rank, "tp-pp").tolist()
         peers = tuple(sorted(rank for rank in replicas if self.roles[rank].source is not None))
-        if not self._verify or meeting is None or self.rank not in peers or len(peers) == 1:
+        if not self._verify or self.rank not in peers or len(peers) == 1:
             return None
+        if meeting is None:
+            raise DeliveryError(
+                f"verify=True: rank {self.rank} needs a way to meet ranks {peers}: call "
+                f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
+            )
         return Verifier(self.rank, peers, [f.name for f in self._rule.fields], meeting)
 
     def _meeting(self) -> Meeting | None:
         store = self._rendezvous or default_store()
-        topic = f"recipe {self.recipe.fingerprint}, {self._stepping.summary()}, delivery {self.delivery}"
+        reads = None if self._reads is None else sorted(self._reads)
+        topic = (
+            f"recipe {self.recipe.fingerprint}, {self._stepping.summary()}, delivery {self.delivery}, "
+            f"verify {self._verify}, reads {reads}, {self.stage_map}"
+        )
         return None if store is None else Meeting(store, self._timeout_s, topic)
 
     def _stop(self) -> None:
@@ -264,11 +273,11 @@ class Feed:
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
         """The way of every sequence, from its place in the stream to the device."""
         fields = [f.name for f in self._rule.fields]
+        before = self._counters(delivery)
         for batch, portions in self._planned_ahead(start, clock):
             yield StepStart(batch)
             digester = Digester(fields) if self._verify else None
             for portion in portions:
-                before = self._counters(delivery)
                 columns, hint = None, self._hint(portion)
                 if self.role.reads:
                     with clock.stage("read"):
@@ -281,7 +290,8 @@ class Feed:
                         digester.add(built)
                 with clock.stage("copy"):
                     made, ticket = microbatches_of(portion, built, placer)
-                yield Made(made, ticket, _since(before, self._counters(delivery)))
+                before, since = self._counters(delivery), before
+                yield Made(made, ticket, _since(since, before))
             digests = digester.digests() if digester else None
             yield StepEnd(batch.step, digests, lambda again=portions: self._reread(again))
 
@@ -296,7 +306,9 @@ class Feed:
                     break
                 portions = self._stepping.portions(batch, coord, served)
             if self.role.reads:
-                self._rule.announce(self.recipe, portions)
+                # Only advice: what is wrong with a file comes up again in `load`, which tells the peers.
+                with clock.stage("read"), contextlib.suppress(StoreError):
+                    self._rule.announce(self.recipe, portions)
             planned.append((batch, portions))
             if len(planned) > 1:
                 yield planned.popleft()

@@ -27,14 +27,16 @@ class StageClock:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.now: str | None = None
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Time what happens inside as one stage."""
-        start = time.monotonic()
+        start, self.now = time.monotonic(), name
         try:
             yield
         finally:
+            self.now = None
             self.spans.append(Span(name, start, time.monotonic()))
 
     def take(self) -> list[Span]:
@@ -79,12 +81,11 @@ class Prefetcher(Generic[T]):
         """Start producing."""
         self._thread.start()
 
-    def get(self, timeout_s: float) -> tuple[T, dict[str, float]]:
-        """The next item, and the seconds waited for it by stage.
+    def get(self, timeout_s: float, asked: float) -> tuple[T, dict[str, float]]:
+        """The next item, and the seconds waited for it by stage, since it was `asked` for.
 
         Raises StopIteration at the end, TimeoutError after `timeout_s`, or the producer's own error.
         """
-        start = time.monotonic()
         with self._changed:
             came = self._changed.wait_for(self._has_news, timeout_s)
             if isinstance(self._error, PeerError) or (self._error and not self._queue):
@@ -95,7 +96,7 @@ class Prefetcher(Generic[T]):
                 raise StopIteration
             item, spans = self._queue.popleft()
             self._changed.notify_all()
-        return item, exposed_wait(start, time.monotonic(), spans)
+        return item, exposed_wait(asked, time.monotonic(), spans)
 
     def stop(self) -> None:
         """Want no more; the producer goes on until its iterator ends, and what it makes is dropped."""
@@ -137,18 +138,22 @@ class Inline(Generic[T]):
     def start(self) -> None:
         """Nothing to start."""
 
-    def get(self, timeout_s: float) -> tuple[T, dict[str, float]]:
+    def get(self, timeout_s: float, asked: float) -> tuple[T, dict[str, float]]:
         """The next item, all of whose making is waited for. Raises StopIteration or the producer's error."""
-        start = time.monotonic()
         item = next(self._items)
-        return item, exposed_wait(start, time.monotonic(), self._clock.take())
+        return item, exposed_wait(asked, time.monotonic(), self._clock.take())
 
     def stop(self) -> None:
         """Nothing runs."""
 
     def join(self, timeout_s: float) -> bool:
-        """Let the iterator end, as its peers expect."""
+        """Let the iterator end, as its peers expect; False where they have not let it in time."""
+        ending = threading.Thread(target=self._exhaust, name="meshfeed-ending", daemon=True)
+        ending.start()
+        ending.join(timeout_s)
+        return not ending.is_alive()
+
+    def _exhaust(self) -> None:
         with contextlib.suppress(Exception):
             for _ in self._items:
                 pass
-        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +25,12 @@ _JOIN_S = 10.0  # how long a producer may take to end with its peers
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """The producer begins a step."""
+    """The producer begins a step. stats: what it will have cost, filled in as it goes; see `batch.Step`."""
 
     batch: GlobalBatch
+    stats: dict[str, Any] = field(
+        default_factory=lambda: {"exposed_wait_s": {}, **dict.fromkeys(COUNTERS, 0)}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class Run:
                 return
             if isinstance(item, StepStart):
                 place.step = item.batch.step + 1
-                yield self._step(place, item.batch)
+                yield self._step(place, item.batch, item.stats)
 
     def stop(self) -> None:
         """Let the producer and the peers go. What was not handed out is dropped."""
@@ -127,14 +131,14 @@ class Run:
                 return  # it hangs on a peer that does not close: its group cannot be taken down under it
         self._resources.close()
 
-    def _step(self, view: _View, batch: GlobalBatch) -> Step:
+    def _step(self, view: _View, batch: GlobalBatch, stats: dict[str, Any]) -> Step:
         return Step(
             index=batch.step,
             num_microbatches=batch.plan.num_microbatches,
             tokens=batch.tokens,
             valid_tokens=batch.valid_tokens,
             sum_sq=batch.sum_sq,
-            stats=self._stats,
+            stats=stats,
             microbatches=self._microbatches(view, batch.plan.num_microbatches),
         )
 
@@ -158,9 +162,10 @@ class Run:
 
     def _pull(self) -> None:
         """The producer's next item, to all views."""
+        asked = time.monotonic()
         self._start()
         try:
-            item, waited = self._prefetcher.get(self._timeout_s)
+            item, waited = self._prefetcher.get(self._timeout_s, asked)
         except StopIteration:
             self._hand_out(None)
             return
@@ -173,7 +178,7 @@ class Run:
         except TimeoutError as late:
             raise self._late() from late
         if isinstance(item, StepStart):
-            self._stats = {"exposed_wait_s": {}, **dict.fromkeys(COUNTERS, 0)}
+            self._stats = item.stats
         for stage, seconds in waited.items():
             self._stats["exposed_wait_s"][stage] = self._stats["exposed_wait_s"].get(stage, 0.0) + seconds
         if isinstance(item, StepEnd):
@@ -211,6 +216,9 @@ class Run:
     def _late(self) -> DeliveryError:
         role = self._role
         waited = f"rank {role.rank} waited {self._timeout_s:g} s for its next batch"
+        if role.reads and self._clock.now == "deliver":
+            others = [peer for peer in role.peers if peer != role.rank]
+            return PeerError(f"{waited}: it is read, but some of ranks {others} take none of theirs", others)
         if role.source is None or role.reads:
             return DeliveryError(f"{waited}, and its own storage has not given it; look at the storage")
         return PeerError(f"{waited} from rank {role.source}, which is alive but sends nothing", [role.source])

@@ -8,7 +8,6 @@ its own header and sent once more in full, and all ranks remember.
 from __future__ import annotations
 
 import threading
-from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
@@ -18,20 +17,16 @@ import torch.distributed as dist
 
 from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import EndOfStream, Traffic
-from meshfeed.deliver.rendezvous import Meeting
+from meshfeed.deliver.rendezvous import GlooGroup, Meeting
 from meshfeed.errors import DeliveryError, PeerError
 from meshfeed.roles import Role
 from meshfeed.sequence import Columns
 
 _GRAIN = 4096
 
-# A rank may rightly wait here as long as its source's trainer is busy elsewhere. A dead peer closes its
-# connection and is noticed at once; how long a trainer may wait for data is the Feed's own timeout.
-_NO_TIMEOUT = timedelta(days=30)
-
 
 class Broadcast:
-    """Columns from one reader to its peers by torch.distributed.broadcast over gloo.
+    """Columns from one reader to its peers by gloo's broadcast.
 
     The stream ends for all together: a reader that is interrupted says so in its next message, and the
     others go on receiving, and dropping, until they hear it. So no collective is left half-done.
@@ -40,14 +35,14 @@ class Broadcast:
     def __init__(self, role: Role, meeting: Meeting) -> None:
         self.traffic = Traffic()
         self._role, self._meeting = role, meeting
-        self._group: dist.ProcessGroup | None = None
+        self._group: GlooGroup | None = None
         self._surplus = 0
         self._buffer = np.zeros(0, np.uint8)
         self._interrupted = threading.Event()
 
     def __enter__(self) -> Self:
         role = self._role
-        self._group = self._meeting.gloo_group("broadcast", role.rank, role.peers, _NO_TIMEOUT)
+        self._group = self._meeting.gloo_group("broadcast", role.rank, role.peers)
         return self
 
     def __exit__(
@@ -55,7 +50,7 @@ class Broadcast:
     ) -> None:
         group, self._group = self._group, None
         if group is not None:
-            dist.destroy_process_group(group)
+            group.close()
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """See Delivery."""
@@ -64,7 +59,12 @@ class Broadcast:
         if self._interrupted.is_set():
             self._send(wire.end_message(), num_bytes)
             raise EndOfStream
-        self._send(wire.encode(columns), num_bytes)
+        try:
+            message = wire.encode(columns)
+        except DeliveryError as error:
+            self.fail(error, num_bytes)
+            raise
+        self._send(message, num_bytes)
         return columns
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
@@ -112,13 +112,15 @@ class Broadcast:
 
     def _collective(self, buffer: wire.Bytes) -> None:
         role = self._role
+        if self._group is None or role.source is None:
+            raise DeliveryError(f"rank {role.rank} is in no broadcast group; use the delivery in `with`")
         try:
-            dist.broadcast(torch.from_numpy(buffer), src=role.source, group=self._group)
+            self._group.broadcast(torch.from_numpy(buffer), role.source)
         except (RuntimeError, dist.DistError) as broken:
             raise PeerError(
                 f"rank {role.rank} lost its broadcast group {role.peers} (source: rank {role.source}): "
                 f"{broken}",
-                [] if role.source is None or role.reads else [role.source],
+                [] if role.reads else [role.source],
             ) from broken
         self.traffic.collectives += 1
         self.traffic.num_bytes += buffer.size

@@ -10,12 +10,17 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshfeed.errors import DeliveryError, PeerError
+
+# A rank may rightly wait for a broadcast as long as its source's trainer is busy elsewhere. A dead peer
+# closes its connection and is noticed at once; how long a trainer may wait for data is the Feed's timeout.
+_NO_TIMEOUT = timedelta(days=30)
 
 _meetings: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
 
@@ -54,21 +59,21 @@ class Meeting:
             )
         return prefix
 
-    def gloo_group(
-        self, purpose: str, rank: int, peers: tuple[int, ...], timeout: timedelta
-    ) -> dist.ProcessGroup:
-        """A process group of the peers alone, made once all of them have come.
+    def gloo_group(self, purpose: str, rank: int, peers: tuple[int, ...]) -> GlooGroup:
+        """Connections among the peers alone, made once all of them have come.
 
-        timeout: of its collectives. Raises PeerError as `meet` does, DeliveryError without a default group.
+        Raises PeerError as `meet` does, or where one of them is lost on the way.
         """
-        self.meet(purpose, rank, peers)
-        if not dist.is_initialized():
-            raise DeliveryError(
-                f"a {purpose} group of ranks {peers} needs torch.distributed: call init_process_group first"
-            )
-        # Only the members take part, and only their sockets are opened.
-        group = dist.new_group(list(peers), backend="gloo", timeout=timeout, use_local_synchronization=True)
-        return cast(dist.ProcessGroup, group)
+        prefix = self.meet(purpose, rank, peers)
+        try:
+            return GlooGroup(PrefixStore(f"{prefix}/gloo", self.store), rank, peers, self.timeout_s)
+        except (RuntimeError, dist.DistError) as broken:
+            others = [peer for peer in peers if peer != rank]
+            raise PeerError(
+                f"rank {rank} met rank(s) {others} but could not connect its {purpose} group: {broken}; "
+                f"has one of them died, or does GLOO_SOCKET_IFNAME name the wrong network?",
+                others,
+            ) from broken
 
     def publish(self, key: str, text: str) -> None:
         """Leave a word for the others."""
@@ -97,6 +102,35 @@ class Meeting:
             return self.store.check([key])
         except (RuntimeError, dist.DistError):
             return False
+
+
+class GlooGroup:
+    """Gloo connections of some ranks, apart from the groups that torch.distributed keeps a list of.
+
+    `dist.new_group` calls a group by how many groups this rank is in already, so ranks with different
+    pasts never meet, and one made again after it was destroyed meets the addresses of the first.
+    """
+
+    def __init__(self, store: Store, rank: int, peers: tuple[int, ...], timeout_s: float) -> None:
+        self._peers = peers
+        timeout = timedelta(seconds=timeout_s)
+        self._gloo: Any = dist.ProcessGroupGloo(store, peers.index(rank), len(peers), timeout)
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """Fill `buffer` with that of rank `source`, however long that takes. RuntimeError: a peer is gone."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = self._peers.index(source), 0, _NO_TIMEOUT
+        self._gloo.broadcast([buffer], options).wait(_NO_TIMEOUT)
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Each peer's row, in the order of peers. RuntimeError: a peer is gone, or late by `timeout_s`."""
+        rows = [torch.empty_like(row) for _ in self._peers]
+        self._gloo.allgather([rows], [row]).wait()
+        return torch.stack(rows)
+
+    def close(self) -> None:
+        """Close the connections, which tells the peers."""
+        self._gloo = None
 
 
 def default_store() -> Store | None:

@@ -33,7 +33,8 @@ from meshfeed.sequence import Columns
 
 _TICKET = struct.Struct("<qq")  # microbatch number, bytes; a returned ticket has bytes 0
 _HELLO = struct.Struct("<q")  # rank
-_BYE = -1
+_BYE, _LOST = -1, -2  # instead of a number: I leave in peace; the rank in the other place has died
+_MOST_SLOTS = 64  # one message carries at most 253 descriptors, and peers rarely lag by more than a few
 _GRAIN = 1 << 16
 
 
@@ -73,7 +74,7 @@ class ShareLeader:
     def __init__(self, role: Role, meeting: Meeting, num_slots: int) -> None:
         self.traffic = Traffic()
         self._role, self._meeting = role, meeting
-        self._num_slots = num_slots
+        self._num_slots = min(num_slots, _MOST_SLOTS)
         self._resources = contextlib.ExitStack()
         self._slots: list[_Slot] = []
         self._peers: dict[int, socket.socket] = {}
@@ -114,7 +115,12 @@ class ShareLeader:
         """See Delivery."""
         if columns is None:
             raise DeliveryError(f"rank {self._role.rank} leads its node and must read, but read nothing")
-        self._send(wire.encode(columns))
+        try:
+            message = wire.encode(columns)
+        except DeliveryError as error:
+            self.fail(error, num_bytes)
+            raise
+        self._send(message)
         return columns
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
@@ -182,16 +188,22 @@ class ShareLeader:
             data = peer.recv(_TICKET.size)
         except OSError:
             data = b""
-        if not data:
-            raise PeerError(
-                f"rank {rank} died; rank {self._role.rank} was serving it from shared memory", [rank]
-            )
-        number, _ = _TICKET.unpack(data)
-        if number == _BYE:
+        number, _ = _TICKET.unpack(data or _TICKET.pack(_LOST, rank))
+        if number in (_BYE, _LOST):
             self._selector.unregister(peer)
             del self._peers[rank]
         else:
             self._returned[rank] = number + 1
+        if number == _LOST:
+            self._tell_lost(rank)
+            raise PeerError(
+                f"rank {rank} died; rank {self._role.rank} was serving it from shared memory", [rank]
+            )
+
+    def _tell_lost(self, rank: int) -> None:
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.send(_TICKET.pack(_LOST, rank))
 
 
 class ShareFollower:
@@ -262,6 +274,10 @@ class ShareFollower:
         number, size = _TICKET.unpack(data)
         if number == _BYE:
             raise EndOfStream
+        if number == _LOST:
+            raise PeerError(
+                f"rank {size} died; rank {leader} noticed, rank {self._role.rank} ends too", [size]
+            )
         self._held = number
         buffer = self._slots[number % len(self._slots)].reach(size, grow=False)[:size]
         self.traffic.messages += 1

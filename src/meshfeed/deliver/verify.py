@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,8 +18,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from meshfeed.deliver.rendezvous import Meeting
-from meshfeed.errors import MeshfeedError, PeerError, VerifyError
+from meshfeed.deliver.rendezvous import GlooGroup, Meeting
+from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
 from meshfeed.sequence import Arrays
 
 Digests = npt.NDArray[np.int64]
@@ -60,11 +59,10 @@ class Verifier:
 
     def __init__(self, rank: int, peers: tuple[int, ...], names: Sequence[str], meeting: Meeting) -> None:
         self._rank, self._peers, self._names, self._meeting = rank, peers, tuple(names), meeting
-        self._group: dist.ProcessGroup | None = None
+        self._group: GlooGroup | None = None
 
     def __enter__(self) -> Self:
-        timeout = timedelta(seconds=self._meeting.timeout_s)
-        self._group = self._meeting.gloo_group("verify", self._rank, self._peers, timeout)
+        self._group = self._meeting.gloo_group("verify", self._rank, self._peers)
         return self
 
     def __exit__(
@@ -72,7 +70,7 @@ class Verifier:
     ) -> None:
         group, self._group = self._group, None
         if group is not None:
-            dist.destroy_process_group(group)
+            group.close()
 
     def check(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
         """Compare one step's digests; every rank of the group calls this at the end of that step.
@@ -110,14 +108,14 @@ class Verifier:
         return {rank for rank, verdict in zip(self._peers, verdicts.tolist()) if verdict}
 
     def _gather(self, row: Digests) -> Digests:
-        rows = [torch.empty(row.size, dtype=torch.int64) for _ in self._peers]
+        if self._group is None:
+            raise DeliveryError(f"rank {self._rank} is in no verify group; use the verifier in `with`")
         try:
-            dist.all_gather(rows, torch.from_numpy(row), group=self._group)
+            return self._group.all_gather(torch.from_numpy(row)).numpy()
         except (RuntimeError, dist.DistError) as broken:
             raise PeerError(
                 f"rank {self._rank} could not compare with ranks {self._peers}: {broken}"
             ) from broken
-        return torch.stack(rows).numpy()
 
 
 def suspects_of(digest_of_rank: Mapping[int, int]) -> set[int]:

@@ -76,7 +76,8 @@ def encode(columns: Columns) -> Message:
 
 def error_message(error: BaseException) -> Message:
     """A message that says why there will be no data."""
-    return _message(ERROR, f"{type(error).__name__}: {error}".encode()[:TABLE_ROOM], [])
+    text = f"{type(error).__name__}: {error}".encode(errors="replace")
+    return _message(ERROR, text[: TABLE_ROOM - _HEADER.size], [])
 
 
 def end_message() -> Message:
@@ -86,20 +87,39 @@ def end_message() -> Message:
 
 def peek(buffer: Bytes) -> tuple[int, int]:
     """(kind, bytes in all) of the message at the start of a buffer. Raises DeliveryError."""
-    magic, kind, num_bytes, _ = _HEADER.unpack_from(buffer.data)
-    if magic != _MAGIC:
-        raise DeliveryError(f"no meshfeed message: it starts with {magic:#x}; is every rank of one version?")
+    magic, kind, num_bytes, _ = _header(buffer)
+    if magic != _MAGIC or kind not in (DATA, ERROR, END):
+        raise DeliveryError(
+            f"no meshfeed message: it starts with {magic:#x}, kind {kind}; is every rank of one version?"
+        )
     return kind, num_bytes
 
 
 def decode(buffer: Bytes) -> Columns:
-    """The columns of a data message, as read-only views of the buffer."""
+    """The columns of a data message, as read-only views of the buffer. Raises DeliveryError."""
+    try:
+        return _columns(buffer)
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as foreign:
+        raise DeliveryError(
+            f"a message of {buffer.size} bytes has no readable table of contents ({foreign}); "
+            f"is every rank of one version?"
+        ) from foreign
+
+
+def decode_error(buffer: Bytes) -> str:
+    """The text of an error message."""
+    return _table(buffer)[0].decode(errors="replace")
+
+
+def _columns(buffer: Bytes) -> Columns:
     table, offset = _table(buffer)
     columns: dict[str, Any] = {}
     for name, dtype, shape, form in json.loads(table):
         pieces: list[npt.NDArray[Any]] = []
         offset = _aligned(offset)
         for one in [shape] if form == "array" else shape:
+            if min(one, default=0) < 0:
+                raise ValueError(f"shape {one}")
             count = math.prod(one) * np.dtype(dtype).itemsize
             view = buffer[offset : offset + count].view(dtype).reshape(one)
             view.flags.writeable = False
@@ -111,13 +131,14 @@ def decode(buffer: Bytes) -> Columns:
     return columns
 
 
-def decode_error(buffer: Bytes) -> str:
-    """The text of an error message."""
-    return _table(buffer)[0].decode(errors="replace")
+def _header(buffer: Bytes) -> tuple[int, int, int, int]:
+    if buffer.size < _HEADER.size:
+        raise DeliveryError(f"no meshfeed message: {buffer.size} bytes, a header has {_HEADER.size}")
+    return _HEADER.unpack_from(buffer.data)
 
 
 def _table(buffer: Bytes) -> tuple[bytes, int]:
-    size = _HEADER.unpack_from(buffer.data)[3]
+    size = _header(buffer)[3]
     return buffer[_HEADER.size : _HEADER.size + size].tobytes(), _HEADER.size + size
 
 
@@ -143,4 +164,6 @@ def _flat(array: npt.NDArray[Any]) -> Bytes:
 def _dtype_name(name: str, array: npt.NDArray[Any]) -> str:
     if array.dtype.hasobject:
         raise DeliveryError(f"column {name!r} holds Python objects; give arrays of numbers, or bytes")
+    if array.dtype.kind == "V":  # records, bfloat16: their name does not tell what they are
+        raise DeliveryError(f"column {name!r} is {array.dtype}; give plain numbers, or one column per part")
     return array.dtype.str

@@ -11,7 +11,7 @@ cu_seqlens) is computed by each rank and never read or sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -28,6 +28,11 @@ from meshfeed.sequence.rule import Allocate, Array, Arrays, Columns, Portion
 from meshfeed.store import StreamStore
 
 Longs = npt.NDArray[np.int64]
+
+Starts = tuple[Longs, Longs]
+"""Document starts: the window of each, and its offset in that window."""
+
+_NO_STARTS: Starts = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 Row = list[tuple[int, int]]
 """Token ranges [start, stop) of one window. Every window of a pack is cut alike, so one row tells all."""
@@ -142,30 +147,30 @@ class Windows:
         allocate: Allocate,
     ) -> list[Arrays]:
         """The named fields of each microbatch; see the class for shapes."""
-        own, shape = self._row(portion.own), self._shape(portion)
+        shape, k = self._shape(portion), len(portion.draws)
+        own, held = self._row(portion.own), self._row(portion.held)
+        starts = self._document_starts(recipe, portion.draws) if self._minds_documents else _NO_STARTS
         whole: dict[str, Array] = {}
         for field in self.fields:
             if field.name not in names or field in _DOCUMENT_FIELDS:
                 continue
             out = whole[field.name] = allocate(shape, field.dtype)
             if field.name == "loss_mask":
-                _cut(self._loss_mask(recipe, portion), own, 0, out, len(portion.draws), field.pad)
+                _cut(self._loss_mask(starts, k), own, 0, out, k, field.pad)
             elif field.name == "position_ids":
-                _cut(self._positions(recipe, portion), own, 0, out, len(portion.draws), field.pad)
+                _cut(self._positions(starts, k), own, 0, out, k, field.pad)
             elif columns is not None:
                 raw, ahead = np.asarray(columns["tokens"]), int(field.name == "labels")
-                at = _places(own, self._row(portion.held))
-                _cut(raw, at, ahead, out, len(portion.draws), field.pad)
+                _cut(raw, _places(own, held), ahead, out, k, field.pad)
         made: list[Arrays] = []
-        for m, draws in enumerate(portion.draws_by_microbatch()):
+        for m in range(len(portion.microbatches)):
             rows = slice(m * portion.rows, (m + 1) * portion.rows)
-            arrays: Arrays = {name: array[rows] for name, array in whole.items()}
-            if self.reset_attention_mask and {"cu_seqlens", "max_seqlen"} & set(names):
-                width = shape[1] * portion.pack.cp_size
-                cu_seqlens = self._cu_seqlens(recipe, draws, portion.rows, width)
+            made.append({name: array[rows] for name, array in whole.items()})
+        if self.reset_attention_mask and "cu_seqlens" in names:
+            width = shape[1] * portion.pack.cp_size
+            for arrays, cu_seqlens in zip(made, self._cu_seqlens(starts, portion, width)):
                 arrays["cu_seqlens"] = cu_seqlens
                 arrays["max_seqlen"] = np.array(np.diff(cu_seqlens).max(initial=0), np.int32)
-            made.append(arrays)
         return made
 
     # -- geometry -------------------------------------------------------------------------------------
@@ -208,7 +213,11 @@ class Windows:
 
     # -- what document ends decide ---------------------------------------------------------------------
 
-    def _document_starts(self, recipe: Recipe, draws: Draws) -> tuple[Longs, Longs]:
+    @property
+    def _minds_documents(self) -> bool:
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+
+    def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         """(window, offset in it) of every document start in (0, length]; ascending."""
         windows: list[Longs] = []
         offsets: list[Longs] = []
@@ -220,42 +229,46 @@ class Windows:
             found, counts = store.document_starts(first, np.minimum(stop, store.num_tokens))
             windows.append(np.repeat(at, counts))
             offsets.append(found - np.repeat(first, counts))
-            # A window over the stream's end goes on at token 0, which starts a document.
             over = np.flatnonzero(stop > store.num_tokens)
-            tail = stop[over] - store.num_tokens
-            found, counts = store.document_starts(np.full(over.size, -1), tail)
-            windows.append(np.repeat(at[over], counts))
-            offsets.append(found + np.repeat(self.length + 1 - tail, counts))
+            if over.size:  # these windows go on at token 0, which starts a document
+                tail = stop[over] - store.num_tokens
+                found, counts = store.document_starts(np.zeros_like(tail), tail)
+                windows += [at[over], np.repeat(at[over], counts)]
+                offsets += [self.length + 1 - tail, found + np.repeat(self.length + 1 - tail, counts)]
         window = np.concatenate(windows) if windows else np.zeros(0, np.int64)
         offset = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
         ascending = np.lexsort((offset, window))
         return window[ascending], offset[ascending]
 
-    def _positions(self, recipe: Recipe, portion: Portion) -> Array:
+    def _positions(self, starts: Starts, num_windows: int) -> Array:
         positions = np.arange(self.length)[None, :]
-        if not (self.reset_position_ids and len(portion.draws)):
+        if not (self.reset_position_ids and num_windows):
             return positions
-        # documents [7 7|9 9 9] -> starts [0 0 2 2 2] -> positions [0 1 0 1 2]
-        starts = np.zeros((len(portion.draws), self.length), np.int64)
-        window, offset = self._document_starts(recipe, portion.draws)
+        # documents [7 7|9 9 9] -> first tokens [0 0 2 2 2] -> positions [0 1 0 1 2]
+        first = np.zeros((num_windows, self.length), np.int64)
+        window, offset = starts
         inside = offset < self.length
-        starts[window[inside], offset[inside]] = offset[inside]
-        return positions - np.maximum.accumulate(starts, axis=1)
+        first[window[inside], offset[inside]] = offset[inside]
+        return positions - np.maximum.accumulate(first, axis=1)
 
-    def _loss_mask(self, recipe: Recipe, portion: Portion) -> Array:
-        if not (self.eod_mask_loss and len(portion.draws)):
+    def _loss_mask(self, starts: Starts, num_windows: int) -> Array:
+        if not (self.eod_mask_loss and num_windows):
             return np.ones((1, self.length), np.float32)
-        mask = np.ones((len(portion.draws), self.length), np.float32)
-        window, offset = self._document_starts(recipe, portion.draws)
+        mask = np.ones((num_windows, self.length), np.float32)
+        window, offset = starts
         mask[window, offset - 1] = 0
         return mask
 
-    def _cu_seqlens(self, recipe: Recipe, draws: Draws, rows: int, width: int) -> npt.NDArray[np.int32]:
-        """Document starts over the rows of a microbatch laid end to end, then their end; int32."""
-        window, offset = self._document_starts(recipe, draws)
+    def _cu_seqlens(self, starts: Starts, portion: Portion, width: int) -> Iterator[Array]:
+        """For each microbatch, document starts over its rows laid end to end, then their end; int32."""
+        num_microbatches, rows = len(portion.microbatches), portion.rows
+        window, offset = starts
         inside = offset < self.length
-        starts = np.concatenate((np.arange(rows) * width, window[inside] * width + offset[inside]))
-        return np.concatenate((np.sort(starts), [rows * width])).astype(np.int32)
+        places = np.arange(num_microbatches * rows) * width
+        places = np.sort(np.concatenate((places, window[inside] * width + offset[inside])))
+        ends = np.arange(num_microbatches + 1) * rows * width
+        for end, mine in zip(ends[1:], np.split(places, np.searchsorted(places, ends[1:-1]))):
+            yield (np.append(mine, end) - (end - rows * width)).astype(np.int32)
 
 
 def _width(row: Row) -> int:
