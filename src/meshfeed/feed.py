@@ -59,7 +59,8 @@ class Feed:
         reads: ranks that may open storage; None leaves it to meshfeed.
         micro_batch_size: sequences per microbatch and data-parallel rank.
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous".
-        prefetch: microbatches made ahead, on a thread; 0 makes each when it is asked for.
+        prefetch: reads made ahead, on a thread, each of a microbatch or of several small ones; 0 makes them
+            when they are asked for.
         verify: compare digests across replicas at the end of every step.
         timeout_s: how long to wait for peers to join, and for a batch when the loop asks for one.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
@@ -203,14 +204,12 @@ class Feed:
             self._stop()
             self._run = self._new_run(None if virtual_stage is None else self.stage_map)
             self._run.join(view, num_views)
-        run = self._run
-        try:
-            yield from run.steps(view)
-        finally:
-            if num_views == 1 and run is self._run:
-                self._stop()
-                if entered_here:
-                    self.close()
+        yield from self._run.steps(view)
+        # An iterator that is dropped midway leaves its run to the next one, or to close.
+        if num_views == 1:
+            self._stop()
+            if entered_here:
+                self.close()
 
     def _new_run(self, by_stage: StageMap | None) -> Run:
         role, fields, clock = self.role, self._rule.fields, StageClock()

@@ -19,6 +19,7 @@ import socket
 import struct
 import time
 import uuid
+import weakref
 from types import TracebackType
 from typing import Self
 
@@ -36,6 +37,20 @@ _HELLO = struct.Struct("<q")  # rank
 _BYE, _LOST = -1, -2  # instead of a number: I leave in peace; the rank in the other place has died
 _MOST_SLOTS = 64  # one message carries at most 253 descriptors, and peers rarely lag by more than a few
 _GRAIN = 1 << 16
+
+
+# A trainer forks (data workers, uploads). A child that kept our ends of the sockets open would hide the
+# death of this rank from its peers.
+_links: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _forget_links() -> None:
+    for link in list(_links):
+        link.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_links)
 
 
 def can_share() -> str | None:
@@ -150,6 +165,7 @@ class ShareLeader:
                     f"{sorted(expected)} to map its memory",
                     sorted(expected),
                 ) from late
+            _links.add(peer)
             peer.settimeout(None)
             expected.discard(rank)
             self._peers[rank] = peer
@@ -241,6 +257,7 @@ class ShareFollower:
                 raise PeerError(f"rank {leader}, the reader of the node of rank {role.rank}, died", [leader])
             self._slots = [_Slot(fd) for fd in fds]
             link.settimeout(None)
+            _links.add(link)
             self._link = link
             self._resources = stack.pop_all()
         return self

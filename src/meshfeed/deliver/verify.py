@@ -88,7 +88,7 @@ class Verifier:
             suspects = self._arbitrate(digests, reread)
         names = ", ".join(repr(self._names[f]) for f in fields)
         told = ", ".join(
-            f"rank {rank}: {table[at, fields[0]] & (2**64 - 1):016x}"
+            f"rank {rank}: {int(table[at, fields[0]]) & (2**64 - 1):016x}"
             for at, rank in enumerate(self._peers)
             if table[at, fields[0]]
         )
