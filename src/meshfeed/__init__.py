@@ -1,1 +1,65 @@
-"""One virtual dataloader for every rank of an N-D-parallel training job."""
+"""One virtual dataloader for every rank of an N-D-parallel training job.
+
+import meshfeed as mf
+
+layout = mf.Layout.parse("tp2-cp2-dp2-pp2", ranks_per_node=8)
+recipe = mf.Recipe(data=mf.open("corpus"), sequence=mf.Windows(4096), batch=mf.Batch(sequences=256))
+with mf.Feed(recipe, layout) as feed:
+    for step in feed:
+        for microbatch in step.microbatches:
+            train(microbatch["tokens"], ...)
+        save(feed.state_dict())
+"""
+
+from meshfeed.batch import Microbatch, Step
+from meshfeed.errors import (
+    DeliveryError,
+    LayoutError,
+    MeshfeedError,
+    PeerError,
+    PlanError,
+    RecipeError,
+    RoleError,
+    StateError,
+    StoreError,
+    VerifyError,
+)
+from meshfeed.feed import Feed
+from meshfeed.layout import Coord, Layout
+from meshfeed.order import Draws, EpochIndex
+from meshfeed.recipe import Batch, Recipe
+from meshfeed.roles import Field, Role, StageMap, assign_roles
+from meshfeed.sequence import Windows
+from meshfeed.simulate import simulate
+from meshfeed.state import State
+from meshfeed.store import open_store as open
+
+__all__ = [
+    "Batch",
+    "Coord",
+    "DeliveryError",
+    "Draws",
+    "EpochIndex",
+    "Feed",
+    "Field",
+    "Layout",
+    "LayoutError",
+    "MeshfeedError",
+    "Microbatch",
+    "PeerError",
+    "PlanError",
+    "Recipe",
+    "RecipeError",
+    "Role",
+    "RoleError",
+    "StageMap",
+    "State",
+    "StateError",
+    "Step",
+    "StoreError",
+    "VerifyError",
+    "Windows",
+    "assign_roles",
+    "open",
+    "simulate",
+]

@@ -100,7 +100,7 @@ class Layout:
 
         Raises LayoutError for anything else.
         """
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for part in text.lower().split("-"):
             match = re.fullmatch(r"(tp|cp|dp|pp|ep)(\d+)", part)
             if match is None or match[1] in sizes:
@@ -109,7 +109,8 @@ class Layout:
                     f"once with its size, joined by '-', as in 'tp2-cp2-dp4-pp2'"
                 )
             sizes[match[1]] = int(match[2])
-        return cls(**sizes, order="-".join(sizes), ranks_per_node=ranks_per_node)
+        order = "-".join(sizes)
+        return cls(**sizes, order=order, ranks_per_node=ranks_per_node)
 
     @classmethod
     def from_device_mesh(
@@ -133,7 +134,9 @@ class Layout:
                 )
         slowest_first = DIMS[::-1]
         axes = [[a for a, name in enumerate(mesh_dims) if meaning[name] == dim] for dim in slowest_first]
-        sizes = {dim: math.prod(ranks.shape[a] for a in at) for dim, at in zip(slowest_first, axes)}
+        sizes: dict[str, Any] = {
+            dim: math.prod(ranks.shape[a] for a in at) for dim, at in zip(slowest_first, axes)
+        }
         table = ranks.transpose([a for at in axes for a in at]).ravel().tolist()
         return cls(**sizes, order="-".join(DIMS), ranks_per_node=ranks_per_node, table=tuple(table))
 
@@ -182,7 +185,7 @@ class Layout:
         for dim, at in zip(DIMS, coord):
             if not 0 <= at < getattr(self, dim):
                 raise LayoutError(f"coordinate {coord}: {dim} must be in 0..{getattr(self, dim) - 1}")
-        place = dict(zip(DIMS, coord))
+        place = coord._asdict()
         return int(self.grid()[tuple(place[dim] for dim in reversed(self.dims))])
 
     def groups(self, dims: str) -> npt.NDArray[np.int64]:
@@ -202,7 +205,7 @@ class Layout:
     def group_of(self, rank: int, dims: str) -> npt.NDArray[np.int64]:
         """The one group along some dimensions that a rank is in; int64 [group_size]."""
         wanted = self._group_dims(dims)
-        place = dict(zip(DIMS, self.coord(rank)))
+        place = self.coord(rank)._asdict()
         at = tuple(slice(None) if dim in wanted else place[dim] for dim in reversed(self.dims))
         return self.grid()[at].ravel()
 

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from meshfeed.plan import Packing, StepPlan, account_of, pack_of
+from meshfeed.plan import Packing, StepPlan, account_of, packs_of
 
 
 def check_plan(plan: StepPlan, lengths, packing: Packing, *, dp: int, cp: int, quantum: int = 1) -> None:
@@ -42,7 +42,7 @@ def check_packs(plan: StepPlan) -> None:
     """Every rank's packs name every row once per rank of its group."""
     seen = np.zeros(plan.lengths.size, np.int64)
     for m, rank in itertools.product(range(plan.num_microbatches), range(plan.num_ranks)):
-        pack = pack_of(plan, m, rank)
+        pack = packs_of(plan, rank)[m]
         seen[pack.sequences] += 1
         assert pack.cu_seqlens_padded[-1] % plan.align.pack_multiple(pack.cp_size) == 0
         assert 0 <= pack.cp_rank < pack.cp_size

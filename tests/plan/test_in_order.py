@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshfeed.plan import Packing, pack_of, plan_step
+from meshfeed.plan import Packing, packs_of, plan_step
 
 
 def dp_balanced(lengths, limit, multiple):
@@ -44,7 +44,7 @@ def test_same_packs_where_it_succeeds(lengths, dp, cp, quantum):
     padded = plan.align.padded(np.array(lengths), cp)
     packs = dp_balanced(padded.tolist(), 1024 * cp, dp * quantum)
     made = [
-        pack_of(plan, m, rank * cp).sequences.tolist()
+        packs_of(plan, rank * cp)[m].sequences.tolist()
         for m in range(plan.num_microbatches)
         for rank in range(dp)
     ]

@@ -12,14 +12,15 @@ from meshfeed.plan.best_fit import best_fit
 from meshfeed.plan.cost import CostModel, ModelShape
 from meshfeed.plan.groups import cp_groups
 from meshfeed.plan.policy import Packing
-from meshfeed.plan.split import Slices, slices_of
+from meshfeed.plan.split import CpSplit, Slices, slices_of
 from meshfeed.plan.step import plan_step
-from meshfeed.plan.types import Align, Pack, StepPlan, pack_of
+from meshfeed.plan.types import Align, Pack, StepPlan, packs_of
 
 __all__ = [
     "Account",
     "Align",
     "CostModel",
+    "CpSplit",
     "ModelShape",
     "Pack",
     "Packing",
@@ -29,7 +30,7 @@ __all__ = [
     "best_fit",
     "cp_groups",
     "flops",
-    "pack_of",
+    "packs_of",
     "plan_fixed",
     "plan_step",
     "slices_of",

@@ -88,15 +88,3 @@ def cut_at(bounds: LongArray, start: LongArray, stop: LongArray) -> Slices:
     starts, stops = starts[filled], stops[filled]
     sequence = np.searchsorted(bounds, starts, side="right") - 1
     return Slices(sequence.astype(np.int32), starts - bounds[sequence], stops - bounds[sequence])
-
-
-def locate(own: Slices, held: Slices) -> LongArray:
-    """Where each own slice starts in a buffer that holds `held` back to back; int64 [m].
-
-    Each own slice must lie inside one held slice, as for the same pack and a subset of its cp ranks.
-    """
-    offset = np.concatenate(([0], np.cumsum(held.sizes)[:-1])).astype(np.int64)
-    # (sequence, start) ascends in held; find the last held slice that starts at or before each own one.
-    span = max(int(held.stop.max(initial=0)), 1)
-    at = np.searchsorted(held.sequence * span + held.start, own.sequence * span + own.start, side="right") - 1
-    return offset[at] + own.start - held.start[at]

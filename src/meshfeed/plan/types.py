@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from meshfeed.errors import PlanError
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
+
+_MOST_TOKENS = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,40 +129,54 @@ class Pack:
     @property
     def lengths(self) -> LongArray:
         """Real tokens of each sequence; int64 [k]."""
-        return np.diff(self.cu_seqlens).astype(np.int64)
+        return np.subtract(self.cu_seqlens[1:], self.cu_seqlens[:-1], dtype=np.int64)
 
     @property
     def padded_lengths(self) -> LongArray:
         """Padded tokens of each sequence; int64 [k]."""
-        return np.diff(self.cu_seqlens_padded).astype(np.int64)
+        return np.subtract(self.cu_seqlens_padded[1:], self.cu_seqlens_padded[:-1], dtype=np.int64)
 
 
-def pack_of(plan: StepPlan, microbatch: int, dp_cp_rank: int) -> Pack:
-    """The pack that one rank works on in one microbatch."""
-    here = (plan.microbatch == microbatch) & (plan.first_rank <= dp_cp_rank)
-    here &= dp_cp_rank < plan.first_rank + plan.cp_size
-    sequences = np.flatnonzero(here).astype(np.int32)
-    lengths = plan.lengths[sequences]
-    cp_size = int(plan.cp_size[sequences[0]]) if sequences.size else plan.idle_cp_size
-    first_rank = int(plan.first_rank[sequences[0]]) if sequences.size else dp_cp_rank // cp_size * cp_size
-    padded = plan.align.padded(lengths, cp_size)
-    if padded.size:  # the last sequence carries the pack's own padding
-        padded[-1] += -padded.sum() % plan.align.pack_multiple(cp_size)
-    return Pack(
-        sequences=sequences,
-        cu_seqlens=starts_of(lengths),
-        cu_seqlens_padded=starts_of(padded),
-        cp_size=cp_size,
-        cp_rank=dp_cp_rank - first_rank,
-    )
+def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack]:
+    """The packs that one rank works on, one for each microbatch.
 
-
-def starts_of(lengths: LongArray) -> IntArray:
-    """Starts of back-to-back pieces, then their end: [3 2] -> [0 3 5]; int32 [k + 1].
-
-    Raises PlanError past 2**31 - 1 tokens.
+    together: so many consecutive microbatches as one pack, for reading them at once.
     """
-    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-    if ends[-1] > np.iinfo(np.int32).max:
-        raise PlanError(f"a pack of {ends[-1]} tokens does not fit cu_seqlens (int32); lower the capacity")
-    return ends.astype(np.int32)
+    mine = np.flatnonzero((plan.first_rank <= dp_cp_rank) & (dp_cp_rank < plan.first_rank + plan.cp_size))
+    mine = mine[plan.microbatch[mine] >= 0]
+    mine = mine[np.argsort(plan.microbatch[mine], kind="stable")].astype(np.int32)
+    edges = np.arange(0, plan.num_microbatches + together, together)
+    bounds = np.searchsorted(plan.microbatch[mine], edges).tolist()
+    lengths, cp_size = plan.lengths[mine], plan.cp_size[mine]
+    padded = plan.align.padded(lengths, cp_size)
+    ends, padded_ends = _ends(lengths), _ends(padded)
+    packs: list[Pack] = []
+    for start, stop in pairwise(bounds):
+        size = int(cp_size[start]) if start < stop else plan.idle_cp_size
+        first = int(plan.first_rank[mine[start]]) if start < stop else dp_cp_rank // size * size
+        cu_seqlens_padded = padded_ends[start : stop + 1] - padded_ends[start]
+        if start < stop:  # the last sequence carries the pack's own padding
+            cu_seqlens_padded[-1] += -cu_seqlens_padded[-1] % plan.align.pack_multiple(size)
+        packs.append(
+            Pack(
+                sequences=mine[start:stop],
+                cu_seqlens=_int32(ends[start : stop + 1] - ends[start]),
+                cu_seqlens_padded=_int32(cu_seqlens_padded),
+                cp_size=size,
+                cp_rank=dp_cp_rank - first,
+            )
+        )
+    return packs
+
+
+def _ends(lengths: LongArray) -> LongArray:
+    # [3 2] -> [0 3 5]
+    ends = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    return ends
+
+
+def _int32(starts: LongArray) -> IntArray:
+    if starts[-1] > _MOST_TOKENS:
+        raise PlanError(f"a pack of {starts[-1]} tokens does not fit cu_seqlens (int32); lower the capacity")
+    return starts.astype(np.int32)

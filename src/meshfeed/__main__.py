@@ -1,0 +1,7 @@
+"""python -m meshfeed"""
+
+import sys
+
+from meshfeed.cli.main import main
+
+sys.exit(main())

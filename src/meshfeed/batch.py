@@ -1,0 +1,78 @@
+"""What a training loop is handed: steps of microbatches of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshfeed.order import Draws
+
+Value = torch.Tensor | Sequence[torch.Tensor] | Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Microbatch(Mapping[str, Any]):
+    """Field name -> tensor (or a list of tensors, or of bytes, where shapes vary), for one rank.
+
+    Attributes:
+        index: which microbatch of its step, from 0.
+        draws: the sequences in it, in row order; fewer than the rows, or none, where the batch ran out.
+        cp_size, cp_rank: the context-parallel group that splits its sequences, and this rank's place.
+        fields: the tensors by name.
+    """
+
+    index: int
+    draws: Draws
+    cp_size: int
+    cp_rank: int
+    fields: Mapping[str, Value]
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it holds no sequence: zero loss, zero tokens, there to keep ranks in step."""
+        return len(self.draws) == 0
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    def __repr__(self) -> str:
+        shapes = {
+            name: tuple(value.shape) if isinstance(value, torch.Tensor) else len(value)
+            for name, value in self.fields.items()
+        }
+        return f"Microbatch({self.index}, {len(self.draws)} sequences, {shapes})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One training step: its microbatches, and what is known of the whole global batch beforehand.
+
+    Attributes:
+        index: the step, from 0.
+        num_microbatches: how many this rank gets; the same on all ranks of the step.
+        tokens: tokens of the global batch, without padding.
+        valid_tokens: those of them that bear loss: the denominator of per-token loss, on any split.
+        sum_sq: sum of squared sequence lengths of the global batch.
+        stats: what the step has cost this rank so far; complete once its microbatches are consumed.
+            exposed_wait_s: seconds that the loop was kept waiting, by stage (start, plan, read,
+            deliver, build, copy, other); bytes_read: from storage; opens: of data files;
+            collectives; delivered_bytes: sent or received.
+        microbatches: the microbatches, once.
+    """
+
+    index: int
+    num_microbatches: int
+    tokens: int
+    valid_tokens: int
+    sum_sq: int
+    stats: dict[str, Any]
+    microbatches: Iterator[Microbatch]

@@ -1,0 +1,151 @@
+"""meshfeed roles: who opens storage, who receives what from whom, how many bytes a step moves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from meshfeed.deliver import can_share
+from meshfeed.errors import LayoutError
+from meshfeed.layout import Layout
+from meshfeed.roles import Field, Role, Roles, StageMap, assign_roles, choose_delivery
+from meshfeed.sequence import Windows
+
+_MOST_ROWS = 64
+
+_EXAMPLES = """examples:
+  meshfeed roles tp2-cp2-dp2-pp2
+  meshfeed roles tp8-cp4-dp32-pp16 --ranks-per-node 8 --delivery share
+  meshfeed roles tp2-pp4 --stages 'Et*3|t*4|m|L' --reads 0,2 --delivery broadcast --json
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `roles` to argparse's subparsers."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "roles",
+        help="who opens storage, who receives what from whom, bytes per step",
+        description="Print the role of every rank of a layout. Nothing is opened and no rank is asked.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("layout", help="such as tp2-cp2-dp2-pp2, the first dimension varying fastest")
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks that share a machine (8)")
+    parser.add_argument(
+        "--delivery", choices=("auto", "direct", "broadcast", "share"), default="auto", help="(auto)"
+    )
+    parser.add_argument("--vpp", type=int, default=1, help="virtual stages per pipeline rank (1)")
+    parser.add_argument("--mtp", type=_numbers, default=(), help="stages with an MTP block, such as 6,7")
+    parser.add_argument("--stages", help="Megatron's pipeline layout string, instead of --vpp and --mtp")
+    parser.add_argument("--reads", type=_numbers, help="the only ranks that may open storage, such as 0,4")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per sequence (4096)")
+    parser.add_argument("--sequences", type=int, default=256, help="sequences per global batch (256)")
+    parser.add_argument("--token-bytes", type=int, default=2, help="bytes of a stored token (2)")
+    parser.add_argument("--rank", type=int, help="this rank only")
+    parser.add_argument("--all", action="store_true", help=f"every rank, however many (else {_MOST_ROWS})")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every rank")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    """What a rank moves in one step of stored tokens: from storage, and from or to its peers."""
+
+    read: int
+    received: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; 0. Raises LayoutError or RoleError."""
+    layout = Layout.parse(args.layout, ranks_per_node=args.ranks_per_node)
+    stage_map = StageMap(pp=layout.pp, vpp=args.vpp, mtp=args.mtp, layout=args.stages)
+    fields = Windows(args.length).fields
+    delivery = args.delivery
+    if delivery == "auto":
+        delivery = choose_delivery(layout, stage_map, fields, args.reads, can_share=can_share() is None)
+    roles = assign_roles(layout, stage_map, fields, delivery, args.reads)
+    if min(args.length, args.sequences, args.token_bytes) < 1:
+        raise LayoutError("--length, --sequences and --token-bytes are at least 1")
+    sequence_bytes = (args.length + 1) * args.token_bytes * args.sequences // layout.dp
+    shown = [args.rank] if args.rank is not None else roles.ranks.tolist()
+    rows = _rows(layout, roles, shown, sequence_bytes)
+    if args.json:
+        facts = {"layout": str(layout), "delivery": delivery, "ranks": [_json(layout, *row) for row in rows]}
+        print(json.dumps(facts))
+        return 0
+    _print(layout, delivery, fields, roles, rows, len(shown) if args.all else _MOST_ROWS)
+    return 0
+
+
+def _rows(
+    layout: Layout, roles: Roles, ranks: list[int], sequence_bytes: int
+) -> Iterator[tuple[Role, _Bytes]]:
+    """Each role with its bytes per step: a group holds the cp slices of all its ranks."""
+    cp_of = dict(zip(roles.ranks.tolist(), layout.coords()[:, 1].tolist()))
+    for rank in ranks:
+        role = roles[rank]
+        slices = {cp_of[peer] for peer in role.peers or (rank,)}
+        held = sequence_bytes * len(slices) // layout.cp
+        moved = 0 if role.source is None else held
+        yield role, _Bytes(moved if role.reads else 0, 0 if role.reads else moved)
+
+
+def _json(layout: Layout, role: Role, moved: _Bytes) -> dict[str, Any]:
+    coord = layout.coord(role.rank)
+    return {
+        **role.to_json(),
+        "coord": coord._asdict(),
+        "node": int(layout.node(role.rank)),
+        "read_bytes": moved.read,
+        "received_bytes": moved.received,
+    }
+
+
+def _print(
+    layout: Layout,
+    delivery: str,
+    fields: tuple[Field, ...],
+    roles: Roles,
+    rows: Iterator[tuple[Role, _Bytes]],
+    most: int,
+) -> None:
+    console = Console()
+    readers = int(roles.reads.sum())
+    idle = int((roles.source < 0).sum())
+    nodes = len(set(layout.node(roles.ranks).tolist()))
+    console.print(
+        f"[bold]{layout}[/bold]: {layout.world_size:,} ranks on {nodes:,} node(s), delivery "
+        f"[bold]{delivery}[/bold]: {readers:,} rank(s) open storage, "
+        f"{len(roles) - readers - idle:,} receive from them, {idle:,} need nothing that is stored"
+    )
+    computed = ", ".join(field.name for field in fields if not field.stored)
+    console.print(f"[dim]computed by every rank for itself, never sent: {computed}[/dim]")
+    table = Table("rank", "node", "tp cp dp pp", "opens storage", "receives from", "fields", "bytes/step")
+    for at, (role, moved) in enumerate(rows):
+        if at == most:
+            table.add_row("…", "", "", "", "", f"{len(roles) - most:,} more: --all, --rank or --json", "")
+            break
+        source = "-" if role.source is None or role.reads else str(role.source)
+        table.add_row(
+            str(role.rank),
+            str(layout.node(role.rank)),
+            " ".join(str(at) for at in layout.coord(role.rank)),
+            "[green]yes[/green]" if role.reads else "no",
+            source,
+            ", ".join(role.fields) or "-",
+            f"{moved.read or moved.received:,}",
+        )
+    console.print(table)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as bad:
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers joined by commas") from bad

@@ -1,0 +1,20 @@
+"""Columns -> the ranks: four ways to the same bytes."""
+
+from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic, make_delivery
+from meshfeed.deliver.rendezvous import Meeting, default_store
+from meshfeed.deliver.share import can_share
+from meshfeed.deliver.verify import Digester, Digests, Verifier
+
+__all__ = [
+    "Delivery",
+    "Digester",
+    "Digests",
+    "Direct",
+    "EndOfStream",
+    "Meeting",
+    "Traffic",
+    "Verifier",
+    "can_share",
+    "default_store",
+    "make_delivery",
+]

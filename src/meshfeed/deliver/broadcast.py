@@ -1,0 +1,126 @@
+"""One collective per microbatch: header and all columns in one buffer.
+
+Every rank knows from the plan how large the buffer should be. Where the plan cannot tell (columns of
+varying shape), the largest surplus so far is added; a message that still does not fit is announced by
+its own header and sent once more in full, and all ranks remember.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshfeed.deliver import wire
+from meshfeed.deliver.delivery import EndOfStream, Traffic
+from meshfeed.deliver.rendezvous import GlooGroup, Meeting
+from meshfeed.errors import DeliveryError, PeerError
+from meshfeed.roles import Role
+from meshfeed.sequence import Columns
+
+_GRAIN = 4096
+
+
+class Broadcast:
+    """Columns from one reader to its peers by gloo's broadcast.
+
+    The stream ends for all together: a reader that is interrupted says so in its next message, and the
+    others go on receiving, and dropping, until they hear it. So no collective is left half-done.
+    """
+
+    def __init__(self, role: Role, meeting: Meeting) -> None:
+        self.traffic = Traffic()
+        self._role, self._meeting = role, meeting
+        self._group: GlooGroup | None = None
+        self._surplus = 0
+        self._buffer = np.zeros(0, np.uint8)
+        self._interrupted = threading.Event()
+
+    def __enter__(self) -> Self:
+        role = self._role
+        self._group = self._meeting.gloo_group("broadcast", role.rank, role.peers)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
+        """See Delivery."""
+        if columns is None:
+            return self._receive(num_bytes)
+        if self._interrupted.is_set():
+            self._send(wire.end_message(), num_bytes)
+            raise EndOfStream
+        try:
+            message = wire.encode(columns)
+        except DeliveryError as error:
+            self.fail(error, num_bytes)
+            raise
+        self._send(message, num_bytes)
+        return columns
+
+    def fail(self, error: BaseException, num_bytes: int) -> None:
+        """See Delivery."""
+        self._send(wire.error_message(error), num_bytes)
+
+    def interrupt(self) -> None:
+        """See Delivery."""
+        self._interrupted.set()
+
+    def _send(self, message: wire.Message, num_bytes: int) -> None:
+        room = self._room(num_bytes)
+        buffer = self._buffer_of(max(room, message.num_bytes))
+        message.write(buffer)
+        self._collective(buffer[:room])
+        if message.num_bytes > room:
+            self._collective(buffer[: message.num_bytes])
+            self._surplus += message.num_bytes - room
+        self.traffic.messages += 1
+
+    def _receive(self, num_bytes: int) -> Columns:
+        while True:
+            room = self._room(num_bytes)
+            buffer = self._buffer_of(room)[:room]
+            self._collective(buffer)
+            kind, size = wire.peek(buffer)
+            if size > room:
+                buffer = self._buffer_of(size)[:size]
+                self._collective(buffer)
+                self._surplus += size - room
+            self.traffic.messages += 1
+            if kind == wire.ERROR:
+                raise DeliveryError(f"rank {self._role.source} could not read: {wire.decode_error(buffer)}")
+            if kind == wire.END:
+                raise EndOfStream
+            return wire.decode(buffer)
+
+    def _room(self, num_bytes: int) -> int:
+        return -(-(num_bytes + wire.TABLE_ROOM + self._surplus) // _GRAIN) * _GRAIN
+
+    def _buffer_of(self, size: int) -> wire.Bytes:
+        if self._buffer.size < size:
+            self._buffer = np.zeros(size, np.uint8)
+        return self._buffer
+
+    def _collective(self, buffer: wire.Bytes) -> None:
+        role = self._role
+        if self._group is None or role.source is None:
+            raise DeliveryError(f"rank {role.rank} is in no broadcast group; use the delivery in `with`")
+        try:
+            self._group.broadcast(torch.from_numpy(buffer), role.source)
+        except (RuntimeError, dist.DistError) as broken:
+            raise PeerError(
+                f"rank {role.rank} lost its broadcast group {role.peers} (source: rank {role.source}): "
+                f"{broken}",
+                [] if role.reads else [role.source],
+            ) from broken
+        self.traffic.collectives += 1
+        self.traffic.num_bytes += buffer.size

@@ -1,0 +1,122 @@
+"""The one seam between reading and training: columns in on the reader, columns out on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
+
+from meshfeed.errors import DeliveryError
+from meshfeed.roles import DeliveryName, Role
+from meshfeed.sequence import Columns
+
+if TYPE_CHECKING:
+    from meshfeed.deliver.rendezvous import Meeting
+
+
+class EndOfStream(Exception):
+    """The source has closed its feed, or this rank has: nothing more will come. Not an error."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a delivery has moved so far on this rank.
+
+    Attributes:
+        messages: microbatches sent or received.
+        collectives: torch.distributed collectives called.
+        num_bytes: bytes sent or received, headers included.
+    """
+
+    messages: int = 0
+    collectives: int = 0
+    num_bytes: int = 0
+
+
+class Delivery(Protocol):
+    """How stored columns reach this rank. `with` meets the peers and lets them go again.
+
+    All calls but `interrupt` come from one thread. Columns that `deliver` returns are good until the
+    next call.
+    """
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters of this rank."""
+        ...
+
+    def __enter__(self) -> Self:
+        """Meet the peers. Raises PeerError naming those that do not come in time."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let the peers go; never blocks."""
+        ...
+
+    def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
+        """One microbatch. columns: what the reader read, None on the others.
+
+        num_bytes: the size of the columns as the plan has it, equal on all peers; a hint.
+        Raises EndOfStream, PeerError (a peer is gone), DeliveryError (the reader failed; says how).
+        """
+        ...
+
+    def fail(self, error: BaseException, num_bytes: int) -> None:
+        """On the reader, instead of `deliver`: tell the peers that there will be no data, and why."""
+        ...
+
+    def interrupt(self) -> None:
+        """From another thread: this rank wants no more. `deliver` raises EndOfStream as soon as it may."""
+        ...
+
+
+class Direct:
+    """The rank reads for itself, or needs nothing that is read: nothing moves."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._interrupted = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
+        """The columns themselves; {} where there are none."""
+        if self._interrupted:
+            raise EndOfStream
+        self.traffic.messages += 1
+        return columns or {}
+
+    def fail(self, error: BaseException, num_bytes: int) -> None:
+        """Nobody to tell."""
+
+    def interrupt(self) -> None:
+        """See Delivery."""
+        self._interrupted = True
+
+
+def make_delivery(name: DeliveryName, role: Role, meeting: Meeting | None, *, num_slots: int) -> Delivery:
+    """The delivery that fits a role that needs stored columns.
+
+    meeting: where its peers meet; may be None where it has none. num_slots: microbatches in flight.
+    """
+    from meshfeed.deliver.broadcast import Broadcast
+    from meshfeed.deliver.share import ShareFollower, ShareLeader
+
+    if name == "direct" or not role.peers or role.source is None:
+        return Direct()
+    if meeting is None:
+        raise DeliveryError(
+            f"rank {role.rank} gets its data by {name!r} and needs a way to meet ranks {role.peers}: call "
+            f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
+        )
+    if name == "broadcast":
+        return Broadcast(role, meeting)
+    return ShareLeader(role, meeting, num_slots) if role.reads else ShareFollower(role, meeting)

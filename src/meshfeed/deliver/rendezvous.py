@@ -1,0 +1,151 @@
+"""How the ranks of one group find each other: through a torch.distributed key-value store, by name.
+
+Nothing global: only the members of a group take part, and one that does not come is named.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from meshfeed.errors import DeliveryError, PeerError
+
+# A rank may rightly wait for a broadcast as long as its source's trainer is busy elsewhere. A dead peer
+# closes its connection and is noticed at once; how long a trainer may wait for data is the Feed's timeout.
+_NO_TIMEOUT = timedelta(days=30)
+
+_meetings: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One meeting of some ranks.
+
+    Attributes:
+        store: any torch.distributed Store that all of them reach.
+        timeout_s: how long to wait for the others.
+        topic: what every member must agree on, such as a recipe's fingerprint.
+    """
+
+    store: Store
+    timeout_s: float
+    topic: str
+
+    def meet(self, purpose: str, rank: int, peers: tuple[int, ...]) -> str:
+        """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
+
+        Members must call in the same order for the same peers, as for torch.distributed.new_group.
+        Raises PeerError naming who is missing after `timeout_s`, or who brings another topic.
+        """
+        turn = next(_meetings[purpose, peers])
+        prefix = f"meshfeed/{purpose}/{turn}/{'-'.join(map(str, _runs(peers)))}"
+        self.store.set(f"{prefix}/{rank}", self.topic)
+        self._wait([f"{prefix}/{peer}" for peer in peers], purpose, rank, peers)
+        topics = {peer: self.store.get(f"{prefix}/{peer}").decode() for peer in peers}
+        others = [peer for peer in peers if topics[peer] != self.topic]
+        if others:
+            raise PeerError(
+                f"rank {rank} and rank(s) {others} disagree on the recipe, fields or delivery: here "
+                f"{self.topic}, there {topics[others[0]]}; give every rank the same arguments",
+                others,
+            )
+        return prefix
+
+    def gloo_group(self, purpose: str, rank: int, peers: tuple[int, ...]) -> GlooGroup:
+        """Connections among the peers alone, made once all of them have come.
+
+        Raises PeerError as `meet` does, or where one of them is lost on the way.
+        """
+        prefix = self.meet(purpose, rank, peers)
+        try:
+            return GlooGroup(PrefixStore(f"{prefix}/gloo", self.store), rank, peers, self.timeout_s)
+        except (RuntimeError, dist.DistError) as broken:
+            others = [peer for peer in peers if peer != rank]
+            raise PeerError(
+                f"rank {rank} met rank(s) {others} but could not connect its {purpose} group: {broken}; "
+                f"has one of them died, or does GLOO_SOCKET_IFNAME name the wrong network?",
+                others,
+            ) from broken
+
+    def publish(self, key: str, text: str) -> None:
+        """Leave a word for the others."""
+        self.store.set(key, text)
+
+    def read(self, key: str, source: int, rank: int) -> str:
+        """What `source` has left, waiting for it. Raises PeerError naming it after `timeout_s`."""
+        self._wait([key], "share", rank, (source,))
+        return self.store.get(key).decode()
+
+    def _wait(self, keys: list[str], purpose: str, rank: int, peers: tuple[int, ...]) -> None:
+        try:
+            self.store.wait(keys, timedelta(seconds=self.timeout_s))
+        except (RuntimeError, dist.DistError) as late:
+            missing = [peer for key, peer in zip(keys, peers) if not self._has(key)]
+            if not missing:
+                raise DeliveryError(f"rank {rank}: the rendezvous store failed: {late}") from late
+            raise PeerError(
+                f"rank {rank} waited {self.timeout_s:g} s for rank(s) {missing} to join its {purpose} group "
+                f"{peers}; every rank of the group must iterate its Feed (are they running?)",
+                missing,
+            ) from late
+
+    def _has(self, key: str) -> bool:
+        try:
+            return self.store.check([key])
+        except (RuntimeError, dist.DistError):
+            return False
+
+
+class GlooGroup:
+    """Gloo connections of some ranks, apart from the groups that torch.distributed keeps a list of.
+
+    `dist.new_group` calls a group by how many groups this rank is in already, so ranks with different
+    pasts never meet, and one made again after it was destroyed meets the addresses of the first.
+    """
+
+    def __init__(self, store: Store, rank: int, peers: tuple[int, ...], timeout_s: float) -> None:
+        self._peers = peers
+        timeout = timedelta(seconds=timeout_s)
+        self._gloo: Any = dist.ProcessGroupGloo(store, peers.index(rank), len(peers), timeout)
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
+        """Fill `buffer` with that of rank `source`, however long that takes. RuntimeError: a peer is gone."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = self._peers.index(source), 0, _NO_TIMEOUT
+        self._gloo.broadcast([buffer], options).wait(_NO_TIMEOUT)
+
+    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Each peer's row, in the order of peers. RuntimeError: a peer is gone, or late by `timeout_s`."""
+        rows = [torch.empty_like(row) for _ in self._peers]
+        self._gloo.allgather([rows], [row]).wait()
+        return torch.stack(rows)
+
+    def close(self) -> None:
+        """Close the connections, which tells the peers."""
+        self._gloo = None
+
+
+def default_store() -> Store | None:
+    """The store of the default process group; None where torch.distributed is not initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def _runs(ranks: tuple[int, ...]) -> list[str]:
+    # (0, 1, 2, 3, 8) -> ["0:3", "8"]: a key stays short for a group of thousands
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return [str(a) if a == b else f"{a}:{b}" for a, b in runs]

@@ -1,0 +1,127 @@
+"""Do replicas hold the same bytes? Digests of every field, compared once a step.
+
+Ranks with the same (dp, cp) coordinate hold equal fields, whatever their tp and pp. One small
+all-gather at the end of a step shows a rank that differs; where no majority tells who is right, each
+rank reads its own bytes from storage once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from meshfeed.deliver.rendezvous import GlooGroup, Meeting
+from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
+from meshfeed.sequence import Arrays
+
+Digests = npt.NDArray[np.int64]
+
+
+class Digester:
+    """Digest of each field over the microbatches of one step; 0 for a field that never came."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._hashes = {name: hashlib.blake2b(digest_size=8) for name in names}
+        self._seen: set[str] = set()
+
+    def add(self, microbatches: Sequence[Arrays]) -> None:
+        """Take in some microbatches."""
+        for name, value in (item for arrays in microbatches for item in arrays.items()):
+            self._seen.add(name)
+            for piece in [value] if isinstance(value, np.ndarray) else value:
+                self._hashes[name].update(piece if isinstance(piece, bytes) else _bytes_of(piece))
+
+    def digests(self) -> Digests:
+        """In the order of the names; int64 [fields]."""
+        return np.array(
+            [
+                int.from_bytes(h.digest(), "little", signed=True) if name in self._seen else 0
+                for name, h in self._hashes.items()
+            ],
+            np.int64,
+        )
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # pyright: ignore
+
+
+class Verifier:
+    """The ranks of one (dp, cp) coordinate, who compare notes."""
+
+    def __init__(self, rank: int, peers: tuple[int, ...], names: Sequence[str], meeting: Meeting) -> None:
+        self._rank, self._peers, self._names, self._meeting = rank, peers, tuple(names), meeting
+        self._group: GlooGroup | None = None
+
+    def __enter__(self) -> Self:
+        self._group = self._meeting.gloo_group("verify", self._rank, self._peers)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def check(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
+        """Compare one step's digests; every rank of the group calls this at the end of that step.
+
+        reread: the same digests made from storage again. Raises VerifyError naming the rank that differs.
+        """
+        table = self._gather(digests)
+        fields = [f for f in range(len(self._names)) if len(set(table[:, f].tolist()) - {0}) > 1]
+        if not fields:
+            return
+        suspects = {
+            rank for f in fields for rank in suspects_of(dict(zip(self._peers, table[:, f].tolist())))
+        }
+        if not suspects:
+            suspects = self._arbitrate(digests, reread)
+        names = ", ".join(repr(self._names[f]) for f in fields)
+        told = ", ".join(
+            f"rank {rank}: {int(table[at, fields[0]]) & (2**64 - 1):016x}"
+            for at, rank in enumerate(self._peers)
+            if table[at, fields[0]]
+        )
+        who = f"rank(s) {sorted(suspects)}" if suspects else f"some of ranks {self._peers}"
+        raise VerifyError(
+            f"step {step}: {who} hold other bytes than their replicas in {names} ({told}); check their "
+            f"memory, storage and code before any of their work is used",
+            sorted(suspects) or self._peers,
+        )
+
+    def _arbitrate(self, digests: Digests, reread: Callable[[], Digests]) -> set[int]:
+        try:
+            wrong = int(not np.array_equal(reread(), digests))
+        except MeshfeedError:
+            wrong = 0  # no storage here: nothing to hold against it
+        verdicts = self._gather(np.array([wrong], np.int64))[:, 0]
+        return {rank for rank, verdict in zip(self._peers, verdicts.tolist()) if verdict}
+
+    def _gather(self, row: Digests) -> Digests:
+        if self._group is None:
+            raise DeliveryError(f"rank {self._rank} is in no verify group; use the verifier in `with`")
+        try:
+            return self._group.all_gather(torch.from_numpy(row)).numpy()
+        except (RuntimeError, dist.DistError) as broken:
+            raise PeerError(
+                f"rank {self._rank} could not compare with ranks {self._peers}: {broken}"
+            ) from broken
+
+
+def suspects_of(digest_of_rank: Mapping[int, int]) -> set[int]:
+    """Ranks that differ from a majority of those that hold the field (digest not 0); {} without one."""
+    held = {rank: digest for rank, digest in digest_of_rank.items() if digest}
+    if not held:
+        return set()
+    digest, count = Counter(held.values()).most_common(1)[0]
+    return {rank for rank in held if held[rank] != digest} if 2 * count > len(held) else set()

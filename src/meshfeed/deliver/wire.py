@@ -1,0 +1,169 @@
+"""Columns as one run of bytes: a fixed header, a JSON table of contents, the data. No pickle.
+
+    0   magic u32 | kind u32 | bytes in all u64 | bytes of table u64
+    24  table: [[name, dtype, shape or list of shapes, form], ...]
+        data, each column from a multiple of 64 bytes on
+
+Columns of several arrays (of one dtype) or of byte strings lie end to end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import DeliveryError
+from meshfeed.sequence import Columns
+
+DATA, ERROR, END = 0, 1, 2
+TABLE_ROOM = 4096
+"""What to add to the bytes of the columns so that header, table and alignment fit as a rule."""
+
+_MAGIC = 0x4446534D
+_HEADER = struct.Struct("<IIQQ")
+_ALIGN = 64
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Something to send: its head, and what follows at which offset.
+
+    Attributes:
+        num_bytes: size on the wire.
+    """
+
+    num_bytes: int
+    head: bytes
+    parts: Sequence[tuple[int, npt.NDArray[Any] | bytes]]
+
+    def write(self, buffer: Bytes) -> None:
+        """Lay the message out at the start of a uint8 buffer of at least `num_bytes`."""
+        buffer[: len(self.head)] = np.frombuffer(self.head, np.uint8)
+        for offset, part in self.parts:
+            flat = np.frombuffer(part, np.uint8) if isinstance(part, bytes) else _flat(part)
+            buffer[offset : offset + flat.size] = flat
+
+
+def encode(columns: Columns) -> Message:
+    """A message of columns. Raises DeliveryError for object arrays, which no wire can carry."""
+    table: list[list[Any]] = []
+    pieces: list[list[npt.NDArray[Any] | bytes]] = []
+    for name, column in columns.items():
+        if isinstance(column, np.ndarray):
+            table.append([name, _dtype_name(name, column), list(column.shape), "array"])
+            pieces.append([column])
+        elif column and isinstance(column[0], bytes):
+            table.append([name, "|u1", [[len(piece)] for piece in column], "bytes"])
+            pieces.append(list(cast(Sequence[bytes], column)))
+        else:
+            arrays = cast(Sequence[npt.NDArray[Any]], column)
+            dtypes = {_dtype_name(name, array) for array in arrays} or {"|u1"}
+            if len(dtypes) > 1:
+                raise DeliveryError(f"column {name!r} mixes dtypes {sorted(dtypes)}; give it one")
+            table.append([name, dtypes.pop(), [list(array.shape) for array in arrays], "ragged"])
+            pieces.append(list(arrays))
+    return _message(DATA, json.dumps(table, separators=(",", ":")).encode(), pieces)
+
+
+def error_message(error: BaseException) -> Message:
+    """A message that says why there will be no data."""
+    text = f"{type(error).__name__}: {error}".encode(errors="replace")
+    return _message(ERROR, text[: TABLE_ROOM - _HEADER.size], [])
+
+
+def end_message() -> Message:
+    """A message that says that nothing follows."""
+    return _message(END, b"", [])
+
+
+def peek(buffer: Bytes) -> tuple[int, int]:
+    """(kind, bytes in all) of the message at the start of a buffer. Raises DeliveryError."""
+    magic, kind, num_bytes, _ = _header(buffer)
+    if magic != _MAGIC or kind not in (DATA, ERROR, END):
+        raise DeliveryError(
+            f"no meshfeed message: it starts with {magic:#x}, kind {kind}; is every rank of one version?"
+        )
+    return kind, num_bytes
+
+
+def decode(buffer: Bytes) -> Columns:
+    """The columns of a data message, as read-only views of the buffer. Raises DeliveryError."""
+    try:
+        return _columns(buffer)
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as foreign:
+        raise DeliveryError(
+            f"a message of {buffer.size} bytes has no readable table of contents ({foreign}); "
+            f"is every rank of one version?"
+        ) from foreign
+
+
+def decode_error(buffer: Bytes) -> str:
+    """The text of an error message."""
+    return _table(buffer)[0].decode(errors="replace")
+
+
+def _columns(buffer: Bytes) -> Columns:
+    table, offset = _table(buffer)
+    columns: dict[str, Any] = {}
+    for name, dtype, shape, form in json.loads(table):
+        pieces: list[npt.NDArray[Any]] = []
+        offset = _aligned(offset)
+        for one in [shape] if form == "array" else shape:
+            if min(one, default=0) < 0:
+                raise ValueError(f"shape {one}")
+            count = math.prod(one) * np.dtype(dtype).itemsize
+            view = buffer[offset : offset + count].view(dtype).reshape(one)
+            view.flags.writeable = False
+            pieces.append(view)
+            offset += count
+        columns[name] = pieces[0] if form == "array" else pieces
+        if form == "bytes":
+            columns[name] = [piece.tobytes() for piece in pieces]
+    return columns
+
+
+def _header(buffer: Bytes) -> tuple[int, int, int, int]:
+    if buffer.size < _HEADER.size:
+        raise DeliveryError(f"no meshfeed message: {buffer.size} bytes, a header has {_HEADER.size}")
+    return _HEADER.unpack_from(buffer.data)
+
+
+def _table(buffer: Bytes) -> tuple[bytes, int]:
+    size = _header(buffer)[3]
+    return buffer[_HEADER.size : _HEADER.size + size].tobytes(), _HEADER.size + size
+
+
+def _message(kind: int, table: bytes, pieces: list[list[npt.NDArray[Any] | bytes]]) -> Message:
+    offset = _HEADER.size + len(table)
+    parts: list[tuple[int, npt.NDArray[Any] | bytes]] = []
+    for column in pieces:
+        offset = _aligned(offset)
+        for piece in column:
+            parts.append((offset, piece))
+            offset += len(piece) if isinstance(piece, bytes) else piece.nbytes
+    return Message(offset, _HEADER.pack(_MAGIC, kind, offset, len(table)) + table, parts)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGN) * _ALIGN
+
+
+def _flat(array: npt.NDArray[Any]) -> Bytes:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _dtype_name(name: str, array: npt.NDArray[Any]) -> str:
+    if array.dtype.hasobject:
+        raise DeliveryError(f"column {name!r} holds Python objects; give arrays of numbers, or bytes")
+    if array.dtype.kind == "V":  # records, bfloat16: their name does not tell what they are
+        raise DeliveryError(f"column {name!r} is {array.dtype}; give plain numbers, or one column per part")
+    return array.dtype.str

@@ -1,0 +1,127 @@
+"""Arrays -> tensors where the model is."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshfeed.batch import Microbatch, Value
+from meshfeed.sequence import Arrays, Portion
+
+Array = npt.NDArray[Any]
+
+_MOST_KEPT = 64
+_FREE = 2  # references to an array that only its deque holds: the deque's, and the question's own
+
+
+class Placer(Protocol):
+    """Takes a microbatch's arrays to their device."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """An uninitialised array to build a field in."""
+        ...
+
+    def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
+        """The tensors of some microbatches, and a ticket for `receive`; called on the producer's thread."""
+        ...
+
+    def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
+        """Make the tensors safe to use on the caller's current stream."""
+        ...
+
+
+def placer_of(device: str | torch.device) -> Placer:
+    """The placer for a device."""
+    place = torch.device(device)
+    return OnCuda(place) if place.type == "cuda" else OnHost()
+
+
+class OnHost:
+    """Tensors that are the arrays themselves, and whose memory is used again once nobody holds them.
+
+    Fresh memory costs a page fault per 4 KiB, several times what filling it does.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[int, ...], str], deque[Array]] = {}
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """See Placer. Arrays come back into use in the order in which they were given out."""
+        made = self._made.setdefault((shape, dtype), deque())
+        if made and sys.getrefcount(made[0]) == _FREE:
+            made.rotate(-1)
+        else:
+            made.append(np.empty(shape, dtype))
+            if len(made) > _MOST_KEPT:
+                made.popleft()
+        return made[-1]
+
+    def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
+        """See Placer."""
+        return [{name: _tensors(value) for name, value in arrays.items()} for arrays in built], None
+
+    def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
+        """Nothing is under way."""
+
+
+class OnCuda:
+    """Copies from page-locked memory on a stream of its own, so that they overlap with training."""
+
+    def __init__(self, device: torch.device) -> None:
+        current = torch.device("cuda", torch.cuda.current_device())
+        self._device = device if ":" in str(device) else current
+        self._stream = torch.cuda.Stream(self._device)
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """Page-locked; PyTorch takes it back only once the copy from it is done."""
+        return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
+
+    def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
+        """See Placer."""
+        with torch.cuda.stream(self._stream):
+            fields = [{name: self._copied(value) for name, value in arrays.items()} for arrays in built]
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return fields, done
+
+    def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
+        """The current stream waits for the copies, and the allocator for the current stream."""
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(ticket)
+        for value in (value for microbatch in microbatches for value in microbatch.fields.values()):
+            for tensor in [value] if isinstance(value, torch.Tensor) else value:
+                if isinstance(tensor, torch.Tensor):
+                    tensor.record_stream(stream)
+
+    def _copied(self, value: Any) -> Value:
+        host = _tensors(value)
+        if isinstance(host, torch.Tensor):
+            return host.to(self._device, non_blocking=True)
+        return cast(
+            Value, [t.to(self._device, non_blocking=True) if isinstance(t, torch.Tensor) else t for t in host]
+        )
+
+
+def microbatches_of(
+    portion: Portion, built: Sequence[Arrays], placer: Placer
+) -> tuple[list[Microbatch], Any]:
+    """The microbatches of a portion on their device, and the placer's ticket for them."""
+    placed, ticket = placer.place(built)
+    pack = portion.pack
+    return [
+        Microbatch(m, draws, pack.cp_size, pack.cp_rank, fields)
+        for m, draws, fields in zip(portion.microbatches, portion.draws_by_microbatch(), placed)
+    ], ticket
+
+
+def _tensors(value: Any) -> Value:
+    if isinstance(value, np.ndarray):
+        # What may not be written is a column passed through: a view of a buffer that is used again.
+        return torch.from_numpy(value if value.flags.writeable else value.copy())
+    return cast(Value, [_tensors(v) if isinstance(v, np.ndarray) else v for v in value])

@@ -1,0 +1,321 @@
+"""Who opens storage, who needs which field, who gets it from whom: all as a function.
+
+(layout, stage map, fields, delivery) -> one Role per rank. No rank asks another, no environment is
+read, and the table for 16,384 ranks is a few array operations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import LayoutError, RoleError
+from meshfeed.layout import Layout
+
+DeliveryName = Literal["direct", "broadcast", "share"]
+StageKind = Literal["first", "last", "mtp", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A tensor of a microbatch, declared once.
+
+    Attributes:
+        name: its key in the microbatch.
+        dtype: NumPy name of its element type; "bytes" for byte strings.
+        stages: kinds of pipeline stage that need it: "first" (embedding), "last" (loss), "mtp", "all".
+        split: whether context parallelism splits it along the sequence.
+        pad: value of what is not real.
+        stored: whether it takes stored bytes; False for what lengths alone decide, such as
+            cu_seqlens, which every rank computes for itself.
+    """
+
+    name: str
+    dtype: str
+    stages: tuple[StageKind, ...] = ("all",)
+    split: bool = False
+    pad: float = 0
+    stored: bool = True
+
+    def __post_init__(self) -> None:
+        unknown = set(self.stages) - {"first", "last", "mtp", "all"}
+        if unknown or not self.stages:
+            raise RoleError(f"field {self.name!r}: stages are first, last, mtp, all; got {self.stages!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMap:
+    """Which pipeline stage embeds, which computes the loss, which predicts further tokens.
+
+    A *stage* here is global: stage v * pp + p is virtual stage v of pipeline rank p.
+
+    Attributes:
+        pp: pipeline ranks.
+        vpp: virtual stages per pipeline rank.
+        mtp: global stages that hold a multi-token-prediction block.
+        layout: Megatron's pipeline layout string instead of vpp and mtp, such as "Et*3|t*4|m|L":
+            stages joined by "|", E embedding, t layer, m MTP, L loss, x*n repeats, "," is decoration.
+
+    Raises LayoutError for a string that cannot be read or does not divide by pp.
+    """
+
+    pp: int = 1
+    vpp: int = 1
+    mtp: tuple[int, ...] = ()
+    layout: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout is not None:
+            if self.vpp != 1 or self.mtp:
+                raise LayoutError("StageMap: give either layout or vpp and mtp, not both")
+            stages = _parse_stages(self.layout)
+            if len(stages) % self.pp:
+                raise LayoutError(f"stage layout {self.layout!r} has {len(stages)} stages for pp={self.pp}")
+            object.__setattr__(self, "vpp", len(stages) // self.pp)
+            object.__setattr__(self, "mtp", tuple(s for s, held in enumerate(stages) if "m" in held))
+        if self.pp < 1 or self.vpp < 1:
+            raise LayoutError(f"StageMap(pp={self.pp}, vpp={self.vpp}): each is at least 1")
+        if any(not 0 <= stage < self.num_stages for stage in self.mtp):
+            raise LayoutError(f"mtp={self.mtp}: stages go from 0 to pp*vpp-1 = {self.num_stages - 1}")
+
+    @property
+    def num_stages(self) -> int:
+        """Global stages: pp * vpp."""
+        return self.pp * self.vpp
+
+    def kinds(self, pp_rank: int, virtual_stage: int) -> frozenset[StageKind]:
+        """What one stage does: "all", and "first", "last", "mtp" where they hold."""
+        stage = virtual_stage * self.pp + pp_rank
+        kinds: set[StageKind] = {"all"}
+        if stage == 0:
+            kinds.add("first")
+        if stage == self.num_stages - 1:
+            kinds.add("last")
+        if stage in self.mtp:
+            kinds.add("mtp")
+        return frozenset(kinds)
+
+    def fields_of(self, fields: Sequence[Field], pp_rank: int, virtual_stage: int) -> tuple[Field, ...]:
+        """The fields that one stage needs, in the order declared."""
+        kinds = self.kinds(pp_rank, virtual_stage)
+        return tuple(field for field in fields if kinds & set(field.stages))
+
+    def fields_of_rank(self, fields: Sequence[Field], pp_rank: int) -> tuple[Field, ...]:
+        """The fields that any virtual stage of a pipeline rank needs, in the order declared."""
+        needed = {f for v in range(self.vpp) for f in self.fields_of(fields, pp_rank, v)}
+        return tuple(field for field in fields if field in needed)
+
+
+def _parse_stages(text: str) -> list[str]:
+    compact = text.replace(",", "").replace(" ", "")
+    while match := re.search(r"\(([^()]*)\)\*(\d+)|([A-Za-z])\*(\d+)", compact):
+        piece, times = (match[1], match[2]) if match[2] else (match[3], match[4])
+        compact = compact[: match.start()] + piece * int(times) + compact[match.end() :]
+    stages = compact.split("|")
+    held = "".join(stages)
+    if set(held) - set("EtmL") or held.count("E") != 1 or held.count("L") != 1:
+        raise LayoutError(f"stage layout {text!r}: letters are E, t, m, L, with one E and one L")
+    if "E" not in stages[0] or "L" not in stages[-1]:
+        raise LayoutError(f"stage layout {text!r}: E belongs to the first stage and L to the last")
+    return stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One rank's part.
+
+    Attributes:
+        rank: global rank.
+        reads: whether it opens storage.
+        source: the rank that its stored bytes come from (itself where it reads for itself), or None
+            where it needs none.
+        peers: all ranks of its delivery group, the source included; () where it takes part in none.
+        fields: names of the fields that it receives.
+    """
+
+    rank: int
+    reads: bool
+    source: int | None
+    peers: tuple[int, ...]
+    fields: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON types."""
+        return {
+            "rank": self.rank,
+            "reads": self.reads,
+            "source": self.source,
+            "peers": list(self.peers),
+            "fields": list(self.fields),
+        }
+
+
+class Roles:
+    """The role of every rank; indexes by global rank, iterates in rank order.
+
+    Attributes:
+        ranks: int64 [n], ascending.
+        reads: bool [n].
+        source: int64 [n], -1 for none.
+        group: delivery group of each rank, -1 for none; int64 [n].
+    """
+
+    def __init__(
+        self,
+        ranks: npt.NDArray[np.int64],
+        reads: npt.NDArray[np.bool_],
+        source: npt.NDArray[np.int64],
+        group: npt.NDArray[np.int64],
+        fields: Sequence[tuple[str, ...]],
+    ) -> None:
+        self.ranks, self.reads, self.source, self.group = ranks, reads, source, group
+        self._fields = fields
+        self._by_group = np.argsort(group, kind="stable")
+        self._group_starts = np.searchsorted(group[self._by_group], np.arange(int(group.max(initial=-1)) + 2))
+
+    def __len__(self) -> int:
+        return self.ranks.size
+
+    def __getitem__(self, rank: int) -> Role:
+        at = int(np.searchsorted(self.ranks, rank))
+        if at == len(self) or self.ranks[at] != rank:
+            raise RoleError(f"rank {rank} is not in the layout")
+        group = int(self.group[at])
+        peers = () if group < 0 else self._members(group)
+        return Role(
+            rank=rank,
+            reads=bool(self.reads[at]),
+            source=None if self.source[at] < 0 else int(self.source[at]),
+            peers=peers if len(peers) > 1 else (),
+            fields=self._fields[at],
+        )
+
+    def __iter__(self) -> Iterator[Role]:
+        return (self[rank] for rank in self.ranks.tolist())
+
+    def _members(self, group: int) -> tuple[int, ...]:
+        start, stop = self._group_starts[group : group + 2]
+        return tuple(self.ranks[self._by_group[start:stop]].tolist())
+
+
+def assign_roles(
+    layout: Layout,
+    stage_map: StageMap,
+    fields: Sequence[Field],
+    delivery: DeliveryName,
+    reads: Iterable[int] | None = None,
+) -> Roles:
+    """Every rank's role under one delivery.
+
+    direct: every rank that needs stored bytes reads its own. broadcast: one reader per tp group; with
+    `reads`, the smallest of tp, tp-cp, tp-pp, tp-cp-pp whose every group has a reader. share: one
+    reader per node and data-parallel replica.
+    reads: the trainer's own policy, the only ranks that may open storage; None leaves it to meshfeed.
+    Raises RoleError where some rank needs bytes that no allowed reader can bring it.
+    """
+    if stage_map.pp != layout.pp:
+        raise RoleError(f"the stage map has pp={stage_map.pp}, layout {layout} has pp={layout.pp}")
+    ranks = layout.ranks()
+    coords = layout.coords(ranks)
+    needed = [stage_map.fields_of_rank(fields, p) for p in range(layout.pp)]
+    names = [tuple(f.name for f in of_stage) for of_stage in needed]
+    needs = np.array([any(f.stored for f in of_stage) for of_stage in needed])[coords[:, 3]]
+    allowed = np.ones(ranks.size, bool)
+    if reads is not None:
+        policy = np.unique(np.fromiter(reads, np.int64))
+        layout.coords(policy)  # refuses ranks that do not exist
+        allowed = np.isin(ranks, policy)
+
+    group, reader = _group_readers(layout, ranks, coords, needs, allowed, delivery, reads is not None)
+    member = needs.copy()
+    member[reader[needs]] = True  # a reader outside the stages that need bytes joins as their source
+    source = np.where(needs, ranks[reader], -1)
+    is_reader = np.zeros(ranks.size, bool)
+    is_reader[reader[needs]] = True
+    source[is_reader] = ranks[is_reader]
+    return Roles(
+        ranks,
+        is_reader,
+        source,
+        np.where(member, group, -1),
+        [names[p] for p in coords[:, 3].tolist()],
+    )
+
+
+def _group_readers(
+    layout: Layout,
+    ranks: npt.NDArray[np.int64],
+    coords: npt.NDArray[np.int32],
+    needs: npt.NDArray[np.bool_],
+    allowed: npt.NDArray[np.bool_],
+    delivery: DeliveryName,
+    has_policy: bool,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(group of each rank, place in `ranks` of that group's reader), the first grouping that works."""
+    _, cp, dp, pp = coords.T.astype(np.int64)
+    if delivery == "direct":
+        keys = [np.arange(ranks.size)]
+    elif delivery == "share":
+        keys = [layout.node(ranks) * layout.dp + dp]
+    elif delivery == "broadcast":
+        keys = [(dp * layout.pp + pp) * layout.cp + cp]
+        if has_policy:
+            keys += [dp * layout.pp + pp, dp * layout.cp + cp, dp]
+    else:
+        raise RoleError(f"delivery {delivery!r}: choose 'direct', 'broadcast' or 'share'")
+    # Without a policy the reader is a rank that needs the bytes anyway.
+    candidate = allowed if has_policy else needs
+    place = np.arange(ranks.size)
+    unfed = np.zeros(0, np.int64)
+    for key in keys:
+        group = np.unique(key, return_inverse=True)[1].reshape(-1)
+        first = np.full(int(group.max()) + 1, ranks.size)
+        np.minimum.at(first, group, np.where(candidate, place, ranks.size))
+        if has_policy:  # prefer a reader that needs the bytes itself
+            own = np.full(first.size, ranks.size)
+            np.minimum.at(own, group, np.where(candidate & needs, place, ranks.size))
+            first = np.where(own < ranks.size, own, first)
+        reader = first[group]
+        unfed = np.flatnonzero(needs & (reader == ranks.size))
+        if not unfed.size:
+            return group, np.where(reader == ranks.size, place, reader)
+    hungry = int(ranks[unfed[0]])
+    where = {"direct": "itself", "share": "its node and replica", "broadcast": "its replica"}[delivery]
+    raise RoleError(
+        f"rank {hungry} ({layout.coord(hungry)}) needs stored fields, but no rank of {where} may read "
+        f"under {delivery!r}; add one to `reads` or choose another delivery"
+    )
+
+
+def choose_delivery(
+    layout: Layout,
+    stage_map: StageMap,
+    fields: Sequence[Field],
+    reads: Iterable[int] | None = None,
+    *,
+    can_share: bool,
+) -> DeliveryName:
+    """What "auto" means: direct when alone, share within a node, broadcast where it must cross nodes.
+
+    can_share: whether this machine has what share needs (memfd and abstract unix sockets).
+    """
+    policy = None if reads is None else tuple(reads)
+    shared: Roles | None = None
+    if can_share:
+        try:
+            shared = assign_roles(layout, stage_map, fields, "share", policy)
+        except RoleError:
+            shared = None  # the trainer's readers are not on every node
+    if shared is not None:
+        tp_groups = layout.node(layout.groups("tp"))
+        if (tp_groups != tp_groups[:, :1]).any():
+            shared = None  # a tp group spans nodes: let one of its nodes read, not each
+    roles = shared if shared is not None else assign_roles(layout, stage_map, fields, "broadcast", policy)
+    if (roles.source[roles.source >= 0] == roles.ranks[roles.source >= 0]).all():
+        return "direct"
+    return "share" if shared is not None else "broadcast"

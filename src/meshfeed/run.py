@@ -1,0 +1,224 @@
+"""One run of a feed: what its producer makes, handed to one consumer or to several virtual stages."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshfeed.batch import Microbatch, Step
+from meshfeed.deliver import Delivery, Digests, EndOfStream, Verifier
+from meshfeed.device import Placer
+from meshfeed.errors import DeliveryError, PeerError, StateError
+from meshfeed.prefetch import Inline, Prefetcher, StageClock
+from meshfeed.roles import Role
+from meshfeed.stepping import GlobalBatch
+
+COUNTERS = ("bytes_read", "opens", "collectives", "delivered_bytes")
+"""What is counted of every microbatch, and summed in a step's stats."""
+
+_JOIN_S = 10.0  # how long a producer may take to end with its peers
+
+
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """The producer begins a step. stats: what it will have cost, filled in as it goes; see `batch.Step`."""
+
+    batch: GlobalBatch
+    stats: dict[str, Any] = field(
+        default_factory=lambda: {"exposed_wait_s": {}, **dict.fromkeys(COUNTERS, 0)}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The producer has made some microbatches. counted: what that cost, by counter."""
+
+    microbatches: Sequence[Microbatch]
+    ticket: Any
+    counted: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """The producer has made all of a step. reread: its digests made from storage again."""
+
+    step: int
+    digests: Digests | None
+    reread: Callable[[], Digests]
+
+
+Item = StepStart | Made | StepEnd
+
+
+@dataclass(slots=True)
+class _View:
+    """A consumer's place: fields it wants (None for all), items kept for it, the step it is to get next."""
+
+    names: frozenset[str] | None
+    step: int
+    items: deque[StepStart | Microbatch | None] = field(default_factory=deque)
+    joined: bool = False
+
+
+class Run:
+    """From the first item of a producer to the last, or to `stop`.
+
+    Args:
+        start: the first step.
+        items: the producer, made once the delivery has met its peers.
+        delivery, verifier: entered at the first item, left at `stop`.
+        views: names of the fields of each consumer; None for all. Every one of them gets every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: int,
+        items: Iterator[Item],
+        clock: StageClock,
+        delivery: Delivery,
+        verifier: Verifier | None,
+        placer: Placer,
+        role: Role,
+        views: Sequence[frozenset[str] | None],
+        prefetch: int,
+        timeout_s: float,
+    ) -> None:
+        self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
+        self._clock, self._timeout_s = clock, timeout_s
+        self._views = [_View(names, start) for names in views]
+        self._prefetcher = Prefetcher(items, clock, prefetch) if prefetch else Inline(items, clock)
+        self._resources = contextlib.ExitStack()
+        self._started = self._stopped = False
+        self._stats: dict[str, Any] = {}
+
+    @property
+    def step(self) -> int:
+        """The first step that some view has not been handed."""
+        return min(view.step for view in self._views)
+
+    def join(self, view: int, num_views: int) -> bool:
+        """Take a free place; False where there is none, and a new run is due."""
+        if self._stopped or num_views != len(self._views) or self._views[view].joined:
+            return False
+        self._views[view].joined = True
+        return True
+
+    def steps(self, view: int) -> Iterator[Step]:
+        """The steps of one view. What is left of a step is dropped when the next is asked for."""
+        place = self._views[view]
+        while True:
+            item = self._take(place)
+            if item is None:
+                return
+            if isinstance(item, StepStart):
+                place.step = item.batch.step + 1
+                yield self._step(place, item.batch, item.stats)
+
+    def stop(self) -> None:
+        """Let the producer and the peers go. What was not handed out is dropped."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._started:
+            self._prefetcher.stop()
+            self._delivery.interrupt()
+            if not self._prefetcher.join(min(_JOIN_S, self._timeout_s)):
+                return  # it hangs on a peer that does not close: its group cannot be taken down under it
+        self._resources.close()
+
+    def _step(self, view: _View, batch: GlobalBatch, stats: dict[str, Any]) -> Step:
+        return Step(
+            index=batch.step,
+            num_microbatches=batch.plan.num_microbatches,
+            tokens=batch.tokens,
+            valid_tokens=batch.valid_tokens,
+            sum_sq=batch.sum_sq,
+            stats=stats,
+            microbatches=self._microbatches(view, batch.plan.num_microbatches),
+        )
+
+    def _microbatches(self, view: _View, count: int) -> Iterator[Microbatch]:
+        step = view.step
+        for _ in range(count):
+            item = self._take(view) if view.step == step else None
+            if not isinstance(item, Microbatch):
+                raise StateError(
+                    "these microbatches belong to a step that is over; take them before the next step"
+                )
+            yield item
+
+    def _take(self, view: _View) -> StepStart | Microbatch | None:
+        """The view's next item; None at the end of the stream."""
+        if self._stopped:
+            raise StateError("this iteration ended with load_state_dict, close or a new one; iterate anew")
+        while not view.items:
+            self._pull()
+        return view.items.popleft()
+
+    def _pull(self) -> None:
+        """The producer's next item, to all views."""
+        asked = time.monotonic()
+        self._start()
+        try:
+            item, waited = self._prefetcher.get(self._timeout_s, asked)
+        except StopIteration:
+            self._hand_out(None)
+            return
+        except EndOfStream as end:
+            raise PeerError(
+                f"rank {self._role.source} has closed its feed, and rank {self._role.rank} wants more; "
+                f"all ranks of a group take the same steps",
+                [] if self._role.source is None else [self._role.source],
+            ) from end
+        except TimeoutError as late:
+            raise self._late() from late
+        if isinstance(item, StepStart):
+            self._stats = item.stats
+        for stage, seconds in waited.items():
+            self._stats["exposed_wait_s"][stage] = self._stats["exposed_wait_s"].get(stage, 0.0) + seconds
+        if isinstance(item, StepEnd):
+            if self._verifier is not None and item.digests is not None:
+                self._verifier.check(item.step, item.digests, item.reread)
+        elif isinstance(item, Made):
+            for name, count in item.counted.items():
+                self._stats[name] += count
+            self._placer.receive(item.microbatches, item.ticket)
+            for microbatch in item.microbatches:
+                self._hand_out(microbatch)
+        else:
+            self._hand_out(item)
+
+    def _hand_out(self, item: StepStart | Microbatch | None) -> None:
+        for view in self._views:
+            names = view.names
+            if isinstance(item, Microbatch) and names is not None:
+                wanted = {name: value for name, value in item.fields.items() if name in names}
+                view.items.append(replace(item, fields=wanted))
+            else:
+                view.items.append(item)
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        with self._clock.stage("start"), contextlib.ExitStack() as stack:
+            stack.enter_context(self._delivery)
+            if self._verifier is not None:
+                stack.enter_context(self._verifier)
+            self._resources = stack.pop_all()
+        self._started = True
+        self._prefetcher.start()
+
+    def _late(self) -> DeliveryError:
+        role = self._role
+        waited = f"rank {role.rank} waited {self._timeout_s:g} s for its next batch"
+        if role.reads and self._clock.now == "deliver":
+            others = [peer for peer in role.peers if peer != role.rank]
+            return PeerError(f"{waited}: it is read, but some of ranks {others} take none of theirs", others)
+        if role.source is None or role.reads:
+            return DeliveryError(f"{waited}, and its own storage has not given it; look at the storage")
+        return PeerError(f"{waited} from rank {role.source}, which is alive but sends nothing", [role.source])

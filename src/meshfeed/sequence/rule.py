@@ -1,0 +1,135 @@
+"""What a sequence rule does, in two halves with the delivery between them.
+
+`load` turns storage into *columns*: the stored bytes, as small as they are. They are what travels.
+`build` turns columns and the plan into the fields of a microbatch. It runs on every rank and is pure,
+so that all deliveries give the same bytes, and what lengths alone decide is never sent at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.order import Draws
+from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
+from meshfeed.recipe import Recipe, Rule
+from meshfeed.roles import Field
+
+Array = npt.NDArray[Any]
+Columns = Mapping[str, "Array | Sequence[Array] | Sequence[bytes]"]
+"""Stored data by name: an array, or one array (any shape) or byte string per sequence."""
+
+Arrays = dict[str, "Array | Sequence[Array] | Sequence[bytes]"]
+"""Fields of a microbatch by name, before they become tensors."""
+
+Allocate = Callable[[tuple[int, ...], str], Array]
+"""(shape, dtype name) -> an uninitialised array; page-locked when it is bound for a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Portion:
+    """What one rank takes of some consecutive microbatches, and what its delivery group holds between them.
+
+    Small microbatches are read and delivered several at a time: a fixed cost is paid once for all.
+
+    Attributes:
+        microbatches: which of the step.
+        pack: their sequences, one after the other.
+        draws: their place in the data; as many as `pack.sequences`.
+        own: the token slices that this rank works on.
+        held: the token slices of all ranks that one reader serves; each own slice lies in a held one.
+        rows: sequences per microbatch; where they run out, rows of padding are left.
+    """
+
+    microbatches: range
+    pack: Pack
+    draws: Draws
+    own: Slices
+    held: Slices
+    rows: int
+
+    def draws_by_microbatch(self) -> list[Draws]:
+        """The draws of each microbatch."""
+        return [self.draws.between(m * self.rows, (m + 1) * self.rows) for m in range(len(self.microbatches))]
+
+
+def portions_of(
+    plan: StepPlan,
+    draws: Draws,
+    dp_cp_rank: int,
+    *,
+    group: Sequence[int],
+    rows: int,
+    split: CpSplit,
+    together: int,
+) -> list[Portion]:
+    """What one rank takes of a step, so many microbatches together.
+
+    draws: the step's global batch. group: dp_cp ranks that the reader of this rank serves, itself
+    included. Raises PlanError where cp cannot split the sequences.
+    """
+    portions: list[Portion] = []
+    starts = range(0, plan.num_microbatches, together)
+    for start, pack in zip(starts, packs_of(plan, dp_cp_rank, together=together)):
+        own = slices_of(pack, [pack.cp_rank], split)
+        first = dp_cp_rank - pack.cp_rank
+        held = own if len(group) == 1 else slices_of(pack, [rank - first for rank in group], split)
+        portions.append(
+            Portion(
+                microbatches=range(start, min(start + together, plan.num_microbatches)),
+                pack=pack,
+                draws=draws.take(pack.sequences),
+                own=own,
+                held=held,
+                rows=rows,
+            )
+        )
+    return portions
+
+
+class SequenceRule(Rule, Protocol):
+    """How draws become sequences. Implementations are frozen and keep no state."""
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Every field that `build` can make."""
+        ...
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.int64]:
+        """Tokens of each sequence, from the index alone; int64 [n]."""
+        ...
+
+    def valid_tokens(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.int64]:
+        """Loss-bearing tokens of each sequence, from the index alone; int64 [n]."""
+        ...
+
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
+        """Tell the stores that `load` will come for the portions of a step."""
+        ...
+
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
+        """Read what the group holds. Raises StoreError."""
+        ...
+
+    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
+        """Bytes of the columns as far as the plan tells; a hint that lets a buffer be made in time."""
+        ...
+
+    def build(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> list[Arrays]:
+        """The named fields of this rank, for each microbatch of the portion.
+
+        columns: may be None where only fields that are not stored are named. They are good until the
+        call returns: copy what is kept.
+        """
+        ...

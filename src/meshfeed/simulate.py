@@ -1,0 +1,69 @@
+"""Every rank of any layout in one process: what each would be handed, by the same functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from meshfeed.batch import Microbatch
+from meshfeed.device import OnHost, microbatches_of
+from meshfeed.layout import Coord, Layout
+from meshfeed.plan import CpSplit
+from meshfeed.recipe import Recipe
+from meshfeed.roles import StageMap
+from meshfeed.stepping import GlobalBatch, Stepping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStep:
+    """One step of one rank.
+
+    Attributes:
+        rank, coord: who.
+        batch: the global batch.
+        microbatches: what that rank gets.
+    """
+
+    rank: int
+    coord: Coord
+    batch: GlobalBatch
+    microbatches: tuple[Microbatch, ...]
+
+
+def simulate(
+    recipe: Recipe,
+    layout: Layout,
+    steps: int | Iterable[int],
+    *,
+    ranks: Iterable[int] | None = None,
+    stage_map: StageMap | None = None,
+    micro_batch_size: int = 1,
+    cp_split: CpSplit = "zigzag",
+) -> Iterator[SimulatedStep]:
+    """What every rank would get, step by step and rank by rank, without processes or delivery.
+
+    steps: how many from 0, or which. ranks: only these; None for all. The other arguments are those of
+    `Feed`. Ends with the stream.
+    """
+    stepping = Stepping(recipe=recipe, layout=layout, micro_batch_size=micro_batch_size, cp_split=cp_split)
+    stages = stage_map or StageMap(pp=layout.pp)
+    rule, host = stepping.rule, OnHost()
+    chosen = layout.ranks().tolist() if ranks is None else list(ranks)
+    coords = [Coord(*row) for row in layout.coords(chosen).tolist()]
+    with contextlib.ExitStack() as stack:
+        for store in recipe.sources:
+            stack.enter_context(store)
+        for step in range(steps) if isinstance(steps, int) else steps:
+            batch = stepping.global_batch(step)
+            if batch is None:
+                return
+            for rank, coord in zip(chosen, coords):
+                fields = stages.fields_of_rank(rule.fields, coord.pp)
+                names, reads = [field.name for field in fields], any(field.stored for field in fields)
+                made: list[Microbatch] = []
+                for portion in stepping.portions(batch, coord, [coord.cp]):
+                    columns = rule.load(recipe, portion, host.allocate) if reads else None
+                    built = rule.build(recipe, portion, columns, names, host.allocate)
+                    made += microbatches_of(portion, built, host)[0]
+                yield SimulatedStep(rank=rank, coord=coord, batch=batch, microbatches=tuple(made))

@@ -1,0 +1,392 @@
+"""The .idx file of a Megatron token store: its header, its entries, and what must hold of them.
+
+Little-endian, no padding, so the arrays lie at any byte and are never copied as a whole:
+
+    byte 0        "MMIDIDX" 0 0 | u64 version | u8 dtype code | u64 S | u64 D
+    byte 34       i32 lengths[S]      tokens of each sequence
+    34 + 4S       i64 pointers[S]     byte of the .bin where it starts
+    34 + 12S      i64 documents[D]    first sequence of each document, then S; D - 1 documents
+    34 + 12S + 8D i8 modes[S]         multimodal stores only
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+
+I64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+MAGIC = b"MMIDIDX\0\0"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1)
+}
+"""Dtype code -> NumPy dtype of the tokens."""
+
+CHECKED_WHOLE = 1 << 20
+"""Arrays of up to so many entries are checked entirely when a store is opened."""
+CHECKED_ENDS = 1 << 16
+"""Of longer ones, so many entries at either end."""
+_CHUNK = 1 << 18
+_GUIDE_SIZE = 1 << 8
+
+_REBUILD = "the index is damaged; copy it again or rebuild it"
+_RECOPY = "one of the two files is truncated or belongs to another store; copy both again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What the two files of a store say of themselves.
+
+    Attributes:
+        prefix: the path without .bin or .idx.
+        dtype: of the tokens, little-endian.
+        num_sequences, num_documents: S and D - 1.
+        has_modes: whether every sequence has a mode.
+        is_stream: whether the sequences fill the .bin from its first byte to its last, in order.
+        idx_size_bytes, bin_size_bytes: sizes of the files.
+    """
+
+    prefix: str
+    dtype: np.dtype[Any]
+    num_sequences: int
+    num_documents: int
+    has_modes: bool
+    is_stream: bool
+    idx_size_bytes: int
+    bin_size_bytes: int
+
+    @property
+    def lengths_at(self) -> int:
+        """Byte of lengths[0]."""
+        return HEADER.size
+
+    @property
+    def pointers_at(self) -> int:
+        """Byte of pointers[0]."""
+        return HEADER.size + 4 * self.num_sequences
+
+    @property
+    def documents_at(self) -> int:
+        """Byte of documents[0]."""
+        return HEADER.size + 12 * self.num_sequences
+
+    @property
+    def modes_at(self) -> int:
+        """Byte of modes[0]."""
+        return self.documents_at + 8 * (self.num_documents + 1)
+
+
+def read_header(prefix: str) -> Header:
+    """Read the header of `prefix`.idx and the sizes of both files: O(1), both closed again.
+
+    Raises StoreError for a missing, truncated or foreign file.
+    """
+    idx = Path(f"{prefix}.idx")
+    idx_size_bytes, bin_size_bytes = (_size_of(path) for path in (idx, Path(f"{prefix}.bin")))
+    with typed_errors(idx), idx.open("rb") as stream:
+        dtype, num_sequences, num_entries = _parse(idx, stream.read(HEADER.size))
+        entries_size = HEADER.size + 12 * num_sequences + 8 * num_entries
+        if idx_size_bytes not in (entries_size, entries_size + num_sequences):
+            raise StoreError(_wrong_size(idx, idx_size_bytes, entries_size, num_sequences, num_entries))
+        is_stream = _fills(stream, num_sequences, dtype.itemsize, bin_size_bytes)
+    if bin_size_bytes % dtype.itemsize:
+        raise StoreError(
+            f"{prefix}.bin: {bin_size_bytes} bytes are no whole number of {dtype.name} tokens; {_RECOPY}"
+        )
+    return Header(
+        prefix=prefix,
+        dtype=dtype,
+        num_sequences=num_sequences,
+        num_documents=num_entries - 1,
+        has_modes=idx_size_bytes > entries_size,
+        is_stream=is_stream,
+        idx_size_bytes=idx_size_bytes,
+        bin_size_bytes=bin_size_bytes,
+    )
+
+
+@contextmanager
+def typed_errors(path: Path) -> Generator[None, None, None]:
+    """Turn what the system says of a file into a StoreError that names it."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except FileNotFoundError as error:
+        raise StoreError(f"{path}: missing; a token store is a .bin and an .idx of the same name") from error
+    except (OSError, ValueError, struct.error) as error:
+        raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _size_of(path: Path) -> int:
+    with typed_errors(path):
+        if path.is_dir():
+            raise StoreError(f"{path}: a directory, where a token store has a file")
+        return path.stat().st_size
+
+
+def _parse(idx: Path, head: bytes) -> tuple[np.dtype[Any], int, int]:
+    if len(head) < HEADER.size:
+        raise StoreError(f"{idx}: byte {len(head)}: ends within the {HEADER.size}-byte header; copy it again")
+    magic, version, code, num_sequences, num_entries = HEADER.unpack(head)
+    if magic != MAGIC:
+        raise StoreError(f"{idx}: byte 0: found {magic!r} where {MAGIC!r} belongs; not a Megatron index")
+    if version != VERSION:
+        raise StoreError(f"{idx}: byte 9: version {version}; only version {VERSION} is known")
+    if code not in DTYPES:
+        raise StoreError(f"{idx}: byte 17: dtype code {code}; known are 1 to {max(DTYPES)}; {_REBUILD}")
+    if num_entries < 1:
+        raise StoreError(f"{idx}: byte 26: no document entries, not even the first; {_REBUILD}")
+    return DTYPES[code], num_sequences, num_entries
+
+
+def _wrong_size(idx: Path, size: int, entries_size: int, num_sequences: int, num_entries: int) -> str:
+    said = f"{num_sequences} sequences and {num_entries} document entries (bytes 18 to 34)"
+    if size < entries_size:
+        return f"{idx}: byte {size}: truncated; {said} take {entries_size} bytes; copy it again"
+    return (
+        f"{idx}: byte {entries_size}: {size - entries_size} bytes left over after {said}; only "
+        f"{num_sequences} modes may follow; {_REBUILD}"
+    )
+
+
+def _fills(stream: BinaryIO, num_sequences: int, itemsize: int, bin_size_bytes: int) -> bool:
+    if num_sequences == 0:
+        return bin_size_bytes == 0
+    ends: list[int] = []
+    for form, at in (
+        ("<q", HEADER.size + 4 * num_sequences),
+        ("<q", HEADER.size + 12 * num_sequences - 8),
+        ("<i", HEADER.size + 4 * num_sequences - 4),
+    ):
+        stream.seek(at)
+        ends.extend(struct.unpack(form, stream.read(struct.calcsize(form))))
+    first_pointer, last_pointer, last_length = ends
+    return first_pointer == 0 and last_pointer + last_length * itemsize == bin_size_bytes
+
+
+def map_index(header: Header, *, for_checks: bool = False) -> Index:
+    """Map `header.prefix`.idx into memory; dropping the result unmaps it.
+
+    for_checks: it is going to be read from end to end; else here and there, without reading ahead.
+    Raises StoreError where the file is gone or no longer of the size that the header saw.
+    """
+    idx = Path(f"{header.prefix}.idx")
+    with typed_errors(idx), idx.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size != header.idx_size_bytes:
+            raise StoreError(
+                f"{idx}: {size} bytes, {header.idx_size_bytes} when it was opened; open the store again"
+            )
+        pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        if not for_checks and hasattr(mmap, "MADV_RANDOM"):
+            # A cold look-up costs one page then, not a read-ahead of megabytes.
+            pages.madvise(mmap.MADV_RANDOM)
+    num_sequences = header.num_sequences
+    return Index(
+        header=header,
+        lengths=np.frombuffer(pages, "<i4", num_sequences, header.lengths_at),
+        pointers=np.frombuffer(pages, "<i8", num_sequences, header.pointers_at),
+        documents=np.frombuffer(pages, "<i8", header.num_documents + 1, header.documents_at),
+        modes=np.frombuffer(pages, "i1", num_sequences if header.has_modes else 0, header.modes_at),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Index:
+    """The mapped, unaligned arrays of an .idx; see the module's docstring.
+
+    Read them through the methods, which check what they touch and raise StoreError with its byte.
+    """
+
+    header: Header
+    lengths: npt.NDArray[np.int32]
+    pointers: I64
+    documents: I64
+    modes: npt.NDArray[np.int8]
+
+    # -- entries ------------------------------------------------------------------------------------
+
+    def lengths_of(self, sequences: I64) -> I64:
+        """Tokens of each sequence; int64 [n]."""
+        lengths = self.lengths[sequences].astype(np.int64)
+        self._refuse_lengths(lengths, sequences)
+        return lengths
+
+    def pointers_of(self, sequences: I64, lengths: I64) -> I64:
+        """Byte of the .bin where each sequence starts, checked to hold `lengths` tokens; int64 [n]."""
+        pointers = self.pointers[sequences]
+        self._refuse_pointers(pointers, lengths, sequences)
+        return pointers
+
+    def first_sequences_of(self, documents: I64) -> I64:
+        """First sequence of each document, S for document D - 1; int64 [n]."""
+        sequences = self.documents[documents]
+        self._refuse_documents(sequences, documents)
+        return sequences
+
+    def offsets_of(self, documents: I64) -> I64:
+        """Stream offset in tokens of each document, the stream's end for document D - 1; int64 [n]."""
+        header = self.header
+        sequences = self.first_sequences_of(documents)
+        offsets = np.full(sequences.shape, header.bin_size_bytes, np.int64)
+        inside = np.flatnonzero(sequences < header.num_sequences)
+        sequences = sequences[inside]
+        offsets[inside] = self.pointers_of(sequences, np.zeros_like(sequences))
+        return offsets // header.dtype.itemsize
+
+    def first_from(self, offsets: I64) -> I64:
+        """First document that starts at or after each stream offset; int64 [n], at most D - 1.
+
+        All binary searches advance together: O(log D) gathers, memory for n.
+        """
+        places, guide = self._guide
+        last = self.header.num_documents
+        at = guide.searchsorted(offsets)
+        low = np.append(-1, places)[at] + 1
+        high = np.append(places, last)[at]
+        bounds = offsets * self.header.dtype.itemsize
+        while (apart := low < high).any():
+            middle = (low + high) >> 1
+            before = self._bytes_of(middle) < bounds
+            low = np.where(apart & before, middle + 1, low)
+            high = np.where(apart & ~before, middle, high)
+        return np.minimum(low, last)
+
+    @cached_property
+    def _guide(self) -> tuple[I64, I64]:
+        """Evenly spread documents and their stream offsets: they stand in for a search's first rounds."""
+        step = -(-(self.header.num_documents + 1) // _GUIDE_SIZE)
+        places = np.arange(0, self.header.num_documents + 1, step)
+        offsets = self.offsets_of(places)
+        for i in _first(offsets[1:] < offsets[:-1]):
+            raise self._broken(
+                self.header.documents_at + 8 * int(places[i + 1]),
+                f"document {places[i + 1]} starts at token {offsets[i + 1]}, document {places[i]} at token "
+                f"{offsets[i]}; {_REBUILD}",
+            )
+        return places, offsets
+
+    def _bytes_of(self, documents: I64) -> I64:
+        """Byte where each document starts, of whatever the entries say: a search may only be misled."""
+        header = self.header
+        if not header.num_sequences:
+            return np.zeros_like(documents)
+        sequences = self.documents[documents]
+        pointers = self.pointers[sequences.clip(0, header.num_sequences - 1)]
+        return np.where(sequences < header.num_sequences, pointers, header.bin_size_bytes)
+
+    # -- checks -------------------------------------------------------------------------------------
+
+    def check(self, *, whole: bool) -> Iterator[float]:
+        """Check entry after entry in bounded memory, yielding the part done, in (0, 1].
+
+        whole: every entry; else every entry of short arrays and both ends of long ones.
+        Raises StoreError at the first entry that cannot be.
+        """
+        sequences = _blocks(self.header.num_sequences, whole)
+        documents = _blocks(self.header.num_documents + 1, whole)
+        total = len(sequences) + len(documents)
+        for done, (start, stop) in enumerate(sequences, start=1):
+            self._check_sequences(start, stop)
+            yield done / total
+        for done, (start, stop) in enumerate(documents, start=1 + len(sequences)):
+            self._check_documents(start, stop)
+            yield done / total
+
+    def _check_sequences(self, start: int, stop: int) -> None:
+        header = self.header
+        sequences = np.arange(start, stop)
+        lengths = self.lengths[start:stop].astype(np.int64)
+        pointers = self.pointers[start:stop].astype(np.int64)
+        self._refuse_lengths(lengths, sequences)
+        self._refuse_pointers(pointers, lengths, sequences)
+        if not header.is_stream:
+            return
+        ends = pointers + lengths * header.dtype.itemsize
+        after = header.bin_size_bytes if stop == header.num_sequences else int(self.pointers[stop])
+        starts = np.append(pointers[1:], after)
+        for i in _first(starts != ends):
+            raise self._broken(
+                header.pointers_at + 8 * (start + i + 1),
+                f"sequence {start + i + 1} starts at byte {starts[i]} of the .bin, sequence {start + i} "
+                f"ends at byte {ends[i]}; {_REBUILD}",
+            )
+
+    def _check_documents(self, start: int, stop: int) -> None:
+        header = self.header
+        entries = self.documents[max(start - 1, 0) : stop].astype(np.int64)
+        places = np.arange(max(start - 1, 0), stop)
+        self._refuse_documents(entries, places)
+        for i in _first(entries[1:] < entries[:-1]):
+            raise self._broken(
+                header.documents_at + 8 * int(places[i + 1]),
+                f"document {places[i + 1]} starts at sequence {entries[i + 1]}, before its predecessor "
+                f"at {entries[i]}; {_REBUILD}",
+            )
+        if start == 0 and entries[0] != 0:
+            raise self._broken(header.documents_at, f"document 0 starts at sequence {entries[0]}; {_REBUILD}")
+        if stop == header.num_documents + 1 and entries[-1] != header.num_sequences:
+            raise self._broken(
+                header.modes_at - 8,
+                f"the last document ends before sequence {entries[-1]} of {header.num_sequences}: the rest "
+                f"belongs to no document; write the store again, ending its last document",
+            )
+
+    def _refuse_lengths(self, lengths: I64, sequences: I64) -> None:
+        for i in _first(lengths < 0):
+            raise self._broken(
+                self.header.lengths_at + 4 * int(sequences[i]),
+                f"sequence {sequences[i]} has {lengths[i]} tokens; {_REBUILD}",
+            )
+
+    def _refuse_pointers(self, pointers: I64, lengths: I64, sequences: I64) -> None:
+        header = self.header
+        itemsize = header.dtype.itemsize
+        # Subtract on the right: a wild pointer plus a length could wrap around.
+        outside = (pointers < 0) | (pointers > header.bin_size_bytes - lengths * itemsize)
+        for i in _first(outside | (pointers % itemsize != 0)):
+            what = "is no whole token" if not outside[i] else f"is outside its {header.bin_size_bytes} bytes"
+            raise self._broken(
+                header.pointers_at + 8 * int(sequences[i]),
+                f"sequence {sequences[i]} of {lengths[i]} tokens at byte {pointers[i]} of the .bin {what}; "
+                f"{_RECOPY}",
+            )
+
+    def _refuse_documents(self, sequences: I64, documents: I64) -> None:
+        for i in _first((sequences < 0) | (sequences > self.header.num_sequences)):
+            raise self._broken(
+                self.header.documents_at + 8 * int(documents[i]),
+                f"document {documents[i]} starts at sequence {sequences[i]} of "
+                f"{self.header.num_sequences}; {_REBUILD}",
+            )
+
+    def _broken(self, at: int, message: str) -> StoreError:
+        return StoreError(f"{self.header.prefix}.idx: byte {at}: {message}")
+
+
+def _blocks(size: int, whole: bool) -> list[tuple[int, int]]:
+    if not whole and size > CHECKED_WHOLE:
+        return [(0, CHECKED_ENDS), (size - CHECKED_ENDS, size)]
+    return [(start, min(start + _CHUNK, size)) for start in range(0, size, _CHUNK)]
+
+
+def _first(bad: Bool) -> list[int]:
+    """The first true place, if any: for i in _first(bad): raise ..."""
+    return [int(bad.argmax())] if bad.any() else []

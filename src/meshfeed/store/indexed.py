@@ -1,0 +1,396 @@
+"""Megatron's .bin/.idx as a token store: documents, and the stream that they form."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+from meshfeed.store.index import Header, Index, map_index, read_header, typed_errors
+
+I64 = npt.NDArray[np.int64]
+
+_IDX_BLOCK_BYTES = 1 << 16
+_BIN_BLOCK_BYTES = 1 << 12
+_NUM_BIN_BLOCKS = 8
+_NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
+
+
+@dataclass(slots=True)
+class ReadStats:
+    """What reading tokens has cost so far; index look-ups and header checks are not counted.
+
+    Attributes:
+        opens: times the .bin was opened.
+        reads: ranges read.
+        bytes_read: bytes of those ranges.
+    """
+
+    opens: int = 0
+    reads: int = 0
+    bytes_read: int = 0
+
+
+class IndexedStore:
+    """A Megatron token store: `path`.bin holds the tokens, `path`.idx says where each sequence lies.
+
+    Making one only remembers the path. The attributes read the index's header, once, and close the
+    file again. Everything else wants `with store:`, which maps the index; the .bin is opened by the
+    first read of tokens, and both are let go when the last `with` ends. Threads may share an entered
+    store. Pickled or copied, a store arrives not entered.
+
+    path: the files' common prefix. All methods raise StoreError, naming file and byte.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        self.stats = ReadStats()
+        self._depth = 0
+        self._index: Index | None = None
+        self._fd: int | None = None
+        self._lock = threading.Lock()
+
+    # -- what it is ---------------------------------------------------------------------------------
+
+    @cached_property
+    def header(self) -> Header:
+        """The header of the index and the sizes of both files, checked; see `Header`."""
+        return read_header(self.path)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the tokens, little-endian."""
+        return self.header.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the .bin."""
+        return self.header.bin_size_bytes // self.header.dtype.itemsize
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in the store; one document has any number of them."""
+        return self.header.num_sequences
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the store, empty ones included."""
+        return self.header.num_documents
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether every sequence has a mode (multimodal stores)."""
+        return self.header.has_modes
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the sequences fill the .bin in order, so that it can be read as one stream."""
+        return self.header.is_stream
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of dtype, sizes, header, both ends of the index and some blocks of the .bin.
+
+        O(1), the same wherever the files lie. It tells two corpora apart, not a single changed token.
+        """
+        header = self.header
+        sizes = f"{header.dtype.str} {header.idx_size_bytes} {header.bin_size_bytes}"
+        digest = hashlib.blake2b(sizes.encode(), digest_size=16)
+        last = max(header.idx_size_bytes - _IDX_BLOCK_BYTES, 0)
+        _digest_blocks(digest, Path(f"{self.path}.idx"), [0, last], _IDX_BLOCK_BYTES)
+        last = max(header.bin_size_bytes - _BIN_BLOCK_BYTES, 0)
+        places = [last * i // (_NUM_BIN_BLOCKS - 1) for i in range(_NUM_BIN_BLOCKS)]
+        _digest_blocks(digest, Path(f"{self.path}.bin"), places, _BIN_BLOCK_BYTES)
+        return digest.hexdigest()
+
+    def check(self) -> Self:
+        """Check header, sizes and entries: all of them up to 2**20, both ends of longer indices.
+
+        What lies between is checked when it is touched; `verify` checks it all.
+        """
+        for _ in map_index(self.header, for_checks=True).check(whole=False):
+            pass
+        return self
+
+    def verify(self) -> Iterator[float]:
+        """Check every entry of the index in bounded memory, yielding the part done, in (0, 1]."""
+        return map_index(self.header, for_checks=True).check(whole=True)
+
+    # -- entering and leaving -----------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            if self._depth == 0:
+                self._index = map_index(self.header)
+            self._depth += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth:
+                return
+            self._index = None
+            fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __getstate__(self) -> dict[str, Any]:
+        known = ("header", "fingerprint")
+        return {"path": self.path} | {name: self.__dict__[name] for name in known if name in self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"])
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"IndexedStore({self.path!r})"
+
+    # -- documents ----------------------------------------------------------------------------------
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each document; int64 [n] -> int64 [n]."""
+        documents = self._existing(documents, self.num_documents, "document")
+        index = self._entered()
+        if self.is_stream:
+            lengths = index.offsets_of(documents + 1) - index.offsets_of(documents)
+        else:
+            lengths = _sums_between(
+                index, index.first_sequences_of(documents), index.first_sequences_of(documents + 1)
+            )
+        if (lengths < 0).any():
+            at = documents[lengths.argmin()]
+            raise StoreError(
+                f"{self.path}.idx: document {at} ends before it starts; see `meshfeed inspect --verify`"
+            )
+        return lengths
+
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n].
+
+        With `lengths` and `read_stream` it reads many documents at once.
+        """
+        documents = self._existing(documents, self.num_documents, "document")
+        self._refuse_no_stream()
+        return self._entered().offsets_of(documents)
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens start..stop of one document, its sequences back to back; [stop - start] of `dtype`."""
+        self._existing(np.array([document]), self.num_documents, "document")
+        index = self._entered()
+        both_ends = np.array([document, document + 1])
+        if self.is_stream:
+            offsets = index.offsets_of(both_ends)
+            begins, lengths = offsets[:1], np.diff(offsets)
+        else:
+            first, end = index.first_sequences_of(both_ends).tolist()
+            sequences = np.arange(first, end)
+            lengths = index.lengths_of(sequences)
+            begins = index.pointers_of(sequences, lengths) // self.dtype.itemsize
+        length = int(lengths.sum())
+        if not 0 <= start <= stop <= length:
+            raise StoreError(
+                f"{self.path}: tokens {start}..{stop} of document {document} asked for, it has {length}"
+            )
+        # pieces of 3 4 2 tokens, 2..6 wanted -> skip 2 0 0, take 1 3 0
+        ends = lengths.cumsum()
+        skip = np.minimum((start - ends + lengths).clip(0), lengths)
+        take = np.minimum((stop - ends + lengths).clip(0), lengths) - skip
+        out = np.empty(stop - start, self.dtype)
+        self._fill(out, begins + skip, take)
+        return out
+
+    def modes(self, sequences: I64) -> npt.NDArray[np.int8]:
+        """Mode of each sequence; int64 [n] -> int8 [n]. Refused where the store has none."""
+        if not self.has_modes:
+            raise StoreError(f"{self.path}.idx: has no modes; it was not written as multimodal")
+        sequences = self._existing(sequences, self.num_sequences, "sequence")
+        return self._entered().modes[sequences]
+
+    # -- the stream ---------------------------------------------------------------------------------
+
+    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Tokens of the stream's ranges, back to back: [sum(stops - starts)] of `dtype`.
+
+        starts, stops: int64 [m], stream offsets in tokens, in any order and overlapping at will.
+        out: 1-D, contiguous and of exactly that size to read into and return; None for a new array.
+        """
+        starts, stops = self._ranges(starts, stops)
+        sizes = stops - starts
+        total = int(sizes.sum())
+        if out is None:
+            out = np.empty(total, self.dtype)
+        elif out.dtype != self.dtype or out.shape != (total,) or not out.flags.carray:
+            raise StoreError(
+                f"{self.path}: out is {out.dtype.name} {out.shape}; it must be a contiguous, writeable "
+                f"{self.dtype.name} ({total},)"
+            )
+        self._fill(out, starts, sizes)
+        return out
+
+    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """Stream offsets o of documents with start < o < stop, range after range, each once.
+
+        starts, stops: int64 [m], stream offsets in tokens. Returns offsets int64 [total], ascending
+        within a range, and how many each range has, int64 [m]. A document without tokens shares its
+        offset with the next and adds none.
+        """
+        starts, stops = self._ranges(starts, stops)
+        index = self._entered()
+        found = index.first_from(np.concatenate((starts + 1, stops)))
+        first, counts = found[: starts.size], (found[starts.size :] - found[: starts.size]).clip(0)
+        range_of = np.arange(starts.size).repeat(counts)
+        documents = np.arange(range_of.size) + (first - counts.cumsum() + counts).repeat(counts)
+        offsets = index.offsets_of(documents)
+        same_range = range_of[1:] == range_of[:-1]
+        steps = np.diff(offsets)
+        outside = (offsets <= starts[range_of]) | (offsets >= stops[range_of])
+        if outside.any() or (steps[same_range] < 0).any():
+            raise StoreError(
+                f"{self.path}.idx: the documents' offsets do not ascend; see `meshfeed inspect --verify`"
+            )
+        new = np.ones(offsets.size, np.bool_)
+        new[1:] = ~same_range | (steps > 0)
+        return offsets[new], np.bincount(range_of[new], minlength=starts.size)
+
+    def will_need(self, starts: I64, stops: I64) -> None:
+        """Ask the system to fetch ranges of the stream that are going to be read; returns at once.
+
+        starts, stops: int64 [m], stream offsets in tokens. Does nothing on systems without such advice.
+        """
+        starts, stops = self._ranges(starts, stops)
+        advise = getattr(os, "posix_fadvise", None)
+        # To the system a length of 0 means all the rest of the file.
+        starts, stops = starts[stops > starts], stops[stops > starts]
+        if advise is None or not starts.size:
+            return
+        by_start = starts.argsort()
+        begins = starts[by_start] * self.dtype.itemsize
+        ends = np.maximum.accumulate(stops[by_start] * self.dtype.itemsize)
+        apart = np.flatnonzero(begins[1:] > ends[:-1] + _NEIGHBOUR_BYTES)
+        begins, ends = begins[np.append(0, apart + 1)], ends[np.append(apart, -1)]
+        fd = self._data_fd()
+        with typed_errors(Path(f"{self.path}.bin")):
+            for begin, end in zip(begins.tolist(), ends.tolist()):
+                advise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+
+    # -- below --------------------------------------------------------------------------------------
+
+    def _entered(self) -> Index:
+        index = self._index
+        if index is None:
+            raise StoreError(f"{self.path}: not entered; read from it inside `with store:`")
+        return index
+
+    def _existing(self, places: I64, count: int, what: str) -> I64:
+        places = np.asarray(places, np.int64)
+        outside = (places < 0) | (places >= count)
+        if outside.any():
+            asked = places[outside.argmax()]
+            raise StoreError(f"{self.path}: {what} {asked} asked for, it has {count}, counted from 0")
+        return places
+
+    def _refuse_no_stream(self) -> None:
+        if not self.is_stream:
+            raise StoreError(
+                f"{self.path}: its sequences do not fill the .bin in order, so it is no stream; read it by "
+                f"document, or write it again"
+            )
+
+    def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        self._refuse_no_stream()
+        starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
+        if starts.ndim != 1 or starts.shape != stops.shape:
+            raise StoreError(f"{self.path}: starts {starts.shape} and stops {stops.shape}; both must be [m]")
+        outside = (starts < 0) | (stops < starts) | (stops > self.num_tokens)
+        if outside.any():
+            i = int(outside.argmax())
+            raise StoreError(
+                f"{self.path}: range {i}: tokens {starts[i]}..{stops[i]} asked for, the stream has "
+                f"{self.num_tokens}"
+            )
+        return starts, stops
+
+    def _data_fd(self) -> int:
+        """The .bin, opened by the first to ask."""
+        fd = self._fd
+        if fd is not None:
+            return fd
+        with self._lock:
+            self._entered()
+            if self._fd is None:
+                self._fd = _open_data(self.header)
+                self.stats.opens += 1
+            return self._fd
+
+    def _fill(self, out: npt.NDArray[Any], offsets: I64, sizes: I64) -> None:
+        """Read `sizes` tokens at each of `offsets` into `out`, which they fill exactly."""
+        self._entered()
+        if out.size == 0:
+            return
+        fd, itemsize, preadv = self._data_fd(), out.itemsize, os.preadv
+        buffer = out.view(np.uint8).data
+        at, offset = 0, 0
+        try:
+            for offset, size in zip((offsets * itemsize).tolist(), (sizes * itemsize).tolist()):
+                end = at + size
+                got = preadv(fd, (buffer[at:end],), offset)
+                if got != size:
+                    self._finish(fd, buffer[at:end], offset, got)
+                at = end
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"{self.path}.bin: byte {offset}: {error.strerror or error}") from error
+        with self._lock:
+            self.stats.reads += sizes.size
+            self.stats.bytes_read += at
+
+    def _finish(self, fd: int, buffer: memoryview, offset: int, got: int) -> None:
+        """Go on with a read that the system cut short (past 2 GiB, or at a signal) after `got` bytes."""
+        while got < len(buffer):
+            more = os.preadv(fd, (buffer[got:],), offset + got)
+            if more == 0:
+                raise StoreError(
+                    f"{self.path}.bin: byte {offset + got}: the file ends within a read of {len(buffer)} "
+                    f"bytes; it was cut after it was opened"
+                )
+            got += more
+
+
+def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:
+    """Tokens of the sequences firsts..ends of each document; -1 where they descend; int64 [n]."""
+    counts = (ends - firsts).clip(0)
+    stops = counts.cumsum()
+    sequences = np.arange(counts.sum()) + (firsts - stops + counts).repeat(counts)
+    running = np.append(0, index.lengths_of(sequences).cumsum())
+    return np.where(ends < firsts, -1, running[stops] - running[stops - counts])
+
+
+def _open_data(header: Header) -> int:
+    data = Path(f"{header.prefix}.bin")
+    with typed_errors(data):
+        fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+    size = os.fstat(fd).st_size
+    if size != header.bin_size_bytes:
+        os.close(fd)
+        raise StoreError(
+            f"{data}: {size} bytes, {header.bin_size_bytes} when it was opened; open the store again"
+        )
+    return fd
+
+
+def _digest_blocks(digest: hashlib.blake2b, path: Path, places: list[int], size_bytes: int) -> None:
+    with typed_errors(path), path.open("rb", buffering=0) as stream:
+        for place in places:
+            stream.seek(place)
+            digest.update(stream.read(size_bytes))

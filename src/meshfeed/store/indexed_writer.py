@@ -1,0 +1,266 @@
+"""Write a Megatron token store, byte for byte as Megatron's own builder does."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import struct
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION, typed_errors
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_MAX_LENGTH = 2**31 - 1
+_CHUNK = 1 << 18
+_SMALL_VOCABULARY = 65500  # Megatron's bound; it leaves uint16 some ids to spare
+
+
+def best_dtype(vocab_size: int | None) -> np.dtype[Any]:
+    """The token dtype that Megatron takes for a vocabulary: uint16 below 65,500 ids, else int32."""
+    small = vocab_size is not None and vocab_size < _SMALL_VOCABULARY
+    return np.dtype(np.uint16 if small else np.int32)
+
+
+class IndexedWriter:
+    """Writes `prefix`.bin and `prefix`.idx; they appear, whole, at a clean end of `with`.
+
+        with IndexedWriter("corpus", best_dtype(50257)) as writer:
+            writer.add_document(tokens)
+
+    Until then the bytes lie in temporary files beside them, and an exception removes those. Memory
+    does not grow with the store.
+
+    Attributes:
+        prefix: path without .bin or .idx; its directory must exist.
+        dtype: of the tokens: u1, i1, i2, i4, i8, u2, f4 or f8.
+        modes: whether to keep a mode per sequence (multimodal stores).
+        overwrite: whether existing files may be replaced.
+        num_tokens, num_sequences, num_documents: added so far.
+
+    All methods raise StoreError.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        dtype: npt.DTypeLike,
+        *,
+        modes: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.modes = modes
+        self.overwrite = overwrite
+        self.num_tokens = self.num_sequences = self.num_documents = 0
+        self._ended_sequences = 0
+        self._files: _Files | None = None
+        if self.dtype not in _CODES:
+            names = ", ".join(known.name for known in _CODES)
+            raise StoreError(
+                f"{self.prefix}: dtype {self.dtype.name} has no code in this format; use {names}"
+            )
+
+    def __enter__(self) -> Self:
+        if self._files is not None:
+            raise StoreError(f"{self.prefix}: this writer is already writing; make one for each store")
+        self.num_tokens = self.num_sequences = self.num_documents = self._ended_sequences = 0
+        self._refuse_existing()
+        with typed_errors(Path(self.prefix).parent):
+            self._files = _Files(self.prefix)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        files = self._writing()
+        self._files = None
+        with typed_errors(files.data_path), files.removed_at_exit:
+            if kind is None:
+                self._publish(files)
+
+    # -- adding -------------------------------------------------------------------------------------
+
+    def add_document(self, tokens: npt.ArrayLike) -> None:
+        """Add a document of one sequence; tokens [n], n >= 0, that `dtype` can hold."""
+        if self._ended_sequences != self.num_sequences:
+            raise StoreError(
+                f"{self.prefix}: add_document within a document of "
+                f"{self.num_sequences - self._ended_sequences} sequences; call end_document first"
+            )
+        self.add_sequence(tokens)
+        self.end_document()
+
+    def add_sequence(self, tokens: npt.ArrayLike, mode: int = 0) -> None:
+        """Add a sequence to the document at hand; tokens [n], n >= 0, that `dtype` can hold.
+
+        Whole numbers are kept exactly or refused, never wrapped; fractions round to a float `dtype`.
+        mode: -128 to 127, kept where the store keeps modes and refused elsewhere unless 0.
+        """
+        files = self._writing()
+        array = self._exact(tokens)
+        if not -128 <= mode <= 127 or (mode and not self.modes):
+            raise StoreError(f"{self._place()}: mode {mode}; modes are -128..127 and want modes=True")
+        with typed_errors(files.data_path):
+            files.data.write(array.view(np.uint8).data)
+            files.index.write(struct.pack("<i", array.size))
+            if self.modes:
+                files.modes.write(struct.pack("<b", mode))
+        self.num_sequences += 1
+        self.num_tokens += array.size
+
+    def end_document(self) -> None:
+        """End the document that the sequences since the last end make up; there may be none."""
+        files = self._writing()
+        with typed_errors(files.index_path):
+            files.documents.write(struct.pack("<q", self.num_sequences))
+        self.num_documents += 1
+        self._ended_sequences = self.num_sequences
+
+    # -- below --------------------------------------------------------------------------------------
+
+    def _writing(self) -> _Files:
+        if self._files is None:
+            raise StoreError(f"{self.prefix}: not writing; add to it inside `with`")
+        return self._files
+
+    def _place(self) -> str:
+        return f"{self.prefix}: sequence {self.num_sequences} (document {self.num_documents})"
+
+    def _refuse_existing(self) -> None:
+        for suffix in (".bin", ".idx"):
+            target = Path(self.prefix + suffix)
+            with typed_errors(target):
+                if target.is_dir() or (target.exists() and not self.overwrite):
+                    raise StoreError(f"{target}: exists already; take another path or pass overwrite=True")
+
+    def _exact(self, tokens: npt.ArrayLike) -> npt.NDArray[Any]:
+        """The tokens in `dtype`, contiguous, or a StoreError that names the first that does not fit."""
+        try:
+            array = np.asarray(tokens)
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"{self._place()}: no array of tokens: {error}") from error
+        if array.ndim != 1 or array.size > _MAX_LENGTH:
+            raise StoreError(f"{self._place()}: shape {array.shape}; give [n], n < 2**31")
+        # int64 -> float64 counts as safe for NumPy, though it rounds.
+        may_round = self.dtype.kind == "f" and array.dtype.kind in "iu"
+        if array.size and (may_round or not np.can_cast(array.dtype, self.dtype, "safe")):
+            self._refuse_unfit(array)
+        return np.ascontiguousarray(array, self.dtype)
+
+    def _refuse_unfit(self, array: npt.NDArray[Any]) -> None:
+        if array.dtype.kind not in ("iu" if self.dtype.kind in "iu" else "iuf"):
+            raise StoreError(f"{self._place()}: {array.dtype.name} values for {self.dtype.name} tokens")
+        low, high = _bounds(self.dtype, array.dtype)
+        unfit = (array < low) | (array > high)
+        if array.dtype.kind == "f":
+            unfit &= np.isfinite(array)  # infinities are values of every float dtype
+        if unfit.any():
+            i = int(unfit.argmax())
+            raise StoreError(
+                f"{self._place()}: token {i} is {array[i]}, which {self.dtype.name} cannot hold; choose a "
+                f"wider dtype"
+            )
+
+    def _publish(self, files: _Files) -> None:
+        if self._ended_sequences != self.num_sequences:
+            raise StoreError(
+                f"{self.prefix}: the last {self.num_sequences - self._ended_sequences} sequences belong to "
+                f"no document; call end_document before leaving"
+            )
+        with typed_errors(files.index_path):
+            written = files.data.tell(), files.index.tell()
+            if written != (self.num_tokens * self.dtype.itemsize, HEADER.size + 4 * self.num_sequences):
+                raise StoreError(f"{self.prefix}: an earlier write failed half-way; write the store again")
+            self._finish_index(files)
+            for stream in (files.data, files.index):
+                stream.flush()
+                os.fsync(stream.fileno())
+        self._refuse_existing()
+        data, index = Path(f"{self.prefix}.bin"), Path(f"{self.prefix}.idx")
+        # At no moment does an index lie beside a .bin that is not its own.
+        with typed_errors(index):
+            index.unlink(missing_ok=True)
+            files.data_path.replace(data)
+            try:
+                files.index_path.replace(index)
+            except OSError:
+                data.unlink()
+                raise
+            _sync_directory(data.parent)
+
+    def _finish_index(self, files: _Files) -> None:
+        index = files.index
+        # The lengths lie in the file already; what follows them is their running sum.
+        start, pointer = HEADER.size, 0
+        while start < HEADER.size + 4 * self.num_sequences:
+            index.seek(start)
+            count = min(_CHUNK, (HEADER.size + 4 * self.num_sequences - start) // 4)
+            sizes = np.frombuffer(index.read(4 * count), "<i4").astype(np.int64) * self.dtype.itemsize
+            ends = pointer + sizes.cumsum()
+            index.seek(0, os.SEEK_END)
+            index.write((ends - sizes).astype("<i8").tobytes())
+            start, pointer = start + 4 * count, int(ends[-1])
+        index.seek(0, os.SEEK_END)
+        index.write(struct.pack("<q", 0))
+        for more in (files.documents, files.modes):
+            more.seek(0)
+            shutil.copyfileobj(more, index)
+        index.seek(0)
+        code = _CODES[self.dtype]
+        index.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
+
+
+def _bounds(dtype: np.dtype[Any], given: np.dtype[Any]) -> tuple[Any, Any]:
+    """Least and greatest value that `dtype` holds exactly, among those of `given`, as its scalars.
+
+    Scalars of `given`, since comparing uint64 with a wider range may go through float64 and round.
+    """
+    if given.kind == "f":
+        return -np.finfo(dtype.type).max, np.finfo(dtype.type).max
+    own = np.iinfo(given.type)
+    if dtype.kind in "iu":
+        low, high = int(np.iinfo(dtype.type).min), int(np.iinfo(dtype.type).max)
+    else:
+        # Whole numbers beyond 2**(bits of the mantissa) may fall between two floats.
+        high = 2 ** (int(np.finfo(dtype.type).nmant) + 1)
+        low = -high
+    return given.type(max(low, int(own.min))), given.type(min(high, int(own.max)))
+
+
+class _Files:
+    """The open temporary files of one store; those with a name go when `removed_at_exit` ends."""
+
+    def __init__(self, prefix: str) -> None:
+        mark = secrets.token_hex(4)
+        self.data_path = Path(f"{prefix}.bin.{mark}.tmp")
+        self.index_path = Path(f"{prefix}.idx.{mark}.tmp")
+        with ExitStack() as stack:
+            self.data: IO[bytes] = self._named(stack, self.data_path)
+            self.index: IO[bytes] = self._named(stack, self.index_path)
+            directory = self.data_path.parent
+            self.documents: IO[bytes] = stack.enter_context(tempfile.TemporaryFile(dir=directory))
+            self.modes: IO[bytes] = stack.enter_context(tempfile.TemporaryFile(dir=directory))
+            self.index.write(bytes(HEADER.size))
+            self.removed_at_exit = stack.pop_all()
+
+    @staticmethod
+    def _named(stack: ExitStack, path: Path) -> IO[bytes]:
+        stream = path.open("x+b", buffering=1 << 20)
+        stack.callback(path.unlink, missing_ok=True)
+        return stack.enter_context(stream)
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make the renames last: a file's own fsync does not cover its name."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,84 @@
+"""`meshfeed inspect`: what it prints, and what it exits with."""
+
+import argparse
+import json
+import os
+
+import numpy as np
+import pytest
+
+from meshfeed.cli import inspect
+from meshfeed.store import IndexedWriter, open_store
+
+
+def run(*words):
+    parser = argparse.ArgumentParser()
+    inspect.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["inspect", *map(str, words)])
+    return args.run(args)
+
+
+def write(prefix, lengths):
+    with IndexedWriter(prefix, "u2") as writer:
+        for length in lengths:
+            writer.add_document(np.zeros(length, np.uint16))
+    return str(prefix)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return write(tmp_path / "c", [0, 1, 2, 3, 3, 4, 1500])
+
+
+def test_tables_show_counts_and_a_histogram(store, capsys):
+    assert run(store) == 0
+    out = capsys.readouterr().out
+    for text in ("uint16", "1,513", open_store(store).fingerprint, "7 documents", "1,024..2,047", "█"):
+        assert text in out
+
+
+def test_json_is_one_object(store, capsys):
+    assert run(store + ".idx", "--json", "--verify") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["num_documents"], facts["num_tokens"], facts["verified"]) == (7, 1513, True)
+    lengths = facts["document_lengths"]
+    assert (lengths["min"], lengths["median"], lengths["max"], lengths["empty"]) == (0, 3, 1500, 1)
+    assert [(b["first"], b["last"], b["documents"]) for b in lengths["histogram"] if b["documents"]] == [
+        (0, 0, 1), (1, 1, 1), (2, 3, 3), (4, 7, 1), (1024, 2047, 1),
+    ]  # fmt: skip
+
+
+def test_an_empty_store_is_shown(tmp_path, capsys):
+    assert run(write(tmp_path / "c", []), "--verify") == 0
+    assert "0 documents" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_broken_store_is_named_with_exit_code_1(store, capsys, options):
+    os.truncate(store + ".bin", 8)
+    assert run(store, "--verify", *options) == 1
+    captured = capsys.readouterr()
+    message = json.loads(captured.out)["broken"] if options else captured.err
+    assert "c.idx: byte 86" in message
+
+
+def test_verify_names_what_only_it_finds(store, capsys, monkeypatch):
+    monkeypatch.setattr("meshfeed.store.index.CHECKED_WHOLE", 2)
+    monkeypatch.setattr("meshfeed.store.index.CHECKED_ENDS", 1)
+    with open(store + ".idx", "r+b") as stream:
+        stream.seek(34 + 4 * 3)
+        stream.write(b"\xff\xff\xff\xff")
+    assert run(store) == 0
+    assert run(store, "--verify") == 1
+    assert "c.idx: byte 46: sequence 3 has -1 tokens" in capsys.readouterr().err
+
+
+def test_a_huge_store_is_looked_at_in_part_and_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(inspect, "_LOOKED_AT_WHOLE", 100)
+    monkeypatch.setattr(inspect, "_NUM_BLOCKS", 4)
+    monkeypatch.setattr(inspect, "_BLOCK_DOCUMENTS", 10)
+    prefix = write(tmp_path / "c", range(101))
+    lengths = inspect.look_at_lengths(open_store(prefix))
+    assert lengths.tokens.tolist() == [*range(10), *range(30, 40), *range(60, 70), *range(91, 101)]
+    assert run(prefix) == 0
+    assert "from 40 of 101 documents" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,39 @@
+"""Small stores for tests, made through the real writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import meshfeed as mf
+from meshfeed.store import IndexedWriter
+
+
+def write_corpus(path: Path, *, num_tokens: int = 20_000, seed: int = 0, mean: int = 150) -> np.ndarray:
+    """A store of random documents of 1 to 2 * mean tokens; returns its token stream."""
+    rng = np.random.default_rng(seed)
+    stream = rng.integers(1, 60_000, num_tokens).astype(np.uint16)
+    cuts = np.cumsum(rng.integers(1, 2 * mean, num_tokens // mean * 2))
+    with IndexedWriter(path, np.uint16) as writer:
+        for document in np.split(stream, cuts[cuts < num_tokens]):
+            writer.add_document(document)
+    return stream
+
+
+def recipe_of(
+    path: Path | str, *, length: int = 64, sequences: int = 16, seed: int = 5, **options: object
+) -> mf.Recipe:
+    """The usual recipe over a store: windows of 64, sixteen a step."""
+    rule = {
+        k: options.pop(k)
+        for k in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+        if k in options
+    }
+    return mf.Recipe(
+        data=mf.open(str(path)),
+        sequence=mf.Windows(length, **rule),
+        batch=mf.Batch(sequences=sequences),
+        seed=seed,
+        **options,
+    )

@@ -1,0 +1,211 @@
+"""Ranks that are killed, and what the others, the machine and the next job see of it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import meshfeed as mf
+import world
+from corpus import recipe_of, write_corpus
+from observe import simulated, take
+
+PROMPTLY_S = 5.0
+LONG = timedelta(seconds=30)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(path, num_tokens=5_000)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def clean_machine() -> Iterator[None]:
+    """Whatever happens in a test, nothing of ours has a name afterwards."""
+    before = named_things()
+    yield
+    assert named_things() <= before
+
+
+def named_things() -> set[str]:
+    names = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    return {name for name in names if "meshfeed" in name}
+
+
+def store_at(where: str) -> Any:
+    store = dist.FileStore(where, -1)
+    store.set_timeout(LONG)
+    return store
+
+
+def endless(rank: int, path: str, layout: str, delivery: str, where: str, call_at: int, prefetch: int) -> Any:
+    """Takes batches for ever; says when it has got so far; tells who was lost and what was said of it."""
+    store = store_at(where)
+    recipe = recipe_of(path, length=32, sequences=8)
+    feed = mf.Feed(
+        recipe, mf.Layout.parse(layout), rank, delivery=delivery, rendezvous=store, prefetch=prefetch,
+        timeout_s=30,
+    )  # fmt: skip
+    try:
+        for step in feed:
+            for microbatch in step.microbatches:
+                assert microbatch["position_ids"].shape == (1, 32)
+            if step.index == call_at:
+                store.set(f"at{rank}", "1")
+    except mf.PeerError as lost:
+        return lost.ranks, str(lost)
+
+
+def kill_one(corpus: str, where: Path, victim: int, call_at: int, prefetch: int) -> None:
+    jobs = world.start(
+        endless, 4, corpus, "tp4", "share", str(where), call_at, prefetch, distributed=False
+    )  # fmt: skip
+    store_at(str(where)).wait([f"at{rank}" for rank in range(4)], LONG)
+    killed = time.monotonic()
+    jobs.kill([victim])
+    outcomes = jobs.join(20)
+    assert time.monotonic() - killed < PROMPTLY_S
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            assert outcome.exitcode == -9
+            continue
+        assert outcome.error is None, outcome.trace
+        ranks, said = outcome.result
+        assert ranks == (victim,) and f"rank {victim}" in said
+    assert not any(process.is_alive() for process in jobs.processes)
+
+
+@pytest.mark.parametrize("turn", range(20))
+def test_a_killed_rank_ends_the_others_at_once_and_leaves_nothing(
+    corpus: str, tmp_path: Path, turn: int
+) -> None:
+    victim = 0 if turn % 2 == 0 else 1 + turn // 2 % 3
+    kill_one(corpus, tmp_path / "store", victim, call_at=turn % 5, prefetch=(0, 1, 4)[turn % 3])
+
+
+def finite(rank: int, path: str, where: str, steps: int) -> Any:
+    recipe = recipe_of(path, length=32, sequences=8)
+    feed = mf.Feed(
+        recipe, mf.Layout.parse("tp2"), rank, delivery="share", rendezvous=store_at(where), timeout_s=30
+    )
+    return take(feed, steps)
+
+
+def test_two_jobs_side_by_side_do_not_see_each_other(corpus: str, tmp_path: Path) -> None:
+    doomed = world.start(
+        endless, 2, corpus, "tp2", "share", str(tmp_path / "one"), 3, 2, distributed=False
+    )  # fmt: skip
+    other = world.start(finite, 2, corpus, str(tmp_path / "two"), 300, distributed=False)
+    store_at(str(tmp_path / "one")).wait(["at0", "at1"], LONG)
+    doomed.kill([0])
+    assert doomed.join(20)[1].result[0] == (0,)
+    again = world.start(finite, 2, corpus, str(tmp_path / "three"), 20, distributed=False)
+    expected = simulated(recipe_of(corpus, length=32, sequences=8), mf.Layout.parse("tp2"), 300, 0)
+    assert again.results(60) == [expected[:20]] * 2
+    assert other.results(60) == [expected] * 2
+
+
+def leader_with_a_child(rank: int, path: str, where: str, fifo: str) -> Any:
+    """The leader forks as trainers do (for data workers, uploads) before it is killed."""
+    store = store_at(where)
+    feed = mf.Feed(
+        recipe_of(path, length=32, sequences=8), mf.Layout.parse("tp3"), rank, delivery="share",
+        rendezvous=store, timeout_s=30,
+    )  # fmt: skip
+    try:
+        for step in feed:
+            if step.index == 1 and rank == 0 and os.fork() == 0:
+                with open(fifo) as released:  # waits until somebody opens the other end
+                    released.read()
+                os._exit(0)
+            if step.index == 2:
+                store.set(f"at{rank}", "1")
+    except mf.PeerError as lost:
+        store.set(f"lost{rank}", "1")
+        return lost.ranks
+
+
+def test_a_child_of_the_leader_does_not_keep_it_alive(corpus: str, tmp_path: Path) -> None:
+    fifo, where = str(tmp_path / "fifo"), str(tmp_path / "store")
+    os.mkfifo(fifo)
+    jobs = world.start(leader_with_a_child, 3, corpus, where, fifo, distributed=False)
+    store = store_at(where)
+    try:
+        store.wait(["at0", "at1", "at2"], LONG)
+        jobs.kill([0])
+        store.wait(["lost1", "lost2"], timedelta(seconds=PROMPTLY_S))
+    finally:
+        with open(fifo, "w"):
+            pass
+        jobs.kill([0])
+    assert [outcome.result for outcome in jobs.join(20)] == [None, (0,), (0,)]
+
+
+def killed_while_joining(rank: int, path: str, where: str, delivery: str) -> Any:
+    store = store_at(where)
+    if rank == 1:  # comes to the meeting and dies before it connects
+        from meshfeed.deliver.rendezvous import Meeting
+
+        meet = Meeting.meet
+
+        def meet_and_die(*args: Any) -> str:
+            prefix = meet(*args)
+            os.kill(os.getpid(), 9)
+            return prefix
+
+        Meeting.meet = meet_and_die  # type: ignore[method-assign]
+    feed = mf.Feed(
+        recipe_of(path), mf.Layout.parse("tp3"), rank, delivery=delivery, rendezvous=store, timeout_s=2
+    )
+    with pytest.raises(mf.PeerError) as raised:
+        take(feed, 3)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("delivery", ["share", "broadcast"])
+def test_a_rank_that_dies_between_meeting_and_connecting(corpus: str, tmp_path: Path, delivery: str) -> None:
+    began = time.monotonic()
+    outcomes = world.start(
+        killed_while_joining, 3, corpus, str(tmp_path / "store"), delivery, distributed=False
+    ).join(30)
+    assert time.monotonic() - began < 15
+    assert [outcome.exitcode for outcome in outcomes] == [0, -9, 0], [o.trace for o in outcomes]
+    assert "1" in outcomes[0].result
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_a_broadcast(corpus: str, tmp_path: Path, victim: int) -> None:
+    where = str(tmp_path / "store")
+    jobs = world.start(endless, 4, corpus, "tp4", "broadcast", where, 3, 2, distributed=False)
+    store_at(where).wait([f"at{rank}" for rank in range(4)], LONG)
+    killed = time.monotonic()
+    jobs.kill([victim])
+    outcomes = jobs.join(20)
+    assert time.monotonic() - killed < PROMPTLY_S
+    assert [outcome.error for outcome in outcomes] == [None] * 4
+    assert all("broadcast" in o.result[1] for rank, o in enumerate(outcomes) if rank != victim)
+
+
+def many_orders(rank: int, path: str) -> list[int]:
+    """Feeds that come and go in one process leave no descriptor open."""
+    recipe, layout, counts = recipe_of(path, length=32, sequences=8), mf.Layout.parse("tp2"), []
+    for delivery in itertools.islice(itertools.cycle(["share", "direct", "broadcast"]), 12):
+        with mf.Feed(recipe, layout, delivery=delivery, verify=delivery == "direct", timeout_s=20) as feed:
+            take(feed, 2)
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_feeds_that_come_and_go_keep_no_descriptor(corpus: str) -> None:
+    for counts in world.run(many_orders, 2, corpus):
+        assert max(counts[6:]) <= max(counts[:6]), counts

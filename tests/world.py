@@ -1,0 +1,146 @@
+"""Real processes for tests: a function run by every rank of a small gloo job.
+
+A fork server imports torch once; each rank is forked from it, so that a world of eight starts in a
+moment. Results and errors come back over pipes; a rank that dies is reported, never waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+
+# a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
+os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["world_preload"])
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: its result, its error (type name, message), or its exit code alone."""
+
+    result: Any = None
+    error: tuple[str, str] | None = None
+    exitcode: int | None = None
+    trace: str = ""
+
+
+@dataclass
+class World:
+    """A running job."""
+
+    processes: list[Any]
+    pipes: list[Connection]
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def join(self, timeout_s: float = 120.0) -> list[Outcome]:
+        """Every rank's outcome; fails the test where one is still running after `timeout_s`."""
+        outcomes = [Outcome() for _ in self.processes]
+        open_pipes = dict(zip(self.pipes, range(len(self.pipes))))
+        while open_pipes:
+            ready = wait(list(open_pipes), timeout_s)
+            if not ready:
+                stuck = sorted(open_pipes.values())
+                self.kill(range(len(self.processes)))
+                pytest.fail(f"ranks {stuck} hang")
+            for pipe in ready:
+                rank = open_pipes.pop(pipe)
+                with contextlib.suppress(EOFError, ConnectionResetError):  # it died before it could say
+                    outcomes[rank] = pickle.loads(pipe.recv_bytes())
+        for process, outcome in zip(self.processes, outcomes):
+            process.join(30)
+            if process.is_alive():
+                process.kill()
+                pytest.fail(f"{process.name} answered and then hung at its exit")
+            outcome.exitcode = process.exitcode
+        return outcomes
+
+    def results(self, timeout_s: float = 120.0) -> list[Any]:
+        """Every rank's result; fails the test where one raised."""
+        outcomes = self.join(timeout_s)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error or outcome.exitcode:
+                pytest.fail(f"rank {rank} failed ({outcome.exitcode}): {outcome.error}\n{outcome.trace}")
+        return [outcome.result for outcome in outcomes]
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        """SIGKILL, as a cluster does it."""
+        for rank in ranks:
+            self.processes[rank].kill()
+
+
+def start(
+    function: Callable[..., Any], world_size: int, *args: Any, distributed: bool = True, **kwargs: Any
+) -> World:
+    """Start `function(rank, *args)` on every rank, with torch.distributed over gloo unless told otherwise."""
+    port = free_port()
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    for rank in range(world_size):
+        ours, theirs = _context.Pipe()
+        process = _context.Process(
+            target=_main,
+            args=(theirs, function, rank, world_size, port, distributed, args, kwargs),
+            name=f"rank{rank}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    return World(processes, pipes)
+
+
+def run(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
+    """Run to the end; every rank's result."""
+    return start(function, world_size, *args, **kwargs).results()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _main(
+    pipe: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    distributed: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(port)}
+    outcome = Outcome()
+    try:
+        if distributed:
+            dist.init_process_group("gloo", rank=rank, world_size=world_size)
+        outcome.result = function(rank, *args, **kwargs)
+        if distributed:
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException as error:
+        outcome.error = (type(error).__name__, str(error))
+        outcome.trace = traceback.format_exc()
+    pipe.send_bytes(pickle.dumps(outcome))
+    pipe.close()
+    if outcome.error:
+        os._exit(1)  # a peer may be gone: do not wait for it in torch's own clean-up
