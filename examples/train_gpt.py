@@ -24,6 +24,8 @@ from parallel import Place, gathered, summed
 
 import meshfeed as mf
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of every parameter
+
 
 def main() -> None:
     """Train."""
@@ -124,7 +126,11 @@ def save(path: Path, stage: Stage, optimizer: torch.optim.Optimizer, feed: mf.Fe
     whole: dict[str, Any] = {}
     for name, (parameter, cut) in stage.parts().items():
         state = optimizer.state[parameter]
-        tensors = {"parameter": parameter.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        tensors = {
+            "parameter": parameter.detach(),
+            "exp_avg": state["exp_avg"],
+            "exp_avg_sq": state["exp_avg_sq"],
+        }
         if cut is not None:
             tensors = {key: gathered(tensor, place.tp, cut) for key, tensor in tensors.items()}
         whole[name] = {**tensors, "step": state["step"]}
@@ -148,7 +154,7 @@ def load(path: Path, stage: Stage, optimizer: torch.optim.Optimizer, feed: mf.Fe
         saved = whole[name]
         mine = {
             key: saved[key] if cut is None else saved[key].chunk(place.layout.tp, cut)[place.coord.tp].clone()
-            for key in ("parameter", "exp_avg", "exp_avg_sq")
+            for key in ("parameter", *_MOMENTS)
         }
         with torch.no_grad():
             parameter.copy_(mine.pop("parameter"))
@@ -201,7 +207,9 @@ def each(draws: mf.Draws) -> Iterator[tuple[int, int, int]]:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layout", required=True, help="such as tp2-dp2-pp2; its ranks are torchrun's")
     parser.add_argument("--corpus", required=True, help="a Megatron .bin/.idx pair")
     parser.add_argument("--out", type=Path, required=True, help="an existing directory")

@@ -36,6 +36,7 @@ def sequence_of(recipe: mf.Recipe, steps: Any, layout: mf.Layout | None = None, 
 
 
 def threads() -> int:
+    """Threads of ours that still run."""
     return sum(thread.name.startswith("meshfeed") for thread in threading.enumerate())
 
 
