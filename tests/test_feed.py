@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import random
 import threading
 import time
-import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,12 @@ def threads() -> int:
     return sum(thread.name.startswith("meshfeed") for thread in threading.enumerate())
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert threads() == 0
+
+
 # -- alone -----------------------------------------------------------------------------------------------------
 
 
@@ -49,6 +54,7 @@ def test_break_and_go_on(corpus: str, prefetch: int) -> None:
     feed = mf.Feed(recipe, prefetch=prefetch)
     seen = take(feed, 3) + take(feed, 1) + take(feed, 4)
     assert seen == sequence_of(recipe, 8)
+    feed.close()
     assert threads() == 0
 
 
@@ -60,6 +66,7 @@ def test_break_in_the_middle_of_a_step_goes_on_with_the_next(corpus: str) -> Non
         if step.index == 2:
             break
     assert take(feed, 2) == sequence_of(recipe, [3, 4])
+    feed.close()
 
 
 def test_the_stream_ends_and_stays_ended(corpus: str) -> None:
@@ -89,26 +96,26 @@ def test_close_twice_and_enter_again(corpus: str) -> None:
     assert recipe.data._depth == 0 and threads() == 0, "no store is left open"
 
 
-def test_a_feed_without_with_closes_its_files_when_the_loop_ends(corpus: str) -> None:
-    recipe = recipe_of(corpus)
-    take(mf.Feed(recipe), 2)
-    assert recipe.data._fd is None and recipe.data._depth == 0
+def test_a_feed_without_with_closes_its_files_when_the_stream_ends(corpus: str) -> None:
+    recipe = recipe_of(corpus, epochs=1)
+    take(mf.Feed(recipe))
+    assert recipe.data._fd is None and recipe.data._depth == 0 and threads() == 0
 
 
-def test_an_abandoned_iterator_lets_go(corpus: str) -> None:
+def test_an_abandoned_iterator_leaves_its_step_usable_until_the_next(corpus: str) -> None:
     recipe = recipe_of(corpus)
     feed = mf.Feed(recipe)
-    steps = iter(feed)
-    step = next(steps)
-    kept = [next(step.microbatches)]
-    gone = weakref.ref(steps)
-    del steps
-    gc.collect()
-    assert gone() is None and threads() == 0 and recipe.data._depth == 0
-    assert seen_microbatch(kept[0]) == sequence_of(recipe, 1)[0]["microbatches"][0]
+    first, second = next(iter(feed)), None
+    assert seen_step(first, first.microbatches) == sequence_of(recipe, 1)[0]
+    second = next(iter(feed))
+    kept = next(second.microbatches)
+    feed.close()
+    assert threads() == 0 and recipe.data._depth == 0
+    assert seen_microbatch(kept) == sequence_of(recipe, [1])[0]["microbatches"][0]
     with pytest.raises(mf.StateError):
-        next(step.microbatches)
-    assert take(feed, 1) == sequence_of(recipe, [1])
+        next(second.microbatches)
+    assert take(feed, 1) == sequence_of(recipe, [2])
+    feed.close()
 
 
 def test_an_exception_in_the_body_closes_and_the_step_counts_as_handed_out(corpus: str) -> None:
@@ -118,7 +125,12 @@ def test_an_exception_in_the_body_closes_and_the_step_counts_as_handed_out(corpu
         for step in feed:
             if step.index == 2:
                 _ = 1 / 0
-    assert threads() == 0 and take(feed, 1) == sequence_of(recipe, [3])
+    assert take(feed, 1) == sequence_of(recipe, [3])
+    feed.close()
+    with pytest.raises(ZeroDivisionError), feed:
+        for _ in feed:
+            _ = 1 / 0
+    assert threads() == 0 and recipe.data._depth == 0
 
 
 def test_a_new_iterator_replaces_the_old_one(corpus: str) -> None:
@@ -132,32 +144,35 @@ def test_a_new_iterator_replaces_the_old_one(corpus: str) -> None:
         with pytest.raises(mf.StateError, match="iterate anew"):
             next(stale)
     assert next(new).index == 2, "the old one took nothing from the new"
-    new.close()
+    feed.close()
     assert threads() == 0
 
 
 def test_microbatches_of_a_step_that_is_over(corpus: str) -> None:
-    steps = iter(mf.Feed(recipe_of(corpus)))
+    feed = mf.Feed(recipe_of(corpus))
+    steps = iter(feed)
     first = next(steps)
     second = next(steps)
     with pytest.raises(mf.StateError, match="over"):
         next(first.microbatches)
     assert sum(1 for _ in second.microbatches) == second.num_microbatches == 16
     assert list(second.microbatches) == [], "once"
+    feed.close()
 
 
 def test_iterators_are_lazy(corpus: str) -> None:
     recipe = recipe_of(corpus)
     feed = mf.Feed(recipe)
     unused, used = iter(feed), iter(feed)
-    state = mf.Feed(recipe).state_dict() | {}
+    state = mf.Feed(recipe).state_dict()
     source = mf.Feed(recipe)
     take(source, 5)
     feed.load_state_dict(source.state_dict())
     assert next(used).index == 5
     assert next(unused).index == 6, "a second iterator goes on where the first was"
     assert state["step"] == 0
-    unused.close()
+    feed.close()
+    source.close()
 
 
 def test_a_failing_store_ends_the_loop_and_nothing_hangs(corpus: str) -> None:
@@ -171,6 +186,7 @@ def test_a_failing_store_ends_the_loop_and_nothing_hangs(corpus: str) -> None:
         feed = mf.Feed(recipe, prefetch=prefetch)
         with pytest.raises(mf.StoreError, match=r"corpus\.bin"):
             take(feed)
+        feed.close()
         assert threads() == 0 and recipe.data._depth == 0
 
 
@@ -218,6 +234,8 @@ def test_state_in_the_body_resumes_at_the_next_step(corpus: str) -> None:
         resumed.load_state_dict(json.loads(text))
         assert take(resumed, 2) == sequence_of(recipe, [5, 6])
         assert resumed.state_dict()["step"] == 7, "a second save after resume advances"
+        feed.close()
+        resumed.close()
 
 
 def test_load_state_in_the_middle_of_an_iteration(corpus: str) -> None:
@@ -233,7 +251,7 @@ def test_load_state_in_the_middle_of_an_iteration(corpus: str) -> None:
             with pytest.raises(mf.StateError, match="load_state_dict"):
                 next(stale)
         assert take(feed, 2) == sequence_of(recipe, 2)
-        assert threads() == 0
+    assert threads() == 0
 
 
 def test_a_refused_state_changes_nothing(corpus: str) -> None:
@@ -246,7 +264,7 @@ def test_a_refused_state_changes_nothing(corpus: str) -> None:
         with pytest.raises(mf.StateError):
             feed.load_state_dict(bad)
     assert next(steps).index == 1
-    steps.close()
+    feed.close()
 
 
 # -- virtual stages ------------------------------------------------------------------------------------------------
@@ -380,6 +398,7 @@ def stop_and_go(rank: int, path: str) -> list[Any]:
         spent = time.monotonic() - began
         if seen != sequence_of(recipe, [*range(9), 7], layout, rank):
             wrong.append((delivery, prefetch, [step["step"] for step in seen]))
+        feed.close()
         if spent > PROMPTLY_S or threads():
             wrong.append((delivery, prefetch, spent, threads()))
     return wrong
@@ -396,13 +415,14 @@ def one_raises(rank: int, path: str, delivery: str, prefetch: int, at_fault: int
     store, steps = dist.distributed_c10d._get_default_store(), 0
     began = time.monotonic()
     try:
-        for step in feed:
-            list(step.microbatches)
-            steps += 1
-            if rank == at_fault and step.index == 3:
-                raise KeyError("bad batch")
-            if rank != at_fault and steps == 60:
-                break  # a peer's exception need not end ranks that do not depend on it
+        with feed:
+            for step in feed:
+                list(step.microbatches)
+                steps += 1
+                if rank == at_fault and step.index == 3:
+                    raise KeyError("bad batch")
+                if rank != at_fault and steps == 60:
+                    break  # a peer's exception need not end ranks that do not depend on it
     except (KeyError, mf.MeshfeedError) as error:
         told = type(error).__name__, getattr(error, "ranks", None), steps
     else:
