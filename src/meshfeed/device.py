@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from meshfeed.batch import Microbatch, Value
-from meshfeed.sequence import Arrays, Portion
-
-Array = npt.NDArray[Any]
+from meshfeed.columns import Array, Arrays
+from meshfeed.sequence import Portion
 
 _MOST_KEPT = 64
 _FREE = 2  # references to an array that only its deque holds: the deque's, and the question's own

@@ -214,7 +214,13 @@ class Feed:
     def _new_run(self, by_stage: StageMap | None) -> Run:
         role, fields, clock = self.role, self._rule.fields, StageClock()
         meeting = self._meeting()
-        delivery = make_delivery(self.delivery, role, meeting, num_slots=self._prefetch + 2)
+        delivery = make_delivery(
+            self.delivery,
+            role,
+            meeting,
+            num_slots=self._prefetch + 2,
+            patience_s=None if self._prefetch else self._timeout_s,
+        )
         placer = placer_of(self._device)
         views: list[frozenset[str] | None] = [None]
         if by_stage is not None:

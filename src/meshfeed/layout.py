@@ -225,7 +225,8 @@ class Layout:
             raise LayoutError(f"layout {self} names rank {max(self.table)}, the job has {world_size} ranks")
 
     def __str__(self) -> str:
-        return "-".join(f"{dim}{getattr(self, dim)}" for dim in self.dims)
+        split = [f"{dim}{getattr(self, dim)}" for dim in self.dims if getattr(self, dim) > 1]
+        return "-".join(split) or "dp1"
 
     def _slots(self, ranks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         if self.table is None:

@@ -23,7 +23,12 @@ class Span(NamedTuple):
 
 
 class StageClock:
-    """The producer's diary: which stage it was in, when."""
+    """The producer's diary: which stage it was in, when.
+
+    Attributes:
+        spans: stages that are over, since the last `take`.
+        now: the stage that it entered last.
+    """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
@@ -36,7 +41,6 @@ class StageClock:
         try:
             yield
         finally:
-            self.now = None
             self.spans.append(Span(name, start, time.monotonic()))
 
     def take(self) -> list[Span]:

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from meshfeed.columns import Columns
 from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import EndOfStream, Traffic
 from meshfeed.deliver.rendezvous import GlooGroup, Meeting
 from meshfeed.errors import DeliveryError, PeerError
 from meshfeed.roles import Role
-from meshfeed.sequence import Columns
 
 _GRAIN = 4096
 
@@ -32,9 +32,9 @@ class Broadcast:
     others go on receiving, and dropping, until they hear it. So no collective is left half-done.
     """
 
-    def __init__(self, role: Role, meeting: Meeting) -> None:
+    def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:
         self.traffic = Traffic()
-        self._role, self._meeting = role, meeting
+        self._role, self._meeting, self._patience_s = role, meeting, patience_s
         self._group: GlooGroup | None = None
         self._surplus = 0
         self._buffer = np.zeros(0, np.uint8)
@@ -115,7 +115,7 @@ class Broadcast:
         if self._group is None or role.source is None:
             raise DeliveryError(f"rank {role.rank} is in no broadcast group; use the delivery in `with`")
         try:
-            self._group.broadcast(torch.from_numpy(buffer), role.source)
+            self._group.broadcast(torch.from_numpy(buffer), role.source, self._patience_s)
         except (RuntimeError, dist.DistError) as broken:
             raise PeerError(
                 f"rank {role.rank} lost its broadcast group {role.peers} (source: rank {role.source}): "

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
+from meshfeed.columns import Columns
 from meshfeed.errors import DeliveryError
 from meshfeed.roles import DeliveryName, Role
-from meshfeed.sequence import Columns
 
 if TYPE_CHECKING:
     from meshfeed.deliver.rendezvous import Meeting
@@ -59,7 +59,8 @@ class Delivery(Protocol):
         """One microbatch. columns: what the reader read, None on the others.
 
         num_bytes: the size of the columns as the plan has it, equal on all peers; a hint.
-        Raises EndOfStream, PeerError (a peer is gone), DeliveryError (the reader failed; says how).
+        Raises EndOfStream, PeerError (a peer is gone), DeliveryError (the reader failed; says how),
+        TimeoutError (a peer is alive, but patience is over).
         """
         ...
 
@@ -102,10 +103,18 @@ class Direct:
         self._interrupted = True
 
 
-def make_delivery(name: DeliveryName, role: Role, meeting: Meeting | None, *, num_slots: int) -> Delivery:
+def make_delivery(
+    name: DeliveryName,
+    role: Role,
+    meeting: Meeting | None,
+    *,
+    num_slots: int,
+    patience_s: float | None = None,
+) -> Delivery:
     """The delivery that fits a role that needs stored columns.
 
     meeting: where its peers meet; may be None where it has none. num_slots: microbatches in flight.
+    patience_s: how long `deliver` waits for a peer that is alive; None for ever, as on a thread of its own.
     """
     from meshfeed.deliver.broadcast import Broadcast
     from meshfeed.deliver.share import ShareFollower, ShareLeader
@@ -118,5 +127,7 @@ def make_delivery(name: DeliveryName, role: Role, meeting: Meeting | None, *, nu
             f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
         )
     if name == "broadcast":
-        return Broadcast(role, meeting)
-    return ShareLeader(role, meeting, num_slots) if role.reads else ShareFollower(role, meeting)
+        return Broadcast(role, meeting, patience_s)
+    if role.reads:
+        return ShareLeader(role, meeting, num_slots, patience_s)
+    return ShareFollower(role, meeting, patience_s)

@@ -116,11 +116,12 @@ class GlooGroup:
         timeout = timedelta(seconds=timeout_s)
         self._gloo: Any = dist.ProcessGroupGloo(store, peers.index(rank), len(peers), timeout)
 
-    def broadcast(self, buffer: torch.Tensor, source: int) -> None:
-        """Fill `buffer` with that of rank `source`, however long that takes. RuntimeError: a peer is gone."""
+    def broadcast(self, buffer: torch.Tensor, source: int, timeout_s: float | None) -> None:
+        """Fill `buffer` with that of rank `source`. RuntimeError: a peer is gone, or late by `timeout_s`."""
+        timeout = _NO_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = self._peers.index(source), 0, _NO_TIMEOUT
-        self._gloo.broadcast([buffer], options).wait(_NO_TIMEOUT)
+        options.rootRank, options.rootTensor, options.timeout = self._peers.index(source), 0, timeout
+        self._gloo.broadcast([buffer], options).wait(timeout)
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """Each peer's row, in the order of peers. RuntimeError: a peer is gone, or late by `timeout_s`."""

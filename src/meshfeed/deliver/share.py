@@ -25,12 +25,12 @@ from typing import Self
 
 import numpy as np
 
+from meshfeed.columns import Columns
 from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import EndOfStream, Traffic
 from meshfeed.deliver.rendezvous import Meeting
 from meshfeed.errors import DeliveryError, PeerError
 from meshfeed.roles import Role
-from meshfeed.sequence import Columns
 
 _TICKET = struct.Struct("<qq")  # microbatch number, bytes; a returned ticket has bytes 0
 _HELLO = struct.Struct("<q")  # rank
@@ -86,9 +86,9 @@ class _Slot:
 class ShareLeader:
     """The reader's end: writes each microbatch into the next free slot."""
 
-    def __init__(self, role: Role, meeting: Meeting, num_slots: int) -> None:
+    def __init__(self, role: Role, meeting: Meeting, num_slots: int, patience_s: float | None) -> None:
         self.traffic = Traffic()
-        self._role, self._meeting = role, meeting
+        self._role, self._meeting, self._patience_s = role, meeting, patience_s
         self._num_slots = min(num_slots, _MOST_SLOTS)
         self._resources = contextlib.ExitStack()
         self._slots: list[_Slot] = []
@@ -189,13 +189,16 @@ class ShareLeader:
         """Wait until every peer has returned so many tickets; meanwhile notice who leaves."""
         timeout = 0.0  # look at what has come in, even when nothing has to be waited for
         while True:
-            for key, _ in self._selector.select(timeout):
+            ready = self._selector.select(timeout)
+            if not ready and timeout:
+                raise TimeoutError
+            for key, _ in ready:
                 if key.data is None:
                     raise EndOfStream
                 self._receive(key.data)
             if all(self._returned[rank] >= count for rank in self._peers):
                 return
-            timeout = None
+            timeout = self._patience_s
 
     def _receive(self, rank: int) -> None:
         """One ticket back from a peer. Raises PeerError where it has died."""
@@ -225,9 +228,9 @@ class ShareLeader:
 class ShareFollower:
     """A peer's end: maps the leader's slots and reads them in place."""
 
-    def __init__(self, role: Role, meeting: Meeting) -> None:
+    def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:
         self.traffic = Traffic()
-        self._role, self._meeting = role, meeting
+        self._role, self._meeting, self._patience_s = role, meeting, patience_s
         self._resources = contextlib.ExitStack()
         self._slots: list[_Slot] = []
         self._interrupted = False
@@ -256,7 +259,7 @@ class ShareFollower:
             if not fds:
                 raise PeerError(f"rank {leader}, the reader of the node of rank {role.rank}, died", [leader])
             self._slots = [_Slot(fd) for fd in fds]
-            link.settimeout(None)
+            link.settimeout(self._patience_s)
             _links.add(link)
             self._link = link
             self._resources = stack.pop_all()
@@ -278,6 +281,8 @@ class ShareFollower:
             self._held = None
         try:
             data = self._link.recv(_TICKET.size)
+        except TimeoutError:
+            raise
         except OSError:
             data = b""
         if self._interrupted:

@@ -18,9 +18,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from meshfeed.columns import Arrays
 from meshfeed.deliver.rendezvous import GlooGroup, Meeting
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
-from meshfeed.sequence import Arrays
 
 Digests = npt.NDArray[np.int64]
 

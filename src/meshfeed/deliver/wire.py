@@ -19,8 +19,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.columns import Columns
 from meshfeed.errors import DeliveryError
-from meshfeed.sequence import Columns
 
 DATA, ERROR, END = 0, 1, 2
 TABLE_ROOM = 4096

@@ -1,6 +1,7 @@
 """Draws and slices -> tensors: what a sequence is, and which of its bytes are read."""
 
-from meshfeed.sequence.rule import Arrays, Columns, Portion, SequenceRule, portions_of
+from meshfeed.columns import Arrays, Columns
+from meshfeed.sequence.rule import Portion, SequenceRule, portions_of
 from meshfeed.sequence.windows import Windows
 
 __all__ = ["Arrays", "Columns", "Portion", "SequenceRule", "Windows", "portions_of"]

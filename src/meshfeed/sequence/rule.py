@@ -7,27 +7,18 @@ so that all deliveries give the same bytes, and what lengths alone decide is nev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 from meshfeed.recipe import Recipe, Rule
 from meshfeed.roles import Field
-
-Array = npt.NDArray[Any]
-Columns = Mapping[str, "Array | Sequence[Array] | Sequence[bytes]"]
-"""Stored data by name: an array, or one array (any shape) or byte string per sequence."""
-
-Arrays = dict[str, "Array | Sequence[Array] | Sequence[bytes]"]
-"""Fields of a microbatch by name, before they become tensors."""
-
-Allocate = Callable[[tuple[int, ...], str], Array]
-"""(shape, dtype name) -> an uninitialised array; page-locked when it is bound for a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,13 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import Draws, concatenated, key_of
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe, Store
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import Allocate, Array, Arrays, Columns, Portion
+from meshfeed.sequence.rule import Portion
 from meshfeed.store import StreamStore
 
 Longs = npt.NDArray[np.int64]

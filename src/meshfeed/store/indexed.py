@@ -96,12 +96,16 @@ class IndexedStore:
         """Whether the sequences fill the .bin in order, so that it can be read as one stream."""
         return self.header.is_stream
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hex digest of dtype, sizes, header, both ends of the index and some blocks of the .bin.
 
         O(1), the same wherever the files lie. It tells two corpora apart, not a single changed token.
         """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         header = self.header
         sizes = f"{header.dtype.str} {header.idx_size_bytes} {header.bin_size_bytes}"
         digest = hashlib.blake2b(sizes.encode(), digest_size=16)
@@ -145,7 +149,7 @@ class IndexedStore:
             os.close(fd)
 
     def __getstate__(self) -> dict[str, Any]:
-        known = ("header", "fingerprint")
+        known = ("header", "_fingerprint")
         return {"path": self.path} | {name: self.__dict__[name] for name in known if name in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

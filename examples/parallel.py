@@ -1,0 +1,95 @@
+"""The few collectives that tensor, context and pipeline parallelism take, with their gradients.
+
+Plain torch.distributed calls, so that nothing about the parallelism is hidden from a reader. A group of
+one is None, and every function here is then the identity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import meshfeed as mf
+
+Group = Any
+
+
+class Place:
+    """Where this process stands: its coordinate, its groups, its pipeline neighbours."""
+
+    def __init__(self, layout: mf.Layout, rank: int) -> None:
+        self.layout, self.rank, self.coord = layout, rank, layout.coord(rank)
+        self.tp = self._group("tp")
+        self.cp = self._group("cp")
+        self.replicas = self._group("dp-cp")
+        self.is_first, self.is_last = self.coord.pp == 0, self.coord.pp == layout.pp - 1
+        self.speaks = self.coord[:3] == (0, 0, 0)
+
+    def neighbour(self, ahead: int) -> int:
+        """The rank so many pipeline stages ahead, otherwise at the same place."""
+        return self.layout.rank_of(self.coord._replace(pp=self.coord.pp + ahead))
+
+    def _group(self, dims: str) -> Group:
+        ranks = self.layout.group_of(self.rank, dims).tolist()
+        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+
+
+class EnterSplit(torch.autograd.Function):
+    """Into a tensor-parallel region: the input is everyone's, its gradient the sum of everyone's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # noqa: D102
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
+        return summed(grads[0], ctx.group), None
+
+
+class LeaveSplit(torch.autograd.Function):
+    """Out of a tensor-parallel region: the output is the sum of everyone's part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # noqa: D102
+        return summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
+        return grads[0], None
+
+
+class GatherSequence(torch.autograd.Function):
+    """Every context-parallel rank's tokens, [batch, tokens, ...], side by side along the tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # noqa: D102
+        ctx.group, ctx.tokens = group, x.shape[1]
+        return gathered(x, group, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
+        if ctx.group is None:
+            return grads[0], None
+        mine = dist.get_rank(ctx.group) * ctx.tokens
+        return summed(grads[0], ctx.group)[:, mine : mine + ctx.tokens].contiguous(), None
+
+
+def summed(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over a group, as a new tensor."""
+    if group is None:
+        return x
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def gathered(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """The tensors of a group, side by side along a dimension."""
+    if group is None:
+        return x
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim)

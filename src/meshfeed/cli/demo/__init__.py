@@ -1,0 +1,137 @@
+"""meshfeed demo: train on eight processes, kill them, go on under another layout, and compare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshfeed.cli.demo.corpus import make_corpus
+from meshfeed.cli.demo.runs import Trainer, latest_checkpoint
+from meshfeed.errors import LayoutError, MeshfeedError
+from meshfeed.layout import Layout
+from meshfeed.report.compare import Comparison, Run, compare
+from meshfeed.report.demo import page
+
+TOLERANCE = 1e-6
+_MOST_RANKS = 16
+
+_EXAMPLES = """examples:
+  meshfeed demo
+  meshfeed demo --first tp2-dp2-pp2 --then cp2-dp2 --kill-at 12 --steps 30 --out demo-out
+  meshfeed demo --first pp4 --then tp4 --delivery broadcast
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `demo` to argparse's subparsers."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "demo",
+        help="train a small GPT on several processes, kill it, go on under another layout",
+        description="Train a small GPT on the Python standard library's source, on real processes, under one "
+        "layout; kill them with SIGKILL; go on under another; compare ledger and losses with an "
+        "uninterrupted single process. Exit status 0 only where they agree.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--first", default="tp2-dp2-pp2", help="layout to start under (tp2-dp2-pp2)")
+    parser.add_argument("--then", default="cp2-dp2", help="layout to go on under (cp2-dp2)")
+    parser.add_argument("--kill-at", type=int, default=12, help="step after which all ranks are killed (12)")
+    parser.add_argument("--steps", type=int, default=30, help="steps in all (30)")
+    parser.add_argument(
+        "--delivery", choices=("auto", "direct", "broadcast", "share"), default="auto", help="(auto)"
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where everything goes (demo-out)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tell the story; 0 where the runs agree, 1 where they do not. Raises MeshfeedError."""
+    first, then = _layout(args.first), _layout(args.then)
+    if not 0 < args.kill_at < args.steps:
+        raise MeshfeedError(f"--kill-at {args.kill_at} must lie between 0 and --steps {args.steps}")
+    console, out = Console(), args.out
+    _prepare(out)
+    corpus = make_corpus(out / "corpus", console)
+    console.print(
+        f"corpus: {corpus.num_files:,} files of the standard library, {corpus.num_tokens:,} tokens, "
+        f"vocabulary {corpus.vocab:,}"
+    )
+    trainer = Trainer(out, corpus, args.steps, args.delivery, console)
+
+    trainer.train("reference", "tp1", "uninterrupted, one process")
+    trainer.train("first", str(first), f"{first.world_size} processes, {first}", kill_at=args.kill_at)
+    checkpoint, resumed_at = latest_checkpoint(out)
+    console.print(
+        f"[red]SIGKILL[/red] to all {first.world_size} ranks; the last checkpoint is step {resumed_at}"
+    )
+    trainer.train("then", str(then), f"{then.world_size} processes, {then}", resume=checkpoint)
+
+    runs = {name: Run.read(out, name) for name in ("reference", "first", "then")}
+    found = compare(runs["reference"], runs["first"], runs["then"], resumed_at, TOLERANCE)
+    _write(out, args, corpus.facts(), runs, found, resumed_at)
+    _tell(console, found, out)
+    return 0 if found.agree else 1
+
+
+def _layout(text: str) -> Layout:
+    layout = Layout.parse(text)
+    if layout.world_size > _MOST_RANKS:
+        raise LayoutError(f"layout {text} has {layout.world_size} ranks; the demo runs up to {_MOST_RANKS}")
+    if 4 % layout.tp or layout.pp > 4:
+        raise LayoutError(
+            f"layout {text}: the demo's model has 4 heads and 4 layers; tp must divide 4, pp ≤ 4"
+        )
+    return layout
+
+
+def _prepare(out: Path) -> None:
+    """An empty directory; a demo's earlier one is cleared, anything else is left alone."""
+    if out.exists() and any(out.iterdir()) and not (out / "demo.json").exists():
+        raise MeshfeedError(f"--out {out}: is not empty and no earlier demo's; name another directory")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    (out / "demo.json").write_text(json.dumps({"arguments": sys.argv[1:]}))
+
+
+def _write(
+    out: Path,
+    args: argparse.Namespace,
+    corpus: dict[str, Any],
+    runs: dict[str, Run],
+    found: Comparison,
+    resumed_at: int,
+) -> None:
+    losses = {name: run.losses for name, run in runs.items()}
+    facts = {
+        "first": args.first,
+        "then": args.then,
+        "kill_at": args.kill_at,
+        "resumed_at": resumed_at,
+        "steps": args.steps,
+        "tolerance": TOLERANCE,
+        "agree": found.agree,
+        "max_difference": found.max_difference,
+        "losses": losses,
+    }
+    (out / "losses.json").write_text(json.dumps(facts, indent=1))
+    (out / "report.html").write_text(page(facts, corpus, runs, found))
+
+
+def _tell(console: Console, found: Comparison, out: Path) -> None:
+    console.print(
+        f"ledger: {found.num_sequences:,} sequences, {len(found.lost)} lost, {len(found.repeated)} repeated "
+        f"or moved, {found.num_redone} read again after the kill"
+    )
+    console.print(f"losses: largest difference from the uninterrupted run {found.max_difference:.2e}")
+    for problem in found.problems:
+        console.print(f"[red]{problem}[/red]")
+    verdict = (
+        "[bold green]they agree[/bold green]" if found.agree else "[bold red]they do NOT agree[/bold red]"
+    )
+    console.print(f"{verdict}; see {out / 'report.html'}")

@@ -1,0 +1,1 @@
+"""Pictures of plans and runs: data in, one self-contained page out."""

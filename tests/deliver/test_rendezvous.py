@@ -1,0 +1,297 @@
+"""Who does not come, comes with something else, or stops in the middle: typed errors that name them, in time."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import meshfeed as mf
+import world
+from corpus import recipe_of, write_corpus
+from meshfeed.deliver.rendezvous import Meeting, _runs
+from observe import simulated, take
+
+LONG = timedelta(seconds=60)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(path, num_tokens=20_000)
+    return str(path)
+
+
+def default_store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def failure(feed: mf.Feed, steps: int = 50) -> tuple[str, tuple[int, ...], str, float]:
+    """How a feed that must fail fails: type, ranks named, text, seconds."""
+    began = time.monotonic()
+    try:
+        take(feed, steps)
+    except mf.MeshfeedError as error:
+        spent = time.monotonic() - began
+        return type(error).__name__, tuple(getattr(error, "ranks", ())), str(error), spent
+    return "no error", (), "", time.monotonic() - began
+
+
+def absent(rank: int, path: str, missing: int, options: dict[str, Any]) -> Any:
+    """One rank never iterates; the others must say so."""
+    if rank == missing:
+        default_store().wait([f"told{r}" for r in range(4) if r != missing], LONG)
+        return None
+    told = failure(mf.Feed(recipe_of(path), mf.Layout.parse("tp4"), timeout_s=1, **options))
+    default_store().set(f"told{rank}", "1")
+    return told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"delivery": "share"}, {"delivery": "broadcast"}, {"delivery": "direct", "verify": True}],
+    ids=["share", "broadcast", "verify"],
+)
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_never_comes_is_named_in_time(corpus: str, options: dict[str, Any], missing: int) -> None:
+    for rank, told in enumerate(world.run(absent, 4, corpus, missing, options)):
+        if rank == missing:
+            continue
+        kind, ranks, text, spent = told
+        assert (kind, ranks) == ("PeerError", (missing,)), text
+        assert f"[{missing}]" in text and "1 s" in text and 0.9 < spent < 5
+
+
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "seed": ({"seed": 6}, {}),
+    "length": ({"length": 32}, {}),
+    "batch": ({"sequences": 8}, {}),
+    "micro_batch_size": ({}, {"micro_batch_size": 2}),
+    "reads": ({}, {"reads": (1,)}),
+    "stage_map": ({}, {"stage_map": mf.StageMap(pp=1, vpp=2)}),
+}
+
+
+def disagreeing(rank: int, path: str, delivery: str) -> list[Any]:
+    told = []
+    for recipe_options, feed_options in DISAGREEMENTS.values():
+        if rank != 1:
+            recipe_options, feed_options = {}, {}
+        recipe = recipe_of(path, **recipe_options)
+        feed = mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=20, **feed_options)
+        told.append(failure(feed))
+    return told
+
+
+@pytest.mark.parametrize("delivery", ["share", "broadcast"])
+def test_ranks_that_disagree_end_before_any_batch(corpus: str, delivery: str) -> None:
+    for rank, all_told in enumerate(world.run(disagreeing, 3, corpus, delivery)):
+        for what, (kind, ranks, text, spent) in zip(DISAGREEMENTS, all_told):
+            assert kind == "PeerError", (what, text)
+            assert ranks == ((0, 2) if rank == 1 else (1,)), (what, text)
+            assert "same arguments" in text and spent < 10, what
+
+
+def other_layout(rank: int, path: str) -> Any:
+    layout = mf.Layout.parse("tp2-dp2" if rank else "dp2-tp2")
+    return failure(mf.Feed(recipe_of(path), layout, delivery="share", timeout_s=1))
+
+
+def test_ranks_with_different_layouts_end_with_a_typed_error(corpus: str) -> None:
+    told = world.run(other_layout, 4, corpus)
+    assert [kind for kind, *_ in told] == ["PeerError", "PeerError", "no error", "no error"]
+    assert told[0][1] == (2,) and told[1][1] == (0,)
+
+
+def wrong_world(rank: int, path: str) -> Any:
+    return failure(mf.Feed(recipe_of(path), mf.Layout.parse("tp4")))
+
+
+def test_a_layout_that_does_not_fit_the_job(corpus: str) -> None:
+    assert [told[0] for told in world.run(wrong_world, 2, corpus)] == ["LayoutError"] * 2
+
+
+# -- sources that fail, dawdle or leave ---------------------------------------------------------------------
+
+
+def cut_file(rank: int, path: str, delivery: str, layout: str, prefetch: int) -> Any:
+    store, readers = default_store(), {"direct": range(4), "share": [0], "broadcast": [0]}[delivery]
+    recipe = recipe_of(path, length=32, sequences=4)
+    feed = mf.Feed(
+        recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=20, prefetch=prefetch, reads=readers
+    )
+    steps = iter(feed)
+    for _ in range(2):
+        list(next(steps).microbatches)
+    store.set(f"ready{rank}", "1")
+    if rank == 0:
+        store.wait([f"ready{r}" for r in range(4)], LONG)
+        os.truncate(f"{path}.bin", 100)
+        store.set("cut", "1")
+    store.wait(["cut"], LONG)
+    try:
+        for step in steps:
+            for _ in step.microbatches:
+                pass
+    except mf.MeshfeedError as error:
+        return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("layout", ["tp4", "tp2-pp2"])
+@pytest.mark.parametrize("delivery", ["direct", "share", "broadcast"])
+def test_a_store_that_fails_in_mid_run_is_named_on_every_rank(
+    tmp_path: Path, delivery: str, layout: str, prefetch: int
+) -> None:
+    write_corpus(tmp_path / "text", num_tokens=20_000)
+    told = world.run(cut_file, 4, str(tmp_path / "text"), delivery, layout, prefetch)
+    for rank, (kind, text) in enumerate(told):
+        assert "text.bin" in text, text
+        assert kind == ("StoreError" if rank == 0 or delivery == "direct" else "DeliveryError")
+
+
+def cut_before(rank: int, path: str, delivery: str) -> Any:
+    recipe = recipe_of(path, length=32, sequences=4)
+    assert recipe.fingerprint and recipe.data.header
+    dist.barrier()
+    if rank == 0:
+        os.truncate(f"{path}.bin", 100)
+    dist.barrier()
+    return failure(mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=20))
+
+
+@pytest.mark.parametrize("delivery", ["share", "broadcast"])
+def test_a_store_that_was_cut_before_the_first_read(tmp_path: Path, delivery: str) -> None:
+    write_corpus(tmp_path / "text", num_tokens=20_000)
+    told = world.run(cut_before, 3, str(tmp_path / "text"), delivery)
+    assert all("text.bin" in text for _, _, text, _ in told), told
+
+
+def dawdling(rank: int, path: str, delivery: str, timeout_s: float, needs: str) -> Any:
+    """The reader's storage answers only when a key is set."""
+    recipe = recipe_of(path, length=32, sequences=4)
+    feed = mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=timeout_s, prefetch=1)
+    store, rule = default_store(), recipe.sequence
+    if rank == 0:
+        load, calls = rule.load, iter(range(10**6))
+
+        def slow(*args: Any) -> Any:
+            if next(calls) == 4:
+                store.wait([needs.format(r) for r in (1, 2)], LONG)
+            return load(*args)
+
+        object.__setattr__(rule, "load", slow)
+    steps = iter(feed)
+    seen = [list(next(steps).microbatches) for _ in range(3)]
+    assert len(seen) == 3
+    store.set(f"asks{rank}", "1")
+    told = failure(steps, 5)  # type: ignore[arg-type]
+    store.set(f"told{rank}", "1")
+    store.wait([f"told{r}" for r in (1, 2)], LONG)
+    return told
+
+
+@pytest.mark.parametrize("delivery", ["share", "broadcast"])
+def test_a_slow_source_is_no_error(corpus: str, delivery: str) -> None:
+    told = world.run(dawdling, 3, corpus, delivery, 30, "asks{}")
+    assert [kind for kind, *_ in told] == ["no error"] * 3
+
+
+@pytest.mark.parametrize("delivery", ["share", "broadcast"])
+def test_who_waits_too_long_for_a_batch_names_its_source(corpus: str, delivery: str) -> None:
+    told = world.run(dawdling, 3, corpus, delivery, 1, "told{}")
+    for kind, ranks, text, spent in told[1:]:
+        assert (kind, ranks) == ("PeerError", (0,)), text
+        assert "1 s" in text and spent < 10
+    kind, _, text, _ = told[0]
+    assert kind == "DeliveryError" and "storage" in text
+
+
+def idle_consumer(rank: int, path: str) -> Any:
+    """A peer that takes nothing for long holds the ring, not the job; the reader tells who it is."""
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=1, prefetch=1)
+    store, steps = default_store(), iter(feed)
+    list(next(steps).microbatches)
+    if rank == 1:
+        store.wait(["told0"], LONG)
+        steps.close()
+        return None
+    told = failure(steps, 50)  # type: ignore[arg-type]
+    store.set("told0", "1")
+    return told
+
+
+def test_a_reader_kept_waiting_names_its_peers(corpus: str) -> None:
+    kind, ranks, text, _ = world.run(idle_consumer, 2, corpus)[0]
+    assert (kind, ranks) == ("PeerError", (1,)), text
+
+
+def one_leaves(rank: int, path: str, delivery: str, leaver: int) -> Any:
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp3"), delivery=delivery, timeout_s=3)
+    if rank == leaver:
+        take(feed, 2)
+        return None
+    return failure(feed, 12)
+
+
+@pytest.mark.parametrize("delivery", ["share", "broadcast"])
+def test_a_source_that_leaves_early_is_named(corpus: str, delivery: str) -> None:
+    told = world.run(one_leaves, 3, corpus, delivery, 0)
+    for kind, ranks, text, _ in told[1:]:
+        assert (kind, ranks) == ("PeerError", (0,)), text
+
+
+# -- a machine that cannot share -----------------------------------------------------------------------------
+
+
+def no_memfd(rank: int, path: str, delivery: str, how: str) -> Any:
+    def refuse(*args: Any) -> int:
+        raise OSError(38, "Function not implemented")
+
+    if how == "absent":
+        del os.memfd_create
+    else:
+        os.memfd_create = refuse
+    recipe, layout = recipe_of(path), mf.Layout.parse("tp2")
+    feed = mf.Feed(recipe, layout, delivery=delivery, timeout_s=5)
+    if delivery == "share":
+        return failure(feed)
+    return feed.delivery, take(feed, 2) == simulated(recipe, layout, 2, rank)
+
+
+@pytest.mark.parametrize("how", ["absent", "refused"])
+def test_without_memfd_auto_broadcasts_and_share_is_refused(corpus: str, how: str) -> None:
+    assert world.run(no_memfd, 2, corpus, "auto", how) == [("broadcast", True)] * 2
+    for kind, _, text, spent in world.run(no_memfd, 2, corpus, "share", how):
+        assert kind == "DeliveryError" and "memfd" in text and "broadcast" in text and spent < 1
+
+
+def test_a_delivery_without_a_place_to_meet_says_what_to_do(corpus: str) -> None:
+    for delivery in ("share", "broadcast"):
+        kind, _, text, _ = failure(mf.Feed(recipe_of(corpus), mf.Layout.parse("tp2"), 0, delivery=delivery))
+        assert kind == "DeliveryError" and "init_process_group" in text and "rendezvous" in text
+
+
+# -- the meeting itself ---------------------------------------------------------------------------------------
+
+
+def test_meetings_are_apart_by_purpose_peers_and_turn(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), -1)
+    meeting = Meeting(store, 0.2, "topic")
+    prefixes = [meeting.meet("share", 7, (7,)), meeting.meet("verify", 7, (7,)), meeting.meet("share", 7, (7,))]
+    assert len(set(prefixes)) == 3
+    with pytest.raises(mf.PeerError, match=r"\[8, 9\]") as raised:
+        meeting.meet("share", 7, (7, 8, 9))
+    assert raised.value.ranks == (8, 9)
+
+
+def test_keys_of_large_groups_stay_short() -> None:
+    assert _runs((0, 1, 2, 3, 8)) == ["0:3", "8"]
+    assert len("-".join(_runs(tuple(range(16_384))))) < 16
+    assert _runs((5,)) == ["5"] and _runs(()) == []
+    assert _runs((0, 1, 3)) != _runs((0, 1, 2, 3))

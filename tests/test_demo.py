@@ -1,0 +1,112 @@
+"""The demo as a user runs it, and the comparison that decides whether it has succeeded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshfeed.report.compare import Run, compare
+
+STEPS, KILL_AT, TOLERANCE = 9, 6, 1e-6
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whole demo, on four processes and then two."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    layouts = ["--first", "tp2-pp2", "--then", "cp2", "--kill-at", str(KILL_AT), "--steps", str(STEPS)]
+    command = [sys.executable, "-m", "meshfeed", "demo", *layouts, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "they agree" in done.stdout
+    return out
+
+
+def runs_of(out: Path) -> tuple[Run, Run, Run]:
+    reference, first, then = (Run.read(out, name) for name in ("reference", "first", "then"))
+    return reference, first, then
+
+
+def test_the_job_that_was_killed_saw_what_the_other_saw(told: Path) -> None:
+    reference, first, then = runs_of(told)
+    found = compare(reference, first, then, 5, TOLERANCE)
+    assert found.agree, found.problems
+    assert found.num_sequences == STEPS * 16
+    assert found.num_redone >= (KILL_AT - 5 + 1) * 16, "the steps after the checkpoint were read again"
+    assert found.max_difference <= TOLERANCE
+    assert max(first.losses) >= KILL_AT
+    assert min(then.losses) == 5
+    assert max(then.losses) == STEPS - 1
+
+
+def test_ledger_lines_say_who_what_and_where(told: Path) -> None:
+    _, first, _ = runs_of(told)
+    assert {line["rank"] for line in first.ledger} == {0, 1, 2, 3}
+    assert set(first.ledger[0]) >= {"step", "microbatch", "rank", "coordinate", "source", "epoch", "index"}
+
+
+def test_losses_and_report_are_written(told: Path) -> None:
+    losses = json.loads((told / "losses.json").read_text())
+    assert losses["agree"] is True
+    assert len(losses["losses"]["reference"]) == STEPS
+    report = (told / "report.html").read_text()
+    assert "The two jobs agree" in report
+    assert "http://" not in report.replace("http://www.w3.org", "")
+    assert "https://" not in report
+
+
+def test_a_tampered_ledger_is_found_out(told: Path) -> None:
+    reference, first, then = runs_of(told)
+    lost = replace(then, ledger=[line for line in then.ledger if line["step"] != STEPS - 1])
+    assert compare(reference, first, lost, 5, TOLERANCE).lost
+    moved = [line | {"index": line["index"] + 1} if line["step"] == 2 else line for line in first.ledger]
+    found = compare(reference, replace(first, ledger=moved), then, 5, TOLERANCE)
+    assert found.lost
+    assert found.repeated
+    one_rank = [
+        line | {"index": line["index"] + 1} if (line["step"], line["rank"]) == (2, 3) else line
+        for line in first.ledger
+    ]
+    found = compare(reference, replace(first, ledger=one_rank), then, 5, TOLERANCE)
+    assert any("ranks 0 and 3" in problem for problem in found.problems)
+
+
+def test_a_tampered_loss_is_found_out(told: Path) -> None:
+    reference, first, then = runs_of(told)
+    off = replace(then, losses=dict(then.losses) | {7: then.losses[7] + 1e-3})
+    found = compare(reference, first, off, 5, TOLERANCE)
+    assert not found.agree
+    assert found.max_difference == pytest.approx(1e-3, rel=1e-3)
+    short = replace(then, losses={step: loss for step, loss in then.losses.items() if step != 7})
+    assert not compare(reference, first, short, 5, TOLERANCE).agree
+    nan = replace(then, losses=dict(then.losses) | {7: float("nan")})
+    assert not compare(reference, first, nan, 5, TOLERANCE).agree
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--first", "tp3"], "heads"),
+        (["--first", "nonsense"], "cannot read"),
+        (["--kill-at", "40"], "--kill-at"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(arguments: list[str], says: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "meshfeed", "demo", "--out", str(tmp_path / "out"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    command = [sys.executable, "-m", "meshfeed", "demo", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"

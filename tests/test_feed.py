@@ -1,0 +1,465 @@
+"""The loop as a trainer writes it: beginning, ending, state, virtual stages; alone and among others."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import meshfeed as mf
+import world
+from corpus import recipe_of, write_corpus
+from observe import seen_microbatch, seen_step, simulated, take
+
+WAYS = [(delivery, prefetch) for delivery in ("direct", "broadcast", "share") for prefetch in (0, 1, 4)]
+PROMPTLY_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(path, num_tokens=10_000)
+    return str(path)
+
+
+def sequence_of(recipe: mf.Recipe, steps: Any, layout: mf.Layout | None = None, rank: int = 0) -> list[Any]:
+    return simulated(recipe, layout or mf.Layout(), steps, rank)
+
+
+def threads() -> int:
+    """Threads of ours that still run."""
+    return sum(thread.name.startswith("meshfeed") for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert threads() == 0
+
+
+# -- alone -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_break_and_go_on(corpus: str, prefetch: int) -> None:
+    recipe = recipe_of(corpus)
+    feed = mf.Feed(recipe, prefetch=prefetch)
+    seen = take(feed, 3) + take(feed, 1) + take(feed, 4)
+    assert seen == sequence_of(recipe, 8)
+    feed.close()
+    assert threads() == 0
+
+
+def test_break_in_the_middle_of_a_step_goes_on_with_the_next(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+    feed = mf.Feed(recipe)
+    for step in feed:
+        next(step.microbatches)
+        if step.index == 2:
+            break
+    assert take(feed, 2) == sequence_of(recipe, [3, 4])
+    feed.close()
+
+
+def test_the_stream_ends_and_stays_ended(corpus: str) -> None:
+    recipe = recipe_of(corpus, epochs=1)
+    feed = mf.Feed(recipe)
+    seen = take(feed)
+    assert seen == sequence_of(recipe, 100) and len(seen) == 10
+    assert take(feed) == [] == take(feed)
+    assert feed.state_dict()["step"] == 10
+    again = mf.Feed(recipe)
+    again.load_state_dict(feed.state_dict())
+    assert take(again) == []
+
+
+def test_close_twice_and_enter_again(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+    feed = mf.Feed(recipe)
+    feed.close()
+    with feed:
+        first = take(feed, 2)
+        feed.close()
+        feed.close()
+    with feed, feed:
+        second = take(feed, 2)
+    feed.close()
+    assert first + second == sequence_of(recipe, 4)
+    assert recipe.data._depth == 0 and threads() == 0, "no store is left open"
+
+
+def test_a_feed_without_with_closes_its_files_when_the_stream_ends(corpus: str) -> None:
+    recipe = recipe_of(corpus, epochs=1)
+    take(mf.Feed(recipe))
+    assert recipe.data._fd is None and recipe.data._depth == 0 and threads() == 0
+
+
+def test_an_abandoned_iterator_leaves_its_step_usable_until_the_next(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+    feed = mf.Feed(recipe)
+    first, second = next(iter(feed)), None
+    assert seen_step(first, first.microbatches) == sequence_of(recipe, 1)[0]
+    second = next(iter(feed))
+    kept = next(second.microbatches)
+    feed.close()
+    assert threads() == 0 and recipe.data._depth == 0
+    assert seen_microbatch(kept) == sequence_of(recipe, [1])[0]["microbatches"][0]
+    with pytest.raises(mf.StateError):
+        next(second.microbatches)
+    assert take(feed, 1) == sequence_of(recipe, [2])
+    feed.close()
+
+
+def test_an_exception_in_the_body_closes_and_the_step_counts_as_handed_out(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+    feed = mf.Feed(recipe, prefetch=3)
+    with pytest.raises(ZeroDivisionError):
+        for step in feed:
+            if step.index == 2:
+                _ = 1 / 0
+    assert take(feed, 1) == sequence_of(recipe, [3])
+    feed.close()
+    with pytest.raises(ZeroDivisionError), feed:
+        for _ in feed:
+            _ = 1 / 0
+    assert threads() == 0 and recipe.data._depth == 0
+
+
+def test_a_new_iterator_replaces_the_old_one(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+    feed = mf.Feed(recipe)
+    old = iter(feed)
+    step = next(old)
+    new = iter(feed)
+    assert next(new).index == 1
+    for stale in (old, step.microbatches):
+        with pytest.raises(mf.StateError, match="iterate anew"):
+            next(stale)
+    assert next(new).index == 2, "the old one took nothing from the new"
+    feed.close()
+    assert threads() == 0
+
+
+def test_microbatches_of_a_step_that_is_over(corpus: str) -> None:
+    feed = mf.Feed(recipe_of(corpus))
+    steps = iter(feed)
+    first = next(steps)
+    second = next(steps)
+    with pytest.raises(mf.StateError, match="over"):
+        next(first.microbatches)
+    assert sum(1 for _ in second.microbatches) == second.num_microbatches == 16
+    assert list(second.microbatches) == [], "once"
+    feed.close()
+
+
+def test_iterators_are_lazy(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+    feed = mf.Feed(recipe)
+    unused, used = iter(feed), iter(feed)
+    state = mf.Feed(recipe).state_dict()
+    source = mf.Feed(recipe)
+    take(source, 5)
+    feed.load_state_dict(source.state_dict())
+    assert next(used).index == 5
+    assert next(unused).index == 6, "a second iterator goes on where the first was"
+    assert state["step"] == 0
+    feed.close()
+    source.close()
+
+
+def test_a_failing_store_ends_the_loop_and_nothing_hangs(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+
+    def broken(*args: Any) -> Any:
+        raise mf.StoreError("corpus.bin: the disk is gone")
+
+    object.__setattr__(recipe.sequence, "load", broken)
+    for prefetch in (0, 2):
+        feed = mf.Feed(recipe, prefetch=prefetch)
+        with pytest.raises(mf.StoreError, match=r"corpus\.bin"):
+            take(feed)
+        feed.close()
+        assert threads() == 0 and recipe.data._depth == 0
+
+
+def test_what_was_handed_out_never_changes(corpus: str) -> None:
+    """The producer uses memory again; not while anybody holds a tensor, a slice or a NumPy view of it."""
+    recipe = recipe_of(corpus, length=16, sequences=4)
+    held: list[Any] = []
+    with mf.Feed(recipe, prefetch=4) as feed:
+        for step in itertools.islice(feed, 40):
+            for m, microbatch in enumerate(step.microbatches):
+                tokens = microbatch["tokens"]
+                keep = (tokens, tokens[0], tokens.numpy(), tokens.view(-1)[3:9], tokens.unsqueeze(0).mT)[
+                    (step.index + m) % 5
+                ]
+                held.append((keep, np.array(keep)))
+    assert all(np.array_equal(np.array(keep), copy) for keep, copy in held)
+
+
+def test_library_code_leaves_the_random_state_alone(corpus: str) -> None:
+    import torch
+
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    take(mf.Feed(recipe_of(corpus, epochs=2)))
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+# -- state -------------------------------------------------------------------------------------------------------
+
+
+def test_state_in_the_body_resumes_at_the_next_step(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+    for prefetch in (0, 1, 4):
+        feed = mf.Feed(recipe, prefetch=prefetch)
+        assert feed.state_dict()["step"] == 0
+        for step in feed:
+            before = feed.state_dict()
+            for _ in step.microbatches:
+                assert feed.state_dict() == before
+            text = json.dumps(feed.state_dict())
+            assert len(text) <= 4096
+            if step.index == 4:
+                break
+        assert json.loads(text) == feed.state_dict()
+        resumed = mf.Feed(recipe, mf.Layout(), prefetch=prefetch)
+        resumed.load_state_dict(json.loads(text))
+        assert take(resumed, 2) == sequence_of(recipe, [5, 6])
+        assert resumed.state_dict()["step"] == 7, "a second save after resume advances"
+        feed.close()
+        resumed.close()
+
+
+def test_load_state_in_the_middle_of_an_iteration(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+    feed = mf.Feed(recipe, prefetch=3)
+    state = feed.state_dict()
+    with feed:
+        steps = iter(feed)
+        next(steps)
+        step = next(steps)
+        feed.load_state_dict(state)
+        for stale in (step.microbatches, steps):
+            with pytest.raises(mf.StateError, match="load_state_dict"):
+                next(stale)
+        assert take(feed, 2) == sequence_of(recipe, 2)
+    assert threads() == 0
+
+
+def test_a_refused_state_changes_nothing(corpus: str) -> None:
+    recipe = recipe_of(corpus)
+    feed = mf.Feed(recipe)
+    foreign = mf.Feed(recipe_of(corpus, seed=6)).state_dict()
+    steps = iter(feed)
+    next(steps)
+    for bad in (foreign, {}, feed.state_dict() | {"step": -1}, feed.state_dict() | {"version": 99}):
+        with pytest.raises(mf.StateError):
+            feed.load_state_dict(bad)
+    assert next(steps).index == 1
+    feed.close()
+
+
+# -- virtual stages ------------------------------------------------------------------------------------------------
+
+STAGES = mf.StageMap(pp=1, vpp=3, mtp=(1,))
+
+
+def stage_names(recipe: mf.Recipe, stage_map: mf.StageMap, pp_rank: int) -> list[set[str]]:
+    fields = recipe.sequence.fields
+    return [{f.name for f in stage_map.fields_of(fields, pp_rank, v)} for v in range(stage_map.vpp)]
+
+
+def orders(seed: int) -> list[int]:
+    """Views in the order in which a schedule might ask: random, each as often as the others in the end."""
+    rng, left = random.Random(seed), [6, 6, 6]
+    order = []
+    while any(left):
+        view = rng.choice([v for v in range(3) if left[v]])
+        left[view] -= 1
+        order.append(view)
+    return order
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_views_interleaved_in_any_order_get_the_same_stream(corpus: str, seed: int) -> None:
+    recipe = recipe_of(corpus, reset_attention_mask=True)
+    names = stage_names(recipe, STAGES, 0)
+    whole = list(mf.simulate(recipe, mf.Layout(), 6))
+    with mf.Feed(recipe, stage_map=STAGES, prefetch=seed % 3) as feed:
+        views = [iter(view) for view in feed.virtual_stages]
+        asked = [0, 0, 0]
+        for view in orders(seed):
+            step = next(views[view])
+            assert step.index == asked[view]
+            asked[view] += 1
+            assert feed.state_dict()["step"] == min(asked), "what every view has been handed"
+            for microbatch, expected in zip(step.microbatches, whole[step.index].microbatches, strict=True):
+                assert set(microbatch) == names[view]
+                full = seen_microbatch(expected)
+                mine = seen_microbatch(microbatch)
+                assert mine["fields"] == {name: full["fields"][name] for name in names[view]}
+                assert mine["draws"] == full["draws"]
+    assert set().union(*names) == set(whole[0].microbatches[0])
+
+
+def test_views_read_nothing_twice_and_each_step_has_its_own_stats(corpus: str) -> None:
+    recipe, plain = recipe_of(corpus), recipe_of(corpus)
+    with mf.Feed(plain) as feed:
+        stats = [step.stats for step in itertools.islice(feed, 5) if list(step.microbatches)]
+    expected = [each["bytes_read"] for each in stats]
+    with mf.Feed(recipe, stage_map=STAGES) as feed:
+        views = [iter(view) for view in feed.virtual_stages]
+        ahead = []
+        for _ in range(5):  # one view a whole run ahead of the others
+            step = next(views[2])
+            list(step.microbatches)
+            ahead.append(step)
+        for view in (0, 1):
+            for k in range(5):
+                step = next(views[view])
+                assert step.index == k and len(list(step.microbatches)) == 16
+                assert step.stats is ahead[k].stats
+        assert [step.stats["bytes_read"] for step in ahead] == expected
+        assert recipe.data.stats.opens == 1
+
+
+def test_views_end_together_and_start_anew(corpus: str) -> None:
+    recipe = recipe_of(corpus, epochs=1)
+    feed = mf.Feed(recipe, stage_map=STAGES)
+    with feed:
+        for steps in itertools.islice(zip(*feed.virtual_stages, strict=True), 4):
+            assert len({step.index for step in steps}) == 1
+        rest = [[step.index for step in steps] for steps in zip(*feed.virtual_stages, strict=True)]
+    assert rest == [[k] * 3 for k in range(4, 10)]
+    assert threads() == 0
+
+
+def test_views_are_closed_under_their_feed(corpus: str) -> None:
+    feed = mf.Feed(recipe_of(corpus), stage_map=STAGES)
+    with feed:
+        views = [iter(view) for view in feed.virtual_stages]
+        step = next(views[0])
+    for stale in (views[0], step.microbatches):
+        with pytest.raises(mf.StateError):
+            next(stale)
+    assert threads() == 0
+
+
+def pipeline(rank: int, path: str, delivery: str) -> list[Any]:
+    """Interleaved 1F1B: every rank asks its virtual stages for microbatches in turn."""
+    stage_map = mf.StageMap(pp=2, vpp=2, mtp=(2,))
+    recipe, layout = recipe_of(path), mf.Layout.parse("tp2-pp2")
+    names = stage_names(recipe, stage_map, layout.coord(rank).pp)
+    whole = mf.simulate(recipe, layout, 3, ranks=[rank], stage_map=stage_map)
+    wrong = []
+    with mf.Feed(recipe, layout, delivery=delivery, stage_map=stage_map, verify=True, timeout_s=20) as feed:
+        for steps, expected in zip(zip(*feed.virtual_stages), whole):
+            for microbatches in zip(*(step.microbatches for step in steps), [*expected.microbatches]):
+                full = seen_microbatch(microbatches[-1])["fields"]
+                for view, microbatch in enumerate(microbatches[:-1]):
+                    if seen_microbatch(microbatch)["fields"] != {name: full[name] for name in names[view]}:
+                        wrong.append((rank, view, microbatch.index))
+    return wrong
+
+
+@pytest.mark.parametrize("delivery", ["direct", "broadcast", "share"])
+def test_virtual_stages_of_a_pipeline(corpus: str, delivery: str) -> None:
+    assert world.run(pipeline, 4, corpus, delivery) == [[]] * 4
+
+
+# -- among others ----------------------------------------------------------------------------------------------------
+
+
+def stop_and_go(rank: int, path: str) -> list[Any]:
+    """Break at the same step everywhere, go on, load a state in mid-run, go on: all ways to deliver."""
+    recipe, layout, wrong = recipe_of(path, sequences=4), mf.Layout.parse("tp2-cp2"), []
+    for delivery, prefetch in WAYS:
+        feed = mf.Feed(recipe, layout, delivery=delivery, prefetch=prefetch, timeout_s=20)
+        seen = take(feed, 3)
+        began = time.monotonic()
+        seen += take(feed, 2)  # outside of `with`: closed and opened in between
+        with feed:
+            for step in feed:
+                seen.append(seen_step(step, step.microbatches))
+                if step.index == 6:
+                    state = feed.state_dict()
+                    break
+            seen += take(feed, 2)
+            feed.load_state_dict(state)
+            seen += take(feed, 1)
+        spent = time.monotonic() - began
+        if seen != sequence_of(recipe, [*range(9), 7], layout, rank):
+            wrong.append((delivery, prefetch, [step["step"] for step in seen]))
+        feed.close()
+        if spent > PROMPTLY_S or threads():
+            wrong.append((delivery, prefetch, spent, threads()))
+    return wrong
+
+
+def test_breaking_closing_and_going_on_among_ranks(corpus: str) -> None:
+    assert world.run(stop_and_go, 4, corpus) == [[]] * 4
+
+
+def one_raises(rank: int, path: str, delivery: str, prefetch: int, at_fault: int) -> Any:
+    feed = mf.Feed(
+        recipe_of(path, sequences=4), mf.Layout.parse("tp3"), delivery=delivery, prefetch=prefetch, timeout_s=2
+    )
+    store, steps = dist.distributed_c10d._get_default_store(), 0
+    began = time.monotonic()
+    try:
+        with feed:
+            for step in feed:
+                list(step.microbatches)
+                steps += 1
+                if rank == at_fault and step.index == 3:
+                    raise KeyError("bad batch")
+                if rank != at_fault and steps == 60:
+                    break  # a peer's exception need not end ranks that do not depend on it
+    except (KeyError, mf.MeshfeedError) as error:
+        told = type(error).__name__, getattr(error, "ranks", None), steps
+    else:
+        told = "done", None, steps
+    spent = time.monotonic() - began
+    store.set(f"ended{rank}", "1")
+    store.wait([f"ended{r}" for r in range(3)])
+    return *told, spent
+
+
+@pytest.mark.parametrize(("delivery", "prefetch"), WAYS)
+@pytest.mark.parametrize("at_fault", [0, 1])
+def test_an_exception_on_one_rank_hangs_nobody(
+    corpus: str, delivery: str, prefetch: int, at_fault: int
+) -> None:
+    told = world.run(one_raises, 3, corpus, delivery, prefetch, at_fault)
+    assert told[at_fault][:1] == ("KeyError",) and told[at_fault][2] == 4
+    assert all(spent < 10 for *_, spent in told)
+    for rank, (kind, ranks, _, _) in enumerate(told):
+        if rank == at_fault:
+            continue
+        if delivery != "direct" and at_fault == 0:
+            assert (kind, ranks) == ("PeerError", (0,))
+        else:
+            assert kind in ("done", "PeerError")
+
+
+def to_the_end(rank: int, path: str) -> list[Any]:
+    told = []
+    for delivery, prefetch in WAYS:
+        for text in ("dp3", "tp3", "cp3"):
+            recipe, layout = recipe_of(path, length=60, epochs=2), mf.Layout.parse(text)
+            feed = mf.Feed(recipe, layout, delivery=delivery, prefetch=prefetch, verify=True, timeout_s=20)
+            seen = take(feed)
+            told.append(seen == sequence_of(recipe, 100, layout, rank) and take(feed) == [])
+    return told
+
+
+def test_epochs_end_by_themselves_on_every_rank(corpus: str) -> None:
+    assert world.run(to_the_end, 3, corpus) == [[True] * 27] * 3

@@ -1,0 +1,276 @@
+"""Producing ahead, and what the loop is told that it waited for."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import types
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfeed as mf
+import world
+from corpus import recipe_of, write_corpus
+from meshfeed.prefetch import Inline, Prefetcher, Span, StageClock, exposed_wait
+
+SOON_S = 10.0
+
+
+# -- the law -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def diaries(draw: st.DrawFn) -> list[Span]:
+    """A producer's diary: stages one after the other, gaps between them; times exact in binary."""
+    edges = sorted(draw(st.lists(st.integers(0, 1 << 20), min_size=0, max_size=16)))
+    names = st.sampled_from(["plan", "read", "deliver", "build"])
+    return [Span(draw(names), a / 64, b / 64) for a, b in zip(edges[::2], edges[1::2])]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(spans=diaries(), one=st.integers(0, 1 << 20), other=st.integers(0, 1 << 20))
+def test_the_parts_sum_to_the_whole_wait(spans: list[Span], one: int, other: int) -> None:
+    start, stop = min(one, other) / 64, max(one, other) / 64
+    wait = exposed_wait(start, stop, spans)
+    assert sum(wait.values()) == stop - start
+    assert all(seconds > 0 for seconds in wait.values())
+    for stage in {span.stage for span in spans}:
+        ticks = [(max(s.start, start), min(s.stop, stop)) for s in spans if s.stage == stage]
+        assert wait.get(stage, 0) == sum(b - a for a, b in ticks if b > a)
+
+
+def test_no_wait_has_no_parts() -> None:
+    assert exposed_wait(3, 3, [Span("read", 0, 9)]) == {}
+    assert exposed_wait(0, 2, []) == {"other": 2}
+
+
+# -- on a clock that only moves when told ----------------------------------------------------------------------
+
+
+class FakeTime:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    fake = FakeTime()
+    monkeypatch.setattr("meshfeed.prefetch.time", fake)
+    monkeypatch.setattr("meshfeed.run.time", fake)
+    return fake
+
+
+def test_what_was_made_before_it_was_asked_for_costs_nothing(clock: FakeTime) -> None:
+    stages, made = StageClock(), threading.Semaphore(0)
+
+    def items() -> Iterator[int]:
+        for i in range(5):
+            with stages.stage("read"):
+                clock.now += 7
+            yield i
+            made.release()  # the queue holds it
+
+    ahead = Prefetcher(items(), stages, 4)
+    ahead.start()
+    for i in range(5):
+        assert made.acquire(timeout=SOON_S)
+        assert ahead.get(SOON_S, clock.now) == (i, {})
+    with pytest.raises(StopIteration):
+        ahead.get(SOON_S, clock.now)
+    assert ahead.join(SOON_S)
+
+
+def test_at_most_depth_items_are_made_ahead() -> None:
+    made: list[int] = []
+    reached = threading.Event()
+
+    def items() -> Iterator[int]:
+        for i in range(100):
+            made.append(i)
+            if i == 3:
+                reached.set()
+            yield i
+
+    ahead = Prefetcher(items(), StageClock(), 3)
+    ahead.start()
+    assert reached.wait(SOON_S)  # three in the queue, and one that waits for room
+    assert ahead.get(SOON_S, 0.0)[0] == 0
+    ahead.stop()
+    assert ahead.join(SOON_S), "stopped: the iterator runs to its end, and nothing is kept"
+    assert made == list(range(100))
+
+
+def test_errors_come_in_their_turn_but_a_lost_peer_at_once() -> None:
+    for error, turns in ((ValueError("late"), 3), (mf.PeerError("gone", [1]), 0)):
+        over = threading.Event()
+
+        def items(error: Exception = error, over: threading.Event = over) -> Iterator[int]:
+            yield from range(3)
+            over.set()
+            raise error
+
+        ahead = Prefetcher(items(), StageClock(), 8)
+        ahead.start()
+        assert over.wait(SOON_S) and ahead.join(SOON_S)
+        assert [ahead.get(SOON_S, 0.0)[0] for _ in range(turns)] == list(range(turns))
+        for _ in range(2):
+            with pytest.raises(type(error)):
+                ahead.get(SOON_S, 0.0)
+
+
+def test_a_late_item_is_a_timeout_and_comes_after_all() -> None:
+    go = threading.Event()
+
+    def items() -> Iterator[int]:
+        go.wait()
+        yield 1
+
+    ahead = Prefetcher(items(), StageClock(), 1)
+    ahead.start()
+    with pytest.raises(TimeoutError):
+        ahead.get(0.05, 0.0)
+    go.set()
+    assert ahead.get(SOON_S, 0.0)[0] == 1
+
+
+def test_inline_makes_each_item_when_asked(clock: FakeTime) -> None:
+    stages = StageClock()
+
+    def items() -> Iterator[int]:
+        with stages.stage("read"):
+            clock.now += 2
+        with stages.stage("build"):
+            clock.now += 1
+        yield 1
+
+    inline = Inline(items(), stages)
+    inline.start()
+    clock.now += 50
+    assert inline.get(SOON_S, clock.now - 4) == (1, {"read": 2, "build": 1, "other": 4})
+    with pytest.raises(StopIteration):
+        inline.get(SOON_S, clock.now)
+    assert inline.join(SOON_S)
+
+
+def test_an_inline_iterator_that_cannot_end_is_left_in_time() -> None:
+    release = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        release.wait()
+
+    inline = Inline(items(), StageClock())
+    assert inline.get(SOON_S, 0.0)[0] == 1
+    assert not inline.join(0.05)
+    release.set()
+
+
+# -- through the feed --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(path, num_tokens=20_000)
+    return str(path)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_slow_read_shows_under_read(
+    corpus: str, clock: FakeTime, monkeypatch: pytest.MonkeyPatch, prefetch: int
+) -> None:
+    recipe, reading, asked, calls = recipe_of(corpus), threading.Event(), threading.Event(), itertools.count()
+    load, get = recipe.sequence.load, Prefetcher.get
+
+    def slow(*args: Any) -> Any:
+        if next(calls) == 6:
+            reading.set()
+            assert prefetch == 0 or asked.wait(SOON_S)
+            clock.now += 5
+        return load(*args)
+
+    def asking(self: Any, *args: Any) -> Any:
+        if reading.is_set():
+            asked.set()
+        return get(self, *args)
+
+    object.__setattr__(recipe.sequence, "load", slow)
+    monkeypatch.setattr(Prefetcher, "get", asking)
+    seen = 0
+    for step in mf.Feed(recipe, prefetch=prefetch):
+        assert seen != 6 or prefetch == 0 or reading.wait(SOON_S)
+        for _ in step.microbatches:
+            pass
+        assert step.stats["exposed_wait_s"] == ({"read": 5.0} if seen == 6 else {}), seen
+        seen += 1
+        if seen == 9:
+            break
+
+
+def late_to_the_meeting(rank: int, path: str) -> dict[str, float]:
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=30)
+    if rank == 1:
+        threading.Event().wait(0.5)  # the trainer builds its model
+    steps = iter(feed)
+    return next(steps).stats["exposed_wait_s"]
+
+
+def test_waiting_for_peers_to_join_shows_under_start(corpus: str) -> None:
+    punctual, late = world.run(late_to_the_meeting, 2, corpus)
+    assert 0.4 < punctual["start"] < 3
+    assert late.get("start", 0) < 0.4
+
+
+def slow_reader(rank: int, path: str, delivery: str) -> dict[str, float]:
+    """Rank 0's storage takes half a second for the step that all are waiting for."""
+    recipe = recipe_of(path)
+    store, calls, load = dist.distributed_c10d._get_default_store(), itertools.count(), recipe.sequence.load
+
+    def slow(*args: Any) -> Any:
+        if next(calls) == 4:
+            store.wait(["asks0", "asks1"], timedelta(seconds=30))
+            threading.Event().wait(0.5)
+        return load(*args)
+
+    if rank == 0:
+        object.__setattr__(recipe.sequence, "load", slow)
+    feed = mf.Feed(recipe, mf.Layout.parse("tp2"), delivery=delivery, timeout_s=30, prefetch=1)
+    steps = iter(feed)
+    for _ in range(4):
+        list(next(steps).microbatches)
+    store.set(f"asks{rank}", "1")
+    step = next(steps)
+    list(step.microbatches)
+    return step.stats["exposed_wait_s"]
+
+
+@pytest.mark.parametrize("delivery", ["share", "broadcast"])
+def test_a_slow_reader_shows_as_read_with_it_and_as_deliver_with_its_peers(corpus: str, delivery: str) -> None:
+    reader, peer = world.run(slow_reader, 2, corpus, delivery)
+    assert 0.4 < reader["read"] < 1.5 and reader.get("deliver", 0) < 0.2
+    assert 0.4 < peer["deliver"] < 1.5 and "read" not in peer
+
+
+def test_stats_are_plain_numbers_of_their_own_step(corpus: str) -> None:
+    stats = [step.stats for step in itertools.islice(mf.Feed(recipe_of(corpus)), 3)]
+    assert len({id(each) for each in stats}) == 3
+    assert set(stats[0]) == {"exposed_wait_s", "bytes_read", "opens", "collectives", "delivered_bytes"}
+    assert isinstance(types.MappingProxyType(stats[0])["bytes_read"], int)
+
+
+def test_settings_outside_their_range_are_refused(corpus: str, tmp_path: Path) -> None:
+    for wrong in ({"prefetch": -1}, {"timeout_s": 0}):
+        with pytest.raises(mf.RecipeError, match=next(iter(wrong))):
+            mf.Feed(recipe_of(corpus), **wrong)
