@@ -23,7 +23,7 @@ from meshfeed.prefetch import Inline, Prefetcher, Span, StageClock, exposed_wait
 SOON_S = 10.0
 
 
-# -- the law -------------------------------------------------------------------------------------------------
+# -- the law ---------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -51,7 +51,7 @@ def test_no_wait_has_no_parts() -> None:
     assert exposed_wait(0, 2, []) == {"other": 2}
 
 
-# -- on a clock that only moves when told ----------------------------------------------------------------------
+# -- on a clock that only moves when told ----------------------------------------------------------
 
 
 class FakeTime:
@@ -177,7 +177,7 @@ def test_an_inline_iterator_that_cannot_end_is_left_in_time() -> None:
     release.set()
 
 
-# -- through the feed --------------------------------------------------------------------------------------------
+# -- through the feed ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,9 @@ def slow_reader(rank: int, path: str, delivery: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
-def test_a_slow_reader_shows_as_read_with_it_and_as_deliver_with_its_peers(corpus: str, delivery: str) -> None:
+def test_a_slow_reader_shows_as_read_with_it_and_as_deliver_with_its_peers(
+    corpus: str, delivery: str
+) -> None:
     reader, peer = world.run(slow_reader, 2, corpus, delivery)
     assert 0.4 < reader["read"] < 1.5 and reader.get("deliver", 0) < 0.2
     assert 0.4 < peer["deliver"] < 1.5 and "read" not in peer
