@@ -19,6 +19,7 @@ import world
 from corpus import recipe_of, write_corpus
 from observe import seen_microbatch, seen_step, simulated, take
 
+before: set[threading.Thread] = set()
 WAYS = [(delivery, prefetch) for delivery in ("direct", "broadcast", "share") for prefetch in (0, 1, 4)]
 PROMPTLY_S = 3.0
 
@@ -36,11 +37,13 @@ def sequence_of(recipe: mf.Recipe, steps: Any, layout: mf.Layout | None = None, 
 
 def threads() -> int:
     """Threads of ours that still run."""
-    return sum(thread.name.startswith("meshfeed") for thread in threading.enumerate())
+    return sum(t.name.startswith("meshfeed") and t not in before for t in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
+    before.clear()
+    before.update(threading.enumerate())  # what other tests have left
     yield
     assert threads() == 0
 

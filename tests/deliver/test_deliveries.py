@@ -524,8 +524,9 @@ def test_a_column_that_cannot_travel_is_named_on_every_rank(corpus: str, deliver
 
 
 def test_fields_are_torch_tensors_and_the_batch_is_read_only(corpus: str) -> None:
-    steps = iter(mf.Feed(extras_recipe(corpus)))
-    for microbatch in next(steps).microbatches:
+    with mf.Feed(extras_recipe(corpus)) as feed:
+        microbatches = list(next(iter(feed)).microbatches)
+    for microbatch in microbatches:
         assert microbatch["tokens"].dtype == torch.int64 and microbatch["weight"].dtype == torch.float32
         assert all(isinstance(image, torch.Tensor) for image in microbatch["image"])
         assert all(type(caption) is bytes for caption in microbatch["caption"])

@@ -1,4 +1,4 @@
-"""Who does not come, comes with something else, or stops in the middle: typed errors that name them, in time."""
+"""Who does not come, brings something else, or stops midway: typed errors that name them, in time."""
 
 from __future__ import annotations
 

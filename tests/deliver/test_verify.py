@@ -40,7 +40,7 @@ def watched(feed: mf.Feed) -> Any:
 
 
 def flip_in_build(feed: mf.Feed, *, once: bool) -> None:
-    """A token changes in this rank's memory while it builds step STEP; once, or whenever it builds that step."""
+    """A token changes in memory while this rank builds step STEP; once, or whenever it builds that step."""
     rule = feed.recipe.sequence
     build = type(rule).build
     wanted = next(iter(mf.simulate(feed.recipe, mf.Layout(), [STEP]))).batch.draws.index[0]
@@ -176,8 +176,8 @@ def test_verify_needs_a_way_to_meet(corpus: str) -> None:
     feed = mf.Feed(recipe_of(corpus), mf.Layout.parse("tp2"), 0, delivery="direct", verify=True)
     with pytest.raises(mf.DeliveryError, match="rendezvous"):
         next(iter(feed))
-    alone = mf.Feed(recipe_of(corpus), mf.Layout.parse("dp2"), 0, delivery="direct", verify=True)
-    assert next(iter(alone)).index == 0, "nobody holds the same slices: nothing to compare"
+    with mf.Feed(recipe_of(corpus), mf.Layout.parse("dp2"), 0, delivery="direct", verify=True) as alone:
+        assert next(iter(alone)).index == 0, "nobody holds the same slices: nothing to compare"
 
 
 def test_majorities() -> None:
