@@ -19,7 +19,7 @@ def test_roles_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = told(capsys, "roles", "tp2-cp2-dp2-pp2", "--delivery", "share")
     assert status == 0
     assert "16 ranks on 2 node(s)" in out
-    assert "opens storage" in out
+    assert "labels, loss_mask, position_ids" in out, "nothing is cut off at 80 columns"
 
 
 def test_roles_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,7 @@ def test_roles_of_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> 
     _, out, _ = told(capsys, "roles", "tp8-cp4-dp32-pp16", "--json")
     assert len(json.loads(out)["ranks"]) == 16_384
     _, out, _ = told(capsys, "roles", "tp8-cp4-dp32-pp16")
-    assert "more: --all, --rank or --json" in out
+    assert "ranks more: --all, --rank or --json" in out
     _, out, _ = told(capsys, "roles", "tp8-cp4-dp32-pp16", "--rank", "9999", "--json")
     assert [rank["rank"] for rank in json.loads(out)["ranks"]] == [9999]
 
@@ -78,7 +78,8 @@ def test_roles_of_a_trainers_own_stages_and_readers(capsys: pytest.CaptureFixtur
         (("roles", "nonsense"), "cannot read"),
         (("roles", "tp2-dp2", "--reads", "0", "--delivery", "direct"), "rank 1"),
         (("roles", "tp2-dp2", "--reads", "17"), "rank 17"),
-        (("roles", "tp2-dp2", "--length", "0"), "at least 1"),
+        (("roles", "tp2-dp2", "--length", "0"), "at least one token"),
+        (("roles", "tp2-dp2", "--sequences", "0"), "at least 1"),
         (("roles", "tp2-dp2", "--rank", "4"), "rank 4"),
     ],
 )
