@@ -126,7 +126,9 @@ def _print(
     )
     computed = ", ".join(field.name for field in fields if not field.stored)
     console.print(f"[dim]computed by every rank for itself, never sent: {computed}[/dim]")
-    table = Table("rank", "node", "tp cp dp pp", "opens", "from", "fields", "bytes/step", box=None)
+    table = Table(
+        "rank", "node", "tp cp dp pp", "opens", "from", "fields", "bytes/step", box=None, pad_edge=False
+    )
     for at, (role, moved) in enumerate(rows):
         if at == most:
             break
