@@ -19,6 +19,7 @@ import world
 from corpus import recipe_of, write_corpus
 from observe import seen_microbatch, seen_step, simulated, take
 
+before: set[threading.Thread] = set()
 WAYS = [(delivery, prefetch) for delivery in ("direct", "broadcast", "share") for prefetch in (0, 1, 4)]
 PROMPTLY_S = 3.0
 
@@ -36,16 +37,18 @@ def sequence_of(recipe: mf.Recipe, steps: Any, layout: mf.Layout | None = None, 
 
 def threads() -> int:
     """Threads of ours that still run."""
-    return sum(thread.name.startswith("meshfeed") for thread in threading.enumerate())
+    return sum(t.name.startswith("meshfeed") and t not in before for t in threading.enumerate())
 
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
+    before.clear()
+    before.update(threading.enumerate())  # what other tests have left
     yield
     assert threads() == 0
 
 
-# -- alone -----------------------------------------------------------------------------------------------------
+# -- alone -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
@@ -201,8 +204,8 @@ def test_what_was_handed_out_never_changes(corpus: str) -> None:
                 keep = (tokens, tokens[0], tokens.numpy(), tokens.view(-1)[3:9], tokens.unsqueeze(0).mT)[
                     (step.index + m) % 5
                 ]
-                held.append((keep, np.array(keep)))
-    assert all(np.array_equal(np.array(keep), copy) for keep, copy in held)
+                held.append((keep, np.array(keep.tolist())))
+    assert all(np.array_equal(np.array(keep.tolist()), copy) for keep, copy in held)
 
 
 def test_library_code_leaves_the_random_state_alone(corpus: str) -> None:
@@ -213,7 +216,7 @@ def test_library_code_leaves_the_random_state_alone(corpus: str) -> None:
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
-# -- state -------------------------------------------------------------------------------------------------------
+# -- state -----------------------------------------------------------------------------------------
 
 
 def test_state_in_the_body_resumes_at_the_next_step(corpus: str) -> None:
@@ -267,7 +270,7 @@ def test_a_refused_state_changes_nothing(corpus: str) -> None:
     feed.close()
 
 
-# -- virtual stages ------------------------------------------------------------------------------------------------
+# -- virtual stages --------------------------------------------------------------------------------
 
 STAGES = mf.StageMap(pp=1, vpp=3, mtp=(1,))
 
@@ -375,7 +378,7 @@ def test_virtual_stages_of_a_pipeline(corpus: str, delivery: str) -> None:
     assert world.run(pipeline, 4, corpus, delivery) == [[]] * 4
 
 
-# -- among others ----------------------------------------------------------------------------------------------------
+# -- among others ----------------------------------------------------------------------------------
 
 
 def stop_and_go(rank: int, path: str) -> list[Any]:
@@ -410,7 +413,11 @@ def test_breaking_closing_and_going_on_among_ranks(corpus: str) -> None:
 
 def one_raises(rank: int, path: str, delivery: str, prefetch: int, at_fault: int) -> Any:
     feed = mf.Feed(
-        recipe_of(path, sequences=4), mf.Layout.parse("tp3"), delivery=delivery, prefetch=prefetch, timeout_s=2
+        recipe_of(path, sequences=4),
+        mf.Layout.parse("tp3"),
+        delivery=delivery,
+        prefetch=prefetch,
+        timeout_s=2,
     )
     store, steps = dist.distributed_c10d._get_default_store(), 0
     began = time.monotonic()

@@ -23,7 +23,7 @@ from meshfeed.prefetch import Inline, Prefetcher, Span, StageClock, exposed_wait
 SOON_S = 10.0
 
 
-# -- the law -------------------------------------------------------------------------------------------------
+# -- the law ---------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -51,7 +51,7 @@ def test_no_wait_has_no_parts() -> None:
     assert exposed_wait(0, 2, []) == {"other": 2}
 
 
-# -- on a clock that only moves when told ----------------------------------------------------------------------
+# -- on a clock that only moves when told ----------------------------------------------------------
 
 
 class FakeTime:
@@ -177,7 +177,7 @@ def test_an_inline_iterator_that_cannot_end_is_left_in_time() -> None:
     release.set()
 
 
-# -- through the feed --------------------------------------------------------------------------------------------
+# -- through the feed ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -208,15 +208,12 @@ def test_a_slow_read_shows_under_read(
 
     object.__setattr__(recipe.sequence, "load", slow)
     monkeypatch.setattr(Prefetcher, "get", asking)
-    seen = 0
-    for step in mf.Feed(recipe, prefetch=prefetch):
-        assert seen != 6 or prefetch == 0 or reading.wait(SOON_S)
-        for _ in step.microbatches:
-            pass
-        assert step.stats["exposed_wait_s"] == ({"read": 5.0} if seen == 6 else {}), seen
-        seen += 1
-        if seen == 9:
-            break
+    with mf.Feed(recipe, prefetch=prefetch) as feed:
+        for step in itertools.islice(feed, 9):
+            assert step.index != 6 or prefetch == 0 or reading.wait(SOON_S)
+            for _ in step.microbatches:
+                pass
+            assert step.stats["exposed_wait_s"] == ({"read": 5.0} if step.index == 6 else {}), step.index
 
 
 def late_to_the_meeting(rank: int, path: str) -> dict[str, float]:
@@ -257,14 +254,17 @@ def slow_reader(rank: int, path: str, delivery: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
-def test_a_slow_reader_shows_as_read_with_it_and_as_deliver_with_its_peers(corpus: str, delivery: str) -> None:
+def test_a_slow_reader_shows_as_read_with_it_and_as_deliver_with_its_peers(
+    corpus: str, delivery: str
+) -> None:
     reader, peer = world.run(slow_reader, 2, corpus, delivery)
     assert 0.4 < reader["read"] < 1.5 and reader.get("deliver", 0) < 0.2
     assert 0.4 < peer["deliver"] < 1.5 and "read" not in peer
 
 
 def test_stats_are_plain_numbers_of_their_own_step(corpus: str) -> None:
-    stats = [step.stats for step in itertools.islice(mf.Feed(recipe_of(corpus)), 3)]
+    with mf.Feed(recipe_of(corpus)) as feed:
+        stats = [step.stats for step in itertools.islice(feed, 3)]
     assert len({id(each) for each in stats}) == 3
     assert set(stats[0]) == {"exposed_wait_s", "bytes_read", "opens", "collectives", "delivered_bytes"}
     assert isinstance(types.MappingProxyType(stats[0])["bytes_read"], int)

@@ -139,13 +139,12 @@ class Run:
             valid_tokens=batch.valid_tokens,
             sum_sq=batch.sum_sq,
             stats=stats,
-            microbatches=self._microbatches(view, batch.plan.num_microbatches),
+            microbatches=self._microbatches(view, batch),
         )
 
-    def _microbatches(self, view: _View, count: int) -> Iterator[Microbatch]:
-        step = view.step
-        for _ in range(count):
-            item = self._take(view) if view.step == step else None
+    def _microbatches(self, view: _View, batch: GlobalBatch) -> Iterator[Microbatch]:
+        for _ in range(batch.plan.num_microbatches):
+            item = self._take(view) if view.step == batch.step + 1 else None
             if not isinstance(item, Microbatch):
                 raise StateError(
                     "these microbatches belong to a step that is over; take them before the next step"

@@ -101,7 +101,7 @@ def test_every_layout_and_delivery_gives_the_bytes_of_simulate(corpus: str, worl
     assert wrong == [[] for _ in range(world_size)]
 
 
-# -- against an oracle that knows nothing of meshfeed's own reading and cutting -----------------------------
+# -- against an oracle that knows nothing of meshfeed's own reading and cutting --------------------
 
 
 def shards(rank: int, path: str, layout: mf.Layout, options: dict[str, Any]) -> list[list[Any]]:
@@ -109,7 +109,10 @@ def shards(rank: int, path: str, layout: mf.Layout, options: dict[str, Any]) -> 
     recipe = recipe_of(path, length=48, sequences=8, epochs=1)
     with mf.Feed(recipe, layout, delivery="share", micro_batch_size=2, **options) as feed:
         return [
-            [(mb.draws.index.tolist(), mb["tokens"].numpy(), mb["labels"].numpy()) for mb in step.microbatches]
+            [
+                (mb.draws.index.tolist(), mb["tokens"].numpy(), mb["labels"].numpy())
+                for mb in step.microbatches
+            ]
             for step in feed
         ]
 
@@ -141,7 +144,7 @@ def test_ranks_hold_their_slices_of_the_token_stream(tmp_path: Path, split: str)
     assert sorted(drawn) == list(range(2_000 // 48)), "every window of the epoch once"
 
 
-# -- what else a rule may carry ----------------------------------------------------------------------------
+# -- what else a rule may carry --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -306,7 +309,7 @@ def test_collectives_per_microbatch(tmp_path: Path) -> None:
             assert sum(count - made for made, count in counts) <= 3  # while it learns how large they are
 
 
-# -- roles -------------------------------------------------------------------------------------------------
+# -- roles -----------------------------------------------------------------------------------------
 
 
 def middle_stage(rank: int, path: str, delivery: str) -> dict[str, Any]:
@@ -371,7 +374,7 @@ def test_bytes_and_opens_of_a_node_do_not_grow_with_tp_cp_pp(tmp_path: Path) -> 
     assert all(spent == (alone, 1) for spent in costs.values()), costs
 
 
-# -- a trainer's own readers -------------------------------------------------------------------------------
+# -- a trainer's own readers -----------------------------------------------------------------------
 
 POLICIES = [
     ("tp2-cp2-pp2", "broadcast", {0, 2}),  # Megatron's: tp rank 0 of the first stage, for all stages
@@ -456,7 +459,9 @@ def different_pasts(rank: int, path: str) -> list[Any]:
 
 
 def test_ranks_with_different_pasts_meet(corpus: str) -> None:
-    expected = [simulated(recipe_of(corpus, length=32, sequences=8), parse("tp2-pp2"), 2, r) for r in range(4)]
+    expected = [
+        simulated(recipe_of(corpus, length=32, sequences=8), parse("tp2-pp2"), 2, r) for r in range(4)
+    ]
     told = world.run(different_pasts, 4, corpus)
     assert told == [[each] * 3 for each in expected]
 
@@ -519,8 +524,9 @@ def test_a_column_that_cannot_travel_is_named_on_every_rank(corpus: str, deliver
 
 
 def test_fields_are_torch_tensors_and_the_batch_is_read_only(corpus: str) -> None:
-    steps = iter(mf.Feed(extras_recipe(corpus)))
-    for microbatch in next(steps).microbatches:
+    with mf.Feed(extras_recipe(corpus)) as feed:
+        microbatches = list(next(iter(feed)).microbatches)
+    for microbatch in microbatches:
         assert microbatch["tokens"].dtype == torch.int64 and microbatch["weight"].dtype == torch.float32
         assert all(isinstance(image, torch.Tensor) for image in microbatch["image"])
         assert all(type(caption) is bytes for caption in microbatch["caption"])

@@ -1,4 +1,4 @@
-"""Who does not come, comes with something else, or stops in the middle: typed errors that name them, in time."""
+"""Who does not come, brings something else, or stops midway: typed errors that name them, in time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_layout_that_does_not_fit_the_job(corpus: str) -> None:
     assert [told[0] for told in world.run(wrong_world, 2, corpus)] == ["LayoutError"] * 2
 
 
-# -- sources that fail, dawdle or leave ---------------------------------------------------------------------
+# -- sources that fail, dawdle or leave ------------------------------------------------------------
 
 
 def cut_file(rank: int, path: str, delivery: str, layout: str, prefetch: int) -> Any:
@@ -246,7 +246,7 @@ def test_a_source_that_leaves_early_is_named(corpus: str, delivery: str) -> None
         assert (kind, ranks) == ("PeerError", (0,)), text
 
 
-# -- a machine that cannot share -----------------------------------------------------------------------------
+# -- a machine that cannot share -------------------------------------------------------------------
 
 
 def no_memfd(rank: int, path: str, delivery: str, how: str) -> Any:
@@ -277,13 +277,17 @@ def test_a_delivery_without_a_place_to_meet_says_what_to_do(corpus: str) -> None
         assert kind == "DeliveryError" and "init_process_group" in text and "rendezvous" in text
 
 
-# -- the meeting itself ---------------------------------------------------------------------------------------
+# -- the meeting itself ----------------------------------------------------------------------------
 
 
 def test_meetings_are_apart_by_purpose_peers_and_turn(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
     meeting = Meeting(store, 0.2, "topic")
-    prefixes = [meeting.meet("share", 7, (7,)), meeting.meet("verify", 7, (7,)), meeting.meet("share", 7, (7,))]
+    prefixes = [
+        meeting.meet("share", 7, (7,)),
+        meeting.meet("verify", 7, (7,)),
+        meeting.meet("share", 7, (7,)),
+    ]
     assert len(set(prefixes)) == 3
     with pytest.raises(mf.PeerError, match=r"\[8, 9\]") as raised:
         meeting.meet("share", 7, (7, 8, 9))

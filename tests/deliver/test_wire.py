@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import struct
 from pathlib import Path
@@ -122,10 +123,8 @@ def test_a_damaged_table_is_refused_or_still_a_table(data: st.DataObject) -> Non
     table_size = struct.unpack_from("<Q", buffer.data, 16)[0]
     for _ in range(data.draw(st.integers(1, 4))):
         buffer[data.draw(st.integers(16, 24 + table_size - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(mf.DeliveryError):
         wire.decode(buffer)
-    except mf.DeliveryError:
-        pass
 
 
 @pytest.mark.parametrize(

@@ -126,22 +126,25 @@ def _print(
     )
     computed = ", ".join(field.name for field in fields if not field.stored)
     console.print(f"[dim]computed by every rank for itself, never sent: {computed}[/dim]")
-    table = Table("rank", "node", "tp cp dp pp", "opens storage", "receives from", "fields", "bytes/step")
+    table = Table(
+        "rank", "node", "tp cp dp pp", "opens", "from", "fields", "bytes/step", box=None, pad_edge=False
+    )
     for at, (role, moved) in enumerate(rows):
         if at == most:
-            table.add_row("…", "", "", "", "", f"{len(roles) - most:,} more: --all, --rank or --json", "")
             break
         source = "-" if role.source is None or role.reads else str(role.source)
         table.add_row(
             str(role.rank),
             str(layout.node(role.rank)),
             " ".join(str(at) for at in layout.coord(role.rank)),
-            "[green]yes[/green]" if role.reads else "no",
+            "[green]yes[/green]" if role.reads else "-",
             source,
             ", ".join(role.fields) or "-",
             f"{moved.read or moved.received:,}",
         )
     console.print(table)
+    if len(roles) > most:
+        console.print(f"[dim]{len(roles) - most:,} ranks more: --all, --rank or --json[/dim]")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -1,0 +1,66 @@
+"""Windows against Megatron-core's own masks, positions and context-parallel split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+import meshfeed as mf
+from corpus import recipe_of
+from meshfeed.store import IndexedWriter
+
+EOD = 7
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents that end with EOD and hold none inside, as Megatron's preprocessing makes them."""
+    rng = np.random.default_rng(11)
+    path = tmp_path_factory.mktemp("oracle") / "c"
+    with IndexedWriter(path, np.uint16) as writer:
+        for _ in range(80):
+            writer.add_document([*rng.integers(8, 50_000, rng.integers(0, 50)).tolist(), EOD])
+    return path
+
+
+@pytest.mark.parametrize("reset_position_ids", [False, True])
+@pytest.mark.parametrize("eod_mask_loss", [False, True])
+def test_masks_and_positions_equal_megatrons(
+    corpus: Path, reset_position_ids: bool, eod_mask_loss: bool
+) -> None:
+    recipe = recipe_of(
+        corpus,
+        length=48,
+        sequences=8,
+        reset_position_ids=reset_position_ids,
+        reset_attention_mask=True,
+        eod_mask_loss=eod_mask_loss,
+    )
+    for got in mf.simulate(recipe, mf.Layout(), 12):
+        for microbatch in got.microbatches:
+            tokens = microbatch["tokens"][0]
+            mask, loss_mask, positions = _get_ltor_masks_and_position_ids(
+                tokens, EOD, reset_position_ids, True, eod_mask_loss, True
+            )
+            assert torch.equal(microbatch["position_ids"][0], positions)
+            assert torch.equal(microbatch["loss_mask"][0], loss_mask)
+            # their attention mask (True where it is forbidden) against our cu_seqlens
+            document = torch.bucketize(torch.arange(48), microbatch["cu_seqlens"], right=True)
+            sees = (document[:, None] == document[None, :]) & torch.ones(48, 48).tril().bool()
+            assert torch.equal(~mask[0], sees)
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_zigzag_equals_megatrons_split(corpus: Path, cp: int) -> None:
+    recipe = recipe_of(corpus, length=48, sequences=4)
+    whole = next(mf.simulate(recipe, mf.Layout(), 1, micro_batch_size=4)).microbatches[0]
+    for got in mf.simulate(recipe, mf.Layout(cp=cp), 1, micro_batch_size=4):
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            # the rule of get_batch_on_this_cp_rank: 2 * cp chunks along the sequence, r and 2 * cp - 1 - r
+            chunked = whole[name].view(4, 2 * cp, 48 // (2 * cp))
+            index = torch.tensor([got.coord.cp, 2 * cp - 1 - got.coord.cp])
+            assert torch.equal(got.microbatches[0][name], chunked.index_select(1, index).flatten(1))

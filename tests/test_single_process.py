@@ -1,0 +1,143 @@
+"""A Feed alone: no torch.distributed, no processes, and the habits of a training loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshfeed as mf
+from corpus import recipe_of, write_corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "c"
+    write_corpus(path)
+    return path
+
+
+def taken(feed: mf.Feed, steps: int) -> list[list[int]]:
+    """The indices of each of the next steps."""
+    seen: list[list[int]] = []
+    for step in feed:
+        seen.append([i for m in step.microbatches for i in m.draws.index.tolist()])
+        if len(seen) == steps:
+            break
+    return seen
+
+
+def test_it_works_without_any_distribution(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus), micro_batch_size=4) as feed:
+        assert feed.delivery == "direct"
+        assert feed.role.reads
+        step = next(iter(feed))
+        assert step.num_microbatches == 4
+        assert (step.tokens, step.valid_tokens, step.sum_sq) == (1024, 1024, 16 * 64 * 64)
+        batches = list(step.microbatches)
+    assert [m.index for m in batches] == [0, 1, 2, 3]
+    assert {name: (tuple(v.shape), v.dtype) for name, v in batches[0].items()} == {
+        "tokens": ((4, 64), torch.int64),
+        "labels": ((4, 64), torch.int64),
+        "loss_mask": ((4, 64), torch.float32),
+        "position_ids": ((4, 64), torch.int64),
+    }
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 7])
+def test_prefetch_changes_nothing_but_when(corpus: Path, prefetch: int) -> None:
+    with mf.Feed(recipe_of(corpus), prefetch=prefetch) as feed, mf.Feed(recipe_of(corpus)) as other:
+        assert taken(feed, 5) == taken(other, 5)
+
+
+def test_going_on_after_a_break_and_after_a_state(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus)) as feed:
+        whole = taken(feed, 9)
+    with mf.Feed(recipe_of(corpus)) as feed:
+        assert taken(feed, 2) == whole[:2]
+        assert taken(feed, 2) == whole[2:4]
+        saved = feed.state_dict()
+        assert saved["step"] == 4
+        assert saved == feed.state_dict(), "reading a state does not change it"
+        assert taken(feed, 1) == whole[4:5]
+        feed.load_state_dict(saved)
+        assert taken(feed, 5) == whole[4:9]
+    with mf.Feed(recipe_of(corpus), prefetch=0) as fresh:
+        early = iter(fresh)
+        fresh.load_state_dict(saved)
+        step = next(early)
+        assert step.index == 4
+        assert [i for m in step.microbatches for i in m.draws.index.tolist()] == whole[4]
+        assert fresh.state_dict()["step"] == 5
+
+
+def test_an_iteration_from_before_a_load_is_refused(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus)) as feed:
+        steps = iter(feed)
+        step = next(steps)
+        feed.load_state_dict(feed.state_dict())
+        with pytest.raises(mf.StateError, match="iterate anew"):
+            next(step.microbatches)
+        with pytest.raises(mf.StateError, match="iterate anew"):
+            next(steps)
+
+
+def test_steps_may_be_left_half_taken(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus), micro_batch_size=2) as feed:
+        whole = taken(feed, 3)
+    with mf.Feed(recipe_of(corpus), micro_batch_size=2) as feed:
+        steps = iter(feed)
+        first = next(steps)
+        assert next(first.microbatches).draws.index.tolist() == whole[0][:2]
+        second = next(steps)
+        assert [i for m in second.microbatches for i in m.draws.index.tolist()] == whole[1]
+        with pytest.raises(mf.StateError, match="belong to a step that is over"):
+            next(first.microbatches)
+
+
+def test_a_step_of_an_iterator_that_nobody_holds(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus)) as feed:
+        assert next(next(iter(feed)).microbatches)["tokens"].shape == (1, 64)
+
+
+def test_without_with_it_closes_at_the_end_of_the_stream(corpus: Path) -> None:
+    recipe = recipe_of(corpus, length=1000, epochs=1)
+    feed = mf.Feed(recipe, micro_batch_size=16)
+    assert [len([*step.microbatches]) for step in feed] == [1, 1]
+    assert recipe.data.stats.opens == 1
+    assert feed.state_dict()["step"] == 2
+    assert list(feed) == []
+
+
+def test_batches_that_are_kept_are_not_written_over(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus), prefetch=3) as feed:
+        kept = []
+        for step in feed:
+            kept += [(m["tokens"], m["tokens"].clone()) for m in step.microbatches]
+            if step.index == 40:
+                break
+    assert all(torch.equal(now, then) for now, then in kept)
+
+
+def test_memory_of_batches_that_are_dropped_is_used_again(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus), prefetch=2) as feed:
+        addresses = set()
+        for step in feed:
+            addresses |= {m["tokens"].untyped_storage().data_ptr() for m in step.microbatches}
+            if step.index == 200:
+                break
+    assert len(addresses) <= 32
+
+
+def test_what_step_stats_say(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus), micro_batch_size=2) as feed:
+        for step in feed:
+            list(step.microbatches)
+            assert step.stats["bytes_read"] == 16 * 65 * 2
+            assert step.stats["collectives"] == 0
+            waits = step.stats["exposed_wait_s"]
+            assert set(waits) <= {"start", "plan", "read", "deliver", "build", "copy", "other"}
+            assert all(seconds >= 0 for seconds in waits.values())
+            if step.index == 3:
+                break
