@@ -27,17 +27,21 @@ from meshfeed.errors import (
 from meshfeed.feed import Feed
 from meshfeed.layout import Coord, Layout
 from meshfeed.order import Draws, EpochIndex
+from meshfeed.plan import Align, CostModel, ModelShape, Packing
 from meshfeed.recipe import Batch, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
-from meshfeed.sequence import Windows
+from meshfeed.sequence import Documents, Windows
 from meshfeed.simulate import simulate
 from meshfeed.state import State
 from meshfeed.store import open_store as open
 
 __all__ = [
+    "Align",
     "Batch",
     "Coord",
+    "CostModel",
     "DeliveryError",
+    "Documents",
     "Draws",
     "EpochIndex",
     "Feed",
@@ -46,6 +50,8 @@ __all__ = [
     "LayoutError",
     "MeshfeedError",
     "Microbatch",
+    "ModelShape",
+    "Packing",
     "PeerError",
     "PlanError",
     "Recipe",

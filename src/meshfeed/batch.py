@@ -20,15 +20,22 @@ class Microbatch(Mapping[str, Any]):
     Attributes:
         index: which microbatch of its step, from 0.
         draws: the sequences in it, in row order; fewer than the rows, or none, where the batch ran out.
-        cp_size, cp_rank: the context-parallel group that splits its sequences, and this rank's place.
+        cp_ranks: global ranks of the context-parallel group that splits its sequences, in the order of their
+            slices.
+        cp_rank: this rank's place among them.
         fields: the tensors by name.
     """
 
     index: int
     draws: Draws
-    cp_size: int
+    cp_ranks: tuple[int, ...]
     cp_rank: int
     fields: Mapping[str, Value]
+
+    @property
+    def cp_size(self) -> int:
+        """Size of the context-parallel group."""
+        return len(self.cp_ranks)
 
     @property
     def is_dummy(self) -> bool:

@@ -111,9 +111,8 @@ def microbatches_of(
 ) -> tuple[list[Microbatch], Any]:
     """The microbatches of a portion on their device, and the placer's ticket for them."""
     placed, ticket = placer.place(built)
-    pack = portion.pack
     return [
-        Microbatch(m, draws, pack.cp_size, pack.cp_rank, fields)
+        Microbatch(m, draws, portion.cp_ranks, portion.pack.cp_rank, fields)
         for m, draws, fields in zip(portion.microbatches, portion.draws_by_microbatch(), placed)
     ], ticket
 

@@ -32,7 +32,7 @@ from meshfeed.deliver import (
 from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
 from meshfeed.errors import DeliveryError, RecipeError, StoreError
 from meshfeed.layout import Layout
-from meshfeed.plan import CpSplit
+from meshfeed.plan import CpSplit, Packing
 from meshfeed.prefetch import StageClock
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Role, Roles, StageMap, assign_roles, choose_delivery
@@ -57,7 +57,8 @@ class Feed:
         stage_map: which pipeline stages embed, compute loss, predict further tokens; None for the plain
             pipeline of the layout.
         reads: ranks that may open storage; None leaves it to meshfeed.
-        micro_batch_size: sequences per microbatch and data-parallel rank.
+        micro_batch_size: sequences per microbatch and data-parallel rank, for sequences of one length.
+        packing: how sequences of different lengths, such as `Documents`, become microbatches.
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous".
         prefetch: reads made ahead, on a thread, each of a microbatch or of several small ones; 0 makes them
             when they are asked for.
@@ -81,6 +82,7 @@ class Feed:
         stage_map: StageMap | None = None,
         reads: Iterable[int] | None = None,
         micro_batch_size: int = 1,
+        packing: Packing | None = None,
         cp_split: CpSplit = "zigzag",
         prefetch: int = 2,
         verify: bool = False,
@@ -94,7 +96,12 @@ class Feed:
         self._device, self._given_stage_map = device, stage_map
         self._reads = None if reads is None else frozenset(reads)
         self._stepping = Stepping(
-            recipe=recipe, layout=self._given_layout, micro_batch_size=micro_batch_size, cp_split=cp_split
+            recipe=recipe,
+            layout=self._given_layout,
+            micro_batch_size=micro_batch_size,
+            packing=packing,
+            vpp=self.stage_map.vpp,
+            cp_split=cp_split,
         )
         self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
         self._rendezvous = rendezvous
@@ -144,7 +151,14 @@ class Feed:
     @cached_property
     def roles(self) -> Roles:
         """Every rank's role."""
-        return assign_roles(self.layout, self.stage_map, self._rule.fields, self.delivery, self._reads)
+        return assign_roles(
+            self.layout,
+            self.stage_map,
+            self._rule.fields,
+            self.delivery,
+            self._reads,
+            shares_packs=self._stepping.shares_packs,
+        )
 
     @cached_property
     def role(self) -> Role:

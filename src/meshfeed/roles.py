@@ -209,6 +209,8 @@ def assign_roles(
     fields: Sequence[Field],
     delivery: DeliveryName,
     reads: Iterable[int] | None = None,
+    *,
+    shares_packs: bool = True,
 ) -> Roles:
     """Every rank's role under one delivery.
 
@@ -216,6 +218,8 @@ def assign_roles(
     `reads`, the smallest of tp, tp-cp, tp-pp, tp-cp-pp whose every group has a reader. share: one
     reader per node and data-parallel replica.
     reads: the trainer's own policy, the only ranks that may open storage; None leaves it to meshfeed.
+    shares_packs: whether the cp ranks of a replica always work on one pack; where cp groups change from
+    microbatch to microbatch, each cp rank counts as a replica of its own.
     Raises RoleError where some rank needs bytes that no allowed reader can bring it.
     """
     if stage_map.pp != layout.pp:
@@ -231,7 +235,8 @@ def assign_roles(
         layout.coords(policy)  # refuses ranks that do not exist
         allowed = np.isin(ranks, policy)
 
-    group, reader = _group_readers(layout, ranks, coords, needs, allowed, delivery, reads is not None)
+    keys = _group_keys(layout, ranks, coords, delivery, reads is not None, shares_packs)
+    group, reader = _group_readers(layout, ranks, keys, needs, allowed, delivery, reads is not None)
     member = needs.copy()
     member[reader[needs]] = True  # a reader outside the stages that need bytes joins as their source
     source = np.where(needs, ranks[reader], -1)
@@ -247,27 +252,38 @@ def assign_roles(
     )
 
 
-def _group_readers(
+def _group_keys(
     layout: Layout,
     ranks: npt.NDArray[np.int64],
     coords: npt.NDArray[np.int32],
+    delivery: DeliveryName,
+    has_policy: bool,
+    shares_packs: bool,
+) -> list[npt.NDArray[np.int64]]:
+    """Ways to group the ranks, the closest first: ranks with equal keys may have one reader."""
+    _, cp, dp, pp = coords.T.astype(np.int64)
+    slices = dp * layout.cp + cp  # who holds the same slices of the same packs
+    replica = dp if shares_packs else slices
+    if delivery == "direct":
+        return [np.arange(ranks.size)]
+    if delivery == "share":
+        return [layout.node(ranks) * layout.dp * layout.cp + replica]
+    if delivery != "broadcast":
+        raise RoleError(f"delivery {delivery!r}: choose 'direct', 'broadcast' or 'share'")
+    keys = [slices * layout.pp + pp]
+    return [*keys, replica * layout.pp + pp, slices, replica] if has_policy else keys
+
+
+def _group_readers(
+    layout: Layout,
+    ranks: npt.NDArray[np.int64],
+    keys: Sequence[npt.NDArray[np.int64]],
     needs: npt.NDArray[np.bool_],
     allowed: npt.NDArray[np.bool_],
     delivery: DeliveryName,
     has_policy: bool,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """(group of each rank, place in `ranks` of that group's reader), the first grouping that works."""
-    _, cp, dp, pp = coords.T.astype(np.int64)
-    if delivery == "direct":
-        keys = [np.arange(ranks.size)]
-    elif delivery == "share":
-        keys = [layout.node(ranks) * layout.dp + dp]
-    elif delivery == "broadcast":
-        keys = [(dp * layout.pp + pp) * layout.cp + cp]
-        if has_policy:
-            keys += [dp * layout.pp + pp, dp * layout.cp + cp, dp]
-    else:
-        raise RoleError(f"delivery {delivery!r}: choose 'direct', 'broadcast' or 'share'")
     # Without a policy the reader is a rank that needs the bytes anyway.
     candidate = allowed if has_policy else needs
     place = np.arange(ranks.size)

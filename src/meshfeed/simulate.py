@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from meshfeed.batch import Microbatch
 from meshfeed.device import OnHost, microbatches_of
 from meshfeed.layout import Coord, Layout
-from meshfeed.plan import CpSplit
+from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
 from meshfeed.roles import StageMap
 from meshfeed.stepping import GlobalBatch, Stepping
@@ -39,6 +39,7 @@ def simulate(
     ranks: Iterable[int] | None = None,
     stage_map: StageMap | None = None,
     micro_batch_size: int = 1,
+    packing: Packing | None = None,
     cp_split: CpSplit = "zigzag",
 ) -> Iterator[SimulatedStep]:
     """What every rank would get, step by step and rank by rank, without processes or delivery.
@@ -46,8 +47,15 @@ def simulate(
     steps: how many from 0, or which. ranks: only these; None for all. The other arguments are those of
     `Feed`. Ends with the stream.
     """
-    stepping = Stepping(recipe=recipe, layout=layout, micro_batch_size=micro_batch_size, cp_split=cp_split)
     stages = stage_map or StageMap(pp=layout.pp)
+    stepping = Stepping(
+        recipe=recipe,
+        layout=layout,
+        micro_batch_size=micro_batch_size,
+        packing=packing,
+        vpp=stages.vpp,
+        cp_split=cp_split,
+    )
     rule, host = stepping.rule, OnHost()
     chosen = layout.ranks().tolist() if ranks is None else list(ranks)
     coords = [Coord(*row) for row in layout.coords(chosen).tolist()]

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
 from meshfeed.order import Draws, draws_of_step
-from meshfeed.plan import CpSplit, StepPlan, plan_fixed
+from meshfeed.plan import CpSplit, Packing, StepPlan, plan_fixed, plan_step
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import Portion, SequenceRule, portions_of
 
@@ -40,7 +44,9 @@ class Stepping:
 
     Attributes:
         recipe, layout: what, and for whom.
-        micro_batch_size: sequences per microbatch and data-parallel rank.
+        micro_batch_size: sequences per microbatch and data-parallel rank, where they are not packed.
+        packing: how sequences of different lengths become microbatches; None for rows of one length.
+        vpp: virtual stages per pipeline rank.
         cp_split: how context parallelism splits a sequence.
     """
 
@@ -48,6 +54,16 @@ class Stepping:
     layout: Layout
     micro_batch_size: int
     cp_split: CpSplit
+    packing: Packing | None = None
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rule.packed and self.packing is None:
+            raise RecipeError(
+                f"{self.rule.summary()} has sequences of any length: give packing=mf.Packing(...)"
+            )
+        if self.packing is not None and not self.rule.packed:
+            raise RecipeError(f"{self.rule.summary()} has sequences of one length; leave packing out")
 
     @property
     def rule(self) -> SequenceRule:
@@ -59,18 +75,36 @@ class Stepping:
         draws = draws_of_step(self.recipe, step)
         if not len(draws):
             return None
-        lengths = self.rule.lengths(self.recipe, draws)
-        plan = plan_fixed(
-            lengths, dp=self.layout.dp, cp=self.layout.cp, micro_batch_size=self.micro_batch_size
-        )
+        plan = self._plan(step, draws, self.rule.lengths(self.recipe, draws))
+        kept = np.flatnonzero(plan.microbatch >= 0)
+        lengths, starts = plan.lengths[kept], plan.start[kept]
+        valid = self.rule.valid_tokens(self.recipe, draws.take(plan.sequence[kept]), starts, lengths)
         return GlobalBatch(
             step=step,
             draws=draws,
             plan=plan,
             tokens=int(lengths.sum()),
-            valid_tokens=int(self.rule.valid_tokens(self.recipe, draws).sum()),
+            valid_tokens=int(valid.sum()),
             sum_sq=int((lengths * lengths).sum()),
         )
+
+    def _plan(self, step: int, draws: Draws, lengths: npt.NDArray[np.int64]) -> StepPlan:
+        dp, cp, pp = self.layout.dp, self.layout.cp, self.layout.pp
+        if self.packing is None:
+            return plan_fixed(lengths, dp=dp, cp=cp, micro_batch_size=self.micro_batch_size)
+        try:
+            return plan_step(lengths, self.packing, dp=dp, cp=cp, pp=pp, vpp=self.vpp)
+        except PlanError as error:
+            longest = int(lengths.argmax())
+            where = (
+                f"source {draws.source[longest]}, epoch {draws.epoch[longest]}, index {draws.index[longest]}"
+            )
+            raise PlanError(f"step {step}, longest sequence {longest} ({where}): {error}") from error
+
+    @property
+    def shares_packs(self) -> bool:
+        """Whether the cp ranks of a data-parallel replica always work on one pack."""
+        return self.packing is None or self.packing.policy != "dynamic_cp"
 
     def portions(self, batch: GlobalBatch, coord: Coord, served: Sequence[int]) -> list[Portion]:
         """What the rank at a coordinate takes of each microbatch.
@@ -83,16 +117,26 @@ class Stepping:
             batch.draws,
             first + coord.cp,
             group=[first + cp for cp in served],
-            rows=self.micro_batch_size,
+            rows=0 if self.packing else self.micro_batch_size,
             split=self.cp_split,
             together=self._together(batch),
+            rank_of_dp_cp=self._ranks_beside(coord),
         )
+
+    def _ranks_beside(self, coord: Coord) -> npt.NDArray[np.int64]:
+        """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp]."""
+        beside = self.layout.group_of(self.layout.rank_of(coord), "dp-cp")
+        places = self.layout.coords(beside)
+        return beside[np.lexsort((places[:, 1], places[:, 2]))]
 
     def _together(self, batch: GlobalBatch) -> int:
         """Microbatches to read and deliver at a time; the same on every rank."""
+        if self.packing is not None:
+            return 1  # packs are large, and differ
         tokens = int(batch.plan.lengths.max(initial=1)) * self.micro_batch_size
         return max(1, _TOKENS_TOGETHER // tokens)
 
     def summary(self) -> str:
         """What ranks must agree on beside the recipe, in one line."""
-        return f"{self.layout} micro_batch_size={self.micro_batch_size} cp_split={self.cp_split}"
+        rows = f"micro_batch_size={self.micro_batch_size}" if self.packing is None else str(self.packing)
+        return f"{self.layout} {rows} cp_split={self.cp_split}"

@@ -1,7 +1,8 @@
 """Draws and slices -> tensors: what a sequence is, and which of its bytes are read."""
 
 from meshfeed.columns import Arrays, Columns
+from meshfeed.sequence.documents import Documents
 from meshfeed.sequence.rule import Portion, SequenceRule, portions_of
 from meshfeed.sequence.windows import Windows
 
-__all__ = ["Arrays", "Columns", "Portion", "SequenceRule", "Windows", "portions_of"]
+__all__ = ["Arrays", "Columns", "Documents", "Portion", "SequenceRule", "Windows", "portions_of"]

@@ -33,7 +33,11 @@ class Portion:
         draws: their place in the data; as many as `pack.sequences`.
         own: the token slices that this rank works on.
         held: the token slices of all ranks that one reader serves; each own slice lies in a held one.
-        rows: sequences per microbatch; where they run out, rows of padding are left.
+        rows: sequences per microbatch; where they run out, rows of padding are left. 0 for a pack.
+        starts: the first token that each of `pack.sequences` has of its draw; int64 [k]. More than 0 where
+            the plan has split a long sequence.
+        idle_tokens: tokens per rank of a microbatch without a sequence, all padding, when packed.
+        cp_ranks: global ranks of the cp group, in the order of their slices.
     """
 
     microbatches: range
@@ -42,9 +46,14 @@ class Portion:
     own: Slices
     held: Slices
     rows: int
+    starts: npt.NDArray[np.int64]
+    idle_tokens: int
+    cp_ranks: tuple[int, ...]
 
     def draws_by_microbatch(self) -> list[Draws]:
         """The draws of each microbatch."""
+        if not self.rows:
+            return [self.draws]
         return [self.draws.between(m * self.rows, (m + 1) * self.rows) for m in range(len(self.microbatches))]
 
 
@@ -57,11 +66,13 @@ def portions_of(
     rows: int,
     split: CpSplit,
     together: int,
+    rank_of_dp_cp: npt.NDArray[np.int64],
 ) -> list[Portion]:
     """What one rank takes of a step, so many microbatches together.
 
     draws: the step's global batch. group: dp_cp ranks that the reader of this rank serves, itself
-    included. Raises PlanError where cp cannot split the sequences.
+    included; they share every pack. rank_of_dp_cp: the global rank of each dp_cp rank at this rank's tp and
+    pp. Raises PlanError where cp cannot split the sequences.
     """
     portions: list[Portion] = []
     starts = range(0, plan.num_microbatches, together)
@@ -73,10 +84,13 @@ def portions_of(
             Portion(
                 microbatches=range(start, min(start + together, plan.num_microbatches)),
                 pack=pack,
-                draws=draws.take(pack.sequences),
+                draws=draws.take(plan.sequence[pack.sequences]),
                 own=own,
                 held=held,
                 rows=rows,
+                starts=plan.start[pack.sequences],
+                idle_tokens=plan.align.pack_multiple(pack.cp_size) // pack.cp_size,
+                cp_ranks=tuple(rank_of_dp_cp[first : first + pack.cp_size].tolist()),
             )
         )
     return portions
@@ -94,8 +108,22 @@ class SequenceRule(Rule, Protocol):
         """Tokens of each sequence, from the index alone; int64 [n]."""
         ...
 
-    def valid_tokens(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.int64]:
-        """Loss-bearing tokens of each sequence, from the index alone; int64 [n]."""
+    @property
+    def packed(self) -> bool:
+        """Whether its sequences differ in length, so that a `Packing` must place them."""
+        ...
+
+    def valid_tokens(
+        self,
+        recipe: Recipe,
+        draws: Draws,
+        starts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.int64]:
+        """Loss-bearing tokens of some pieces of sequences, from the index alone; int64 [n].
+
+        starts, lengths: the tokens of each draw that are meant, int64 [n].
+        """
         ...
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:

@@ -103,8 +103,13 @@ class Windows:
         """Tokens of each window: all alike; int64 [n]."""
         return np.full(len(draws), self.length, np.int64)
 
-    def valid_tokens(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Loss-bearing tokens of each window; int64 [n]."""
+    @property
+    def packed(self) -> bool:
+        """Windows are of one length and stand in rows."""
+        return False
+
+    def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
+        """Loss-bearing tokens of each window, always whole; int64 [n]."""
         if not self.eod_mask_loss:
             return self.lengths(recipe, draws)
         window, _ = self._document_starts(recipe, draws)

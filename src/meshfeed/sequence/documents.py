@@ -1,0 +1,234 @@
+"""Documents: whole documents, packed side by side (THD), attention inside each.
+
+Every field of a pack is [1, tokens of this cp rank]. The stored column is what the group's slices hold,
+each with the one token after it where the document goes on; all else comes from lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.errors import RecipeError
+from meshfeed.order import Draws
+from meshfeed.plan import Slices
+from meshfeed.recipe import Recipe, Store
+from meshfeed.roles import Field
+from meshfeed.sequence.rule import Portion
+from meshfeed.store import StreamStore
+
+Longs = npt.NDArray[np.int64]
+
+_FIELDS = (
+    Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
+    Field(name="labels", dtype="int64", stages=("last",), split=True),
+    Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=False),
+    Field(name="position_ids", dtype="int64", split=True, stored=False),
+    Field(name="padding_mask", dtype="bool", split=True, pad=1, stored=False),
+    Field(name="cu_seqlens", dtype="int32", stored=False),
+    Field(name="cu_seqlens_padded", dtype="int32", stored=False),
+    Field(name="max_seqlen", dtype="int32", stored=False),
+)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A sequence is a document; a microbatch is a pack of them.
+
+    Needs a `Packing`. A document's last token has no label and bears no loss. A document that the packing
+    splits goes on with position 0 in each piece, and a piece's last token still has its label.
+
+    Attributes:
+        max_len: only the first so many tokens of each document, whatever the capacity; None for all.
+
+    Fields, for t tokens of this cp rank with padding: tokens, labels, position_ids int64 [1, t]; loss_mask
+    float32 [1, t]; padding_mask bool [1, t], True where there is no token. The same on every cp rank:
+    cu_seqlens, cu_seqlens_padded int32 [documents + 1]; max_seqlen int32 [], of the padded lengths.
+    A dummy microbatch is one padded sequence without a token.
+    Raises RecipeError for max_len below 1.
+    """
+
+    max_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_len is not None and self.max_len < 1:
+            raise RecipeError(f"Documents(max_len={self.max_len}): at least one token, or None for all")
+
+    @property
+    def packed(self) -> bool:
+        """Documents differ in length, so they are packed."""
+        return True
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """All that a pack can have."""
+        return _FIELDS
+
+    def summary(self) -> str:
+        """All options in one line."""
+        return repr(self)
+
+    def num_sequences(self, store: Store) -> int:
+        """Documents in the store, empty ones too. Raises RecipeError for a store that has none to read."""
+        if not hasattr(store, "read_stream"):
+            raise RecipeError(f"Documents reads a token store; {store!r} is none")
+        return cast(StreamStore, store).num_documents
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each document, up to max_len; int64 [n]."""
+        lengths = np.zeros(len(draws), np.int64)
+        for s, store in enumerate(_stores(recipe)):
+            mine = np.flatnonzero(draws.source == s)
+            lengths[mine] = store.lengths(draws.index[mine])
+        return lengths if self.max_len is None else np.minimum(lengths, self.max_len)
+
+    def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
+        """Loss-bearing tokens of each row: all but the last of its document; int64 [n]."""
+        ends = starts + lengths == self.lengths(recipe, draws)
+        return np.maximum(lengths - ends, 0)
+
+    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
+        """Exact bytes of the one column."""
+        sizes, ahead = self._held_sizes(recipe, portion)
+        return int((sizes + ahead).sum()) * max(store.dtype.itemsize for store in _stores(recipe))
+
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
+        """Ask each store to bring the held slices into memory."""
+        for portion in portions:
+            for store, _, starts, stops in self._ranges(recipe, portion):
+                store.will_need(starts, stops)
+
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
+        """The held tokens, slice after slice, each with the token after it where there is one."""
+        sizes, ahead = self._held_sizes(recipe, portion)
+        ends = np.cumsum(sizes + ahead)
+        dtype = np.result_type(*(store.dtype for store in _stores(recipe)))
+        tokens = allocate((int(ends[-1]) if ends.size else 0,), dtype.name)
+        for store, slices, starts, stops in self._ranges(recipe, portion):
+            if len(recipe.sources) == 1:
+                store.read_stream(starts, stops, out=tokens)
+                break
+            read = store.read_stream(starts, stops)
+            at = 0
+            for end, size in zip(ends[slices].tolist(), (stops - starts).tolist()):
+                tokens[end - size : end] = read[at : at + size]
+                at += size
+        return {"tokens": tokens}
+
+    def build(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> list[Arrays]:
+        """The named fields of the one pack; see the class."""
+        pack, own = portion.pack, portion.own
+        tokens_here = int(own.sizes.sum()) if len(portion.draws) else portion.idle_tokens
+        real = np.minimum(own.stop, pack.lengths[own.sequence]) - own.start
+        pieces = _Pieces(own, np.maximum(real, 0))
+        arrays: Arrays = {}
+        for field in self.fields:
+            if field.name not in names or not field.split:
+                continue
+            out = allocate((1, tokens_here), field.dtype)
+            out[:] = field.pad
+            if field.stored and columns is not None:
+                self._fill_stored(recipe, portion, pieces, np.asarray(columns["tokens"]), field, out[0])
+            elif field.name == "loss_mask":
+                self._fill_loss_mask(recipe, portion, pieces, out[0])
+            elif field.name == "position_ids":
+                for _, at, start, size in pieces:
+                    out[0, at : at + size] = np.arange(start, start + size)
+            elif field.name == "padding_mask":
+                for _, at, _, size in pieces:
+                    out[0, at : at + size] = False
+            arrays[field.name] = out
+        arrays |= {name: value for name, value in _lengths_of(portion).items() if name in names}
+        return [arrays]
+
+    # -- geometry ---------------------------------------------------------------------------------------
+
+    def _held_sizes(self, recipe: Recipe, portion: Portion) -> tuple[Longs, Longs]:
+        """(real tokens of each held slice, 1 where the document has a token after it); int64 [m]."""
+        held, lengths = portion.held, portion.pack.lengths
+        stop = np.minimum(held.stop, lengths[held.sequence])
+        sizes = np.maximum(stop - held.start, 0)
+        goes_on = portion.starts[held.sequence] + stop < self.lengths(recipe, portion.draws)[held.sequence]
+        return sizes, (goes_on & (sizes > 0)).astype(np.int64)
+
+    def _ranges(self, recipe: Recipe, portion: Portion) -> Iterator[tuple[StreamStore, Longs, Longs, Longs]]:
+        """For each store: (store, which held slices are its, stream ranges of each)."""
+        held, draws = portion.held, portion.draws
+        sizes, ahead = self._held_sizes(recipe, portion)
+        for s, store in enumerate(_stores(recipe)):
+            slices = np.flatnonzero((draws.source[held.sequence] == s) & (sizes > 0))
+            if slices.size:
+                documents = held.sequence[slices]
+                starts = (
+                    store.offsets(draws.index[documents]) + portion.starts[documents] + held.start[slices]
+                )
+                yield store, slices, starts, starts + sizes[slices] + ahead[slices]
+
+    def _fill_stored(
+        self, recipe: Recipe, portion: Portion, pieces: _Pieces, raw: Array, field: Field, out: Array
+    ) -> None:
+        """tokens, or labels one token on, where there are any."""
+        sizes, ahead = self._held_sizes(recipe, portion)
+        held_at = np.cumsum(sizes + ahead) - (sizes + ahead)
+        held, last = portion.held, sizes + ahead
+        for piece, at, start, size in pieces:
+            h = _holder(held, int(portion.own.sequence[piece]), start)
+            first = int(held_at[h]) + start - int(held.start[h]) + (field.name == "labels")
+            size = min(size, int(held_at[h]) + int(last[h]) - first)
+            out[at : at + size] = raw[first : first + size]
+
+    def _fill_loss_mask(self, recipe: Recipe, portion: Portion, pieces: _Pieces, out: Array) -> None:
+        ends = portion.starts + portion.pack.lengths == self.lengths(recipe, portion.draws)
+        for piece, at, start, size in pieces:
+            sequence = portion.own.sequence[piece]
+            out[at : at + size] = 1
+            if ends[sequence] and start + size == portion.pack.lengths[sequence]:
+                out[at + size - 1] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The real tokens of the own slices: iterates (slice, place in the output, start, size)."""
+
+    own: Slices
+    real: Longs
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
+        at = np.cumsum(self.own.sizes) - self.own.sizes
+        rows = zip(at.tolist(), self.own.start.tolist(), self.real.tolist())
+        return ((i, place, start, size) for i, (place, start, size) in enumerate(rows) if size > 0)
+
+
+def _holder(held: Slices, sequence: int, start: int) -> int:
+    """The held slice that an own slice lies in; slices ascend by sequence and start."""
+    first, stop = np.searchsorted(held.sequence, [sequence, sequence + 1])
+    return int(first + np.searchsorted(held.start[first:stop], start, side="right") - 1)
+
+
+def _lengths_of(portion: Portion) -> dict[str, Array]:
+    pack = portion.pack
+    cu_seqlens, padded = pack.cu_seqlens, pack.cu_seqlens_padded
+    if not len(portion.draws):
+        cu_seqlens = np.zeros(2, np.int32)
+        padded = np.array([0, portion.idle_tokens * pack.cp_size], np.int32)
+    return {
+        "cu_seqlens": np.array(cu_seqlens),
+        "cu_seqlens_padded": np.array(padded),
+        "max_seqlen": np.array(np.diff(padded).max(initial=0), np.int32),
+    }
+
+
+def _stores(recipe: Recipe) -> Sequence[Any]:
+    return recipe.sources
