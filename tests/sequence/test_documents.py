@@ -1,0 +1,125 @@
+"""Documents, packed: against a model of them written in plain loops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfeed as mf
+from meshfeed.store import IndexedWriter
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[np.ndarray]]:
+    rng = np.random.default_rng(4)
+    sizes = [*rng.integers(0, 30, 40).tolist(), 1, 1, 2, 0, 150, 64]
+    documents = [rng.integers(1, 60_000, size).astype(np.uint16) for size in sizes]
+    path = tmp_path_factory.mktemp("documents") / "c"
+    with IndexedWriter(path, np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return path, documents
+
+
+def chunks_of(cp: int, rank: int, size: int, split: str) -> list[int]:
+    if cp == 1:
+        return list(range(size))
+    if split == "contiguous":
+        return list(range(rank * size // cp, (rank + 1) * size // cp))
+    part = size // (2 * cp)
+    return [c * part + i for c in (rank, 2 * cp - 1 - rank) for i in range(part)]
+
+
+def places_of(pack: Any, cp: int, rank: int, split: str) -> list[tuple[int, int]]:
+    """(sequence, token) of every place that one rank holds of a pack, padding included."""
+    padded = np.diff(pack).tolist()
+    whole = [(s, t) for s, n in enumerate(padded) for t in range(n)]
+    if split == "pack_zigzag":
+        return [whole[p] for p in chunks_of(cp, rank, len(whole), "zigzag")]
+    return [(s, t) for s, n in enumerate(padded) for t in chunks_of(cp, rank, n, split)]
+
+
+@settings(derandomize=True, max_examples=80, deadline=None)
+@given(
+    policy=st.sampled_from(["in_order", "balanced", "dynamic_cp"]),
+    oversize=st.sampled_from(["split", "truncate", "drop"]),
+    capacity=st.sampled_from([24, 48, 64, 200]),
+    cp=st.integers(1, 3),
+    dp=st.integers(1, 3),
+    split=st.sampled_from(["zigzag", "pack_zigzag", "contiguous"]),
+    sequence=st.sampled_from([1, 2]),
+    pack=st.sampled_from([1, 4]),
+    max_len=st.sampled_from([None, 20]),
+    step=st.integers(0, 8),
+)
+def test_every_field_of_every_rank(
+    corpus: tuple[Path, list[np.ndarray]],
+    policy: Any,
+    oversize: Any,
+    capacity: int,
+    cp: int,
+    dp: int,
+    split: Any,
+    sequence: int,
+    pack: int,
+    max_len: int | None,
+    step: int,
+) -> None:
+    path, documents = corpus
+    recipe = mf.Recipe(
+        data=mf.open(path), sequence=mf.Documents(max_len), batch=mf.Batch(sequences=12), seed=3
+    )
+    packing = mf.Packing(
+        capacity=capacity, policy=policy, oversize=oversize, align=mf.Align(sequence=sequence, pack=pack)
+    )
+    layout = mf.Layout(dp=dp, cp=cp)
+    seen: set[tuple[int, int]] = set()
+    valid = 0
+    for got in mf.simulate(recipe, layout, [step], packing=packing, cp_split=split):
+        plan, draws = got.batch.plan, got.batch.draws
+        assert len(got.microbatches) == plan.num_microbatches
+        for m in got.microbatches:
+            assert got.rank in m.cp_ranks
+            assert m.cp_ranks[m.cp_rank] == got.rank
+            padded = m["cu_seqlens_padded"].numpy()
+            places = places_of(padded, m.cp_size, m.cp_rank, split)
+            assert m["tokens"].shape == (1, len(places))
+            assert len(places) <= capacity
+            rows = rows_of(plan, got.coord.dp * cp + got.coord.cp, m)
+            assert m["cu_seqlens"].tolist() == [
+                0,
+                *np.cumsum([plan.lengths[r] for r in rows] or [0]).tolist(),
+            ]
+            names = ("tokens", "labels", "loss_mask", "position_ids", "padding_mask")
+            expected: dict[str, list[Any]] = {name: [] for name in names}
+            for s, t in places:
+                real = s < len(rows) and t < plan.lengths[rows[s]]
+                document = documents[draws.index[plan.sequence[rows[s]]]][:max_len] if rows else []
+                at = int(plan.start[rows[s]]) + t if rows else 0
+                last = at + 1 >= len(document)
+                expected["tokens"].append(int(document[at]) if real else 0)
+                expected["labels"].append(int(document[at + 1]) if real and not last else 0)
+                expected["loss_mask"].append(float(real and not last))
+                expected["position_ids"].append(t if real else 0)
+                expected["padding_mask"].append(not real)
+                if real:
+                    token = (int(plan.sequence[rows[s]]), at)
+                    assert token not in seen, "each token on one rank"
+                    seen.add(token)
+                    valid += not last
+            for name, values in expected.items():
+                assert m[name][0].tolist() == values, name
+    assert valid == got.batch.valid_tokens
+    assert len(seen) == got.batch.tokens
+
+
+def rows_of(plan: Any, dp_cp_rank: int, m: mf.Microbatch) -> list[int]:
+    """The plan's rows that a rank has in a microbatch, by the plan's arrays alone."""
+    last = plan.first_rank + plan.cp_size
+    inside = (plan.first_rank <= dp_cp_rank) & (dp_cp_rank < last) & (plan.microbatch == m.index)
+    return np.flatnonzero(inside).tolist()
