@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from meshfeed.cli import demo, doctor, inspect, roles
+from meshfeed.cli import demo, doctor, inspect, plan, roles
 from meshfeed.errors import MeshfeedError
 
-_COMMANDS = (demo, inspect, roles, doctor)
+_COMMANDS = (demo, inspect, roles, plan, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -46,6 +46,11 @@ class Account:
         return float(per_rank.max() / per_rank.mean()) if per_rank.any() else 1.0
 
     @property
+    def over_bound(self) -> float:
+        """Objective over its lower bound; 1 for a step without work."""
+        return self.objective / self.bound if self.bound else 1.0
+
+    @property
     def padding(self) -> float:
         """Part of all padded tokens that is padding."""
         return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0

@@ -1,0 +1,115 @@
+"""meshfeed plan, as a script sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from corpus import write_corpus
+from meshfeed.cli.main import main
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    values = np.random.default_rng(2).lognormal(7, 1.2, 300).astype(int).clip(1, 60_000)
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, values.tolist())) + "\n")
+    return path
+
+
+def test_bare_lengths_are_planned_and_dumped(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump, html = tmp_path / "plan.json", tmp_path / "plan.html"
+    arguments = (
+        "--first",
+        "200",
+        "--layout",
+        "dp8",
+        "--capacity",
+        "16384",
+        "--alpha",
+        "25100",
+        "--policy",
+        "dynamic_cp",
+    )
+    status, out, _ = told(
+        capsys,
+        "plan",
+        "--lengths",
+        str(lengths),
+        *arguments,
+        "--json",
+        "--dump",
+        str(dump),
+        "--html",
+        str(html),
+    )
+    facts = json.loads(out)
+    assert status == 0
+    assert facts["E"] > 0.9
+    assert facts["largest_rank_tokens"] <= 16_384
+    assert facts["objective"] >= facts["lower_bound"]
+    plan = json.loads(dump.read_text())
+    assert len(plan) == facts["microbatches"]
+    held = [row for microbatch in plan for row in microbatch]
+    assert sorted(row["sequence"] for row in held) == list(range(200))
+    for row in held:
+        ranks = row["cp_ranks"]
+        assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+        assert ranks[0] % len(ranks) == 0, "an aligned block"
+    assert html.read_text().count('class="bar') == 200
+    more = json.loads(
+        told(capsys, "plan", "--lengths", str(lengths), *arguments, "--microbatches", "9", "--json")[1]
+    )
+    assert more["microbatches"] >= 9
+
+
+def test_a_stores_documents_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(tmp_path / "c")
+    arguments = (
+        "plan",
+        str(tmp_path / "c"),
+        "--layout",
+        "tp2-cp2-dp2",
+        "--capacity",
+        "1024",
+        "--sequences",
+        "16",
+    )
+    status, out, _ = told(capsys, *arguments, "--steps", "1:4", "--json")
+    steps = json.loads(out)["steps"]
+    assert status == 0
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["sequences"] == 16 for step in steps)
+    status, out, _ = told(capsys, *arguments)
+    assert status == 0
+    assert "obj/bound" in out
+    assert "…" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--layout", "dp2", "--capacity", "10"), "either a token store or --lengths"),
+        (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10"), "sequence"),
+        (("--lengths", "nowhere.txt", "--layout", "dp2", "--capacity", "10"), "nowhere.txt"),
+        (("--lengths", "FILE", "--layout", "dp2", "--capacity", "0"), "capacity=0"),
+        (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10", "--alpha", "0"), "alpha"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    arguments: tuple[str, ...], says: str, lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = told(capsys, "plan", *(str(lengths) if a == "FILE" else a for a in arguments))
+    assert status == 2
+    assert says in err
