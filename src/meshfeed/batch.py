@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshfeed.order import Draws
+from meshfeed.plan import ModelShape, StepPlan, flops
 
 Value = torch.Tensor | Sequence[torch.Tensor] | Sequence[bytes]
 
@@ -72,7 +73,10 @@ class Step:
         stats: what the step has cost this rank so far; complete once its microbatches are consumed.
             exposed_wait_s: seconds that the loop was kept waiting, by stage (start, plan, read,
             deliver, build, copy, other); bytes_read: from storage; opens: of data files;
-            collectives; delivered_bytes: sent or received.
+            collectives; delivered_bytes: sent or received. Where sequences are packed also efficiency,
+            objective_over_bound, max_over_mean, padding, and the (source, epoch, index) of those that were
+            oversize or empty.
+        plan: which sequence goes where, for the whole job.
         microbatches: the microbatches, once.
     """
 
@@ -82,4 +86,9 @@ class Step:
     valid_tokens: int
     sum_sq: int
     stats: dict[str, Any]
+    plan: StepPlan
     microbatches: Iterator[Microbatch]
+
+    def flops(self, shape: ModelShape, *, backward: bool = True) -> int:
+        """FLOPs of a model on the step's real tokens, all ranks together; exact, from the plan alone."""
+        return flops(self.plan, shape, backward=backward)

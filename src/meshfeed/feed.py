@@ -165,6 +165,15 @@ class Feed:
         """This rank's role."""
         return self.roles[self.rank]
 
+    @cached_property
+    def cp_groups(self) -> dict[int, tuple[int, ...]]:
+        """The context-parallel groups that this rank can be in, size -> global ranks in order of slices.
+
+        A trainer makes them once, at its start; `Microbatch.cp_ranks` is always one of them. With a fixed cp
+        there is the one.
+        """
+        return self._stepping.cp_groups(self.layout.coord(self.rank))
+
     # -- taking and letting go ------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -294,7 +303,7 @@ class Feed:
         fields = [f.name for f in self._rule.fields]
         before = self._counters(delivery)
         for batch, portions in self._planned_ahead(start, clock):
-            yield StepStart(batch)
+            yield StepStart(batch, {"exposed_wait_s": {}, **dict.fromkeys(COUNTERS, 0), **batch.facts()})
             digester = Digester(fields) if self._verify else None
             for portion in portions:
                 columns, hint = None, self._hint(portion)

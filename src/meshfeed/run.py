@@ -28,9 +28,7 @@ class StepStart:
     """The producer begins a step. stats: what it will have cost, filled in as it goes; see `batch.Step`."""
 
     batch: GlobalBatch
-    stats: dict[str, Any] = field(
-        default_factory=lambda: {"exposed_wait_s": {}, **dict.fromkeys(COUNTERS, 0)}
-    )
+    stats: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +137,7 @@ class Run:
             valid_tokens=batch.valid_tokens,
             sum_sq=batch.sum_sq,
             stats=stats,
+            plan=batch.plan,
             microbatches=self._microbatches(view, batch),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,8 @@ import numpy.typing as npt
 from meshfeed.errors import PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
 from meshfeed.order import Draws, draws_of_step
-from meshfeed.plan import CpSplit, Packing, StepPlan, plan_fixed, plan_step
+from meshfeed.plan import Account, CpSplit, Packing, StepPlan, account_of, cp_groups, plan_fixed, plan_step
+from meshfeed.plan.account import exact_sum
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import Portion, SequenceRule, portions_of
 
@@ -28,6 +29,7 @@ class GlobalBatch:
         draws: the sequences, in order.
         plan: which of them goes where.
         tokens, valid_tokens, sum_sq: of the whole batch; see `batch.Step`.
+        account: how balanced it is; None where sequences are not packed.
     """
 
     step: int
@@ -36,6 +38,25 @@ class GlobalBatch:
     tokens: int
     valid_tokens: int
     sum_sq: int
+    account: Account | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """What a step's stats say of its plan: balance, padding, and every sequence not held as it was."""
+        if self.account is None:
+            return {}
+
+        def names(places: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
+            some = self.draws.take(places)
+            return list(zip(some.source.tolist(), some.epoch.tolist(), some.index.tolist()))
+
+        return {
+            "efficiency": self.account.efficiency,
+            "objective_over_bound": self.account.over_bound,
+            "max_over_mean": self.account.max_over_mean,
+            "padding": self.account.padding,
+            "oversize": names(self.plan.oversize),
+            "empty": names(self.plan.sequence[self.plan.empty]),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +106,14 @@ class Stepping:
             plan=plan,
             tokens=int(lengths.sum()),
             valid_tokens=int(valid.sum()),
-            sum_sq=int((lengths * lengths).sum()),
+            sum_sq=exact_sum(lengths, lengths),
+            account=self._account(plan),
         )
+
+    def _account(self, plan: StepPlan) -> Account | None:
+        if self.packing is None:
+            return None
+        return account_of(plan, self.packing, pp=self.layout.pp, vpp=self.vpp)
 
     def _plan(self, step: int, draws: Draws, lengths: npt.NDArray[np.int64]) -> StepPlan:
         dp, cp, pp = self.layout.dp, self.layout.cp, self.layout.pp
@@ -96,10 +123,9 @@ class Stepping:
             return plan_step(lengths, self.packing, dp=dp, cp=cp, pp=pp, vpp=self.vpp)
         except PlanError as error:
             longest = int(lengths.argmax())
-            where = (
-                f"source {draws.source[longest]}, epoch {draws.epoch[longest]}, index {draws.index[longest]}"
-            )
-            raise PlanError(f"step {step}, longest sequence {longest} ({where}): {error}") from error
+            where = draws.source[longest], draws.epoch[longest], draws.index[longest]
+            told = "the longest is source {}, epoch {}, index {}".format(*where)
+            raise PlanError(f"step {step}: {error} ({told})") from error
 
     @property
     def shares_packs(self) -> bool:
@@ -122,6 +148,16 @@ class Stepping:
             together=self._together(batch),
             rank_of_dp_cp=self._ranks_beside(coord),
         )
+
+    def cp_groups(self, coord: Coord) -> dict[int, tuple[int, ...]]:
+        """The cp groups that the rank at a coordinate can be in: size -> global ranks."""
+        packing, cp = self.packing, self.layout.cp
+        sizes = None if packing is not None and not self.shares_packs else (cp,)
+        if packing is not None and packing.cp_sizes is not None:
+            sizes = packing.cp_sizes
+        at, beside = coord.dp * cp + coord.cp, self._ranks_beside(coord)
+        blocks = cp_groups(beside.size, sizes)
+        return {size: tuple(beside[block[at // size]].tolist()) for size, block in blocks.items()}
 
     def _ranks_beside(self, coord: Coord) -> npt.NDArray[np.int64]:
         """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp]."""

@@ -29,6 +29,7 @@ _FIELDS = (
     Field(name="labels", dtype="int64", stages=("last",), split=True),
     Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=False),
     Field(name="position_ids", dtype="int64", split=True, stored=False),
+    Field(name="sequence_ids", dtype="int32", split=True, pad=-1, stored=False),
     Field(name="padding_mask", dtype="bool", split=True, pad=1, stored=False),
     Field(name="cu_seqlens", dtype="int32", stored=False),
     Field(name="cu_seqlens_padded", dtype="int32", stored=False),
@@ -47,7 +48,8 @@ class Documents:
         max_len: only the first so many tokens of each document, whatever the capacity; None for all.
 
     Fields, for t tokens of this cp rank with padding: tokens, labels, position_ids int64 [1, t]; loss_mask
-    float32 [1, t]; padding_mask bool [1, t], True where there is no token. The same on every cp rank:
+    float32 [1, t]; padding_mask bool [1, t], True where there is no token; sequence_ids int32 [1, t], which
+    sequence of the pack a token is of, -1 for padding. The same on every cp rank:
     cu_seqlens, cu_seqlens_padded int32 [documents + 1]; max_seqlen int32 [], of the padded lengths.
     A dummy microbatch is one padded sequence without a token.
     Raises RecipeError for max_len below 1.
@@ -146,6 +148,9 @@ class Documents:
             elif field.name == "position_ids":
                 for _, at, start, size in pieces:
                     out[0, at : at + size] = np.arange(start, start + size)
+            elif field.name == "sequence_ids":
+                for piece, at, _, size in pieces:
+                    out[0, at : at + size] = own.sequence[piece]
             elif field.name == "padding_mask":
                 for _, at, _, size in pieces:
                     out[0, at : at + size] = False
