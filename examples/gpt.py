@@ -11,7 +11,7 @@ import zlib
 from dataclasses import dataclass
 
 import torch
-from parallel import EnterSplit, GatherSequence, LeaveSplit, Place
+from parallel import EnterSplit, GatherSequence, Group, LeaveSplit, Place
 from torch import nn
 from torch.nn import functional as F
 
@@ -59,15 +59,21 @@ class Block(Part):
         self.up = self.make("up", 4 * d, d, std=std, cut=0)
         self.down = self.make("down", d, 4 * d, std=std / math.sqrt(2 * shape.layers), cut=1)
 
-    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """x: [batch, own tokens, width]. position: their places in the window, [batch, own tokens]."""
-        tp, cp = self.place.tp, self.place.cp
+    def forward(
+        self, x: torch.Tensor, position: torch.Tensor, sequence: torch.Tensor, cp: Group
+    ) -> torch.Tensor:
+        """x: [batch, own tokens, width]. A token sees those of its own sequence up to its own position.
+
+        position, sequence: int64 [batch, own tokens]. cp: the group that shares the tokens of this batch.
+        """
+        tp = self.place.tp
         h = EnterSplit.apply(F.rms_norm(x, x.shape[-1:], self.norm1), tp)
         q = self._by_head(F.linear(h, self.q))
         k = self._by_head(GatherSequence.apply(F.linear(h, self.k), cp))
         v = self._by_head(GatherSequence.apply(F.linear(h, self.v), cp))
-        where = GatherSequence.apply(position, cp)
-        sees = (where[:, None, :] <= position[:, :, None])[:, None]
+        where, whose = GatherSequence.apply(position, cp), GatherSequence.apply(sequence, cp)
+        sees = (where[:, None, :] <= position[:, :, None]) & (whose[:, None, :] == sequence[:, :, None])
+        sees = sees[:, None]
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=sees).transpose(1, 2).flatten(2)
         x = x + LeaveSplit.apply(F.linear(mixed, self.out), tp)
         h = EnterSplit.apply(F.rms_norm(x, x.shape[-1:], self.norm2), tp)

@@ -21,9 +21,9 @@ class Place:
 
     def __init__(self, layout: mf.Layout, rank: int) -> None:
         self.layout, self.rank, self.coord = layout, rank, layout.coord(rank)
-        self.tp = self._group("tp")
-        self.cp = self._group("cp")
-        self.replicas = self._group("dp-cp")
+        self.tp = _group(layout.group_of(rank, "tp").tolist())
+        self.replicas = _group(layout.group_of(rank, "dp-cp").tolist())
+        self.cp: dict[tuple[int, ...], Group] = {}
         self.is_first, self.is_last = self.coord.pp == 0, self.coord.pp == layout.pp - 1
         self.speaks = self.coord[:3] == (0, 0, 0)
 
@@ -31,9 +31,13 @@ class Place:
         """The rank so many pipeline stages ahead, otherwise at the same place."""
         return self.layout.rank_of(self.coord._replace(pp=self.coord.pp + ahead))
 
-    def _group(self, dims: str) -> Group:
-        ranks = self.layout.group_of(self.rank, dims).tolist()
-        return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+    def make_cp_groups(self, feed: mf.Feed) -> None:
+        """Every context-parallel group that this rank can be in, once, whichever a microbatch asks for."""
+        self.cp = {ranks: _group(list(ranks)) for ranks in feed.cp_groups.values()}
+
+
+def _group(ranks: list[int]) -> Group:
+    return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
 
 
 class EnterSplit(torch.autograd.Function):

@@ -41,7 +41,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, weight_decay=0.01)
     recipe = mf.Recipe(
         data=mf.open(args.corpus),
-        sequence=mf.Windows(args.window),
+        sequence=mf.Documents(args.window) if args.packing else mf.Windows(args.window),
         batch=mf.Batch(sequences=args.sequences),
         seed=args.seed,
     )
@@ -50,9 +50,11 @@ def main() -> None:
         layout,
         delivery=args.delivery,
         micro_batch_size=args.micro_batch_size,
+        packing=mf.Packing(capacity=args.capacity, policy=args.packing) if args.packing else None,
         verify=True,
         timeout_s=60,
     )
+    place.make_cp_groups(feed)
     with feed, Journal(args.out, args.name, place, feed) as journal:
         if args.resume:
             load(args.resume, stage, optimizer, feed, place)
@@ -102,7 +104,8 @@ def forward(
     stage: Stage, microbatch: mf.Microbatch, place: Place
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """(what came from the stage before, what goes to the next: activations, or the summed loss)."""
-    position = microbatch["position_ids"]
+    position, cp = microbatch["position_ids"], place.cp[microbatch.cp_ranks]
+    sequence = microbatch.get("sequence_ids", torch.zeros_like(position)).long()
     received = None
     if stage.embedding is not None:
         x = stage.embedding(microbatch["tokens"], position)
@@ -111,7 +114,7 @@ def forward(
         dist.recv(received, place.neighbour(-1))
         x = received.requires_grad_()
     for block in stage.blocks:
-        x = block(x, position)
+        x = block(x, position, sequence, cp)
     if stage.head is not None:
         x = stage.head(x, microbatch["labels"], microbatch["loss_mask"])
     return received, x
@@ -222,6 +225,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--sequences", type=int, default=16, help="per step")
     parser.add_argument("--micro-batch-size", type=int, default=2)
+    policies = ("in_order", "balanced", "dynamic_cp")
+    parser.add_argument(
+        "--packing", choices=policies, help="pack documents, up to --window tokens each"
+    )
+    parser.add_argument("--capacity", type=int, default=1024, help="tokens per rank and packed microbatch")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1234)
     return parser.parse_args()

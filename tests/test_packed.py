@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import world
-from corpus import write_corpus
 
 import meshfeed as mf
+import world
+from corpus import write_corpus
 
 STEPS = 3
 LAYOUTS = ("tp2-cp2-dp2", "tp2-dp2-pp2", "cp2-dp4", "cp2-dp2-pp2", "dp8", "tp4-pp2")
@@ -76,11 +76,27 @@ def test_every_stage_has_lengths_without_being_sent_any(tmp_path: Path) -> None:
         by_stage.setdefault(got.coord.pp, []).extend(set(m) for m in got.microbatches)
         for m in got.microbatches:
             assert m["cu_seqlens"].dtype == m["cu_seqlens_padded"].dtype == torch.int32
-    everywhere = {"position_ids", "sequence_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
+    everywhere = {
+        "position_ids",
+        "sequence_ids",
+        "padding_mask",
+        "cu_seqlens",
+        "cu_seqlens_padded",
+        "max_seqlen",
+    }
     for stage, extra in {0: {"tokens"}, 1: set(), 2: {"tokens"}, 3: {"labels", "loss_mask"}}.items():
         assert all(fields == everywhere | extra for fields in by_stage[stage])
     roles = mf.assign_roles(layout, stages, mf.Documents().fields, "share")
-    assert [roles[rank].source is None for rank in range(8)] == [False, False, True, True, False, False, False, False]
+    assert [roles[rank].source is None for rank in range(8)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_what_is_left_out_is_told(tmp_path: Path) -> None:

@@ -80,9 +80,7 @@ class Stepping:
 
     def __post_init__(self) -> None:
         if self.rule.packed and self.packing is None:
-            raise RecipeError(
-                f"{self.rule.summary()} has sequences of any length: give packing=mf.Packing(...)"
-            )
+            raise RecipeError(f"{self.rule.summary()} needs packing=mf.Packing(capacity=...)")
         if self.packing is not None and not self.rule.packed:
             raise RecipeError(f"{self.rule.summary()} has sequences of one length; leave packing out")
 
