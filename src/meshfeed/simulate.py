@@ -48,6 +48,7 @@ def simulate(
     """
     stepping = Stepping(recipe=recipe, layout=layout, micro_batch_size=micro_batch_size, cp_split=cp_split)
     stages = stage_map or StageMap(pp=layout.pp)
+    stages.check(layout)
     rule, host = stepping.rule, OnHost()
     chosen = layout.ranks().tolist() if ranks is None else list(ranks)
     coords = [Coord(*row) for row in layout.coords(chosen).tolist()]
