@@ -226,9 +226,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=16, help="per step")
     parser.add_argument("--micro-batch-size", type=int, default=2)
     policies = ("in_order", "balanced", "dynamic_cp")
-    parser.add_argument(
-        "--packing", choices=policies, help="pack documents, up to --window tokens each"
-    )
+    parser.add_argument("--packing", choices=policies, help="pack documents, up to --window tokens each")
     parser.add_argument("--capacity", type=int, default=1024, help="tokens per rank and packed microbatch")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=1234)

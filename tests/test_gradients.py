@@ -15,7 +15,7 @@ import world
 from meshfeed.store import IndexedWriter
 
 EXAMPLES = str(Path(__file__).parents[1] / "examples")
-LENGTHS = (96, 64, 32, 96, 1, 1, 1, 1, 1, 1, 1, 1)  # stream order leaves the last of four ranks no label
+LENGTHS = (96, 64, 32, 96, 1, 1, 1, 1, 1, 1, 1, 1)  # stream order leaves one of four ranks no label
 CASES = (
     ("dp4", "in_order"), ("dp4", "balanced"), ("dp4", "dynamic_cp"), ("cp2-dp2", "balanced"),
     ("cp2-dp2", "dynamic_cp"), ("cp4", "balanced"), ("tp2-dp2", "in_order"), ("tp2-cp2", "balanced"),
@@ -107,7 +107,7 @@ def test_a_rank_without_a_valid_token_is_among_the_cases(corpus: str) -> None:
     for got in mf.simulate(recipe_of(corpus), layout, 1, packing=packing):
         valid[got.rank] += sum(float(m["loss_mask"].sum()) for m in got.microbatches)
     assert sum(valid) == got.batch.valid_tokens == 284
-    assert valid == [95, 94, 95, 0]
+    assert sorted(valid) == [0, 94, 95, 95]
 
 
 def test_a_document_does_not_see_its_neighbours(corpus: str) -> None:

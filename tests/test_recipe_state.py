@@ -9,10 +9,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
+from meshfeed.recipe import digest_of
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +36,36 @@ def test_every_part_of_a_recipe_is_in_its_fingerprint(corpus: Path, tmp_path: Pa
         replace(recipe, batch=mf.Batch(sequences=17)),
         replace(recipe, sequence=mf.Windows(65)),
         replace(recipe, sequence=mf.Windows(64, eod_mask_loss=True)),
+        replace(recipe, sequence=mf.Windows(64, reset_position_ids=True)),
+        replace(recipe, sequence=mf.Windows(64, reset_attention_mask=True)),
+        replace(recipe, seed=-5),
+        replace(recipe, epochs=1),
         replace(recipe, data=mf.open(tmp_path / "other")),
     ]
     assert len({each.fingerprint for each in (recipe, *others)}) == len(others) + 1
     assert recipe.fingerprint == recipe_of(corpus).fingerprint
+    assert len({tuple(sorted(each.summary())) for each in (recipe, *others)}) == 1
+    state = mf.State(recipe=recipe.summary(), step=7)
+    state.check(recipe)
+    assert state.fingerprint == recipe.fingerprint
+    for other in others:
+        with pytest.raises(mf.StateError, match="another recipe"):
+            state.check(other)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.dictionaries(st.text(max_size=9), st.text(max_size=20)), st.data())
+def test_a_digest_tells_any_two_summaries_apart(summary: dict[str, str], data: st.DataObject) -> None:
+    backwards = dict(reversed(summary.items()))
+    assert digest_of(backwards) == digest_of(summary)
+    for part in summary:
+        changed = data.draw(st.text(max_size=20).filter(lambda text, part=part: text != summary[part]))
+        assert digest_of(summary | {part: changed}) != digest_of(summary)
+        assert digest_of({k: v for k, v in summary.items() if k != part}) != digest_of(summary)
+
+
+def test_a_digest_is_pinned() -> None:
+    assert digest_of({"seed": "5", "data": "c\u00f6rpus"}) == GOLDEN_DIGEST
 
 
 def test_a_fingerprint_is_the_same_in_another_process_and_place(corpus: Path, tmp_path: Path) -> None:
@@ -45,21 +75,53 @@ def test_a_fingerprint_is_the_same_in_another_process_and_place(corpus: Path, tm
         "import sys, meshfeed as mf; print(mf.Recipe(data=mf.open(sys.argv[1]), sequence=mf.Windows(64), "
         "batch=mf.Batch(sequences=16), seed=5).fingerprint)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "copy")],
-        env=os.environ | {"PYTHONHASHSEED": "7"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == recipe_of(corpus).fingerprint
+    jobs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "copy")],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("0", "7")
+    ]
+    said = [job.communicate()[0].strip() for job in jobs]
+    assert said == [recipe_of(corpus).fingerprint] * 2
 
 
-def test_a_state_survives_json_and_is_small(corpus: Path) -> None:
-    state = mf.State(recipe=recipe_of(corpus).summary(), step=10**15)
+@pytest.mark.parametrize("step", [0, 1, 10**15, 2**63])
+def test_a_state_survives_json_and_is_small(corpus: Path, step: int) -> None:
+    rule = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+    recipe = recipe_of(corpus, seed=-(2**63), length=8192, sequences=10**9, epochs=10**9, **rule)
+    state = mf.State(recipe=recipe.summary(), step=step)
     text = json.dumps(state.to_json())
-    assert len(text) <= 4096
-    assert mf.State.from_json(json.loads(text)) == state
+    assert len(text.encode()) <= 4096
+    loaded = mf.State.from_json(json.loads(text))
+    assert loaded == state
+    assert loaded.to_json() == state.to_json()
+    loaded.check(recipe)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(
+    st.dictionaries(st.text(max_size=9), st.text(max_size=20)),
+    st.integers(0),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda some: st.lists(some, max_size=3) | st.dictionaries(st.text(max_size=9), some, max_size=3),
+        max_leaves=6,
+    ),
+    st.sampled_from(["version", "fingerprint", "recipe", "step"]),
+)
+def test_a_state_is_read_whole_or_refused(summary: dict[str, str], step: int, junk: object, key: str) -> None:
+    saved = mf.State(recipe=summary, step=step).to_json()
+    assert mf.State.from_json(json.loads(json.dumps(saved))).to_json() == saved
+    with pytest.raises(mf.StateError):
+        mf.State.from_json({k: v for k, v in saved.items() if k != key})
+    try:
+        read = mf.State.from_json(saved | {key: junk})
+    except mf.StateError:
+        return
+    assert read.to_json() == saved | {key: junk}, "what was read is what was given"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +131,32 @@ def test_a_state_survives_json_and_is_small(corpus: Path) -> None:
         lambda s: [],
         lambda s: "state",
         lambda s: None,
+        lambda s: 5,
+        lambda s: [s],
+        lambda s: {"model": {}, "optimizer": {}},
         lambda s: s | {"version": 2},
+        lambda s: s | {"version": 0},
+        lambda s: s | {"version": "1"},
+        lambda s: s | {"version": True},
+        lambda s: s | {"version": 1.0},
+        lambda s: s | {"version": None},
+        lambda s: s | {"version": np.ones(2)},
+        lambda s: s | {"step": None},
+        lambda s: s | {"step": [4]},
+        lambda s: s | {"step": float("nan")},
+        lambda s: s | {"step": np.ones(2)},
+        lambda s: s | {"fingerprint": None},
+        lambda s: s | {"recipe": None},
+        lambda s: s | {"recipe": {}},
+        lambda s: s | {"recipe": [1, 2]},
+        lambda s: s | {"recipe": s["recipe"] | {"seed": 5}},
+        lambda s: s | {"recipe": s["recipe"] | {"seed": object()}},
+        lambda s: s | {"recipe": s["recipe"] | {5: "seed"}},
+        lambda s: s | {"recipe": s["recipe"] | {"more": "parts"}},
+        lambda s: s | {"recipe": {k: v for k, v in s["recipe"].items() if k != "seed"}},
+        lambda s: {k: v for k, v in s.items() if k != "version"},
+        lambda s: {k: v for k, v in s.items() if k != "fingerprint"},
+        lambda s: {k: v for k, v in s.items() if k != "recipe"},
         lambda s: s | {"step": -1},
         lambda s: s | {"step": True},
         lambda s: s | {"step": 3.0},
@@ -96,7 +183,25 @@ def test_a_state_of_another_recipe_is_refused_showing_both(corpus: Path) -> None
         feed.load_state_dict(saved)
     for word in ("seed", "'5'", "'77'", "sequences=16", "sequences=8"):
         assert word in str(refused.value)
+    assert "data" not in str(refused.value), "what is the same is not shown"
     assert feed.state_dict()["step"] == 0
+
+
+def test_a_state_of_other_data_names_both(corpus: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "other", seed=1)
+    here, there = recipe_of(corpus), recipe_of(tmp_path / "other")
+    with pytest.raises(mf.StateError) as refused:
+        mf.State(recipe=here.summary(), step=3).check(there)
+    assert f"data: saved {here.data.fingerprint!r}, now {there.data.fingerprint!r}" in str(refused.value)
+
+
+def test_a_part_that_one_side_lacks_is_shown(corpus: Path) -> None:
+    summary = recipe_of(corpus).summary()
+    with pytest.raises(mf.StateError, match="weights: saved '1', now None"):
+        mf.State(recipe=summary | {"weights": "1"}, step=0).check(recipe_of(corpus))
+    del summary["seed"]
+    with pytest.raises(mf.StateError, match="seed: saved None, now '5'"):
+        mf.State(recipe=summary, step=0).check(recipe_of(corpus))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +209,10 @@ def test_a_state_of_another_recipe_is_refused_showing_both(corpus: Path) -> None
     [
         lambda recipe: replace(recipe, epochs=0),
         lambda recipe: replace(recipe, shuffle="some"),
+        lambda recipe: replace(recipe, epochs=-1),
         lambda recipe: replace(recipe, seed=2**63),
+        lambda recipe: replace(recipe, seed=-(2**63) - 1),
+        lambda recipe: mf.Batch(sequences=-1),
         lambda recipe: mf.Batch(sequences=0),
         lambda recipe: mf.Windows(0),
         lambda recipe: mf.Feed(recipe, prefetch=-1),
@@ -114,3 +222,6 @@ def test_a_state_of_another_recipe_is_refused_showing_both(corpus: Path) -> None
 def test_recipes_that_make_no_stream_are_refused(make: object, corpus: Path) -> None:
     with pytest.raises(mf.RecipeError):
         make(recipe_of(corpus))  # type: ignore[operator]
+
+
+GOLDEN_DIGEST = "086300b1748a8954ee97757b5dd7b89e"

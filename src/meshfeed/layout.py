@@ -71,8 +71,11 @@ class Layout:
             size = getattr(self, dim)
             if not isinstance(size, int) or size < 1:
                 raise LayoutError(f"{dim}={size!r}: a dimension's size is a whole number from 1")
-        if self.ranks_per_node is not None and self.ranks_per_node < 1:
-            raise LayoutError(f"ranks_per_node={self.ranks_per_node}: a node holds at least one rank")
+        node_size = 1 if self.ranks_per_node is None else self.ranks_per_node
+        if not isinstance(node_size, int) or node_size < 1:
+            raise LayoutError(
+                f"ranks_per_node={node_size!r}: a node holds a whole number of ranks, at least one"
+            )
         listed = self.order.lower().split("-")
         unknown = [dim for dim in listed if dim not in (*DIMS, "ep")]
         if unknown or len(set(listed)) != len(listed):
@@ -84,11 +87,14 @@ class Layout:
                 )
         if (self.tp * self.cp * self.dp) % self.ep:
             raise LayoutError(f"ep={self.ep} does not divide tp*cp*dp={self.tp * self.cp * self.dp}")
-        if self.table is not None and len(set(self.table)) != self.world_size:
+        if self.table is not None and not len(self.table) == len(set(self.table)) == self.world_size:
             raise LayoutError(
-                f"table has {len(set(self.table))} distinct ranks for {self.world_size} places "
+                f"table has {len(self.table)} ranks, {len(set(self.table))} distinct ranks, "
+                f"for {self.world_size} places "
                 f"(tp{self.tp} x cp{self.cp} x dp{self.dp} x pp{self.pp})"
             )
+        if self.table is not None and np.asarray(self.table).dtype.kind != "i":
+            raise LayoutError(f"table {str(self.table)[:80]}: ranks are whole numbers")
         if self.table is not None and min(self.table) < 0:
             raise LayoutError(f"table holds rank {min(self.table)}; ranks count from 0")
 

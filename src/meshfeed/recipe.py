@@ -56,8 +56,10 @@ class Batch:
     sequences: int
 
     def __post_init__(self) -> None:
-        if self.sequences < 1:
-            raise RecipeError(f"Batch(sequences={self.sequences}): a step needs at least one sequence")
+        if type(self.sequences) is not int or self.sequences < 1:
+            raise RecipeError(
+                f"Batch(sequences={self.sequences!r}): a step has a whole number of them, from 1"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +85,19 @@ class Recipe:
     shuffle: Shuffle = "global"
 
     def __post_init__(self) -> None:
-        if self.epochs is not None and self.epochs < 1:
-            raise RecipeError(f"epochs={self.epochs}: at least 1, or None to go on for ever")
+        # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
+        for part, needed in (("data", "lengths"), ("sequence", "num_sequences"), ("batch", "sequences")):
+            if not hasattr(getattr(self, part), needed):
+                raise RecipeError(
+                    f"{part}={getattr(self, part)!r}: a recipe takes a store, as mf.open(path) gives it, a "
+                    f"rule such as mf.Windows(4096), and a mf.Batch"
+                )
+        if self.epochs is not None and (type(self.epochs) is not int or self.epochs < 1):
+            raise RecipeError(f"epochs={self.epochs!r}: a whole number from 1, or None to go on for ever")
         if self.shuffle not in ("global", "none"):
             raise RecipeError(f"shuffle={self.shuffle!r}: choose 'global' or 'none'")
-        if not -(2**63) <= self.seed < 2**63:
-            raise RecipeError(f"seed={self.seed}: must fit 64 bits")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
+            raise RecipeError(f"seed={self.seed!r}: a whole number that fits 64 bits")
 
     @property
     def sources(self) -> tuple[Any, ...]:

@@ -70,6 +70,8 @@ class StageMap:
     layout: str | None = None
 
     def __post_init__(self) -> None:
+        if self.pp < 1 or self.vpp < 1:
+            raise LayoutError(f"StageMap(pp={self.pp}, vpp={self.vpp}): each is at least 1")
         if self.layout is not None:
             if self.vpp != 1 or self.mtp:
                 raise LayoutError("StageMap: give either layout or vpp and mtp, not both")
@@ -78,10 +80,13 @@ class StageMap:
                 raise LayoutError(f"stage layout {self.layout!r} has {len(stages)} stages for pp={self.pp}")
             object.__setattr__(self, "vpp", len(stages) // self.pp)
             object.__setattr__(self, "mtp", tuple(s for s, held in enumerate(stages) if "m" in held))
-        if self.pp < 1 or self.vpp < 1:
-            raise LayoutError(f"StageMap(pp={self.pp}, vpp={self.vpp}): each is at least 1")
         if any(not 0 <= stage < self.num_stages for stage in self.mtp):
             raise LayoutError(f"mtp={self.mtp}: stages go from 0 to pp*vpp-1 = {self.num_stages - 1}")
+
+    def check(self, layout: Layout) -> None:
+        """Raises RoleError where the layout has another number of pipeline ranks."""
+        if self.pp != layout.pp:
+            raise RoleError(f"the stage map has pp={self.pp}, layout {layout} has pp={layout.pp}")
 
     @property
     def num_stages(self) -> int:
@@ -113,15 +118,15 @@ class StageMap:
 
 def _parse_stages(text: str) -> list[str]:
     compact = text.replace(",", "").replace(" ", "")
-    while match := re.search(r"\(([^()]*)\)\*(\d+)|([A-Za-z])\*(\d+)", compact):
+    while match := re.search(r"\(([^()]*)\)\*(\d+)|([A-Za-z|])\*(\d+)", compact):
         piece, times = (match[1], match[2]) if match[2] else (match[3], match[4])
         compact = compact[: match.start()] + piece * int(times) + compact[match.end() :]
     stages = compact.split("|")
     held = "".join(stages)
     if set(held) - set("EtmL") or held.count("E") != 1 or held.count("L") != 1:
         raise LayoutError(f"stage layout {text!r}: letters are E, t, m, L, with one E and one L")
-    if "E" not in stages[0] or "L" not in stages[-1]:
-        raise LayoutError(f"stage layout {text!r}: E belongs to the first stage and L to the last")
+    if not stages[0].startswith("E") or not stages[-1].endswith("L"):
+        raise LayoutError(f"stage layout {text!r}: E begins the first stage and L ends the last")
     return stages
 
 
@@ -222,8 +227,7 @@ def assign_roles(
     microbatch to microbatch, each cp rank counts as a replica of its own.
     Raises RoleError where some rank needs bytes that no allowed reader can bring it.
     """
-    if stage_map.pp != layout.pp:
-        raise RoleError(f"the stage map has pp={stage_map.pp}, layout {layout} has pp={layout.pp}")
+    stage_map.check(layout)
     ranks = layout.ranks()
     coords = layout.coords(ranks)
     needed = [stage_map.fields_of_rank(fields, p) for p in range(layout.pp)]

@@ -48,6 +48,7 @@ def simulate(
     `Feed`. Ends with the stream.
     """
     stages = stage_map or StageMap(pp=layout.pp)
+    stages.check(layout)
     stepping = Stepping(
         recipe=recipe,
         layout=layout,

@@ -46,10 +46,12 @@ class State:
             fingerprint, parts = saved["fingerprint"], dict(saved["recipe"])
         except (KeyError, TypeError, ValueError) as bad:
             raise StateError(f"not a meshfeed state ({bad!r}); pass what state_dict() returned") from bad
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             raise StateError(f"state of version {version}; this meshfeed reads version {VERSION}")
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        if type(step) is not int or step < 0:
             raise StateError(f"state has step {step!r}; a step is a whole number from 0")
+        if not all(isinstance(each, str) for each in (*parts, *parts.values())):
+            raise StateError(f"state has recipe {parts!r}; its parts are text")
         state = cls(recipe=parts, step=step)
         if state.fingerprint != fingerprint:
             raise StateError(f"state is damaged: fingerprint {fingerprint}, content {state.fingerprint}")

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-from meshfeed.order import draws_between, draws_of_step, num_positions, num_steps
+from meshfeed.order import (
+    concatenated,
+    draws_between,
+    draws_of_step,
+    key_of,
+    num_positions,
+    num_steps,
+    permute,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,8 @@ class Whole:
 
 def recipe(size: int, **options: object) -> mf.Recipe:
     sequences = int(options.pop("sequences", 4))  # type: ignore[call-overload]
-    return mf.Recipe(data=Numbered(size), sequence=Whole(), batch=mf.Batch(sequences=sequences), **options)  # type: ignore[arg-type]
+    rule = Whole()
+    return mf.Recipe(data=Numbered(size), sequence=rule, batch=mf.Batch(sequences=sequences), **options)
 
 
 def pairs(draws: mf.Draws) -> list[tuple[int, int, int]]:
@@ -70,6 +79,56 @@ def test_pieces_of_the_stream_fit_together(size: int, cuts: list[int], seed: int
     assert [p for a, b in pairwise(cuts) for p in pairs(draws_between(endless, a, b))] == whole
 
 
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(
+    st.integers(1, 30),
+    st.sampled_from(["global", "none"]),
+    st.none() | st.integers(1, 4),
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(0, 150),
+    st.integers(0, 60),
+)
+def test_the_stream_is_what_a_plain_loop_makes_it(
+    size: int, shuffle: str, epochs: int | None, seed: int, start: int, count: int
+) -> None:
+    expected = []
+    for position in range(start, start + count):
+        epoch, place = divmod(position, size)
+        if epochs is not None and epoch >= epochs:
+            break
+        if shuffle == "global":
+            place = int(permute(place, size=size, key=key_of(seed, 0, epoch)))
+        expected.append((0, epoch, place))
+    made = draws_between(recipe(size, shuffle=shuffle, epochs=epochs, seed=seed), start, start + count)
+    assert pairs(made) == expected
+    assert (made.source.dtype, made.epoch.dtype, made.index.dtype) == (np.int32, np.int64, np.int64)
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5))
+def test_steps_end_to_end_are_the_stream(size: int, sequences: int, epochs: int) -> None:
+    finite = recipe(size, sequences=sequences, epochs=epochs)
+    steps = [draws_of_step(finite, step) for step in range(num_steps(finite) or 0)]
+    assert all(len(step) == sequences for step in steps[:-1])
+    assert len(steps[-1]) == (size * epochs - 1) % sequences + 1
+    whole = concatenated(steps)
+    assert pairs(whole) == pairs(draws_between(finite, 0, size * epochs))
+    assert whole.epoch.tolist() == sorted(whole.epoch.tolist())
+    counted = np.zeros((epochs, size), int)
+    np.add.at(counted, (whole.epoch, whole.index), 1)
+    assert (counted == 1).all()
+    assert len(draws_of_step(finite, len(steps))) == 0
+
+
+def test_an_endless_stream_has_no_end() -> None:
+    endless = recipe(5)
+    assert num_positions(endless) is None
+    assert num_steps(endless) is None
+    longer, shorter = recipe(5, epochs=9), recipe(5, epochs=2)
+    assert pairs(draws_between(longer, 0, 10)) == pairs(draws_between(shorter, 0, 10))
+    assert pairs(draws_between(endless, 0, 45)) == pairs(draws_between(longer, 0, 45))
+
+
 @pytest.mark.parametrize(("size", "sequences", "epochs"), [(10, 4, 1), (10, 4, 3), (8, 4, 2), (3, 16, 1)])
 def test_steps_cut_the_stream_and_the_last_may_be_short(size: int, sequences: int, epochs: int) -> None:
     finite = recipe(size, sequences=sequences, epochs=epochs)
@@ -81,6 +140,8 @@ def test_steps_cut_the_stream_and_the_last_may_be_short(size: int, sequences: in
     assert [p for step in steps for p in step] == pairs(draws_between(finite, 0, size * epochs))
     assert pairs(draws_of_step(finite, count)) == []
     assert pairs(draws_of_step(finite, 10**12)) == []
+    assert pairs(draws_between(finite, 10**12, 10**12 + 9)) == []
+    assert pairs(draws_between(finite, 3, 3)) == []
 
 
 def test_any_position_is_reached_at_once() -> None:
@@ -89,12 +150,29 @@ def test_any_position_is_reached_at_once() -> None:
     assert len(set(far.index.tolist())) == 4
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000, 10**9, 10**13, 2**62])
+def test_a_position_of_a_million_millions(size: int) -> None:
+    position = 10**12
+    draws = draws_between(recipe(size), position, position + 20)
+    for at, (_, epoch, index) in enumerate(pairs(draws)):
+        assert epoch == (position + at) // size, "epochs beyond 32 bits are told apart too"
+        place = (position + at) % size
+        assert index == int(permute(place, size=size, key=key_of(0, 0, epoch)))
+    assert pairs(draws_between(recipe(size, shuffle="none"), position, position + 1)) == [
+        (0, position // size, position % size)
+    ]
+
+
 def test_runs_of_draws() -> None:
     draws = draws_between(recipe(50), 0, 10)
     assert pairs(draws.between(2, 5)) == pairs(draws)[2:5]
     assert pairs(draws.take(np.array([3, 1]))) == [pairs(draws)[3], pairs(draws)[1]]
-    with pytest.raises(ValueError, match="read-only"):
-        draws.index[0] = 1
+    assert pairs(draws.between(8, 99)) == pairs(draws)[8:]
+    assert pairs(concatenated([draws.between(0, 4), draws.between(4, 10)])) == pairs(draws)
+    for made in (draws, draws.take(np.array([0])), draws.between(0, 1), concatenated([draws])):
+        for array in (made.source, made.epoch, made.index):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
 
 
 def test_what_makes_no_stream_is_refused() -> None:

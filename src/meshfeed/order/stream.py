@@ -31,12 +31,12 @@ class Draws:
 
     Attributes:
         source: which store; int32 [n].
-        epoch: which pass over that store, from 0; int32 [n].
+        epoch: which pass over that store, from 0; int64 [n].
         index: which sequence of that epoch; int64 [n].
     """
 
     source: npt.NDArray[np.int32]
-    epoch: npt.NDArray[np.int32]
+    epoch: npt.NDArray[np.int64]
     index: npt.NDArray[np.int64]
 
     def __post_init__(self) -> None:
@@ -87,9 +87,16 @@ def draws_of_step(recipe: Recipe, step: int) -> Draws:
 
 
 def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
-    """Positions [start, stop) of the stream, cut off at its end."""
+    """Positions [start, stop) of the stream, cut off at its end.
+
+    Raises RecipeError for positions below 0, or beyond 2**63.
+    """
     end = num_positions(recipe)
-    position = np.arange(start, stop if end is None else max(start, min(stop, end)), dtype=np.int64)
+    if end is not None:
+        start, stop = min(start, end), min(stop, end)
+    if start < 0 or stop >= 2**63:
+        raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**63 - 1")
+    position = np.arange(start, stop, dtype=np.int64)
     size = _epoch_size(recipe)
     epoch, place = position // size, position % size
     index = place
@@ -98,7 +105,7 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
         for e in np.unique(epoch):  # a step rarely touches more than two
             now = epoch == e
             index[now] = permute(place[now], size=size, key=key_of(recipe.seed, 0, int(e)))
-    return Draws(np.zeros(position.size, np.int32), epoch.astype(np.int32), index)
+    return Draws(np.zeros(position.size, np.int32), epoch, index)
 
 
 def _epoch_size(recipe: Recipe) -> int:

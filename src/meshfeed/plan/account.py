@@ -68,7 +68,7 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     size = sizes[first_row].astype(np.int64)
     load = np.bincount(pack_of_row, weights=cost.load(lengths, sizes), minlength=packs.size)
     tokens = exact_sums(padded, pack_of_row, packs.size)
-    multiple = np.array([plan.align.pack_multiple(g) for g in size.tolist()], np.int64)
+    multiple = plan.align.pack_multiple(size.astype(np.int32))
     tokens = -(-tokens // np.maximum(multiple, 1)) * multiple if packs.size else tokens
     shape = (plan.num_microbatches, plan.num_ranks)
     # pack p covers size[p] ranks from its first one on

@@ -111,7 +111,7 @@ def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
     if packing.policy == "dynamic_cp":
         ranks = dp * cp
         sizes = cp_sizes(ranks) if packing.cp_sizes is None else check_sizes(packing.cp_sizes, ranks)
-    multiples = [packing.align.pack_multiple(size) for size in sizes]
+    multiples = [int(packing.align.pack_multiple(size)) for size in sizes]
     most = np.iinfo(np.int32).max  # cu_seqlens are int32
     limits = tuple(
         min(packing.capacity * g, most) // multiple * multiple for g, multiple in zip(sizes, multiples)

@@ -6,7 +6,6 @@ cp group is a block of consecutive dp_cp ranks.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -43,17 +42,18 @@ class Align:
 
         A cp group of one needs no chunks, hence no factor of 2.
         """
-        cp = np.asarray(cp_size, np.int64)
-        multiple = np.lcm(self.sequence, np.where(cp > 1, 2 * cp, 1))
+        multiple = self.sequence_multiple(cp_size)
         return -(-lengths // multiple) * multiple
 
-    def sequence_multiple(self, cp_size: int) -> int:
-        """The multiple that a sequence's padded tokens reach on a cp group of this size."""
-        return math.lcm(self.sequence, 2 * cp_size if cp_size > 1 else 1)
+    def sequence_multiple(self, cp_size: int | IntArray) -> LongArray:
+        """The multiple that a sequence's padded tokens reach on a cp group of this size; int64."""
+        cp = np.asarray(cp_size, np.int64)
+        return np.lcm(self.sequence, np.where(cp > 1, 2 * cp, 1))
 
-    def pack_multiple(self, cp_size: int) -> int:
-        """The multiple that a whole pack's padded tokens reach on a cp group of this size."""
-        return math.lcm(self.pack * cp_size, self.sequence_multiple(cp_size))
+    def pack_multiple(self, cp_size: int | IntArray) -> LongArray:
+        """The multiple that a whole pack's padded tokens reach on a cp group of this size; int64."""
+        cp = np.asarray(cp_size, np.int64)
+        return np.lcm(self.pack * cp, self.sequence_multiple(cp_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,22 +146,22 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     mine = mine[plan.microbatch[mine] >= 0]
     mine = mine[np.argsort(plan.microbatch[mine], kind="stable")].astype(np.int32)
     edges = np.arange(0, plan.num_microbatches + together, together)
-    bounds = np.searchsorted(plan.microbatch[mine], edges).tolist()
-    lengths, cp_size = plan.lengths[mine], plan.cp_size[mine]
+    microbatch, lengths, cp_size = plan.microbatch[mine], plan.lengths[mine], plan.cp_size[mine]
+    bounds = np.searchsorted(microbatch, edges).tolist()
     padded = plan.align.padded(lengths, cp_size)
+    last = np.flatnonzero(np.diff(microbatch, append=-1))  # these carry their microbatch's own padding
+    totals = np.diff(_ends(padded)[last + 1], prepend=0)
+    padded[last] += -totals % plan.align.pack_multiple(cp_size[last])
     ends, padded_ends = _ends(lengths), _ends(padded)
     packs: list[Pack] = []
     for start, stop in pairwise(bounds):
         size = int(cp_size[start]) if start < stop else plan.idle_cp_size
         first = int(plan.first_rank[mine[start]]) if start < stop else dp_cp_rank // size * size
-        cu_seqlens_padded = padded_ends[start : stop + 1] - padded_ends[start]
-        if start < stop:  # the last sequence carries the pack's own padding
-            cu_seqlens_padded[-1] += -cu_seqlens_padded[-1] % plan.align.pack_multiple(size)
         packs.append(
             Pack(
                 sequences=mine[start:stop],
                 cu_seqlens=_int32(ends[start : stop + 1] - ends[start]),
-                cu_seqlens_padded=_int32(cu_seqlens_padded),
+                cu_seqlens_padded=_int32(padded_ends[start : stop + 1] - padded_ends[start]),
                 cp_size=size,
                 cp_rank=dp_cp_rank - first,
             )

@@ -89,7 +89,7 @@ def portions_of(
                 held=held,
                 rows=rows,
                 starts=plan.start[pack.sequences],
-                idle_tokens=plan.align.pack_multiple(pack.cp_size) // pack.cp_size,
+                idle_tokens=int(plan.align.pack_multiple(pack.cp_size)) // pack.cp_size,
                 cp_ranks=tuple(rank_of_dp_cp[first : first + pack.cp_size].tolist()),
             )
         )

@@ -75,8 +75,14 @@ class Windows:
     eod_mask_loss: bool = False
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise RecipeError(f"Windows(length={self.length}): a window has at least one token")
+        # Exact types: a length of np.int64(8) or a flag of 1 would read differently in `summary`.
+        if type(self.length) is not int or self.length < 1:
+            raise RecipeError(
+                f"Windows(length={self.length!r}): a window has a whole number of tokens, from 1"
+            )
+        for option in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if type(getattr(self, option)) is not bool:
+                raise RecipeError(f"Windows({option}={getattr(self, option)!r}): choose True or False")
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
