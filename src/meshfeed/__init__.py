@@ -33,6 +33,7 @@ from meshfeed.roles import Field, Role, StageMap, assign_roles
 from meshfeed.sequence import Documents, Windows
 from meshfeed.simulate import simulate
 from meshfeed.state import State
+from meshfeed.store import Lengths
 from meshfeed.store import open_store as open
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "Field",
     "Layout",
     "LayoutError",
+    "Lengths",
     "MeshfeedError",
     "Microbatch",
     "ModelShape",

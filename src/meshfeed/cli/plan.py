@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
 import meshfeed as mf
-from meshfeed.errors import MeshfeedError, PlanError
+from meshfeed.errors import MeshfeedError
 from meshfeed.plan import Account, StepPlan, account_of, plan_step
 from meshfeed.plan.policy import Oversize, Policy
 from meshfeed.report.plan import Picture, page
@@ -123,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_lengths(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing) -> Iterator[_Planned]:
-    lengths = _read_lengths(args.lengths)[: args.first]
+    store = mf.Lengths.from_file(args.lengths)
+    lengths = store.lengths(np.arange(store.num_documents))[: args.first]
     began = time.perf_counter()
     plan = plan_step(lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=args.vpp)
     seconds = time.perf_counter() - began
@@ -150,14 +150,6 @@ def _of_store(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing) 
             seconds = time.perf_counter() - began
             account = account_of(batch.plan, packing, pp=layout.pp, vpp=args.vpp)
             yield _Planned(step, batch.plan, account, seconds)
-
-
-def _read_lengths(path: Path) -> npt.NDArray[np.int64]:
-    try:
-        lines = path.read_text().split()
-        return np.array([int(line) for line in lines], np.int64)
-    except (OSError, ValueError, OverflowError) as bad:
-        raise PlanError(f"--lengths {path}: {bad}; write one whole number per line") from bad
 
 
 def _dump(plan: StepPlan) -> list[list[dict[str, Any]]]:

@@ -1,0 +1,133 @@
+"""A store of documents that have lengths and made-up tokens: for tests, plans and benchmarks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+from meshfeed.store.indexed import ReadStats
+
+I64 = npt.NDArray[np.int64]
+
+_VOCAB = 32_768
+
+
+class Lengths:
+    """Documents of given lengths, laid end to end; token t of the stream is a hash of t.
+
+    Holds the lengths in memory, and nothing else. Works wherever a token store does.
+
+    Args:
+        lengths: tokens of each document; whole numbers from 0.
+
+    Raises StoreError for anything else.
+    """
+
+    dtype = np.dtype(np.uint16)
+
+    def __init__(self, lengths: npt.ArrayLike) -> None:
+        given = np.asarray(lengths)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu") or (given < 0).any():
+            raise StoreError("Lengths: give one whole number from 0 for each document, in one dimension")
+        self._lengths = given.astype(np.int64)
+        self._starts = np.concatenate(([0], np.cumsum(self._lengths)))
+        self.stats = ReadStats()
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Self:
+        """From a text file with a length per line. Raises StoreError for a file that is none."""
+        try:
+            return cls(np.array([int(line) for line in Path(path).read_text().split()], np.int64))
+        except (OSError, ValueError, OverflowError) as bad:
+            raise StoreError(f"{os.fspath(path)}: {bad}; write one whole number per line") from bad
+
+    @classmethod
+    def lognormal(
+        cls,
+        count: int,
+        *,
+        mean: float,
+        sigma: float,
+        shortest: int = 1,
+        longest: int = 2**31 - 1,
+        seed: int = 0,
+    ) -> Self:
+        """`count` lengths with this mean before they are cut to shortest ... longest.
+
+        sigma: of the lengths' logarithm; 0 makes all equal. Raises StoreError for what makes no distribution.
+        """
+        if count < 0 or mean <= 0 or sigma < 0 or not 0 <= shortest <= longest:
+            raise StoreError(
+                f"Lengths.lognormal(count={count}, mean={mean}, sigma={sigma}, shortest={shortest}, "
+                f"longest={longest}): counts and sigma from 0, mean above 0, shortest up to longest"
+            )
+        rng = np.random.default_rng(seed)
+        drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+        return cls(drawn.clip(shortest, longest).astype(np.int64))
+
+    @property
+    def num_documents(self) -> int:
+        """Documents."""
+        return self._lengths.size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self._starts[-1])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the lengths."""
+        return hashlib.blake2b(self._lengths.tobytes(), digest_size=16).hexdigest()
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each document; int64 [n]."""
+        return self._lengths[documents]
+
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset of each document's first token; int64 [n]."""
+        return self._starts[documents]
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens start..stop of one document."""
+        first = self._starts[document]
+        return self.read_stream(np.array([first + start]), np.array([first + stop]))
+
+    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Tokens of the stream's ranges, back to back."""
+        sizes = np.asarray(stops) - starts
+        made = np.empty(int(sizes.sum()), self.dtype) if out is None else out
+        place = np.arange(made.size) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+        made[:] = (place.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(
+            _VOCAB
+        )
+        self.stats.reads += sizes.size
+        self.stats.bytes_read += made.nbytes
+        return made
+
+    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """Offsets of documents strictly inside each range, and how many each has."""
+        bounds = np.unique(self._starts[:-1][self._lengths > 0])
+        first = np.searchsorted(bounds, starts, side="right")
+        counts = np.maximum(np.searchsorted(bounds, stops, side="left") - first, 0)
+        places = np.arange(int(counts.sum())) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        return bounds[places], counts
+
+    def will_need(self, starts: I64, stops: I64) -> None:
+        """Nothing to fetch."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"Lengths({self.num_documents} documents, {self.num_tokens} tokens)"
