@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -144,6 +146,7 @@ def save(path: Path, stage: Stage, optimizer: torch.optim.Optimizer, feed: mf.Fe
         (making / "feed.json").write_text(json.dumps(feed.state_dict()))
     dist.barrier()
     if place.rank == 0:
+        shutil.rmtree(path, ignore_errors=True)  # of a run that went the same way before
         making.rename(path)
     dist.barrier()
 
@@ -178,6 +181,7 @@ class Journal:
         if place.is_last and place.speaks:
             self._paths.append(out / f"losses-{run}.jsonl")
         self._files: list[TextIO] = []
+        self._last_s = time.monotonic()
 
     def __enter__(self) -> Journal:
         self._files = [path.open("w", buffering=1) for path in self._paths]
@@ -197,7 +201,10 @@ class Journal:
 
     def step(self, step: mf.Step, loss: float | None) -> None:
         """A line for what the step cost this rank, and its loss."""
+        now_s = time.monotonic()
         line = {"step": step.index, "delivery": self._feed.delivery, "reads": self._feed.role.reads}
+        line |= {"seconds": now_s - self._last_s, "tokens": step.tokens}
+        self._last_s = now_s
         self._files[1].write(json.dumps(line | step.stats) + "\n")
         if len(self._files) > 2:
             self._files[2].write(json.dumps({"step": step.index, "loss": loss}) + "\n")

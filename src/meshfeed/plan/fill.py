@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.errors import PlanError
 from meshfeed.plan.cost import CostModel
 from meshfeed.plan.policy import Room
 from meshfeed.plan.types import IntArray, LongArray
@@ -175,5 +176,6 @@ def fill_evenly(ranked: Ranked, members: LongArray, tolerance: float) -> Filled:
             best, best_score = filled, score
         if best_score <= (0, mean_load * (1 + tolerance)) or filled.block_sizes[-1] == room.sizes[-1]:
             break
-    assert best is not None  # the loop runs at least once
+    if best is None:
+        raise PlanError("no tightness to try")  # the loop runs at least once
     return best

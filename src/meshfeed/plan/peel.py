@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.errors import PlanError
 from meshfeed.plan.fill import EXACT, Filled, Ranked, fill_evenly, size_index
 from meshfeed.plan.types import LongArray
 
@@ -212,7 +213,8 @@ def settle(ranked: Ranked, left: LongArray, aim: Aim) -> tuple[Blocks, LongArray
             best, best_left, best_filled = block, rest, filled
         if filled >= FULL:
             break
-    assert best is not None  # the narrowest size is always tried
+    if best is None:
+        raise PlanError("no cp size to try")  # the narrowest always is
     return best, best_left
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median
 from string import Template
 from typing import Any
 
@@ -15,11 +17,16 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 300, 56, 34, 14
 
 
 def page(
-    facts: Mapping[str, Any], corpus: Mapping[str, Any], runs: Mapping[str, Run], found: Comparison
+    facts: Mapping[str, Any],
+    corpus: Mapping[str, Any],
+    runs: Mapping[str, Run],
+    packed: Mapping[str, Run],
+    found: Comparison,
 ) -> str:
     """The whole page.
 
-    facts: what losses.json holds. corpus: its counts. runs: "reference", "first" and "then".
+    facts: what losses.json holds. corpus: its counts. runs: "reference", "first" and "then". packed: runs
+    over the same documents by packing policy.
     """
     shell = Template(Path(__file__).with_name("demo.html").read_text())
     verdict = "The two jobs agree" if found.agree else "The two jobs do NOT agree"
@@ -42,10 +49,58 @@ def page(
         problems="".join(f"<li>{escape(problem)}</li>" for problem in found.problems[:20]),
         losses=_loss_chart(facts, runs),
         ledger=_ledger_picture(facts, runs, found),
+        packed=_packed_table(packed),
         ranks="".join(
             _ranks_section(facts[name], runs[name], title)
             for name, title in (("first", "Before the kill"), ("then", "After the kill"))
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How a packed run went: medians over its steps, the first two left out.
+
+    Attributes:
+        step_ms: wall time of a step, of the slowest rank.
+        efficiency: part of all rank time that the plan says is work.
+        waited_ms: what the loop of a rank waited for planning.
+    """
+
+    step_ms: float
+    efficiency: float
+    waited_ms: float
+
+
+def balance_of(run: Run) -> Balance:
+    """The balance of a run, from what its ranks wrote."""
+    by_rank = [[line for line in lines if line["step"] >= 2] for lines in run.costs.values()]
+    slowest = [max(lines, key=lambda line: line["seconds"]) for lines in zip(*by_rank)]
+    return Balance(
+        step_ms=median(line["seconds"] for line in slowest) * 1e3,
+        efficiency=median(line["efficiency"] for line in slowest),
+        waited_ms=sum(line["exposed_wait_s"].get("plan", 0.0) for line in slowest) * 1e3,
+    )
+
+
+def _packed_table(packed: Mapping[str, Run]) -> str:
+    """A bar of step time for each policy, and what the plan said."""
+    told = {policy: balance_of(run) for policy, run in packed.items()}
+    longest = max(balance.step_ms for balance in told.values())
+    rows: list[str] = []
+    for policy, balance in told.items():
+        bar = f'<i class="time" style="width:{balance.step_ms / longest * 260:.0f}px"></i>'
+        cells = (
+            bar + f" {balance.step_ms:,.0f} ms",
+            f"{balance.efficiency:.1%}",
+            f"{balance.waited_ms:.1f} ms",
+        )
+        rows.append(
+            f"<tr><td>{escape(policy)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+        )
+    return (
+        "<table><thead><tr><th>policy</th><th>measured time of a step</th><th>work, by the plan</th>"
+        f"<th>waited for planning</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
 
 

@@ -16,9 +16,11 @@ from meshfeed.cli.demo.runs import Trainer, latest_checkpoint
 from meshfeed.errors import LayoutError, MeshfeedError
 from meshfeed.layout import Layout
 from meshfeed.report.compare import Comparison, Run, compare
-from meshfeed.report.demo import page
+from meshfeed.report.demo import balance_of, page
 
 TOLERANCE = 1e-6
+PACKED = ("in_order", "balanced")
+PACKED_STEPS = 8
 _MOST_RANKS = 16
 
 _EXAMPLES = """examples:
@@ -72,11 +74,25 @@ def run(args: argparse.Namespace) -> int:
     )
     trainer.train("then", str(then), f"{then.world_size} processes, {then}", resume=checkpoint)
 
+    _train_packed(trainer)
+    packed = {policy: Run.read(out, policy) for policy in PACKED}
+
     runs = {name: Run.read(out, name) for name in ("reference", "first", "then")}
     found = compare(runs["reference"], runs["first"], runs["then"], resumed_at, TOLERANCE)
-    _write(out, args, corpus.facts(), runs, found, resumed_at)
+    _write(out, args, corpus.facts(), runs, packed, found, resumed_at)
+    for policy, run_ in packed.items():
+        told = balance_of(run_)
+        console.print(f"packed, {policy}: {told.step_ms:.0f} ms a step, {told.efficiency:.1%} of it work")
     _tell(console, found, out)
     return 0 if found.agree else 1
+
+
+def _train_packed(trainer: Trainer) -> None:
+    """The same text as whole documents: in stream order, and balanced; a process for each of two cores."""
+    sizes = {"capacity": 1024, "window": 512, "sequences": 16, "steps": PACKED_STEPS}
+    for policy in PACKED:
+        options = {**sizes, "packing": policy, "checkpoint-every": PACKED_STEPS + 1}
+        trainer.train(policy, "dp2", f"2 processes, packed {policy}", options=options)
 
 
 def _layout(text: str) -> Layout:
@@ -104,6 +120,7 @@ def _write(
     args: argparse.Namespace,
     corpus: dict[str, Any],
     runs: dict[str, Run],
+    packed: dict[str, Run],
     found: Comparison,
     resumed_at: int,
 ) -> None:
@@ -120,7 +137,7 @@ def _write(
         "losses": losses,
     }
     (out / "losses.json").write_text(json.dumps(facts, indent=1))
-    (out / "report.html").write_text(page(facts, corpus, runs, found))
+    (out / "report.html").write_text(page(facts, corpus, runs, packed, found))
 
 
 def _tell(console: Console, found: Comparison, out: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,30 @@ class Trainer:
         self._delivery, self._console = delivery, console
 
     def train(
-        self, name: str, layout: str, told: str, *, kill_at: int | None = None, resume: Path | None = None
+        self,
+        name: str,
+        layout: str,
+        told: str,
+        *,
+        kill_at: int | None = None,
+        resume: Path | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
-        """One run. kill_at: SIGKILL to every rank once this step is done.
+        """One run. kill_at: SIGKILL to every rank once this step is done. options: the trainer's own.
 
         Raises MeshfeedError with the end of the run's output where it fails.
         """
         log = self._out / f"log-{name}.txt"
         with log.open("w") as output:
             process = subprocess.Popen(
-                self._command(name, layout, resume),
+                self._command(name, layout, resume, options or {}),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
                 start_new_session=True,
             )
         try:
-            self._follow(process, name, told, kill_at)
+            self._follow(process, name, told, int((options or {}).get("steps", self._steps)), kill_at)
         except BaseException:
             self._kill(process, name)
             raise
@@ -65,7 +73,7 @@ class Trainer:
         elif process.wait() != 0:
             raise MeshfeedError(f"the run {name!r} failed; the end of {log}:\n{log.read_text()[-_TAIL:]}")
 
-    def _command(self, name: str, layout: str, resume: Path | None) -> list[str]:
+    def _command(self, name: str, layout: str, resume: Path | None, further: Mapping[str, Any]) -> list[str]:
         ranks = Layout.parse(layout).world_size
         launcher = [
             sys.executable,
@@ -86,15 +94,18 @@ class Trainer:
         }
         if resume is not None:
             options["resume"] = resume
+        options |= further
         flat = [part for option, value in options.items() for part in (f"--{option}", str(value))]
         return [*launcher, f"--nproc-per-node={ranks}", str(_example()), *flat]
 
-    def _follow(self, process: subprocess.Popen[bytes], name: str, told: str, kill_at: int | None) -> None:
+    def _follow(
+        self, process: subprocess.Popen[bytes], name: str, told: str, steps: int, kill_at: int | None
+    ) -> None:
         """Show the run's steps until it ends, or has done `kill_at`."""
         losses = self._out / f"losses-{name}.jsonl"
         columns = (SpinnerColumn(), TextColumn(told), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console) as progress:
-            task = progress.add_task(told, total=self._steps)
+            task = progress.add_task(told, total=steps)
             while process.poll() is None:
                 done = _last_step(losses) + 1
                 progress.update(task, completed=done)
