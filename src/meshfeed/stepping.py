@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -95,4 +96,8 @@ class Stepping:
 
     def summary(self) -> str:
         """What ranks must agree on beside the recipe, in one line."""
-        return f"{self.layout} micro_batch_size={self.micro_batch_size} cp_split={self.cp_split}"
+        places = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not tell its table
+        return (
+            f"{self.layout} with ranks {places:08x}, micro_batch_size={self.micro_batch_size} "
+            f"cp_split={self.cp_split}"
+        )
