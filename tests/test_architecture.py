@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,22 +17,75 @@ import pytest
 import meshfeed
 
 SOURCE = Path(meshfeed.__file__).parent
+OPTIONAL = {"rich", "tokenizers", "megatron", "pyarrow", "obstore", "hypothesis", "pytest"}
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_examples" not in path.parts)
 
 
+def lint_imports(root: Path) -> tuple[bool, str]:
+    """Whether the contracts of root's pyproject hold for root's source, and what the linter says."""
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root / "src")},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode == 0, done.stdout + done.stderr
+
+
 def test_imports_run_downward() -> None:
-    lint = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([lint], cwd=SOURCE.parents[1], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    kept, said = lint_imports(SOURCE.parents[1])
+    assert kept, said
+    assert re.search(r"Contracts: [2-9] kept, 0 broken", said), said
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "broken"),
+    [
+        ("layout.py", "from meshfeed.recipe import Recipe", "imports run downward BROKEN"),
+        ("feed.py", "import meshfeed.simulate", "imports run downward BROKEN"),
+        ("plan/assign.py", "import torch", "the pure core touches no effect BROKEN"),
+        ("newcomer.py", "", "newcomer"),
+    ],
+)
+def test_the_linter_sees_what_runs_upward(tmp_path: Path, file: str, line: str, broken: str) -> None:
+    """A contract that never breaks would prove nothing."""
+    shutil.copytree(SOURCE, tmp_path / "src/meshfeed", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(SOURCE.parents[1] / "pyproject.toml", tmp_path)
+    with (tmp_path / "src/meshfeed" / file).open("a") as source:
+        source.write(f"{line}\n")
+    kept, said = lint_imports(tmp_path)
+    assert not kept
+    assert broken in said, said
 
 
 def test_importing_meshfeed_pulls_in_nothing_optional() -> None:
     code = "import sys, torch; before = set(sys.modules); import meshfeed; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     packages = {name.split(".")[0] for name in done.stdout.split()}
-    assert not packages & {"rich", "tokenizers", "megatron", "pyarrow", "obstore", "hypothesis", "pytest"}
+    assert not packages & OPTIONAL
     third_party = {name for name in packages if name not in sys.stdlib_module_names}
     assert third_party <= {"meshfeed", "numpy", "torch"}
+
+
+def test_importing_the_package_does_no_work() -> None:
+    code = (
+        "import random, threading, numpy, torch; kept = random.getstate(), torch.get_rng_state()\n"
+        "import meshfeed, sys\n"
+        "own = {name for name in sys.modules if name.startswith('meshfeed.')}\n"
+        "print(threading.active_count(), torch.cuda.is_initialized(), random.getstate() == kept[0],\n"
+        "      torch.equal(torch.get_rng_state(), kept[1]), 'meshfeed.cli' in own, 'meshfeed.report' in own)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "False", "True", "True", "False", "False"]
+    assert done.stderr == ""
+
+
+def test_tests_have_names_of_their_own() -> None:
+    here = Path(__file__).parent
+    names = [path.name for path in here.rglob("test_*.py")]
+    assert len(names) == len(set(names)), "without packages, pytest tells files apart by name alone"
+    assert not list(here.rglob("__init__.py"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
@@ -44,12 +102,27 @@ def test_files_keep_the_rules_of_the_house(path: Path) -> None:
             assert node.end_lineno - node.lineno <= 60, f"{node.name}: a function past 60 lines is two"
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not {name.split(".")[0] for name in names} & {"pickle", "marshal"}
+        assert not {name.split(".")[0] for name in names} & {"pickle", "marshal", "dill", "shelve"}
+        assert not {name.split(".")[0] for name in names} & OPTIONAL or in_cli
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not in_cli:
             assert node.func.id != "print", f"line {node.lineno}: a library does not print"
 
 
 def test_every_public_name_exists_and_says_what_it_is() -> None:
-    assert list(meshfeed.__all__) == sorted(meshfeed.__all__)
+    assert list(meshfeed.__all__) == sorted(set(meshfeed.__all__))
     for name in meshfeed.__all__:
-        assert getattr(meshfeed, name).__doc__, name
+        doc = inspect.getdoc(getattr(meshfeed, name)) or ""
+        assert len(doc.split()) > 3, name
+        assert not doc.startswith(f"{name}("), f"{name}: a dataclass's own doc says nothing"
+    reexported = {name for name in vars(meshfeed) if not name.startswith("_")}
+    modules = {name for name in reexported if inspect.ismodule(getattr(meshfeed, name))}
+    assert reexported - modules == set(meshfeed.__all__) - modules
+
+
+def test_what_packages_offer_exists() -> None:
+    for path in FILES:
+        if path.name == "__init__.py":
+            name = ".".join(path.parent.relative_to(SOURCE.parent).parts)
+            package = importlib.import_module(name)
+            offered = getattr(package, "__all__", [])
+            assert [each for each in offered if not hasattr(package, each)] == [], name

@@ -101,6 +101,21 @@ def test_a_state_survives_json_and_is_small(corpus: Path, step: int) -> None:
     loaded.check(recipe)
 
 
+def test_states_that_jobs_have_saved_stay_readable() -> None:
+    """Text of version 1, as it lies in checkpoints."""
+    saved = (
+        '{"version": 1, "fingerprint": "0ce87f60b5896de78f34dc3cec0830e4", "recipe": {"data": "d1", '
+        '"sequence": "Windows(length=64, reset_position_ids=False, reset_attention_mask=False, '
+        'eod_mask_loss=True)", "batch": "sequences=16", "seed": "-5", "epochs": "None", '
+        '"shuffle": "global"}, "step": 41}'
+    )
+    state = mf.State.from_json(json.loads(saved))
+    assert state.step == 41
+    assert json.loads(json.dumps(state.to_json())) == json.loads(saved)
+    rule = mf.Windows(64, eod_mask_loss=True)
+    assert rule.summary() == state.recipe["sequence"]
+
+
 @settings(derandomize=True, max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.text(max_size=9), st.text(max_size=20)),
@@ -214,7 +229,24 @@ def test_a_part_that_one_side_lacks_is_shown(corpus: Path) -> None:
         lambda recipe: replace(recipe, seed=-(2**63) - 1),
         lambda recipe: mf.Batch(sequences=-1),
         lambda recipe: mf.Batch(sequences=0),
+        lambda recipe: mf.Batch(sequences=2.5),
+        lambda recipe: mf.Batch(sequences="4"),
+        lambda recipe: mf.Batch(sequences=True),
+        lambda recipe: replace(recipe, seed=5.0),
+        lambda recipe: replace(recipe, seed="5"),
+        lambda recipe: replace(recipe, seed=True),
+        lambda recipe: replace(recipe, epochs=1.5),
+        lambda recipe: replace(recipe, data="corpus"),
+        lambda recipe: replace(recipe, sequence=4096),
+        lambda recipe: replace(recipe, batch=16),
         lambda recipe: mf.Windows(0),
+        lambda recipe: mf.Windows("8"),
+        lambda recipe: mf.Windows(8.0),
+        lambda recipe: mf.Windows(np.int64(8)),
+        lambda recipe: mf.Windows(True),
+        lambda recipe: mf.Windows(8, reset_position_ids=1),
+        lambda recipe: mf.Windows(8, reset_attention_mask=None),
+        lambda recipe: mf.Windows(8, eod_mask_loss="no"),
         lambda recipe: mf.Feed(recipe, prefetch=-1),
         lambda recipe: mf.Feed(recipe, timeout_s=0),
     ],

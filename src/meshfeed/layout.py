@@ -73,9 +73,7 @@ class Layout:
                 raise LayoutError(f"{dim}={size!r}: a dimension's size is a whole number from 1")
         node_size = 1 if self.ranks_per_node is None else self.ranks_per_node
         if not isinstance(node_size, int) or node_size < 1:
-            raise LayoutError(
-                f"ranks_per_node={node_size!r}: a node holds a whole number of ranks, at least one"
-            )
+            raise LayoutError(f"ranks_per_node={node_size!r}: a whole number of ranks, from 1")
         listed = self.order.lower().split("-")
         unknown = [dim for dim in listed if dim not in (*DIMS, "ep")]
         if unknown or len(set(listed)) != len(listed):

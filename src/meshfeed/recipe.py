@@ -57,9 +57,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         if type(self.sequences) is not int or self.sequences < 1:
-            raise RecipeError(
-                f"Batch(sequences={self.sequences!r}): a step has a whole number of them, from 1"
-            )
+            raise RecipeError(f"Batch(sequences={self.sequences!r}): a whole number from 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -173,4 +174,5 @@ class Stepping:
     def summary(self) -> str:
         """What ranks must agree on beside the recipe, in one line."""
         rows = f"micro_batch_size={self.micro_batch_size}" if self.packing is None else str(self.packing)
-        return f"{self.layout} {rows} cp_split={self.cp_split}"
+        places = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not tell its table
+        return f"{self.layout} with ranks {places:08x}, {rows}, cp_split={self.cp_split}"

@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.utils import get_batch_on_this_cp_rank
 
 import meshfeed as mf
 from corpus import recipe_of
@@ -54,13 +56,29 @@ def test_masks_and_positions_equal_megatrons(
             assert torch.equal(~mask[0], sees)
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
-def test_zigzag_equals_megatrons_split(corpus: Path, cp: int) -> None:
-    recipe = recipe_of(corpus, length=48, sequences=4)
-    whole = next(mf.simulate(recipe, mf.Layout(), 1, micro_batch_size=4)).microbatches[0]
-    for got in mf.simulate(recipe, mf.Layout(cp=cp), 1, micro_batch_size=4):
-        for name in ("tokens", "labels", "loss_mask", "position_ids"):
-            # the rule of get_batch_on_this_cp_rank: 2 * cp chunks along the sequence, r and 2 * cp - 1 - r
-            chunked = whole[name].view(4, 2 * cp, 48 // (2 * cp))
-            index = torch.tensor([got.coord.cp, 2 * cp - 1 - got.coord.cp])
-            assert torch.equal(got.microbatches[0][name], chunked.index_select(1, index).flatten(1))
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_zigzag_equals_megatrons_split(
+    corpus: Path, cp: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's own get_batch_on_this_cp_rank, told its rank, cuts the whole rows as we read the pieces."""
+    recipe = recipe_of(corpus, length=2 * cp * 9, sequences=4, reset_position_ids=True, eod_mask_loss=True)
+    wholes = [
+        {name: made[name] for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        for got in mf.simulate(recipe, mf.Layout(), 3, micro_batch_size=rows)
+        for made in got.microbatches
+    ]
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: cp)
+    for rank in range(cp):
+        monkeypatch.setattr(parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
+        ours = [
+            made
+            for got in mf.simulate(recipe, mf.Layout(cp=cp), 3, ranks=[rank], micro_batch_size=rows)
+            for made in got.microbatches
+        ]
+        assert len(ours) == len(wholes) == 12 // rows
+        for made, whole in zip(ours, wholes):
+            assert (made.cp_size, made.cp_rank) == (cp, rank)
+            theirs = get_batch_on_this_cp_rank(dict(whole))
+            for name, value in theirs.items():
+                assert torch.equal(made[name], value), name

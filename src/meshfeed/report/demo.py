@@ -90,14 +90,9 @@ def _packed_table(packed: Mapping[str, Run]) -> str:
     rows: list[str] = []
     for policy, balance in told.items():
         bar = f'<i class="time" style="width:{balance.step_ms / longest * 260:.0f}px"></i>'
-        cells = (
-            bar + f" {balance.step_ms:,.0f} ms",
-            f"{balance.efficiency:.1%}",
-            f"{balance.waited_ms:.1f} ms",
-        )
-        rows.append(
-            f"<tr><td>{escape(policy)}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-        )
+        step = f"{bar} {balance.step_ms:,.0f} ms"
+        cells = (escape(policy), step, f"{balance.efficiency:.1%}", f"{balance.waited_ms:.1f} ms")
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return (
         "<table><thead><tr><th>policy</th><th>measured time of a step</th><th>work, by the plan</th>"
         f"<th>waited for planning</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"

@@ -77,9 +77,7 @@ class Windows:
     def __post_init__(self) -> None:
         # Exact types: a length of np.int64(8) or a flag of 1 would read differently in `summary`.
         if type(self.length) is not int or self.length < 1:
-            raise RecipeError(
-                f"Windows(length={self.length!r}): a window has a whole number of tokens, from 1"
-            )
+            raise RecipeError(f"Windows(length={self.length!r}): at least one token, a whole number")
         for option in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if type(getattr(self, option)) is not bool:
                 raise RecipeError(f"Windows({option}={getattr(self, option)!r}): choose True or False")
@@ -94,10 +92,17 @@ class Windows:
         return repr(self)
 
     def num_sequences(self, store: Store) -> int:
-        """Windows per epoch. Raises StoreError for a store of less than one window and its last label."""
+        """Windows per epoch.
+
+        Raises StoreError for a store of less than one window and its last label, RecipeError for one that
+        is no stream of whole numbers.
+        """
         if not hasattr(store, "read_stream"):
             raise RecipeError(f"Windows cuts a stream of tokens; {store!r} has none")
-        num_tokens = cast(StreamStore, store).num_tokens
+        stream = cast(StreamStore, store)
+        if stream.dtype.kind not in "iu":
+            raise RecipeError(f"Windows gives whole tokens; {store!r} holds {stream.dtype.name}")
+        num_tokens = stream.num_tokens
         if num_tokens < self.length + 1:
             raise StoreError(
                 f"{store!r} has {num_tokens} tokens; one window of {self.length} and its last label need "
