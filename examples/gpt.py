@@ -69,18 +69,44 @@ class Block(Part):
         tp = self.place.tp
         h = EnterSplit.apply(F.rms_norm(x, x.shape[-1:], self.norm1), tp)
         q = self._by_head(F.linear(h, self.q))
-        k = self._by_head(GatherSequence.apply(F.linear(h, self.k), cp))
-        v = self._by_head(GatherSequence.apply(F.linear(h, self.v), cp))
-        where, whose = GatherSequence.apply(position, cp), GatherSequence.apply(sequence, cp)
-        sees = (where[:, None, :] <= position[:, :, None]) & (whose[:, None, :] == sequence[:, :, None])
-        sees = sees[:, None]
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=sees).transpose(1, 2).flatten(2)
+        k, v = self._by_head(F.linear(h, self.k)), self._by_head(F.linear(h, self.v))
+        attend = attend_alone if cp is None else attend_together
+        mixed = attend(q, k, v, position, sequence, cp).transpose(1, 2).flatten(2)
         x = x + LeaveSplit.apply(F.linear(mixed, self.out), tp)
         h = EnterSplit.apply(F.rms_norm(x, x.shape[-1:], self.norm2), tp)
         return x + LeaveSplit.apply(F.linear(F.gelu(F.linear(h, self.up)), self.down), tp)
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+def attend_alone(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    position: torch.Tensor,
+    sequence: torch.Tensor,
+    cp: Group,
+) -> torch.Tensor:
+    """Causal attention within each run of one sequence's tokens. q, k, v: [batch, heads, tokens, width]."""
+    runs = torch.unique_consecutive(sequence[0], return_counts=True)[1].tolist()
+    pieces = zip(q.split(runs, 2), k.split(runs, 2), v.split(runs, 2))
+    return torch.cat([F.scaled_dot_product_attention(*piece, is_causal=True) for piece in pieces], 2)
+
+
+def attend_together(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    position: torch.Tensor,
+    sequence: torch.Tensor,
+    cp: Group,
+) -> torch.Tensor:
+    """The same where the tokens lie on several ranks: everyone's keys, masked by sequence and position."""
+    k, v = (GatherSequence.apply(x.transpose(1, 2), cp).transpose(1, 2) for x in (k, v))
+    where, whose = GatherSequence.apply(position, cp), GatherSequence.apply(sequence, cp)
+    sees = (where[:, None, :] <= position[:, :, None]) & (whose[:, None, :] == sequence[:, :, None])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=sees[:, None])
 
 
 class Embedding(Part):

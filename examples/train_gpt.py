@@ -39,7 +39,8 @@ def main() -> None:
     layout = mf.Layout.parse(args.layout)
     place = Place(layout, rank)
     (args.out / f"pid-{args.name}-rank{rank}").write_text(str(os.getpid()))
-    stage = Stage(Shape(vocab=args.vocab, window=args.window), place)
+    shape = Shape(vocab=args.vocab, window=args.window)
+    stage = Stage(shape, place)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, weight_decay=0.01)
     recipe = mf.Recipe(
         data=mf.open(args.corpus),
@@ -52,7 +53,7 @@ def main() -> None:
         layout,
         delivery=args.delivery,
         micro_batch_size=args.micro_batch_size,
-        packing=mf.Packing(capacity=args.capacity, policy=args.packing) if args.packing else None,
+        packing=packing_of(args, shape) if args.packing else None,
         verify=True,
         timeout_s=60,
     )
@@ -69,6 +70,19 @@ def main() -> None:
                 break
     dist.barrier()
     dist.destroy_process_group()
+
+
+def packing_of(args: argparse.Namespace, shape: Shape) -> mf.Packing:
+    """Packs whose cost is this model's."""
+    model = mf.ModelShape(
+        hidden_size=shape.width,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        ffn_size=4 * shape.width,
+        vocab_size=shape.vocab,
+        ffn_matrices=2,
+    )
+    return mf.Packing(capacity=args.capacity, policy=args.packing, cost=mf.CostModel.of_shape(model))
 
 
 def train_step(

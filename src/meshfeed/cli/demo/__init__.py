@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train_packed(trainer: Trainer) -> None:
     """The same text as whole documents: in stream order, and balanced; a process for each of two cores."""
-    sizes = {"capacity": 1024, "window": 512, "sequences": 16, "steps": PACKED_STEPS}
+    sizes = {"capacity": 2048, "window": 1024, "sequences": 16, "steps": PACKED_STEPS}
     for policy in PACKED:
         options = {**sizes, "packing": policy, "checkpoint-every": PACKED_STEPS + 1}
         trainer.train(policy, "dp2", f"2 processes, packed {policy}", options=options)
