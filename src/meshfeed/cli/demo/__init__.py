@@ -20,7 +20,7 @@ from meshfeed.report.demo import balance_of, page
 
 TOLERANCE = 1e-6
 PACKED = ("in_order", "balanced")
-PACKED_STEPS = 8
+PACKED_STEPS = 7
 _MOST_RANKS = 16
 
 _EXAMPLES = """examples:
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train_packed(trainer: Trainer) -> None:
     """The same text as whole documents: in stream order, and balanced; a process for each of two cores."""
-    sizes = {"capacity": 2048, "window": 1024, "sequences": 16, "steps": PACKED_STEPS}
+    sizes = {"capacity": 2048, "window": 1024, "sequences": 12, "steps": PACKED_STEPS}
     for policy in PACKED:
         options = {**sizes, "packing": policy, "checkpoint-every": PACKED_STEPS + 1}
         trainer.train(policy, "dp2", f"2 processes, packed {policy}", options=options)
