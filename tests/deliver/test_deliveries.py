@@ -166,7 +166,7 @@ class WithExtras:
         return f"extras {self.windows.summary()}"
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("num_sequences", "lengths", "valid_tokens", "announce", "num_bytes"):
+        if name in ("packed", "num_sequences", "lengths", "valid_tokens", "announce", "num_bytes"):
             return getattr(self.windows, name)
         raise AttributeError(name)
 

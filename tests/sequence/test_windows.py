@@ -262,7 +262,16 @@ def test_one_reader_may_serve_any_ranks_of_its_group(
         for rank in served:
 
             def portions(group: list[int], rank: int = rank) -> list[Any]:
-                return portions_of(plan, draws, rank, group=group, rows=rows, split=split, together=together)
+                return portions_of(
+                    plan,
+                    draws,
+                    rank,
+                    group=group,
+                    rows=rows,
+                    split=split,
+                    together=together,
+                    rank_of_dp_cp=np.arange(plan.num_ranks),
+                )
 
             for alone, shared in zip(portions([rank]), portions(served)):
                 own = rule.load(recipe, alone, np.empty)
@@ -288,7 +297,9 @@ def test_only_the_fields_that_are_named_are_made(
     recipe = recipe_of(documents[0], length=30, sequences=4, **dict.fromkeys(OPTIONS, True))
     rule, draws = recipe.sequence, draws_of_step(recipe, 2)
     plan = plan_fixed(rule.lengths(recipe, draws), dp=1, cp=1, micro_batch_size=4)
-    (portion,) = portions_of(plan, draws, 0, group=[0], rows=4, split="zigzag", together=1)
+    (portion,) = portions_of(
+        plan, draws, 0, group=[0], rows=4, split="zigzag", together=1, rank_of_dp_cp=np.arange(1)
+    )
     with recipe.data:
         columns = rule.load(recipe, portion, np.empty)
         (full,) = rule.build(recipe, portion, columns, [f.name for f in rule.fields], np.empty)

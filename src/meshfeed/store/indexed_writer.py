@@ -7,9 +7,10 @@ import secrets
 import shutil
 import struct
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -148,11 +149,19 @@ class IndexedWriter:
             raise StoreError(f"{self._place()}: no array of tokens: {error}") from error
         if array.ndim != 1 or array.size > _MAX_LENGTH:
             raise StoreError(f"{self._place()}: shape {array.shape}; give [n], n < 2**31")
+        if array.dtype.kind == "f" and not isinstance(tokens, np.ndarray):
+            self._refuse_rounded(cast(Sequence[Any], tokens), array)
         # int64 -> float64 counts as safe for NumPy, though it rounds.
         may_round = self.dtype.kind == "f" and array.dtype.kind in "iu"
         if array.size and (may_round or not np.can_cast(array.dtype, self.dtype, "safe")):
             self._refuse_unfit(array)
         return np.ascontiguousarray(array, self.dtype)
+
+    def _refuse_rounded(self, tokens: Sequence[Any], array: npt.NDArray[Any]) -> None:
+        # NumPy makes floats of a list of integers that share no integer dtype.
+        for i, (given, held) in enumerate(zip(tokens, array.tolist())):
+            if isinstance(given, int) and given != held:
+                raise StoreError(f"{self._place()}: token {i} is {given}, which NumPy would round to {held}")
 
     def _refuse_unfit(self, array: npt.NDArray[Any]) -> None:
         if array.dtype.kind not in ("iu" if self.dtype.kind in "iu" else "iuf"):
