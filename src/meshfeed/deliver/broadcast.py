@@ -86,21 +86,20 @@ class Broadcast:
         self.traffic.messages += 1
 
     def _receive(self, num_bytes: int) -> Columns:
-        while True:
-            room = self._room(num_bytes)
-            buffer = self._buffer_of(room)[:room]
+        room = self._room(num_bytes)
+        buffer = self._buffer_of(room)[:room]
+        self._collective(buffer)
+        kind, size = wire.peek(buffer)
+        if size > room:
+            buffer = self._buffer_of(size)[:size]
             self._collective(buffer)
-            kind, size = wire.peek(buffer)
-            if size > room:
-                buffer = self._buffer_of(size)[:size]
-                self._collective(buffer)
-                self._surplus += size - room
-            self.traffic.messages += 1
-            if kind == wire.ERROR:
-                raise DeliveryError(f"rank {self._role.source} could not read: {wire.decode_error(buffer)}")
-            if kind == wire.END:
-                raise EndOfStream
-            return wire.decode(buffer)
+            self._surplus += size - room
+        self.traffic.messages += 1
+        if kind == wire.ERROR:
+            raise DeliveryError(f"rank {self._role.source} could not read: {wire.decode_error(buffer)}")
+        if kind == wire.END:
+            raise EndOfStream
+        return wire.decode(buffer)
 
     def _room(self, num_bytes: int) -> int:
         return -(-(num_bytes + wire.TABLE_ROOM + self._surplus) // _GRAIN) * _GRAIN
