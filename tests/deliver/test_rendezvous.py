@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -173,16 +174,21 @@ def test_a_store_that_was_cut_before_the_first_read(tmp_path: Path, delivery: st
 
 
 def dawdling(rank: int, path: str, delivery: str, timeout_s: float, needs: str) -> Any:
-    """The reader's storage answers only when a key is set."""
+    """The reader's storage answers only when its peers have set a key, and, where that key is what they
+    were told, when the reader's own consumer was told too: whose patience ends first must not matter."""
     recipe = recipe_of(path, length=32, sequences=4)
     feed = mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=timeout_s, prefetch=1)
     store, rule = default_store(), recipe.sequence
+    over = threading.Event()
+    if "asks" in needs:
+        over.set()
     if rank == 0:
         load, calls = rule.load, iter(range(10**6))
 
         def slow(*args: Any) -> Any:
             if next(calls) == 4:
                 store.wait([needs.format(r) for r in (1, 2)], LONG)
+                over.wait(LONG.total_seconds())
             return load(*args)
 
         object.__setattr__(rule, "load", slow)
@@ -191,6 +197,7 @@ def dawdling(rank: int, path: str, delivery: str, timeout_s: float, needs: str) 
     assert len(seen) == 3
     store.set(f"asks{rank}", "1")
     told = failure(steps, 5)  # type: ignore[arg-type]
+    over.set()
     store.set(f"told{rank}", "1")
     store.wait([f"told{r}" for r in (1, 2)], LONG)
     return told
