@@ -49,50 +49,43 @@ def check_packs(plan: StepPlan) -> None:
     np.testing.assert_array_equal(seen, np.where(plan.microbatch >= 0, plan.cp_size, 0))
 
 
-def submasks(mask: int):
-    part = mask
-    while True:
-        yield part
-        if part == 0:
-            return
-        part = (part - 1) & mask
+@functools.cache
+def submasks(mask: int) -> np.ndarray:
+    """All subsets of a subset; int64."""
+    return np.array([part for part in range(mask + 1) if part & mask == part])
 
 
 def least_objective(lengths, packing: Packing, *, ranks: int, sizes, num_microbatches: int) -> float:
-    """The optimum of sum over microbatches of the largest load, over all groups and assignments."""
+    """The optimum of sum over microbatches of the largest load, over all groups and assignments.
+
+    Tables hold the optimum of every subset of the sequences; all splits of a subset in two are tried.
+    """
     lengths = np.asarray(lengths, np.int64)
-    full = (1 << lengths.size) - 1
+    subsets = range(1 << lengths.size)
+    holds = np.array([[subset >> i & 1 for i in range(lengths.size)] for subset in subsets])
+
+    def split(first: np.ndarray, second: np.ndarray, combine: np.ufunc) -> np.ndarray:
+        tried = ((submasks(subset), subset) for subset in subsets)
+        return np.array([combine(first[parts], second[subset ^ parts]).min() for parts, subset in tried])
+
+    block = {}
+    for size in sizes:
+        fits = holds @ packing.align.padded(lengths, size) <= packing.capacity * size
+        block[size] = np.where(fits, holds @ packing.cost.load(lengths, size), np.inf)
 
     @functools.cache
-    def load(part: int, size: int) -> float:
-        held = lengths[[i for i in range(lengths.size) if part >> i & 1]]
-        if packing.align.padded(held, size).sum() > packing.capacity * size:
-            return np.inf
-        return float(packing.cost.load(held, size).sum())
+    def blocks(shape: tuple[int, ...]) -> np.ndarray:
+        return block[shape[0]] if len(shape) == 1 else split(block[shape[0]], blocks(shape[1:]), np.maximum)
 
     def shapes(free: int, widest: int):
-        yield ()
+        if free == 0:
+            yield ()
         for size in sizes:
             if size <= min(free, widest):
-                for rest in shapes(free - size, size):
-                    yield (size, *rest)
+                yield from ((size, *rest) for rest in shapes(free - size, size))
 
-    @functools.cache
-    def blocks(part: int, shape: tuple[int, ...]) -> float:
-        if not shape:
-            return 0.0 if part == 0 else np.inf
-        return min(max(load(own, shape[0]), blocks(part ^ own, shape[1:])) for own in submasks(part))
-
-    full_shapes = [shape for shape in shapes(ranks, ranks) if sum(shape) == ranks]
-
-    @functools.cache
-    def microbatch(part: int) -> float:
-        return min(blocks(part, shape) for shape in full_shapes)
-
-    @functools.cache
-    def step(part: int, left: int) -> float:
-        if left == 0:
-            return 0.0 if part == 0 else np.inf
-        return min(microbatch(own) + step(part ^ own, left - 1) for own in submasks(part))
-
-    return step(full, num_microbatches)
+    microbatch = np.min([blocks(shape) for shape in shapes(ranks, ranks)], axis=0)
+    step = microbatch
+    for _ in range(num_microbatches - 1):
+        step = split(microbatch, step, np.add)
+    return float(step[-1])

@@ -47,6 +47,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--policy", choices=get_args(Policy), default="balanced", help="(balanced)")
     parser.add_argument("--oversize", choices=get_args(Oversize), default="error", help="(error)")
     parser.add_argument("--alpha", type=float, default=25_100, help="linear over quadratic cost (25100)")
+    parser.add_argument(
+        "--cost", type=Path, help="instead: layer times, as `meshfeed bench calibrate` writes"
+    )
     parser.add_argument("--microbatches", type=int, help="at least so many; else the fewest that hold a step")
     parser.add_argument("--align-sequence", type=int, default=1, help="pad sequences to multiples (1)")
     parser.add_argument("--align-pack", type=int, default=1, help="pad a rank's packs to multiples (1)")
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     packing = mf.Packing(
         capacity=args.capacity,
         policy=args.policy,
-        cost=mf.CostModel(alpha=args.alpha),
+        cost=_cost(args),
         align=mf.Align(sequence=args.align_sequence, pack=args.align_pack),
         oversize=args.oversize,
         microbatches=args.microbatches,
@@ -119,6 +122,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(planned)
     return 0
+
+
+def _cost(args: argparse.Namespace) -> mf.CostModel:
+    if args.cost is None:
+        return mf.CostModel(alpha=args.alpha)
+    try:
+        with args.cost.open(newline="") as file:
+            return mf.CostModel.from_csv(file)
+    except (OSError, UnicodeDecodeError, MeshfeedError) as bad:
+        raise MeshfeedError(f"--cost {args.cost}: {bad}") from bad
 
 
 def _of_lengths(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing) -> Iterator[_Planned]:

@@ -7,6 +7,8 @@ units of `2 h` the layer costs `alpha s + s^2` with `alpha = P / h`: the unit of
 
 from __future__ import annotations
 
+import csv
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,6 +149,21 @@ class CostModel:
                 f"fit a={a:.3g}, b={b:.3g}: vary tokens and lengths more, so that both terms show"
             )
         return cls(alpha=float(a / b), overhead=max(float(c / b), 0.0))
+
+    @classmethod
+    def from_csv(cls, lines: Iterable[str]) -> CostModel:
+        """`fit` on the table that `meshfeed bench calibrate` writes: total_tokens, sum_sq, ms_layer.
+
+        lines: an open file, or its lines. Raises PlanError for another table.
+        """
+        try:
+            rows = list(csv.DictReader(lines))
+            columns = [[float(row[name]) for row in rows] for name in ("total_tokens", "sum_sq", "ms_layer")]
+        except (KeyError, TypeError, ValueError, csv.Error) as bad:
+            raise PlanError(
+                f"not a table of layer times ({bad!r}); it has columns total_tokens, sum_sq, ms_layer"
+            ) from bad
+        return cls.fit(*columns)
 
     def work(self, lengths: npt.ArrayLike) -> FloatArray:
         """Load of each sequence on one rank that has it whole; float64, the shape of `lengths`."""
