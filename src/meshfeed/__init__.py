@@ -28,7 +28,7 @@ from meshfeed.feed import Feed
 from meshfeed.layout import Coord, Layout
 from meshfeed.order import Draws, EpochIndex
 from meshfeed.plan import Align, CostModel, ModelShape, Packing
-from meshfeed.recipe import Batch, Recipe
+from meshfeed.recipe import Batch, Mixture, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
 from meshfeed.sequence import Documents, Windows
 from meshfeed.simulate import simulate
@@ -52,6 +52,7 @@ __all__ = [
     "Lengths",
     "MeshfeedError",
     "Microbatch",
+    "Mixture",
     "ModelShape",
     "Packing",
     "PeerError",

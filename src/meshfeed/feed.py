@@ -30,8 +30,9 @@ from meshfeed.deliver import (
     make_delivery,
 )
 from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
-from meshfeed.errors import DeliveryError, RecipeError, StoreError
+from meshfeed.errors import DeliveryError, RecipeError, StateError, StoreError
 from meshfeed.layout import Layout
+from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.prefetch import StageClock
 from meshfeed.recipe import Recipe
@@ -108,7 +109,7 @@ class Feed:
         self._host = OnHost()
         self._resources = contextlib.ExitStack()
         self._entered = False
-        self._next_step = 0
+        self._next_step, self._loaded = 0, False
         self._run: Run | None = None
         self.virtual_stages = tuple(VirtualStage(self, v) for v in range(self.stage_map.vpp))
 
@@ -174,6 +175,16 @@ class Feed:
         """
         return self._stepping.cp_groups(self.layout.coord(self.rank))
 
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the whole stream, told by the index alone; None where it never ends."""
+        return num_steps(self.recipe)
+
+    @property
+    def num_sequences(self) -> int | None:
+        """Sequences that these steps take together; None where the stream never ends."""
+        return num_positions(self.recipe)
+
     # -- taking and letting go ------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -207,7 +218,7 @@ class Feed:
         Taken in the body of the loop over steps, it resumes at the next step.
         """
         step = self._run.step if self._run is not None else self._next_step
-        return State(recipe=self.recipe.summary(), step=step).to_json()
+        return State(recipe=self.recipe.summary(until=step), step=step).to_json()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where a state was taken, under any layout; iterate anew afterwards.
@@ -217,7 +228,7 @@ class Feed:
         state = State.from_json(state_dict)
         state.check(self.recipe)
         self._stop()
-        self._next_step = state.step
+        self._next_step, self._loaded = state.step, True
 
     def _steps(self, virtual_stage: int | None) -> Iterator[Step]:
         entered_here = not self._entered
@@ -237,6 +248,8 @@ class Feed:
     def _new_run(self, by_stage: StageMap | None) -> Run:
         role, fields, clock = self.role, self._rule.fields, StageClock()
         meeting = self._meeting()
+        if self._loaded and meeting is not None:
+            self._check_whole(meeting)
         delivery = make_delivery(
             self.delivery,
             role,
@@ -264,6 +277,16 @@ class Feed:
             timeout_s=self._timeout_s,
         )
 
+    def _check_whole(self, meeting: Meeting) -> None:
+        """Refuses a checkpoint whose ranks were saved at different steps."""
+        self._loaded = False
+        first = meeting.claim(f"resume of {self.recipe.fingerprint}", str(self._next_step))
+        if first != str(self._next_step):
+            raise StateError(
+                f"rank {self.rank} resumes at step {self._next_step}, another rank at step {first}: the "
+                f"checkpoint is torn; load one that all ranks saved at the same step"
+            )
+
     def _new_verifier(self, meeting: Meeting | None) -> Verifier | None:
         """Compares with the ranks that hold the same slices, where any of them take stored bytes."""
         replicas = self.layout.group_of(self.rank, "tp-pp").tolist()
@@ -282,7 +305,7 @@ class Feed:
         reads = None if self._reads is None else sorted(self._reads)
         topic = (
             f"recipe {self.recipe.fingerprint}, {self._stepping.summary()}, delivery {self.delivery}, "
-            f"verify {self._verify}, reads {reads}, {self.stage_map}"
+            f"verify {self._verify}, reads {reads}, {self.stage_map}, from step {self._next_step}"
         )
         return None if store is None else Meeting(store, self._timeout_s, topic)
 

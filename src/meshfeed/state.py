@@ -1,4 +1,7 @@
-"""Where a job stands: a few integers, the same on every rank, good under any layout."""
+"""Where a job stands: a step, the same on every rank, good under any layout.
+
+How far each source of a mixture has come follows from the step and the recipe, so it is not kept.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class State:
     """The next step to train, and the recipe that gives it meaning.
 
     Attributes:
-        recipe: part -> what it is, as `Recipe.summary` tells it.
+        recipe: part -> what it is, as `Recipe.summary(until=step)` tells it: what comes later may be changed.
         step: the next step, from 0.
     """
 
@@ -59,7 +62,7 @@ class State:
 
     def check(self, recipe: Recipe) -> None:
         """Raises StateError, showing both, where `recipe` is not the one this state was saved under."""
-        ours = recipe.summary()
+        ours = recipe.summary(until=self.step)
         differ = [part for part in {**ours, **self.recipe} if ours.get(part) != self.recipe.get(part)]
         if differ:
             rows = "\n".join(

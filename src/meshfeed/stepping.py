@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
-from meshfeed.order import Draws, draws_of_step
+from meshfeed.order import Draws, drawn_until, draws_of_step, epoch_sizes
 from meshfeed.plan import Account, CpSplit, Packing, StepPlan, account_of, cp_groups, plan_fixed, plan_step
 from meshfeed.plan.account import exact_sum
 from meshfeed.recipe import Recipe
@@ -31,6 +31,8 @@ class GlobalBatch:
         plan: which of them goes where.
         tokens, valid_tokens, sum_sq: of the whole batch; see `batch.Step`.
         account: how balanced it is; None where sequences are not packed.
+        drawn: sequences of each source that this step and all before it take, int64 [num_sources], and the
+            same in epochs, float64; None where there is one source.
     """
 
     step: int
@@ -40,17 +42,21 @@ class GlobalBatch:
     valid_tokens: int
     sum_sq: int
     account: Account | None = None
+    drawn: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None
 
     def facts(self) -> dict[str, Any]:
         """What a step's stats say of its plan: balance, padding, and every sequence not held as it was."""
+        facts: dict[str, Any] = {}
+        if self.drawn is not None:
+            facts["source_drawn"], facts["source_epochs"] = self.drawn
         if self.account is None:
-            return {}
+            return facts
 
         def names(places: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
             some = self.draws.take(places)
             return list(zip(some.source.tolist(), some.epoch.tolist(), some.index.tolist()))
 
-        return {
+        return facts | {
             "efficiency": self.account.efficiency,
             "objective_over_bound": self.account.over_bound,
             "max_over_mean": self.account.max_over_mean,
@@ -107,7 +113,14 @@ class Stepping:
             valid_tokens=int(valid.sum()),
             sum_sq=exact_sum(lengths, lengths),
             account=self._account(plan),
+            drawn=self._drawn(step),
         )
+
+    def _drawn(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
+        if len(self.recipe.sources) == 1:
+            return None
+        drawn = drawn_until(self.recipe, step + 1)
+        return drawn, drawn / epoch_sizes(self.recipe)
 
     def _account(self, plan: StepPlan) -> Account | None:
         if self.packing is None:

@@ -1,25 +1,33 @@
 """Position -> draw: the order of the training stream as a function. Pure."""
 
+from meshfeed.order.interleave import Interleaving
 from meshfeed.order.permutation import key_of, permute, unpermute
 from meshfeed.order.stream import (
     Draws,
     EpochIndex,
     concatenated,
+    drawn_until,
     draws_between,
     draws_of_step,
+    epoch_sizes,
     num_positions,
     num_steps,
+    position_of,
 )
 
 __all__ = [
     "Draws",
     "EpochIndex",
+    "Interleaving",
     "concatenated",
+    "drawn_until",
     "draws_between",
     "draws_of_step",
+    "epoch_sizes",
     "key_of",
     "num_positions",
     "num_steps",
     "permute",
+    "position_of",
     "unpermute",
 ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -30,57 +31,74 @@ def key_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
-def permute(places: npt.ArrayLike, *, size: int, key: int) -> Longs:
+def permute(places: npt.ArrayLike, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
     """Where each place in [0, size) goes; int64, the shape of `places`.
 
-    Over all places every index comes out exactly once. Raises RecipeError for a size outside
-    [1, 2**62] or a place outside [0, size).
+    size, key: one for all places, or one for each (key uint64). Over all places of a size and key every
+    index comes out exactly once. Raises RecipeError for a size outside [1, 2**62] or a place outside
+    [0, size).
     """
-    return _walk(places, size, key, inverse=False)
+    return _walk(places, size, key, _stir)
 
 
-def unpermute(indices: npt.ArrayLike, *, size: int, key: int) -> Longs:
+def unpermute(indices: npt.ArrayLike, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
     """The inverse of `permute`: the place at which each index comes out; int64, same shape."""
-    return _walk(indices, size, key, inverse=True)
+    return _walk(indices, size, key, _unstir)
 
 
-def _walk(values: npt.ArrayLike, size: int, key: int, *, inverse: bool) -> Longs:
-    if not 1 <= size <= MAX_SIZE:
-        raise RecipeError(f"permutation of {size}: sizes go from 1 to 2**62")
-    start = np.asarray(values, np.int64)
-    if start.size and not (start.min() >= 0 and start.max() < size):
-        raise RecipeError(f"permutation of {size}: {start.min()}..{start.max()} is not inside [0, {size})")
-    rows = math.isqrt(size - 1) + 1
-    cols = -(-size // rows)
+_Stir = Callable[[_Words, _Words, _Words, _Words], _Words]
+
+
+def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: _Stir) -> Longs:
+    start, sizes = np.asarray(values, np.int64), np.asarray(size, np.int64)
+    if sizes.size and not (sizes.min() >= 1 and sizes.max() <= MAX_SIZE):
+        raise RecipeError(f"permutation of {sizes.min()}..{sizes.max()}: sizes go from 1 to 2**62")
+    if not ((start >= 0) & (start < sizes)).all():
+        wrong = np.flatnonzero(((start < 0) | (start >= sizes)).ravel())[0]
+        value, bound = start.ravel()[wrong], np.broadcast_to(sizes, start.shape).ravel()[wrong]
+        raise RecipeError(f"permutation of {bound}: {value} is not inside [0, {bound})")
     x = start.astype(np.uint64).ravel()
-    stir = _unstir if inverse else _stir
-    x = stir(x, rows, cols, key)
-    outside = np.flatnonzero(x >= size)
+    rows, cols = _board(sizes)
+    bound, rows, cols, keys = (
+        np.broadcast_to(np.asarray(each, np.uint64), start.shape).ravel() for each in (sizes, rows, cols, key)
+    )
+    x = stir(x, rows, cols, keys)
+    outside = np.flatnonzero(x >= bound)
     while outside.size:
-        x[outside] = stir(x[outside], rows, cols, key)
-        outside = outside[x[outside] >= size]
+        x[outside] = stir(x[outside], rows[outside], cols[outside], keys[outside])
+        outside = outside[x[outside] >= bound[outside]]
     return x.astype(np.int64).reshape(start.shape)
 
 
-def _stir(x: _Words, rows: int, cols: int, key: int) -> _Words:
-    left, right = x // np.uint64(cols), x % np.uint64(cols)
+def _board(sizes: Longs) -> tuple[Longs, Longs]:
+    """Rows and columns of the board of each size; int64, the shape of `sizes`."""
+    if sizes.ndim == 0:
+        row = math.isqrt(int(sizes) - 1) + 1
+        return np.array(row), np.array(-(-int(sizes) // row))
+    few, which = np.unique(sizes, return_inverse=True)
+    rows = np.array([math.isqrt(size - 1) + 1 for size in few.tolist()], np.int64)
+    return rows[which], (-(-few // np.maximum(rows, 1)))[which]
+
+
+def _stir(x: _Words, rows: _Words, cols: _Words, key: _Words) -> _Words:
+    left, right = x // cols, x % cols
     for turn in range(0, _ROUNDS, 2):
-        left = (left + _hash(right, key, turn) % np.uint64(rows)) % np.uint64(rows)
-        right = (right + _hash(left, key, turn + 1) % np.uint64(cols)) % np.uint64(cols)
-    return left * np.uint64(cols) + right
+        left = (left + _hash(right, key, turn) % rows) % rows
+        right = (right + _hash(left, key, turn + 1) % cols) % cols
+    return left * cols + right
 
 
-def _unstir(x: _Words, rows: int, cols: int, key: int) -> _Words:
-    left, right = x // np.uint64(cols), x % np.uint64(cols)
+def _unstir(x: _Words, rows: _Words, cols: _Words, key: _Words) -> _Words:
+    left, right = x // cols, x % cols
     for turn in range(_ROUNDS - 2, -1, -2):
-        right = (right + np.uint64(cols) - _hash(left, key, turn + 1) % np.uint64(cols)) % np.uint64(cols)
-        left = (left + np.uint64(rows) - _hash(right, key, turn) % np.uint64(rows)) % np.uint64(rows)
-    return left * np.uint64(cols) + right
+        right = (right + cols - _hash(left, key, turn + 1) % cols) % cols
+        left = (left + rows - _hash(right, key, turn) % rows) % rows
+    return left * cols + right
 
 
-def _hash(x: _Words, key: int, turn: int) -> _Words:
+def _hash(x: _Words, key: _Words, turn: int) -> _Words:
     # splitmix64's finaliser (Steele, Lea & Flood 2014) over x offset by the round's key
-    z = x + np.uint64((key + (turn + 1) * 0x9E3779B97F4A7C15) % 2**64)
+    z = x + key + np.uint64((turn + 1) * 0x9E3779B97F4A7C15 % 2**64)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))

@@ -1,7 +1,8 @@
 """The stream: position -> (source, epoch, index), and the positions of a step.
 
-Position p counts sequences over all epochs. Step k is positions [k*B, (k+1)*B). Nothing is built and
-nothing is remembered: position 10**12 costs what position 0 costs.
+Position p counts sequences over all sources and epochs. Step k of a batch of B is positions [k*B, (k+1)*B).
+Nothing is built and nothing need be remembered: position 10**12 costs what position 0 costs. What a source
+has given when the amounts of a mixture change follows from the amounts before; it goes on from there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.order.permutation import key_of, permute
+from meshfeed.order.course import course_of
+from meshfeed.order.permutation import permute, unpermute
 from meshfeed.recipe import Recipe
 
 
@@ -65,14 +67,14 @@ def concatenated(runs: Sequence[Draws]) -> Draws:
 
 
 def num_positions(recipe: Recipe) -> int | None:
-    """Length of the whole stream; None where it never ends."""
-    return None if recipe.epochs is None else recipe.epochs * _epoch_size(recipe)
+    """Sequences that all steps take together; None where the stream never ends."""
+    return course_of(recipe).end
 
 
 def num_steps(recipe: Recipe) -> int | None:
     """Number of steps, a short last one included; None where the stream never ends."""
-    positions = num_positions(recipe)
-    return None if positions is None else -(-positions // recipe.batch.sequences)
+    end = num_positions(recipe)
+    return None if end is None else recipe.batch.step(end - 1) + 1 if end else 0
 
 
 def draws_of_step(recipe: Recipe, step: int) -> Draws:
@@ -82,34 +84,46 @@ def draws_of_step(recipe: Recipe, step: int) -> Draws:
     """
     if step < 0:
         raise RecipeError(f"step {step}: steps count from 0")
-    size = recipe.batch.sequences
-    return draws_between(recipe, step * size, (step + 1) * size)
+    return draws_between(recipe, recipe.batch.position(step), recipe.batch.position(step + 1))
 
 
 def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
     """Positions [start, stop) of the stream, cut off at its end.
 
-    Raises RecipeError for positions below 0, or beyond 2**63.
+    Raises RecipeError for positions below 0, or beyond 2**62.
     """
-    end = num_positions(recipe)
-    if end is not None:
-        start, stop = min(start, end), min(stop, end)
-    if start < 0 or stop >= 2**63:
-        raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**63 - 1")
-    position = np.arange(start, stop, dtype=np.int64)
-    size = _epoch_size(recipe)
-    epoch, place = position // size, position % size
-    index = place
+    course = course_of(recipe)
+    if course.end is not None:
+        start, stop = min(start, course.end), min(stop, course.end)
+    if start < 0 or stop >= 2**62:
+        raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**62 - 1")
+    source, count = course.drawn(start, stop)
+    size = course.sizes[source]
+    epoch, place = count // size, count % size
+    if recipe.shuffle == "none":
+        return Draws(source, epoch, place)
+    return Draws(source, epoch, permute(place, size=size, key=course.keys(source, epoch)))
+
+
+def drawn_until(recipe: Recipe, step: int) -> npt.NDArray[np.int64]:
+    """Sequences of each source that the steps before `step` take together; int64 [num_sources]."""
+    course = course_of(recipe)
+    position = recipe.batch.position(step)
+    return course.counts(position if course.end is None else min(position, course.end))
+
+
+def epoch_sizes(recipe: Recipe) -> npt.NDArray[np.int64]:
+    """Sequences in an epoch of each source; int64 [num_sources]."""
+    return course_of(recipe).sizes
+
+
+def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
+    """Where in the stream a sequence comes; the inverse of `draws_between`. None where it does not."""
+    course = course_of(recipe)
+    size = int(course.sizes[source])
+    place = index
     if recipe.shuffle == "global":
-        index = np.empty_like(place)
-        for e in np.unique(epoch):  # a step rarely touches more than two
-            now = epoch == e
-            index[now] = permute(place[now], size=size, key=key_of(recipe.seed, 0, int(e)))
-    return Draws(np.zeros(position.size, np.int32), epoch, index)
-
-
-def _epoch_size(recipe: Recipe) -> int:
-    size = recipe.sequence.num_sequences(recipe.data)
-    if size < 1:
-        raise RecipeError(f"{recipe.sequence.summary()} makes no sequence of store {recipe.data}")
-    return size
+        key = course.keys(np.array([source]), np.array([epoch]))
+        place = int(unpermute(np.array([index]), size=size, key=key)[0])
+    position = course.position(source, epoch * size + place)
+    return position if position is not None and (course.end is None or position < course.end) else None

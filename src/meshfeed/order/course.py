@@ -1,0 +1,145 @@
+"""A recipe's way through its sources: whose turn it is at each position, and how far each has come.
+
+Where the amounts of a mixture change, a new *stretch* begins. What every source has given before follows
+from the stretches before it, so that it goes on from there: nothing is carried along, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+from meshfeed.order.interleave import Interleaving
+from meshfeed.order.permutation import key_of
+from meshfeed.recipe import Mixture, Part, Recipe
+
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """Positions with one set of amounts: from `start` on, `drawn` of each source came before."""
+
+    start: int
+    sources: npt.NDArray[np.int32]
+    schedule: Interleaving
+    drawn: Longs
+
+
+class Course:
+    """A recipe's way through its sources: position <-> (source, how many of it came before).
+
+    Attributes:
+        sizes: sequences in an epoch of each source; int64 [num_sources].
+        end: positions in all; None where the stream never ends.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._seed, self._names = recipe.seed, recipe.source_names
+        self.sizes = np.array([_epoch_size(recipe, store) for store in recipe.sources], np.int64)
+        parts = recipe.data.parts if isinstance(recipe.data, Mixture) else (Part(0, "proportion", ((0, 1),)),)
+        self._stretches: list[_Stretch] = []
+        drawn = np.zeros(self.sizes.size, np.int64)
+        for part in parts:
+            start = recipe.batch.position(part.step)
+            drawn = self.counts(start) if self._stretches else drawn
+            sources = np.array([source for source, _ in part.amounts], np.int32)
+            self._stretches.append(_Stretch(start, sources, Interleaving(self._amounts(part)), drawn))
+        self.end = self._end(recipe, parts[-1])
+
+    def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
+        """(source, how many of it came before) at positions start..stop; int32, int64 [n]."""
+        found: list[tuple[npt.NDArray[np.int32], Longs]] = []
+        ends = [*(stretch.start for stretch in self._stretches[1:]), stop]
+        for stretch, end in zip(self._stretches, ends):
+            first, last = max(start, stretch.start), min(end, stop)
+            if first < last or not found:
+                local, count = stretch.schedule.draws(first - stretch.start, max(last, first) - stretch.start)
+                source = stretch.sources[local]
+                found.append((source, count + stretch.drawn[source]))
+        return np.concatenate([source for source, _ in found]), np.concatenate([count for _, count in found])
+
+    def counts(self, position: int) -> Longs:
+        """How many of each source come before a position; int64 [num_sources]."""
+        stretch = [each for each in self._stretches if each.start <= position][-1]
+        counts = stretch.drawn.copy()
+        counts[stretch.sources] += stretch.schedule.counts(position - stretch.start)
+        return counts
+
+    def position(self, source: int, count: int) -> int | None:
+        """Where the draw of a source comes before which there were `count`; None where it never does."""
+        nexts = [*self._stretches[1:], None]
+        for stretch, after in zip(self._stretches, nexts):
+            if after is not None and count >= after.drawn[source]:
+                continue
+            local = np.flatnonzero(stretch.sources == source)
+            if not local.size:
+                return None
+            return stretch.start + stretch.schedule.position(
+                int(local[0]), count - int(stretch.drawn[source])
+            )
+        return None
+
+    def keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
+        """The shuffle's key for an epoch of a source; uint64 [n]."""
+        pairs, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
+        keys = [key_of(self._seed, _number_of(self._names[s]), e) for s, e in zip(*pairs.tolist())]
+        return np.array(keys, np.uint64)[which.ravel()]
+
+    def _amounts(self, part: Part) -> list[Fraction]:
+        if part.by == "proportion":
+            return [Fraction(amount) for _, amount in part.amounts]
+        counts = [_sequences(part, amount, int(self.sizes[source])) for source, amount in part.amounts]
+        for (source, amount), count in zip(part.amounts, counts):
+            if count < 1:
+                name = self._names[source]
+                raise RecipeError(
+                    f"source {name!r}: {amount} passes over {self.sizes[source]} sequences are none"
+                )
+        return [Fraction(count) for count in counts]
+
+    def _end(self, recipe: Recipe, last: Part) -> int | None:
+        """All positions, whole steps where the batch wants them so."""
+        batch, end = recipe.batch, None
+        if recipe.epochs is not None:
+            end = recipe.epochs * int(self.sizes[0])
+        elif last.by != "proportion":
+            end = batch.position(last.step) + int(sum(self._amounts(last)))
+        if end is not None and batch.last != "keep":
+            step = batch.step(end)
+            whole = batch.position(step)
+            end = whole if batch.last == "drop" or end == whole else batch.position(step + 1)
+        if recipe.steps is None:
+            return end
+        return batch.position(recipe.steps) if end is None else min(end, batch.position(recipe.steps))
+
+
+@lru_cache(maxsize=16)
+def course_of(recipe: Recipe) -> Course:
+    """A recipe's course; made once, as it asks the stores how much they hold."""
+    return Course(recipe)
+
+
+def _sequences(part: Part, amount: float, size: int) -> int:
+    return round(Fraction(amount) * (size if part.by == "repeat" else 1))
+
+
+def _number_of(name: str) -> int:
+    """A source's part in the shuffle's key: 0 for a store alone, else a digest of its name; int64."""
+    if not name:
+        return 0
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _epoch_size(recipe: Recipe, store: Any) -> int:
+    size = recipe.sequence.num_sequences(store)
+    if size < 1:
+        raise RecipeError(f"{recipe.sequence.summary()} makes no sequence of store {store}")
+    return size

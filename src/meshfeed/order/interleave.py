@@ -1,0 +1,188 @@
+"""Which source each draw is of: proportions kept at every prefix, any position reached at once.
+
+Let w be a source's weight and `w k` its share of the first k draws. A schedule in which every source's
+count stays within 1 of its share exists for any weights (Tijdeman 1980), and is found by dates: draw j of a
+source falls in `[floor(j / w), ceil((j + 1) / w))`, and of the draws that may come now, that with the
+earliest end comes first (Baruah, Cohen, Plaxton and Varvel 1996). Alone, that must run from the start.
+
+So the stream is cut into blocks, and what every source has at a block's edge is fixed beforehand: the floor
+or the ceiling of its share. The edges form a binary tree over time. Each takes its counts between those of
+its two neighbours above, so that nothing is undone, and prefers what is nearest; going from rare sources to
+frequent ones, the sum of all roundings so far stays within 1, because the others cannot make up for more.
+A block then runs by dates between its edges. Position 10**12 costs some fifty edges and one block, as does 0.
+
+Shares are exact: weights are multiples of 2**-64, and `w k` modulo 1 is one wrapping multiplication.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+
+Longs = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+BLOCK = 4096
+"""Draws of a block."""
+
+_END = 2**62
+_LEANING = 3 << 42  # how far the roundings of the rarer sources may lean together: 3/4
+_BITS = 44  # of a fraction, so that sums over half a million sources are exact
+_SLACK = 1e-9  # weights such as 1/10 are no multiples of 2**-64: dates this near are the same
+
+
+class Interleaving:
+    """An endless schedule of draws from sources in proportion.
+
+    After any k draws, a source of weight w has been drawn w k times, plus or minus less than 1.
+
+    Args:
+        weights: above 0, in any unit; ints, floats or Fractions.
+
+    Raises RecipeError for no weights, or one that is not positive and finite or below 2**-60 of their sum.
+    """
+
+    def __init__(self, weights: Sequence[float | Fraction]) -> None:
+        self._words = _words_of(weights)
+        self.num_sources = len(self._words)
+        self._word = np.array([word % 2**64 for word in self._words], np.uint64)
+        self.weights = np.array([word / 2**64 for word in self._words])
+        octaves = np.array([(65 - word.bit_length()) // 2 for word in self._words])
+        self._rarest_first = [np.flatnonzero(octaves == octave) for octave in np.unique(octaves)[::-1]]
+        self._edge = lru_cache(maxsize=256)(self._make_edge)
+        self._block = lru_cache(maxsize=4)(self._make_block)
+
+    def draws(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
+        """Draws start..stop: (source, how many draws of that source came before); int32, int64 [n]."""
+        if self.num_sources == 1:
+            return np.zeros(stop - start, np.int32), np.arange(start, stop, dtype=np.int64)
+        sources, counts = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
+        for block in range(start // BLOCK, -(-stop // BLOCK)):
+            source, count = self._block(block)
+            mine = slice(max(start - block * BLOCK, 0), stop - block * BLOCK)
+            sources.append(source[mine])
+            counts.append(count[mine])
+        return np.concatenate(sources), np.concatenate(counts)
+
+    def counts(self, position: int) -> Longs:
+        """How many of the first `position` draws are of each source; int64 [num_sources]."""
+        if self.num_sources == 1:
+            return np.array([position], np.int64)
+        edge = position // BLOCK * BLOCK
+        source, _ = self.draws(edge, position)
+        return self._edge(edge) + np.bincount(source, minlength=self.num_sources)
+
+    def position(self, source: int, count: int) -> int:
+        """Where the draw of a source comes before which it was drawn `count` times."""
+        if self.num_sources == 1:
+            return count
+        word = self._words[source]
+        low = (count << 64) // word // BLOCK  # dates: not before floor(count / w), and before the ceiling
+        high = -(-((count + 1) << 64) // word) // BLOCK + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._edge(middle * BLOCK)[source] <= count else (low, middle)
+        sources, counts = self._block(low)
+        return low * BLOCK + int(np.flatnonzero((sources == source) & (counts == count))[0])
+
+    # -- edges ------------------------------------------------------------------------------------------
+
+    def _share(self, position: int) -> tuple[Longs, Longs]:
+        """Each source's share of the first draws: whole, and rest in units of 2**-44; int64 [num_sources]."""
+        low, high = np.uint64(position & 0xFFFFFFFF), np.uint64(position >> 32)
+        word_low, word_high = self._word & np.uint64(0xFFFFFFFF), self._word >> np.uint64(32)
+        carried = word_low * low >> np.uint64(32)
+        first, second = word_low * high, word_high * low
+        carried += (first & np.uint64(0xFFFFFFFF)) + (second & np.uint64(0xFFFFFFFF))
+        whole = word_high * high + (first >> np.uint64(32)) + (second >> np.uint64(32))
+        whole += carried >> np.uint64(32)
+        fraction = self._word * np.uint64(position) >> np.uint64(64 - _BITS)
+        return whole.astype(np.int64), fraction.astype(np.int64)
+
+    def _make_edge(self, position: int) -> Longs:
+        """What each source has at the edge of a block; int64 [num_sources]."""
+        if position == 0:
+            return np.zeros(self.num_sources, np.int64)
+        whole, fraction = self._share(position)
+        one, tiny = 1 << _BITS, int(_SLACK * (1 << _BITS))
+        # Likeness to be rounded up: a fraction; less than 0 must not be, `one` or more must be.
+        likeness = np.where(fraction <= tiny, -one, fraction)
+        likeness = np.where(fraction >= one - tiny, 2 * one, likeness)
+        span = position & -position
+        if position + span < _END:
+            likeness += 4 * one * (self._edge(position - span) > whole)
+            likeness -= 4 * one * (self._edge(position + span) <= whole)
+        total = (int(fraction.sum()) + one // 2) >> _BITS
+        up = np.zeros(self.num_sources, bool)
+        share, placed = 0, 0
+        for own in self._rarest_first:
+            share += int(fraction[own].sum())
+            count = int((likeness[own] >= one // 2).sum())
+            count = max(count, -(-(share - _LEANING) >> _BITS) - placed)
+            count = min(count, (share + _LEANING >> _BITS) - placed)
+            if own is self._rarest_first[-1]:
+                count = total - placed
+            count = min(max(count, int((likeness[own] >= one).sum())), int((likeness[own] > 0).sum()))
+            up[own[np.argsort(-likeness[own], kind="stable")[:count]]] = True
+            placed += count
+        if placed != total:  # the frequent ones could not make up for it
+            wrong = np.flatnonzero(up == (placed > total))
+            by_likeness = np.argsort(likeness[wrong] if placed > total else -likeness[wrong], kind="stable")
+            up[wrong[by_likeness[: abs(placed - total)]]] = placed < total
+        return whole + up
+
+    # -- blocks -----------------------------------------------------------------------------------------
+
+    def _make_block(self, block: int) -> tuple[npt.NDArray[np.int32], Longs]:
+        """The draws between two edges, by dates: (source, count before it); int32, int64 [BLOCK]."""
+        edge = block * BLOCK
+        held, due = self._edge(edge), self._edge(edge + BLOCK)
+        counts = due - held
+        whole, fraction = self._share(edge)
+        source = np.repeat(np.arange(self.num_sources), counts)
+        count = np.arange(source.size) - np.repeat(np.cumsum(counts) - counts - held, counts)
+        ahead = (count - whole[source]) - fraction[source] / (1 << _BITS)
+        opens = np.floor(ahead / self.weights[source] + _SLACK).clip(0)
+        closes = np.ceil((ahead + 1) / self.weights[source] - _SLACK)
+        order = np.lexsort((closes, opens))
+        chosen = order[_by_dates(opens[order].tolist(), closes[order].tolist())]
+        return source[chosen].astype(np.int32), count[chosen]
+
+
+def _by_dates(opens: list[float], closes: list[float]) -> list[int]:
+    """Tasks of one unit, one at a time, the earliest to close first; places in the lists.
+
+    opens: ascending. Where nothing is open yet, the next to open comes early.
+    """
+    done: list[int] = []
+    ready: list[tuple[float, int]] = []
+    came, count = 0, len(opens)
+    for now in range(count):
+        while came < count and (opens[came] <= now or not ready):
+            heapq.heappush(ready, (closes[came], came))
+            came += 1
+        done.append(heapq.heappop(ready)[1])
+    return done
+
+
+def _words_of(weights: Sequence[float | Fraction]) -> list[int]:
+    """Weights as multiples of 2**-64 that sum to 1: the heaviest takes what rounding leaves."""
+    try:
+        exact = [Fraction(weight) for weight in weights]
+    except (TypeError, ValueError, OverflowError) as bad:
+        raise RecipeError(f"weights {list(weights)!r}: each is a finite number above 0") from bad
+    if not exact or min(exact) <= 0:
+        raise RecipeError(f"weights {list(weights)!r}: at least one, and each above 0")
+    scale = 2**64 / sum(exact)
+    words = [int(weight * scale) for weight in exact]
+    if min(words) < 16:
+        raise RecipeError(f"weight {min(weights)!r} is less than 2**-60 of the sum; leave that source out")
+    words[max(range(len(words)), key=words.__getitem__)] += 2**64 - sum(words)
+    return words
