@@ -92,3 +92,28 @@ def _form(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{tuple(value.shape)}"
     return "[" + ",".join(_form(v) if isinstance(v, torch.Tensor) else str(len(v)) for v in value) + "]"
+
+
+def assembled(microbatches: Iterable[mf.Microbatch]) -> dict[tuple[int, int, int], list[int]]:
+    """(source, epoch, index) -> tokens of every sequence, put together from the ranks of one step.
+
+    microbatches: packed, with zigzag, of all first-stage ranks of one tensor-parallel place.
+    """
+    chunks: dict[tuple[int, int, int], dict[int, list[int]]] = {}
+    lengths: dict[tuple[int, int, int], int] = {}
+    for microbatch in microbatches:
+        draws, cp, rank = microbatch.draws, microbatch.cp_size, microbatch.cp_rank
+        names = list(zip(draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist()))
+        tokens = microbatch["tokens"][0].tolist()
+        real, padded = microbatch["cu_seqlens"].diff().tolist(), microbatch["cu_seqlens_padded"].tolist()
+        for name, length, start, stop in zip(names, real, padded, padded[1:]):
+            own = tokens[start // cp : stop // cp]
+            half = len(own) // 2 if cp > 1 else len(own)
+            places = [(rank, own[:half]), (2 * cp - 1 - rank, own[half:])] if cp > 1 else [(0, own)]
+            for place, piece in places:
+                assert chunks.setdefault(name, {}).setdefault(place, piece) == piece
+            lengths[name] = length
+    return {
+        name: [token for _, piece in sorted(held.items()) for token in piece][: lengths[name]]
+        for name, held in chunks.items()
+    }

@@ -10,7 +10,6 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -41,6 +40,9 @@ class World:
 
     processes: list[Any]
     pipes: list[Connection]
+    store: (
+        Any  # where the ranks meet; served by this process, as torchrun's agent does, for as long as it lives
+    )
     outcomes: list[Outcome] = field(default_factory=list)
 
     def join(self, timeout_s: float = 120.0) -> list[Outcome]:
@@ -83,14 +85,19 @@ def start(
     function: Callable[..., Any], world_size: int, *args: Any, distributed: bool = True, **kwargs: Any
 ) -> World:
     """Start `function(rank, *args)` on every rank, with torch.distributed over gloo unless told otherwise."""
-    port = free_port()
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    patience = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=patience, wait_for_workers=False)
     processes: list[Any] = []
     pipes: list[Connection] = []
     for rank in range(world_size):
         ours, theirs = _context.Pipe()
         process = _context.Process(
             target=_main,
-            args=(theirs, function, rank, world_size, port, distributed, args, kwargs),
+            args=(theirs, function, rank, world_size, store.port, distributed, args, kwargs),
             name=f"rank{rank}",
             daemon=True,
         )
@@ -98,19 +105,12 @@ def start(
         theirs.close()
         processes.append(process)
         pipes.append(ours)
-    return World(processes, pipes)
+    return World(processes, pipes, store)
 
 
 def run(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
     """Run to the end; every rank's result."""
     return start(function, world_size, *args, **kwargs).results()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _main(
@@ -127,12 +127,12 @@ def _main(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {"MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     outcome = Outcome()
     try:
         if distributed:
-            dist.init_process_group("gloo", rank=rank, world_size=world_size)
+            store = dist.TCPStore("127.0.0.1", port, None, False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         outcome.result = function(rank, *args, **kwargs)
         if distributed:
             dist.barrier()

@@ -51,7 +51,7 @@ class Course:
             start = recipe.batch.position(part.step)
             drawn = self.counts(start) if self._stretches else drawn
             sources = np.array([source for source, _ in part.amounts], np.int32)
-            self._stretches.append(_Stretch(start, sources, Interleaving(self._amounts(part)), drawn))
+            self._stretches.append(_Stretch(start, sources, _interleaving(self._amounts(part)), drawn))
         self.end = self._end(recipe, parts[-1])
 
     def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
@@ -93,9 +93,9 @@ class Course:
         keys = [key_of(self._seed, _number_of(self._names[s]), e) for s, e in zip(*pairs.tolist())]
         return np.array(keys, np.uint64)[which.ravel()]
 
-    def _amounts(self, part: Part) -> list[Fraction]:
+    def _amounts(self, part: Part) -> tuple[Fraction, ...]:
         if part.by == "proportion":
-            return [Fraction(amount) for _, amount in part.amounts]
+            return tuple(Fraction(amount) for _, amount in part.amounts)
         counts = [_sequences(part, amount, int(self.sizes[source])) for source, amount in part.amounts]
         for (source, amount), count in zip(part.amounts, counts):
             if count < 1:
@@ -103,7 +103,7 @@ class Course:
                 raise RecipeError(
                     f"source {name!r}: {amount} passes over {self.sizes[source]} sequences are none"
                 )
-        return [Fraction(count) for count in counts]
+        return tuple(map(Fraction, counts))
 
     def _end(self, recipe: Recipe, last: Part) -> int | None:
         """All positions, whole steps where the batch wants them so."""
@@ -125,6 +125,12 @@ class Course:
 def course_of(recipe: Recipe) -> Course:
     """A recipe's course; made once, as it asks the stores how much they hold."""
     return Course(recipe)
+
+
+@lru_cache(maxsize=16)
+def _interleaving(amounts: tuple[Fraction, ...]) -> Interleaving:
+    # shared, for what it remembers of its blocks
+    return Interleaving(amounts)
 
 
 def _sequences(part: Part, amount: float, size: int) -> int:
