@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self, cast
@@ -30,14 +30,14 @@ from meshfeed.deliver import (
     make_delivery,
 )
 from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
-from meshfeed.errors import DeliveryError, RecipeError, StateError, StoreError
+from meshfeed.errors import DeliveryError, RecipeError, StoreError
 from meshfeed.layout import Layout
 from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.prefetch import StageClock
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Role, Roles, StageMap, assign_roles, choose_delivery
-from meshfeed.run import COUNTERS, Item, Made, Run, StepEnd, StepStart
+from meshfeed.run import COUNTERS, Item, Made, Meter, Run, StepEnd, StepStart
 from meshfeed.sequence import Columns, Portion, SequenceRule
 from meshfeed.state import State
 from meshfeed.stepping import GlobalBatch, Stepping
@@ -248,8 +248,6 @@ class Feed:
     def _new_run(self, by_stage: StageMap | None) -> Run:
         role, fields, clock = self.role, self._rule.fields, StageClock()
         meeting = self._meeting()
-        if self._loaded and meeting is not None:
-            self._check_whole(meeting)
         delivery = make_delivery(
             self.delivery,
             role,
@@ -270,6 +268,7 @@ class Feed:
             clock=clock,
             delivery=delivery,
             verifier=self._new_verifier(meeting),
+            check=self._new_check(meeting),
             placer=placer,
             role=role,
             views=views,
@@ -277,15 +276,12 @@ class Feed:
             timeout_s=self._timeout_s,
         )
 
-    def _check_whole(self, meeting: Meeting) -> None:
-        """Refuses a checkpoint whose ranks were saved at different steps."""
-        self._loaded = False
-        first = meeting.claim(f"resume of {self.recipe.fingerprint}", str(self._next_step))
-        if first != str(self._next_step):
-            raise StateError(
-                f"rank {self.rank} resumes at step {self._next_step}, another rank at step {first}: the "
-                f"checkpoint is torn; load one that all ranks saved at the same step"
-            )
+    def _new_check(self, meeting: Meeting | None) -> Callable[[], None]:
+        """After a state was loaded: whether the whole job goes on from the same step."""
+        loaded, self._loaded = self._loaded, False
+        if meeting is None or not loaded:
+            return lambda: None
+        return lambda: meeting.check_start(self.rank)
 
     def _new_verifier(self, meeting: Meeting | None) -> Verifier | None:
         """Compares with the ranks that hold the same slices, where any of them take stored bytes."""
@@ -305,9 +301,9 @@ class Feed:
         reads = None if self._reads is None else sorted(self._reads)
         topic = (
             f"recipe {self.recipe.fingerprint}, {self._stepping.summary()}, delivery {self.delivery}, "
-            f"verify {self._verify}, reads {reads}, {self.stage_map}, from step {self._next_step}"
+            f"verify {self._verify}, reads {reads}, {self.stage_map}"
         )
-        return None if store is None else Meeting(store, self._timeout_s, topic)
+        return None if store is None else Meeting(store, self._timeout_s, topic, self._next_step)
 
     def _stop(self) -> None:
         if self._run is not None:
@@ -324,7 +320,7 @@ class Feed:
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
         """The way of every sequence, from its place in the stream to the device."""
         fields = [f.name for f in self._rule.fields]
-        before = self._counters(delivery)
+        meter = Meter(self.recipe.sources, delivery.traffic)
         for batch, portions in self._planned_ahead(start, clock):
             yield StepStart(batch, {"exposed_wait_s": {}, **dict.fromkeys(COUNTERS, 0), **batch.facts()})
             digester = Digester(fields) if self._verify else None
@@ -341,8 +337,7 @@ class Feed:
                         digester.add(built)
                 with clock.stage("copy"):
                     made, ticket = microbatches_of(portion, built, placer)
-                before, since = self._counters(delivery), before
-                yield Made(made, ticket, _since(since, before))
+                yield Made(made, ticket, meter.take())
             digests = digester.digests() if digester else None
             yield StepEnd(batch.step, digests, lambda again=portions: self._reread(again))
 
@@ -389,16 +384,6 @@ class Feed:
             digester.add(self._rule.build(self.recipe, alone, columns, self.role.fields, host.allocate))
         return digester.digests()
 
-    def _counters(self, delivery: Delivery) -> dict[str, int]:
-        stores, traffic = [store.stats for store in self.recipe.sources], delivery.traffic
-        counted = (
-            sum(stats.bytes_read for stats in stores),
-            sum(stats.opens for stats in stores),
-            traffic.collectives,
-            traffic.num_bytes,
-        )
-        return dict(zip(COUNTERS, counted))
-
 
 class VirtualStage:
     """The stream as one virtual pipeline stage needs it; `Feed.virtual_stages[i]`.
@@ -412,7 +397,3 @@ class VirtualStage:
 
     def __iter__(self) -> Iterator[Step]:
         return self._feed._steps(self.index)  # pyright: ignore[reportPrivateUsage]
-
-
-def _since(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    return {name: after[name] - before[name] for name in after}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshfeed.batch import Microbatch, Step
-from meshfeed.deliver import Delivery, Digests, EndOfStream, Verifier
+from meshfeed.deliver import Delivery, Digests, EndOfStream, Traffic, Verifier
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, PeerError, StateError
 from meshfeed.prefetch import Inline, Prefetcher, StageClock
@@ -20,7 +20,30 @@ from meshfeed.stepping import GlobalBatch
 COUNTERS = ("bytes_read", "opens", "collectives", "delivered_bytes")
 """What is counted of every microbatch, and summed in a step's stats."""
 
+
 _JOIN_S = 10.0  # how long a producer may take to end with its peers
+
+
+class Meter:
+    """What was read and delivered, by counter, from one `take` to the next."""
+
+    def __init__(self, sources: Sequence[Any], traffic: Traffic) -> None:
+        self._sources, self._traffic = sources, traffic
+        self._before = self._now()
+
+    def take(self) -> dict[str, int]:
+        """The counts since the last call."""
+        before, self._before = self._before, self._now()
+        return {name: now - then for name, now, then in zip(COUNTERS, self._before, before)}
+
+    def _now(self) -> tuple[int, ...]:
+        stores = [source.stats for source in self._sources]
+        return (
+            sum(stats.bytes_read for stats in stores),
+            sum(stats.opens for stats in stores),
+            self._traffic.collectives,
+            self._traffic.num_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +92,7 @@ class Run:
         start: the first step.
         items: the producer, made once the delivery has met its peers.
         delivery, verifier: entered at the first item, left at `stop`.
+        check: called when they are entered; raises where this run must not begin.
         views: names of the fields of each consumer; None for all. Every one of them gets every step.
     """
 
@@ -80,12 +104,14 @@ class Run:
         clock: StageClock,
         delivery: Delivery,
         verifier: Verifier | None,
+        check: Callable[[], None],
         placer: Placer,
         role: Role,
         views: Sequence[frozenset[str] | None],
         prefetch: int,
         timeout_s: float,
     ) -> None:
+        self._check = check
         self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
         self._clock, self._timeout_s = clock, timeout_s
         self._views = [_View(names, start) for names in views]
@@ -207,6 +233,7 @@ class Run:
             stack.enter_context(self._delivery)
             if self._verifier is not None:
                 stack.enter_context(self._verifier)
+            self._check()
             self._resources = stack.pop_all()
         self._started = True
         self._prefetcher.start()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshfeed.errors import DeliveryError, PeerError
+from meshfeed.errors import DeliveryError, PeerError, StateError
 
 # A rank may rightly wait for a broadcast as long as its source's trainer is busy elsewhere. A dead peer
 # closes its connection and is noticed at once; how long a trainer may wait for data is the Feed's timeout.
@@ -33,23 +33,28 @@ class Meeting:
         store: any torch.distributed Store that all of them reach.
         timeout_s: how long to wait for the others.
         topic: what every member must agree on, such as a recipe's fingerprint.
+        start: the step from which this rank goes on; the others must too.
     """
 
     store: Store
     timeout_s: float
     topic: str
+    start: int = 0
 
     def meet(self, purpose: str, rank: int, peers: tuple[int, ...]) -> str:
         """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
 
         Members must call in the same order for the same peers, as for torch.distributed.new_group.
-        Raises PeerError naming who is missing after `timeout_s`, or who brings another topic.
+        Raises PeerError naming who is missing after `timeout_s`, or who brings another topic; StateError
+        where one goes on from another step.
         """
         turn = next(_meetings[purpose, peers])
         prefix = f"meshfeed/{purpose}/{turn}/{'-'.join(map(str, _runs(peers)))}"
-        self.store.set(f"{prefix}/{rank}", self.topic)
+        self.store.set(f"{prefix}/{rank}", f"{self.start} {self.topic}")
         self._wait([f"{prefix}/{peer}" for peer in peers], purpose, rank, peers)
-        topics = {peer: self.store.get(f"{prefix}/{peer}").decode() for peer in peers}
+        starts, topics = {}, {}
+        for peer in peers:
+            starts[peer], _, topics[peer] = self.store.get(f"{prefix}/{peer}").decode().partition(" ")
         others = [peer for peer in peers if topics[peer] != self.topic]
         if others:
             raise PeerError(
@@ -57,7 +62,24 @@ class Meeting:
                 f"{self.topic}, there {topics[others[0]]}; give every rank the same arguments",
                 others,
             )
+        for peer, start in starts.items():
+            self._check_start(rank, start, f"rank {peer}")
         return prefix
+
+    def check_start(self, rank: int) -> None:
+        """Compare the first step with the rank of the job that came first; waits for nobody.
+
+        All ranks that resume must call it equally often. Raises StateError.
+        """
+        key = f"meshfeed/start/{next(_meetings[self.topic, ()])}"
+        self._check_start(rank, self.store.compare_set(key, "", str(self.start)).decode(), "another rank")
+
+    def _check_start(self, rank: int, start: str, peer: str) -> None:
+        if start != str(self.start):
+            raise StateError(
+                f"rank {rank} goes on from step {self.start}, {peer} from step {start}: the checkpoint is "
+                f"torn; load one that all ranks saved at the same step"
+            )
 
     def gloo_group(self, purpose: str, rank: int, peers: tuple[int, ...]) -> GlooGroup:
         """Connections among the peers alone, made once all of them have come.
@@ -74,14 +96,6 @@ class Meeting:
                 f"has one of them died, or does GLOO_SOCKET_IFNAME name the wrong network?",
                 others,
             ) from broken
-
-    def claim(self, purpose: str, text: str) -> str:
-        """Say `text` first, or hear what another rank has said first; waits for nobody.
-
-        Ranks must call in the same order for the same purpose.
-        """
-        key = f"meshfeed/claim/{purpose}/{next(_meetings[purpose, ()])}"
-        return self.store.compare_set(key, "", text).decode()
 
     def publish(self, key: str, text: str) -> None:
         """Leave a word for the others."""
