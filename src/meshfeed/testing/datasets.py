@@ -1,0 +1,159 @@
+"""Whether a dataset gives the same item for the same index, whatever happened before and elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import multiprocessing
+import random
+import traceback
+from collections.abc import Callable, Generator, Iterable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+
+from meshfeed.order import EpochIndex
+from meshfeed.testing.difference import difference
+
+_SEEDING = (
+    (torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.cuda, "manual_seed"),
+    (torch.cuda, "manual_seed_all"), (np.random, "seed"), (random, "seed"),
+)  # fmt: skip
+
+
+def assert_deterministic(
+    dataset: Any,
+    *,
+    indices: Iterable[Any] | None = None,
+    another_process: bool = True,
+    timeout_s: float = 120.0,
+) -> None:
+    """Ask a map-style dataset for items again and again, and compare.
+
+    indices: what to ask for; by default some sixteen `EpochIndex`es of two epochs. another_process: ask in a
+    fresh process too, to which the dataset is pickled.
+
+    Raises AssertionError where an item differs when it is asked for twice, in another order, after other
+    items, under another global random state or in another process; where it draws from or changes the
+    global random state of Python, NumPy, torch or CUDA; or where it calls a global seed function.
+    """
+    asked = _some_of(dataset) if indices is None else list(indices)
+    if not asked:
+        raise AssertionError("no index to ask for: the dataset is empty, or `indices` is")
+    items = [_item(dataset, at) for at in asked]
+    _compare(asked, items, [_item(dataset, at) for at in asked], "asked for twice")
+    backwards = [_item(dataset, at) for at in reversed(asked)][::-1]
+    _compare(asked, items, backwards, "asked for in another order")
+    with _other_random_state():
+        again = [_item(dataset, at) for at in asked]
+    _compare(asked, items, again, "asked for under another global random state")
+    if another_process:
+        _compare(asked, items, _elsewhere(dataset, asked, timeout_s), "asked for in another process")
+
+
+def _some_of(dataset: Any) -> list[EpochIndex]:
+    size = len(dataset)
+    few = sorted({size * k // 8 for k in range(8)}) if size else []
+    return [EpochIndex(epoch, index) for epoch in (0, 1) for index in few]
+
+
+def _compare(asked: Sequence[Any], one: Sequence[Any], other: Sequence[Any], when: str) -> None:
+    for at, first, second in zip(asked, one, other):
+        found = difference(first, second)
+        if found:
+            raise AssertionError(f"{at} differs when {when}: {found}")
+
+
+def _item(dataset: Any, at: Any) -> Any:
+    """One item, by copy, with the global random state watched."""
+    called: list[str] = []
+    before = _random_states()
+    with contextlib.ExitStack() as stack:
+        for module, name in _SEEDING:
+            stack.enter_context(mock.patch.object(module, name, _noting(called, module, name)))
+        item = copy.deepcopy(dataset[at])
+    if called:
+        raise AssertionError(f"{at} calls {called[0]}; draw from a generator keyed by (seed, epoch, index)")
+    for name, state in _random_states().items():
+        if difference(before[name], state):
+            raise AssertionError(
+                f"{at} changes the global random state of {name}; draw from a generator keyed by "
+                f"(seed, epoch, index)"
+            )
+    return item
+
+
+def _noting(called: list[str], module: Any, name: str) -> Callable[..., Any]:
+    real = getattr(module, name)
+
+    def noted(*args: Any, **options: Any) -> Any:
+        called.append(f"{module.__name__}.{name}")
+        return real(*args, **options)
+
+    return noted
+
+
+def _random_states() -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "random": random.getstate(),
+        "numpy": np.random.get_state(legacy=True),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["CUDA"] = torch.cuda.get_rng_state_all()
+    return states
+
+
+@contextlib.contextmanager
+def _other_random_state() -> Generator[None]:
+    """Another state of every global generator; the old one comes back."""
+    saved = _random_states()
+    try:
+        random.seed(1)
+        np.random.seed(1)
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            yield
+    finally:
+        random.setstate(saved["random"])
+        np.random.set_state(saved["numpy"])
+
+
+def _elsewhere(dataset: Any, asked: Sequence[Any], timeout_s: float) -> list[Any]:
+    """The items out of a fresh process."""
+    context = multiprocessing.get_context("spawn")  # a fork would share what this one has cached and seeded
+    ours, theirs = context.Pipe(duplex=False)
+    try:
+        process = context.Process(target=_answer, args=(theirs, dataset, list(asked)), daemon=True)
+        process.start()
+    except Exception as bad:  # pickling fails with whatever an object raises
+        raise AssertionError(
+            f"the dataset does not go to another process: {bad}; let it open files when it is first asked"
+        ) from bad
+    theirs.close()
+    items: list[Any] = []
+    failure = "it ended without an answer"
+    with contextlib.suppress(EOFError):
+        if not ours.poll(timeout_s):
+            failure = f"no answer in {timeout_s:g} s"
+        else:
+            failure, items = torch.load(io.BytesIO(ours.recv_bytes()), weights_only=False)
+    process.kill()
+    process.join()
+    if failure:
+        raise AssertionError(f"in another process the dataset fails: {failure}")
+    return items
+
+
+def _answer(pipe: Connection, dataset: Any, asked: Sequence[Any]) -> None:
+    try:
+        answer = ("", [dataset[at] for at in asked])
+    except Exception:
+        answer = (traceback.format_exc(), [])
+    file = io.BytesIO()
+    torch.save(answer, file)  # by value: a pipe of torch's own would send tensors by file descriptor
+    pipe.send_bytes(file.getvalue())

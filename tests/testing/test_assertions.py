@@ -1,0 +1,260 @@
+"""Every assertion for users passes on what keeps the contract and fails on each way of breaking it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshfeed as mf
+from corpus import recipe_of, write_corpus
+from meshfeed.sequence import Portion
+from meshfeed.testing import (
+    assert_deterministic,
+    assert_elastic,
+    assert_resumable,
+    assert_roles,
+    difference,
+)
+
+
+class Sound:
+    """Keeps the contract: everything random is keyed by what is asked for."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        rng = np.random.default_rng([at.epoch, at.index])
+        return {"x": rng.standard_normal(4), "name": str(at.index), "parts": [b"a", torch.zeros(2)]}
+
+
+class WithOneRng(Sound):
+    """Its generator walks on, so an item depends on how many came before."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": self.rng.standard_normal(4)}
+
+
+class DependsOnTheLast(Sound):
+    """An item depends on the one before it; asked for twice in the same order, it is the same."""
+
+    last = 79
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        before, self.last = self.last, at.index
+        return {"x": np.array([at.index, before == 79 or before == 8])}
+
+
+class DrawsFromPython(Sound):
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": random.random()}
+
+
+class DrawsFromNumpy(Sound):
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": np.random.rand(2)}
+
+
+class DrawsFromTorch(Sound):
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": torch.rand(2)}
+
+
+class SeedsTorch(Sound):
+    """Leaves no trace in the state, and still must not."""
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        state = torch.get_rng_state()
+        torch.manual_seed(at.index)
+        x = torch.rand(2)
+        torch.set_rng_state(state)
+        return {"x": x}
+
+
+class ReadsTheGlobalState(Sound):
+    """Changes nothing, but what it gives hangs on a seed that somebody else may set."""
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": int(torch.get_rng_state()[:64].sum()) + at.index}
+
+
+class DependsOnTheProcess(Sound):
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": os.getpid()}
+
+
+class DependsOnHashes(Sound):
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": hash(f"item {at.index}") % 1000}
+
+
+class DoesNotTravel(Sound):
+    def __init__(self) -> None:
+        self.file = open(os.devnull)  # noqa: SIM115
+
+
+class FailsElsewhere(Sound):
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        if multiprocessing.parent_process() is None:
+            return {"x": 1}
+        raise OSError("no such mount here")
+
+
+def test_a_sound_dataset_passes() -> None:
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert_deterministic(Sound())
+    assert_deterministic([{"x": 1}, {"x": 2}], indices=[0, 1])
+    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (WithOneRng, r"EpochIndex.*differs when asked for twice: \['x'\]\[0\]: [-\d.]+ and [-\d.]+"),
+        (DependsOnTheLast, r"asked for in another order: \['x'\]\[1\]: "),
+        (DrawsFromPython, "changes the global random state of random"),
+        (DrawsFromNumpy, "changes the global random state of numpy"),
+        (DrawsFromTorch, "changes the global random state of torch"),
+        (SeedsTorch, "calls torch.manual_seed"),
+        (ReadsTheGlobalState, r"under another global random state: \['x'\]"),
+        (DependsOnTheProcess, r"in another process: \['x'\]: \d+ and \d+"),
+        (DependsOnHashes, r"in another process: \['x'\]: \d+ and \d+"),
+        (DoesNotTravel, "does not go to another process"),
+        (FailsElsewhere, "no such mount here"),
+    ],
+)
+def test_every_way_of_breaking_determinism_is_caught(broken: Any, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_deterministic(broken())
+
+
+def test_a_dataset_to_ask_nothing_of() -> None:
+    with pytest.raises(AssertionError, match="no index"):
+        assert_deterministic([])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "told"),
+    [
+        ({"a": 1}, {"a": 1}, None),
+        ({"a": float("nan")}, {"a": float("nan")}, None),
+        ({"a": np.array([1.0, np.nan])}, {"a": torch.tensor([1.0, np.nan], dtype=torch.float64)}, None),
+        ({"a": 1}, {"b": 1}, "field 'a' is only in the first"),
+        ({"a": [1, (2, 3)]}, {"a": [1, (2, 4)]}, "['a'][1][1]: 3 and 4"),
+        ({"a": [1]}, {"a": [1, 2]}, "['a']: 1 and 2 parts"),
+        ({"a": b"x"}, {"a": "x"}, "['a']: bytes and str"),
+        ({"a": 1}, {"a": 1.0}, "['a']: int and float"),
+        (np.zeros(3, np.int32), np.zeros(3, np.int64), "the item: int32[3] and int64[3]"),
+        (np.zeros((2, 3)), np.zeros((3, 2)), "float64[2, 3] and float64[3, 2]"),
+        (np.array([[1, 2], [3, 4]]), np.array([[1, 2], [9, 4]]), "[1, 0]: 3 and 9"),
+    ],
+)
+def test_the_first_difference_is_named(one: Any, other: Any, told: str | None) -> None:
+    found = difference(one, other)
+    assert found is None if told is None else found is not None and told in found
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(path, num_tokens=6_000)
+    return path
+
+
+LAYOUTS = ("dp2", "tp2-cp2-dp2", "cp4-pp2", "dp3")
+
+
+def test_sound_recipes_pass(corpus: Path) -> None:
+    for recipe in (recipe_of(corpus), recipe_of(corpus, reset_attention_mask=True, reset_position_ids=True)):
+        assert_elastic(recipe, LAYOUTS, micro_batch_size=2)
+        assert_elastic(recipe, LAYOUTS, cp_split="contiguous", steps=1)
+        assert_resumable(recipe, steps=3)
+    packed = replace(recipe_of(corpus), sequence=mf.Documents())
+    for policy in ("in_order", "balanced", "dynamic_cp"):
+        packing = mf.Packing(capacity=512, policy=policy)
+        assert_elastic(packed, LAYOUTS, packing=packing, steps=2)
+    assert_resumable(packed, steps=3, packing=packing)
+
+
+@dataclass(frozen=True)
+class Meddling(mf.Windows):
+    """A rule that can be told what to get wrong."""
+
+    how: str = ""
+
+    def build(self, recipe: Any, portion: Portion, columns: Any, names: Any, allocate: Any) -> Any:
+        made = super().build(recipe, portion, columns, names, allocate)
+        for m, (arrays, draws) in enumerate(zip(made, portion.draws_by_microbatch())):
+            if self.how == "by cp size" and portion.pack.cp_size > 1 and "tokens" in arrays:
+                arrays["tokens"][0, 0] += 1
+            if self.how == "by microbatch" and "position_ids" in arrays and len(draws):
+                arrays["position_ids"][0, 3] += portion.microbatches[m]
+            if self.how == "by call" and "labels" in arrays:
+                arrays["labels"][0, 2] = CALLS.append(0) or len(CALLS)
+        return made
+
+
+CALLS: list[int] = []
+
+
+class Forgetful(mf.Feed):
+    """Goes on one step late."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict | {"step": state_dict["step"] + 1})
+
+
+class Fickle(mf.Feed):
+    """Its state moves when it is read."""
+
+    reads = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.reads += 1
+        return super().state_dict() | {"reads": self.reads}
+
+
+def test_streams_that_change_with_the_layout_are_caught(corpus: Path) -> None:
+    def recipe(how: str) -> mf.Recipe:
+        return replace(recipe_of(corpus), sequence=Meddling(64, how=how))
+
+    with pytest.raises(AssertionError, match=r"under cp2, ranks \[0, 1\]: source 0.*\['tokens'\]\[0\]: "):
+        assert_elastic(recipe("by cp size"), ["dp2", "cp2"])
+    with pytest.raises(AssertionError, match=r"under dp2.*\['position_ids'\]\[3\]: 4 and 3"):
+        assert_elastic(recipe("by microbatch"), ["dp1", "dp2"])
+    with pytest.raises(ValueError, match="another oversize"):
+        assert_elastic(recipe(""), ["dp2"], packing=mf.Packing(capacity=64, oversize="split"))
+
+
+def test_streams_that_change_with_a_kill_are_caught(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match=r"resumed at step 0.*\['labels'\]\[0, 2\]"):
+        assert_resumable(replace(recipe_of(corpus), sequence=Meddling(64, how="by call")), steps=2)
+    for broken, message in ((Forgetful, r"resumed at step 0.*\['step'\]: 0 and 1"), (Fickle, "two states")):
+        monkeypatch.setattr("meshfeed.testing.jobs.Feed", broken)
+        with pytest.raises(AssertionError, match=message):
+            assert_resumable(recipe_of(corpus), steps=2)
+
+
+def test_roles_other_than_expected_are_caught() -> None:
+    assert_roles("tp2-cp2-dp2", readers=[0, 4], delivery="share")
+    assert_roles("tp2-pp2", receives={0: ["tokens", "position_ids"]}, delivery="direct")
+    assert_roles("tp2-dp2", reads=[1, 3], readers=[1, 3], delivery="broadcast")
+    with pytest.raises(AssertionError, match="rank 4 opens storage under 'share'"):
+        assert_roles("tp2-cp2-dp2", readers=[0])
+    with pytest.raises(AssertionError, match="rank 1 does not open storage"):
+        assert_roles("tp2-dp2", readers=[0, 1, 2], delivery="broadcast")
+    with pytest.raises(AssertionError, match="rank 1 receives"):
+        assert_roles("pp3", receives={1: ["tokens"]})
+    with pytest.raises(mf.RoleError, match="rank 2"):
+        assert_roles("tp2-dp2", reads=[0], delivery="broadcast")
