@@ -26,14 +26,14 @@ from meshfeed.errors import (
 )
 from meshfeed.feed import Feed
 from meshfeed.layout import Coord, Layout
-from meshfeed.order import Draws, EpochIndex
+from meshfeed.order import Draws, EpochIndex, rng
 from meshfeed.plan import Align, CostModel, ModelShape, Packing
 from meshfeed.recipe import Batch, Mixture, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
-from meshfeed.sequence import Documents, Windows
+from meshfeed.sequence import Documents, Masked, Samples, Windows
 from meshfeed.simulate import simulate
 from meshfeed.state import State
-from meshfeed.store import Lengths
+from meshfeed.store import Lengths, Mapped, Resampled, SameEveryEpoch
 from meshfeed.store import open_store as open
 
 __all__ = [
@@ -50,6 +50,8 @@ __all__ = [
     "Layout",
     "LayoutError",
     "Lengths",
+    "Mapped",
+    "Masked",
     "MeshfeedError",
     "Microbatch",
     "Mixture",
@@ -59,8 +61,11 @@ __all__ = [
     "PlanError",
     "Recipe",
     "RecipeError",
+    "Resampled",
     "Role",
     "RoleError",
+    "SameEveryEpoch",
+    "Samples",
     "StageMap",
     "State",
     "StateError",
@@ -70,5 +75,6 @@ __all__ = [
     "Windows",
     "assign_roles",
     "open",
+    "rng",
     "simulate",
 ]

@@ -27,7 +27,7 @@ class Field:
 
     Attributes:
         name: its key in the microbatch.
-        dtype: NumPy name of its element type; "bytes" for byte strings.
+        dtype: NumPy name of its element type; "bytes" for byte strings, "any" for whatever comes.
         stages: kinds of pipeline stage that need it: "first" (embedding), "last" (loss), "mtp", "all".
         split: whether context parallelism splits it along the sequence.
         pad: value of what is not real.

@@ -13,7 +13,17 @@ import numpy.typing as npt
 from meshfeed.errors import PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
 from meshfeed.order import Draws, drawn_until, draws_of_step, epoch_sizes
-from meshfeed.plan import Account, CpSplit, Packing, StepPlan, account_of, cp_groups, plan_fixed, plan_step
+from meshfeed.plan import (
+    Account,
+    Align,
+    CpSplit,
+    Packing,
+    StepPlan,
+    account_of,
+    cp_groups,
+    plan_fixed,
+    plan_step,
+)
 from meshfeed.plan.account import exact_sum
 from meshfeed.recipe import Recipe
 from meshfeed.sequence import Portion, SequenceRule, portions_of
@@ -130,7 +140,9 @@ class Stepping:
     def _plan(self, step: int, draws: Draws, lengths: npt.NDArray[np.int64]) -> StepPlan:
         dp, cp, pp = self.layout.dp, self.layout.cp, self.layout.pp
         if self.packing is None:
-            return plan_fixed(lengths, dp=dp, cp=cp, micro_batch_size=self.micro_batch_size)
+            return plan_fixed(
+                lengths, dp=dp, cp=cp, micro_batch_size=self.micro_batch_size, align=self._row_align()
+            )
         try:
             return plan_step(lengths, self.packing, dp=dp, cp=cp, pp=pp, vpp=self.vpp)
         except PlanError as error:
@@ -138,6 +150,15 @@ class Stepping:
             where = draws.source[longest], draws.epoch[longest], draws.index[longest]
             told = "the longest is source {}, epoch {}, index {}".format(*where)
             raise PlanError(f"step {step}: {error} ({told})") from error
+
+    @property
+    def _row_tokens(self) -> int:
+        """Tokens of a row, where the rule pads its sequences to one length; else 1."""
+        return getattr(self.rule, "row_tokens", 1)
+
+    def _row_align(self) -> Align:
+        width = int(Align().padded(np.array(self._row_tokens), self.layout.cp))
+        return Align(sequence=width) if self._row_tokens > 1 else Align()
 
     @property
     def shares_packs(self) -> bool:
@@ -179,9 +200,9 @@ class Stepping:
 
     def _together(self, batch: GlobalBatch) -> int:
         """Microbatches to read and deliver at a time; the same on every rank."""
-        if self.packing is not None:
-            return 1  # packs are large, and differ
-        tokens = int(batch.plan.lengths.max(initial=1)) * self.micro_batch_size
+        if self.packing is not None or getattr(self.rule, "reads_singly", False):
+            return 1  # packs are large, and differ; so do items whose size nobody knows
+        tokens = int(batch.plan.lengths.max(initial=self._row_tokens)) * self.micro_batch_size
         return max(1, _TOKENS_TOGETHER // tokens)
 
     def summary(self) -> str:

@@ -1,6 +1,7 @@
 """Position -> draw: the order of the training stream as a function. Pure."""
 
 from meshfeed.order.interleave import Interleaving
+from meshfeed.order.keyed import philox, rng
 from meshfeed.order.permutation import key_of, permute, unpermute
 from meshfeed.order.stream import (
     Draws,
@@ -28,6 +29,8 @@ __all__ = [
     "num_positions",
     "num_steps",
     "permute",
+    "philox",
     "position_of",
+    "rng",
     "unpermute",
 ]

@@ -2,7 +2,19 @@
 
 from meshfeed.columns import Arrays, Columns
 from meshfeed.sequence.documents import Documents
+from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.rule import Portion, SequenceRule, portions_of
+from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.windows import Windows
 
-__all__ = ["Arrays", "Columns", "Documents", "Portion", "SequenceRule", "Windows", "portions_of"]
+__all__ = [
+    "Arrays",
+    "Columns",
+    "Documents",
+    "Masked",
+    "Portion",
+    "Samples",
+    "SequenceRule",
+    "Windows",
+    "portions_of",
+]

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.order import Draws
-from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe, Store
 from meshfeed.roles import Field
+from meshfeed.sequence.packed import PLAN_FIELDS, Pieces, fields_of_plan, holder_of, real_sizes
 from meshfeed.sequence.rule import Portion
 from meshfeed.store import StreamStore
 
@@ -28,12 +28,7 @@ _FIELDS = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
     Field(name="labels", dtype="int64", stages=("last",), split=True),
     Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=False),
-    Field(name="position_ids", dtype="int64", split=True, stored=False),
-    Field(name="sequence_ids", dtype="int32", split=True, pad=-1, stored=False),
-    Field(name="padding_mask", dtype="bool", split=True, pad=1, stored=False),
-    Field(name="cu_seqlens", dtype="int32", stored=False),
-    Field(name="cu_seqlens_padded", dtype="int32", stored=False),
-    Field(name="max_seqlen", dtype="int32", stored=False),
+    *PLAN_FIELDS,
 )
 
 
@@ -131,40 +126,28 @@ class Documents:
         allocate: Allocate,
     ) -> list[Arrays]:
         """The named fields of the one pack; see the class."""
-        pack, own = portion.pack, portion.own
-        tokens_here = int(own.sizes.sum()) if len(portion.draws) else portion.idle_tokens
-        real = np.minimum(own.stop, pack.lengths[own.sequence]) - own.start
-        pieces = _Pieces(own, np.maximum(real, 0))
+        pieces = Pieces.of(portion)
         arrays: Arrays = {}
-        for field in self.fields:
-            if field.name not in names or not field.split:
+        for field in _FIELDS:
+            if field.name not in names or field in PLAN_FIELDS:
                 continue
-            out = allocate((1, tokens_here), field.dtype)
+            out = allocate((1, pieces.num_tokens), field.dtype)
             out[:] = field.pad
             if field.stored and columns is not None:
                 self._fill_stored(recipe, portion, pieces, np.asarray(columns["tokens"]), field, out[0])
             elif field.name == "loss_mask":
                 self._fill_loss_mask(recipe, portion, pieces, out[0])
-            elif field.name == "position_ids":
-                for _, at, start, size in pieces:
-                    out[0, at : at + size] = np.arange(start, start + size)
-            elif field.name == "sequence_ids":
-                for piece, at, _, size in pieces:
-                    out[0, at : at + size] = own.sequence[piece]
-            elif field.name == "padding_mask":
-                for _, at, _, size in pieces:
-                    out[0, at : at + size] = False
             arrays[field.name] = out
-        arrays |= {name: value for name, value in _lengths_of(portion).items() if name in names}
+        arrays |= fields_of_plan(portion, pieces, names, allocate)
         return [arrays]
 
     # -- geometry ---------------------------------------------------------------------------------------
 
     def _held_sizes(self, recipe: Recipe, portion: Portion) -> tuple[Longs, Longs]:
         """(real tokens of each held slice, 1 where the document has a token after it); int64 [m]."""
-        held, lengths = portion.held, portion.pack.lengths
-        stop = np.minimum(held.stop, lengths[held.sequence])
-        sizes = np.maximum(stop - held.start, 0)
+        held = portion.held
+        sizes = real_sizes(held, portion.pack.lengths)
+        stop = held.start + sizes
         goes_on = portion.starts[held.sequence] + stop < self.lengths(recipe, portion.draws)[held.sequence]
         return sizes, (goes_on & (sizes > 0)).astype(np.int64)
 
@@ -182,57 +165,25 @@ class Documents:
                 yield store, slices, starts, starts + sizes[slices] + ahead[slices]
 
     def _fill_stored(
-        self, recipe: Recipe, portion: Portion, pieces: _Pieces, raw: Array, field: Field, out: Array
+        self, recipe: Recipe, portion: Portion, pieces: Pieces, raw: Array, field: Field, out: Array
     ) -> None:
         """tokens, or labels one token on, where there are any."""
         sizes, ahead = self._held_sizes(recipe, portion)
         held_at = np.cumsum(sizes + ahead) - (sizes + ahead)
         held, last = portion.held, sizes + ahead
         for piece, at, start, size in pieces:
-            h = _holder(held, int(portion.own.sequence[piece]), start)
+            h = holder_of(held, int(portion.own.sequence[piece]), start)
             first = int(held_at[h]) + start - int(held.start[h]) + (field.name == "labels")
             size = min(size, int(held_at[h]) + int(last[h]) - first)
             out[at : at + size] = raw[first : first + size]
 
-    def _fill_loss_mask(self, recipe: Recipe, portion: Portion, pieces: _Pieces, out: Array) -> None:
+    def _fill_loss_mask(self, recipe: Recipe, portion: Portion, pieces: Pieces, out: Array) -> None:
         ends = portion.starts + portion.pack.lengths == self.lengths(recipe, portion.draws)
         for piece, at, start, size in pieces:
             sequence = portion.own.sequence[piece]
             out[at : at + size] = 1
             if ends[sequence] and start + size == portion.pack.lengths[sequence]:
                 out[at + size - 1] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """The real tokens of the own slices: iterates (slice, place in the output, start, size)."""
-
-    own: Slices
-    real: Longs
-
-    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        at = np.cumsum(self.own.sizes) - self.own.sizes
-        rows = zip(at.tolist(), self.own.start.tolist(), self.real.tolist())
-        return ((i, place, start, size) for i, (place, start, size) in enumerate(rows) if size > 0)
-
-
-def _holder(held: Slices, sequence: int, start: int) -> int:
-    """The held slice that an own slice lies in; slices ascend by sequence and start."""
-    first, stop = np.searchsorted(held.sequence, [sequence, sequence + 1])
-    return int(first + np.searchsorted(held.start[first:stop], start, side="right") - 1)
-
-
-def _lengths_of(portion: Portion) -> dict[str, Array]:
-    pack = portion.pack
-    cu_seqlens, padded = pack.cu_seqlens, pack.cu_seqlens_padded
-    if not len(portion.draws):
-        cu_seqlens = np.zeros(2, np.int32)
-        padded = np.array([0, portion.idle_tokens * pack.cp_size], np.int32)
-    return {
-        "cu_seqlens": np.array(cu_seqlens),
-        "cu_seqlens_padded": np.array(padded),
-        "max_seqlen": np.array(np.diff(padded).max(initial=0), np.int32),
-    }
 
 
 def _stores(recipe: Recipe) -> Sequence[Any]:

@@ -97,7 +97,11 @@ def portions_of(
 
 
 class SequenceRule(Rule, Protocol):
-    """How draws become sequences. Implementations are frozen and keep no state."""
+    """How draws become sequences. Implementations are frozen and keep no state.
+
+    A rule of rows may also have `row_tokens` (int), the length that its shorter sequences are padded to, and
+    any rule `reads_singly` (bool): read one microbatch at a time, since lengths do not tell how large it is.
+    """
 
     @property
     def fields(self) -> tuple[Field, ...]:

@@ -2,15 +2,23 @@
 
 from meshfeed.store.indexed import IndexedStore, ReadStats
 from meshfeed.store.indexed_writer import IndexedWriter, best_dtype
+from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.store.mock import Lengths
 from meshfeed.store.open import open_store
 from meshfeed.store.protocol import Store, StreamStore
+from meshfeed.store.views import Resampled, SameEveryEpoch
 
 __all__ = [
+    "NUMBERS",
     "IndexedStore",
     "IndexedWriter",
+    "Item",
     "Lengths",
+    "Mapped",
     "ReadStats",
+    "Refused",
+    "Resampled",
+    "SameEveryEpoch",
     "Store",
     "StreamStore",
     "best_dtype",

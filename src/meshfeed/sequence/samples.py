@@ -1,0 +1,319 @@
+"""Samples: the items of datasets that users write, with whatever fields they have.
+
+In rows, the fields of a microbatch's items are stacked. Packed, their per-token fields lie side by side as
+those of `Documents` do, and context parallelism splits them. What travels is what the dataset gave, of split
+fields only the held slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.errors import PlanError, RecipeError, StoreError
+from meshfeed.order import Draws, EpochIndex
+from meshfeed.recipe import Recipe, Store
+from meshfeed.roles import Field
+from meshfeed.sequence.packed import PLAN_FIELDS, Pieces, fields_of_plan, holder_of, real_sizes
+from meshfeed.sequence.rule import Portion
+from meshfeed.store import NUMBERS, Item, Mapped, Refused
+
+Longs = npt.NDArray[np.int64]
+Value = Array | bytes
+
+ANY = "any"
+"""The dtype of a field that comes as it is: an array of whatever numbers, or bytes."""
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Samples:
+    """A sequence is an item of a `Mapped`.
+
+    Each field is a name, or a `Field`: a plain name goes to all stages, unsplit, with the dtype it comes in.
+    A field's dtype is the NumPy name of its numbers, "bytes", or "any"; an item whose value is of another is
+    refused, never converted. What an item has besides is ignored.
+
+    In rows (`micro_batch_size` items): a field is [rows, ...] where its shapes agree in the microbatch, else
+    a list of one array per item; byte strings are a list of bytes. A microbatch that the batch does not fill
+    has fewer rows; in one without any, each field is [].
+
+    Packed (the stores have lengths, the Feed a `Packing`): a field with split=True is one number per token,
+    [1, tokens of this cp rank], padded with its `pad`; any other is a list with one value per sequence of the
+    pack. Beside them are position_ids, sequence_ids, padding_mask, cu_seqlens, cu_seqlens_padded and
+    max_seqlen, as `Documents` has them. There is no shift: labels are a field like any other.
+
+    Tokens are counted by the stores' lengths, an item without one as 1. Loss-bearing tokens are those that
+    `Mapped(valid=...)` tells, else all. They are told for whole items: where the packing splits one, its
+    pieces share them out, and one that is truncated is refused.
+
+    Args:
+        fields: at least one; no two alike.
+        packed: whether items are packed.
+
+    Raises RecipeError for fields that cannot be.
+    """
+
+    declared: tuple[Field, ...]
+    packed: bool
+
+    def __init__(self, *fields: Field | str, packed: bool = False) -> None:
+        declared = tuple(Field(name=f, dtype=ANY) if isinstance(f, str) else f for f in fields)
+        _check(declared, packed)
+        object.__setattr__(self, "declared", declared)
+        object.__setattr__(self, "packed", packed)
+
+    def __repr__(self) -> str:
+        told = [
+            f"{f.name}: {f.dtype} {'+'.join(f.stages)}{f' split pad={f.pad:g}' * f.split}"
+            for f in self.declared
+        ]
+        return f"Samples({', '.join(told)}, packed={self.packed})"
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Those declared, and those of the plan where items are packed."""
+        return self.declared + (PLAN_FIELDS if self.packed else ())
+
+    @property
+    def reads_singly(self) -> bool:
+        """One microbatch at a time is read: how large items are is not known."""
+        return True
+
+    def summary(self) -> str:
+        """All fields and options in one line."""
+        return repr(self)
+
+    def num_sequences(self, store: Store) -> int:
+        """Items in the store. Raises RecipeError for one that is no `Mapped`, or lacks lengths to pack by."""
+        if not isinstance(store, Mapped):
+            raise RecipeError(f"Samples reads a mf.Mapped(dataset); {store!r} is none")
+        if self.packed and not store.has_lengths:
+            raise RecipeError(f"Samples(packed=True) plans with lengths: give {store!r} its lengths=")
+        return store.num_documents
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each item; 1 where the store has no lengths; int64 [n]."""
+        lengths = np.zeros(len(draws), np.int64)
+        for store, mine in _by_source(recipe, draws):
+            lengths[mine] = store.lengths(draws.index[mine])
+        return lengths
+
+    def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
+        """Loss-bearing tokens of each piece; int64 [n]. Raises PlanError where they cannot be told."""
+        whole = self.lengths(recipe, draws)
+        valid, stops = lengths.copy(), starts + lengths
+        for store, mine in _by_source(recipe, draws):
+            if not store.has_valid:
+                continue
+            told, size = store.valid_tokens(draws.index[mine]), np.maximum(whole[mine], 1)
+            # 5 of 9 tokens in pieces of 3 3 3: up to each cut 0 1 3 5, hence 1 2 2
+            valid[mine] = told * stops[mine] // size - told * starts[mine] // size
+        self._refuse_truncated(recipe, draws, starts, stops, whole)
+        return valid
+
+    def _refuse_truncated(
+        self, recipe: Recipe, draws: Draws, starts: Longs, stops: Longs, whole: Longs
+    ) -> None:
+        """Pieces of an item follow each other; one that ends early with no other after it was cut."""
+        goes_on = np.zeros(len(draws), np.bool_)
+        goes_on[:-1] = starts[1:] == stops[:-1]
+        for store, mine in _by_source(recipe, draws):
+            cut = mine[(stops[mine] < whole[mine]) & ~goes_on[mine]]
+            if store.has_valid and cut.size:
+                raise PlanError(
+                    f"{store}: item {draws.index[cut[0]]} is cut from {whole[cut[0]]} to "
+                    f"{stops[cut[0]]} tokens, and valid= tells only of whole ones; truncate in the dataset, "
+                    f"or set oversize='split' or 'drop'"
+                )
+
+    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
+        """Bytes of the split columns; of the others nothing is known."""
+        tokens = int(real_sizes(portion.held, portion.pack.lengths).sum())
+        return tokens * sum(np.dtype(field.dtype).itemsize for field in self.declared if field.split)
+
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
+        """Let the stores' workers begin."""
+        for portion in portions:
+            for store, mine in _by_source(recipe, portion.draws):
+                store.announce(_places(portion.draws, mine))
+
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
+        """The declared fields of the portion's items; see the class for what is refused."""
+        draws = portion.draws
+        items: list[Item] = [{}] * len(draws)
+        for store, mine in _by_source(recipe, draws):
+            for place, item in zip(mine.tolist(), store.fetch(_places(draws, mine))):
+                items[place] = item
+        whole = self.lengths(recipe, draws)
+        columns: dict[str, Array | list[Array] | list[bytes]] = {}
+        for field in self.declared:
+            values = [_value(recipe, draws, i, field, item) for i, item in enumerate(items)]
+            _refuse_mixed(recipe, draws, field, values)
+            if field.split:
+                arrays = cast(list[Array], values)
+                for i, array in enumerate(arrays):
+                    _check_length(recipe, draws, i, field, array, int(whole[i]))
+                columns[field.name] = _held_tokens(portion, field, arrays, allocate)
+            else:
+                columns[field.name] = _stacked(values)
+        return columns
+
+    def build(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> list[Arrays]:
+        """The named fields of each microbatch; see the class."""
+        wanted = [field for field in self.declared if field.name in names and columns is not None]
+        held = columns or {}
+        if self.packed:
+            pieces = Pieces.of(portion)
+            arrays: Arrays = {}
+            for field in wanted:
+                column = held[field.name]
+                if field.split:
+                    arrays[field.name] = _own_tokens(portion, pieces, field, np.asarray(column), allocate)
+                else:
+                    arrays[field.name] = _copies(column, 0, len(portion.draws))
+            return [arrays | fields_of_plan(portion, pieces, names, allocate)]
+        made: list[Arrays] = []
+        for m, draws in enumerate(portion.draws_by_microbatch()):
+            start, stop = m * portion.rows, m * portion.rows + len(draws)
+            made.append({f.name: _row_values(held[f.name], start, stop, allocate) for f in wanted})
+        return made
+
+
+def _check(declared: tuple[Field, ...], packed: bool) -> None:
+    names = [field.name for field in declared]
+    if not names or len(set(names)) < len(names):
+        raise RecipeError(f"Samples(fields {names}): at least one, and each name once")
+    taken = {field.name for field in PLAN_FIELDS} & set(names) if packed else set[str]()
+    if taken:
+        raise RecipeError(f"Samples: {sorted(taken)} are made from lengths when packed; name yours otherwise")
+    for field in declared:
+        if field.dtype not in NUMBERS | {ANY, "bytes"}:
+            raise RecipeError(
+                f"field {field.name!r}: dtype {field.dtype!r}; choose a number's, 'bytes' or 'any'"
+            )
+        if field.split and (not packed or field.dtype not in NUMBERS):
+            raise RecipeError(
+                f"field {field.name!r} is split: it needs Samples(packed=True) and the dtype of its numbers"
+            )
+        if not field.stored:
+            raise RecipeError(f"field {field.name!r} is not stored, but all that Samples has is")
+
+
+# -- what a dataset gave -----------------------------------------------------------------------------
+
+
+def _value(recipe: Recipe, draws: Draws, i: int, field: Field, item: Item) -> Value:
+    """A field of an item. Raises StoreError where it is missing or of another type than declared."""
+    if field.name not in item:
+        raise _bad(recipe, draws, i, f"has no {field.name!r}, only {sorted(item)}; give it in every item")
+    value = item[field.name]
+    if isinstance(value, Refused):
+        raise _bad(recipe, draws, i, f"{field.name!r} {value.why}")
+    if field.dtype not in (ANY, _type_of(value)):
+        raise _bad(
+            recipe, draws, i, f"{field.name!r} is {_type_of(value)}, declared {field.dtype}; make them one"
+        )
+    return value
+
+
+def _refuse_mixed(recipe: Recipe, draws: Draws, field: Field, values: list[Value]) -> None:
+    for i, value in enumerate(values):
+        if _type_of(value) != _type_of(values[0]):
+            both = f"{_type_of(value)}, {_type_of(values[0])} in {_at(draws, 0)}"
+            raise _bad(recipe, draws, i, f"{field.name!r} is {both}; give it one type in all items")
+
+
+def _check_length(recipe: Recipe, draws: Draws, i: int, field: Field, array: Array, length: int) -> None:
+    if array.shape != (length,):
+        has = f"{array.size} tokens" if array.ndim == 1 else f"shape {list(array.shape)}"
+        raise _bad(recipe, draws, i, f"{field.name!r} has {has}, lengths says {length}; make them agree")
+
+
+def _bad(recipe: Recipe, draws: Draws, i: int, what: str) -> StoreError:
+    source = int(draws.source[i])
+    return StoreError(f"source {source}, {recipe.sources[source]}: {_at(draws, i)}: {what}")
+
+
+def _type_of(value: Value) -> str:
+    return "bytes" if isinstance(value, bytes) else value.dtype.name
+
+
+def _at(draws: Draws, i: int) -> EpochIndex:
+    return EpochIndex(int(draws.epoch[i]), int(draws.index[i]))
+
+
+def _places(draws: Draws, mine: Longs) -> list[EpochIndex]:
+    return [EpochIndex(e, i) for e, i in zip(draws.epoch[mine].tolist(), draws.index[mine].tolist())]
+
+
+def _by_source(recipe: Recipe, draws: Draws) -> Iterator[tuple[Mapped, Longs]]:
+    """(store, which draws are of it), for each store that has any."""
+    for s in np.unique(draws.source).tolist():
+        yield cast(Mapped, recipe.sources[s]), np.flatnonzero(draws.source == s)
+
+
+# -- shapes ------------------------------------------------------------------------------------------
+
+
+def _stacked(values: list[Value]) -> Array | list[Array] | list[bytes]:
+    """One array where all shapes agree: a table of contents for each value would outweigh small ones."""
+    if not values or isinstance(values[0], bytes):
+        return cast(list[bytes], values)
+    arrays = cast(list[Array], values)
+    return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
+
+
+def _copies(column: Any, start: int, stop: int) -> list[Array] | list[bytes]:
+    """The values start..stop, free of the buffer or the dataset that they lie in."""
+    if stop > start and isinstance(column[start], bytes):
+        return list(column[start:stop])
+    return [np.array(column[i]) for i in range(start, stop)]
+
+
+def _row_values(column: Any, start: int, stop: int, allocate: Allocate) -> Array | list[Array] | list[bytes]:
+    if start == stop or isinstance(column[start], bytes):
+        return list(column[start:stop])
+    shapes = {np.shape(column[i]) for i in range(start, stop)}
+    if len(shapes) > 1:
+        return _copies(column, start, stop)
+    out = allocate((stop - start, *shapes.pop()), column[start].dtype.name)
+    for row, i in enumerate(range(start, stop)):
+        out[row] = column[i]
+    return out
+
+
+def _held_tokens(portion: Portion, field: Field, arrays: list[Array], allocate: Allocate) -> Array:
+    """The held slices of each item, one after the other; [held tokens]."""
+    held, sizes = portion.held, real_sizes(portion.held, portion.pack.lengths)
+    tokens = allocate((int(sizes.sum()),), field.dtype)
+    starts = (portion.starts[held.sequence] + held.start).tolist()
+    at = 0
+    for sequence, start, size in zip(held.sequence.tolist(), starts, sizes.tolist()):
+        tokens[at : at + size] = arrays[sequence][start : start + size]
+        at += size
+    return tokens
+
+
+def _own_tokens(portion: Portion, pieces: Pieces, field: Field, tokens: Array, allocate: Allocate) -> Array:
+    """This rank's slices out of the held ones, padded; [1, tokens]."""
+    held, sizes = portion.held, real_sizes(portion.held, portion.pack.lengths)
+    held_at = np.cumsum(sizes) - sizes
+    out = allocate((1, pieces.num_tokens), field.dtype)
+    out[:] = field.pad
+    for piece, at, start, size in pieces:
+        h = holder_of(held, int(pieces.own.sequence[piece]), start)
+        first = int(held_at[h]) + start - int(held.start[h])
+        out[0, at : at + size] = tokens[first : first + size]
+    return out

@@ -1,0 +1,245 @@
+"""A store over a dataset that a user writes: anything with a length, indexed by `EpochIndex`.
+
+The contract, and all of it: `dataset[EpochIndex(epoch, index)]` is a dict of name -> value, and the same one
+whenever and wherever it is asked for, in any process and any order. What is random in it is drawn from
+`meshfeed.rng(seed, epoch, index)`, never from a global generator.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from meshfeed.columns import Array
+from meshfeed.errors import StoreError
+from meshfeed.order import EpochIndex
+from meshfeed.store.indexed import ReadStats
+from meshfeed.store.workers import Failure, Workers
+
+I64 = npt.NDArray[np.int64]
+
+NUMBERS = frozenset({"bool", "float16", "float32", "float64", "complex64", "complex128"}).union(
+    f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
+)
+"""Names of the element types that an array may have: those that torch and NumPy share."""
+
+
+class EpochDataset(Protocol):
+    """What `Mapped` takes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, at: EpochIndex, /) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A value that no rank could be given, and why. An error only where a field asks for it."""
+
+    why: str
+
+
+Item = dict[str, Array | bytes | Refused]
+"""One item: an array of numbers, or bytes, by name."""
+
+
+class Mapped:
+    """A user's dataset as a store, for `meshfeed.Samples`.
+
+    Args:
+        dataset: `len(dataset)` items, `dataset[EpochIndex(epoch, index)]` a dict of name -> NumPy array,
+            torch tensor on the CPU, number, str or bytes. A str comes as its UTF-8 bytes.
+        lengths: tokens of each item, whole numbers [len(dataset)]; what packing plans with. None where
+            items are no token sequences, or stand in rows.
+        valid: loss-bearing tokens of each item, whole numbers [len(dataset)]; None for all its tokens (or 1,
+            where there are no lengths). Sums to `step.valid_tokens`.
+        version: changes whenever the items do; part of the fingerprint.
+        workers: processes that make items ahead, on each rank that reads; 0 makes them where they are asked
+            for. They hold what is announced, up to two steps of this rank.
+        timeout_s: how long a worker may take for one item.
+
+    Enter it (`with`) to read; a Feed does. Pickled or copied, it arrives not entered.
+    Raises StoreError for what is no dataset, or lengths that do not fit it.
+    """
+
+    def __init__(
+        self,
+        dataset: EpochDataset,
+        *,
+        lengths: npt.ArrayLike | None = None,
+        valid: npt.ArrayLike | None = None,
+        version: str = "",
+        workers: int = 0,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise StoreError(f"Mapped({dataset!r}): a dataset has a length and items; this one lacks them")
+        if workers < 0 or timeout_s <= 0:
+            raise StoreError(f"Mapped(workers={workers}, timeout_s={timeout_s}): from 0, and above 0")
+        self._dataset, self.version = dataset, version
+        self.num_documents = len(dataset)
+        self._lengths = self._counts("lengths", lengths)
+        self._valid = self._counts("valid", valid)
+        self._num_workers, self._timeout_s = workers, timeout_s
+        self.stats = ReadStats()
+        self._depth = 0
+        self._workers: Workers | None = None
+
+    def _counts(self, name: str, given: npt.ArrayLike | None) -> I64 | None:
+        if given is None:
+            return None
+        counts = np.asarray(given)
+        if counts.shape != (self.num_documents,) or (counts.size and counts.dtype.kind not in "iu"):
+            raise StoreError(
+                f"Mapped({name}=...): {counts.dtype} {list(counts.shape)}; give one whole number for each of "
+                f"the {self.num_documents} items"
+            )
+        if (counts < 0).any():
+            raise StoreError(f"Mapped({name}=...): item {int((counts < 0).argmax())} has {counts.min()}")
+        return counts.astype(np.int64)
+
+    # -- what it is -----------------------------------------------------------------------------------
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the dataset's class name, its length, lengths, valid and version.
+
+        It tells another dataset, more or fewer items, or other lengths. It cannot tell that the items
+        themselves, or the code that makes them, have changed: that is what `version` is for.
+        """
+        told = f"{name_of(self._dataset)} {self.num_documents} {self.version}"
+        digest = hashlib.blake2b(told.encode(), digest_size=16)
+        for counts in (self._lengths, self._valid):
+            digest.update(b"none" if counts is None else counts.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether lengths were given."""
+        return self._lengths is not None
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each item; int64 [n]. 1 where no lengths were given: an item counts as one."""
+        return np.ones(len(documents), np.int64) if self._lengths is None else self._lengths[documents]
+
+    def valid_tokens(self, documents: I64) -> I64:
+        """Loss-bearing tokens of each item; int64 [n]."""
+        return self.lengths(documents) if self._valid is None else self._valid[documents]
+
+    @property
+    def has_valid(self) -> bool:
+        """Whether loss-bearing tokens were given."""
+        return self._valid is not None
+
+    def __repr__(self) -> str:
+        return f"Mapped({name_of(self._dataset)}, {self.num_documents} items)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_depth": 0, "_workers": None, "stats": ReadStats()}
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        if self._depth == 1 and self._num_workers:
+            make = functools.partial(item_of, self._dataset)
+            # No process starts before the first item is announced: not every rank reads.
+            self._workers = Workers(make, self._num_workers, self._timeout_s, repr(self))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if not self._depth and self._workers is not None:
+            workers, self._workers = self._workers, None
+            workers.close()
+
+    def announce(self, places: Sequence[EpochIndex]) -> None:
+        """These items will be fetched, in this order: workers begin with them."""
+        if self._workers is not None:
+            self._workers.announce(places)
+
+    def fetch(self, places: Sequence[EpochIndex]) -> list[Item]:
+        """The items, in the order asked for.
+
+        Raises StoreError naming the EpochIndex where the dataset fails or gives no dict (from a worker, with
+        its traceback), and where a worker dies or is late.
+        """
+        if not self._depth:
+            raise StoreError(f"{self}: not entered; read from it inside `with store:`")
+        if self._workers is None:
+            made = {at: self._item(at) for at in dict.fromkeys(places)}
+            items = [made[at] for at in places]
+        else:
+            items = self._workers.fetch(places)
+            for at, item in zip(places, items):
+                if isinstance(item, Failure):
+                    raise StoreError(f"{self}: {at} failed in worker {item.worker}:\n{item.text}")
+        self.stats.reads += len(items)
+        self.stats.bytes_read += sum(num_bytes_of(item) for item in items)
+        return items
+
+    def _item(self, at: EpochIndex) -> Item:
+        try:
+            return item_of(self._dataset, at)
+        except Exception as error:
+            raise StoreError(f"{self}: {at} failed: {type(error).__name__}: {error}") from error
+
+
+def item_of(dataset: EpochDataset, at: EpochIndex) -> Item:
+    """One item, its values made plain. Raises what the dataset raises, TypeError where it gives no dict."""
+    given = cast(Any, dataset[at])
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"the dataset gave {_kind(given)}; give a dict of name -> array, number, str or bytes"
+        )
+    return {str(name): plain(value) for name, value in given.items()}
+
+
+def plain(value: Any) -> Array | bytes | Refused:
+    """A value as an array of numbers or as bytes; see `Mapped` for what may come."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, (bytes, bytearray)):
+        return bytes(value)
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or value.layout != torch.strided:
+            return Refused(f"is a tensor on {value.device}, {value.layout}; give a dense one on the CPU")
+        try:
+            value = value.detach().resolve_conj().resolve_neg().numpy()
+        except TypeError:
+            return Refused(f"is a tensor of {value.dtype}, which NumPy has not; give float32")
+    if not isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
+        return Refused(f"is {_kind(value)}; give an array, a tensor, a number, a str or bytes")
+    array = np.asarray(value, order="C")
+    if array.dtype.hasobject:
+        return Refused("is an array of Python objects; give an array of numbers, or a str or bytes")
+    if array.dtype.name not in NUMBERS or not array.dtype.isnative:
+        return Refused(f"is an array of {array.dtype.str}; give one of {', '.join(sorted(NUMBERS))}")
+    return array
+
+
+def num_bytes_of(item: Item) -> int:
+    """Bytes of all values."""
+    return sum(
+        len(value) if isinstance(value, bytes) else value.nbytes
+        for value in item.values()
+        if not isinstance(value, Refused)
+    )
+
+
+def name_of(dataset: Any) -> str:
+    """What a dataset is called: its class, or what it says of itself, as the adapters here do."""
+    return str(getattr(dataset, "dataset_name", type(dataset).__qualname__))
+
+
+def _kind(value: Any) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else kind.__qualname__

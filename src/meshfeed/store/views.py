@@ -1,0 +1,104 @@
+"""Datasets seen another way: by EpochIndex where they take whole numbers, and the reverse."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from meshfeed.errors import RecipeError
+from meshfeed.order import EpochIndex, key_of, permute
+from meshfeed.store.mapped import EpochDataset, name_of
+
+
+class IntDataset(Protocol):
+    """A map-style dataset as torch knows it."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class SameEveryEpoch:
+    """A dataset indexed by whole numbers, for `Mapped`: every epoch has the same items.
+
+    Args:
+        dataset: `dataset[index]` for index in [0, len(dataset)).
+        names: names for the parts of an item, where the dataset gives tuples, such as ("image", "label").
+
+    Indexing raises what the dataset raises, and RecipeError where the parts are not as many as the names.
+    """
+
+    def __init__(self, dataset: IntDataset, names: Sequence[str] | None = None) -> None:
+        self._dataset, self._names = dataset, None if names is None else tuple(names)
+
+    @property
+    def dataset_name(self) -> str:
+        """Its own name with the dataset's; part of the fingerprint."""
+        return f"SameEveryEpoch({name_of(self._dataset)})"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, at: EpochIndex) -> Mapping[str, Any]:
+        item = self._dataset[at.index]
+        if self._names is None:
+            return cast(Mapping[str, Any], item)
+        if not isinstance(item, (tuple, list)) or len(cast(Sequence[Any], item)) != len(self._names):
+            raise RecipeError(f"item {at.index} is no tuple of {len(self._names)} parts: {self._names}")
+        return dict(zip(self._names, cast(Sequence[Any], item)))
+
+
+class Resampled:
+    """Epoch after epoch of an EpochIndex dataset as one list of samples, for a loop that is not meshfeed's.
+
+    Sample i is of epoch i // n, n the dataset's length; each epoch is a permutation of its own, and nothing
+    is stored. Take the samples in order: the shuffle is here. With the same seed, their order is
+    that of a Recipe over the dataset alone.
+
+    Args:
+        dataset: indexed by EpochIndex.
+        epochs: whole passes, from 1; 1 where neither is given.
+        samples: or this many items, from 0, the last pass cut short.
+        shuffle: False keeps the dataset's order in every epoch.
+        seed: keys the permutations; an int64.
+
+    Raises RecipeError for counts outside these, IndexError past the end.
+    """
+
+    def __init__(
+        self,
+        dataset: EpochDataset,
+        *,
+        epochs: int | None = None,
+        samples: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if epochs is not None and samples is not None:
+            raise RecipeError(f"Resampled(epochs={epochs}, samples={samples}): give one of them")
+        count, size = (1 if epochs is None else epochs) if samples is None else samples, len(dataset)
+        if type(count) is not int or count < (samples is None) or (samples and not size):
+            raise RecipeError(
+                f"Resampled(epochs={epochs}, samples={samples}) of {size} items: whole numbers, "
+                f"epochs from 1, samples from 0, and no samples of nothing"
+            )
+        self._dataset, self._size, self._shuffle, self._seed = dataset, size, shuffle, seed
+        self._count = count * size if samples is None else count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def place(self, i: int) -> EpochIndex:
+        """Which item of which epoch sample i is."""
+        at = operator.index(i)
+        at += len(self) if at < 0 else 0
+        if not 0 <= at < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        epoch, index = divmod(at, self._size)
+        if self._shuffle:
+            index = int(permute(index, size=self._size, key=key_of(self._seed, 0, epoch)))
+        return EpochIndex(epoch, index)
+
+    def __getitem__(self, i: int) -> Mapping[str, Any]:
+        return self._dataset[self.place(i)]

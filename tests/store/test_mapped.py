@@ -1,0 +1,307 @@
+"""Mapped: what datasets may give, workers and their deaths, adapters, keyed randomness."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshfeed as mf
+import world
+from meshfeed.order import key_of, permute
+from observe import take
+from user_datasets import (
+    Fatal,
+    OddError,
+    Plain,
+    Rich,
+    fail,
+    fail_oddly,
+    global_randomness,
+    kill_this_process,
+    leave_this_process,
+    never,
+    samples_recipe,
+)
+
+WORKERS = (0, 1, 2)
+
+
+def places(*indices: int, epoch: int = 0) -> list[mf.EpochIndex]:
+    return [mf.EpochIndex(epoch, i) for i in indices]
+
+
+def nothing_runs() -> bool:
+    """No worker process is left, and no thread that took from them."""
+    named = {thread.name for thread in threading.enumerate()}
+    return not multiprocessing.active_children() and "meshfeed-workers" not in named
+
+
+# -- what it is ------------------------------------------------------------------------------------
+
+
+def test_the_fingerprint_tells_what_it_can() -> None:
+    sizes = np.arange(40)
+    same = [mf.Mapped(Rich(), lengths=sizes.astype(t), version="1") for t in (np.int32, np.uint64)]
+    others = [
+        mf.Mapped(Rich(), version="1"),
+        mf.Mapped(Rich(), lengths=sizes, version="2"),
+        mf.Mapped(Rich(), lengths=sizes + 1, version="1"),
+        mf.Mapped(Rich(), valid=sizes, version="1"),
+        mf.Mapped(Rich(41), version="1"),
+        mf.Mapped(Plain(40, fail), version="1"),
+        mf.Mapped(mf.SameEveryEpoch([0] * 40), version="1"),
+    ]
+    assert same[0].fingerprint == same[1].fingerprint
+    assert len({store.fingerprint for store in (same[0], *others)}) == len(others) + 1
+    assert mf.Mapped(Rich(seed=4)).fingerprint == mf.Mapped(Rich(seed=5)).fingerprint  # as it says itself
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lengths": [1, 2]}, r"lengths.*\[2\].*40 items"),
+        ({"lengths": np.ones(40)}, "lengths.*float64"),
+        ({"valid": [-1] * 40}, "valid.*item 0 has -1"),
+        ({"workers": -1}, "workers=-1"),
+        ({"timeout_s": 0}, "timeout_s=0"),
+    ],
+)
+def test_arguments_are_checked(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(mf.StoreError, match=said):
+        mf.Mapped(Rich(), **options)
+
+
+def test_what_is_no_dataset_is_refused() -> None:
+    with pytest.raises(mf.StoreError, match="has a length and items"):
+        mf.Mapped(iter([1]))  # type: ignore[arg-type]
+    with pytest.raises(mf.StoreError, match="not entered"):
+        mf.Mapped(Rich()).fetch(places(0))
+
+
+def test_a_copy_is_not_entered() -> None:
+    with mf.Mapped(Rich(), workers=1) as store:
+        store.fetch(places(1))
+        copy = pickle.loads(pickle.dumps(store))
+        assert copy.fingerprint == store.fingerprint
+        with pytest.raises(mf.StoreError, match="not entered"):
+            copy.fetch(places(1))
+    assert nothing_runs()
+
+
+# -- workers ---------------------------------------------------------------------------------------
+
+
+def flat(items: list[Any]) -> list[Any]:
+    return [
+        {k: v if isinstance(v, bytes) else (v.dtype, v.shape, v.tobytes()) for k, v in i.items() if k != "unasked"}
+        for i in items
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_items_come_whatever_was_announced(workers: int) -> None:
+    """In order, out of order, again, not announced at all, left behind by an earlier iteration."""
+    wanted = {at: flat([item])[0] for at, item in zip(places(*range(40)), reference(range(40)))}
+    with mf.Mapped(Rich(), workers=workers) as store:
+        store.announce(places(*range(20)))
+        assert flat(store.fetch(places(0, 1, 2))) == [wanted[at] for at in places(0, 1, 2)]
+        assert flat(store.fetch(places(2, 30, 1))) == [wanted[at] for at in places(2, 30, 1)]
+        assert flat(store.fetch(places(9))) == [wanted[at] for at in places(9)]  # 3..8 are not wanted
+        store.announce(places(*range(5, 40)))  # a new iteration
+        for start in range(5, 40, 5):
+            some = places(*range(start, start + 5))
+            assert flat(store.fetch(some)) == [wanted[at] for at in some]
+        assert flat(store.fetch(places(3, 3, 39))) == [wanted[at] for at in places(3, 3, 39)]
+        assert flat(store.fetch(places(3, epoch=1))) != [wanted[at] for at in places(3)]
+        held = store._workers
+        assert held is None or not (held._made or held._uses or held._order)
+        assert store.stats.reads == 3 + 3 + 1 + 35 + 3 + 1
+    assert nothing_runs()
+
+
+def reference(indices: Any) -> list[Any]:
+    with mf.Mapped(Rich()) as store:
+        return store.fetch(places(*indices))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_nothing_global_is_drawn_from(workers: int) -> None:
+    before = global_randomness()
+    with mf.Feed(samples_recipe(Rich(), "ids", "score", workers=workers)) as feed:
+        for step in feed:
+            for microbatch in step.microbatches:
+                assert microbatch["score"][0] < 1
+            assert global_randomness() == before
+    mf.Resampled(Rich(), epochs=2)[60]
+    assert global_randomness() == before
+    assert nothing_runs()
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(("make", "kind"), [(fail, "LookupError: nothing at 5"), (fail_oddly, "OddError")])
+def test_what_a_dataset_raises_is_told(workers: int, make: Any, kind: str) -> None:
+    told = r"(?s)Fatal, 12 items.*EpochIndex\(epoch=0, index=5\)"
+    recipe = samples_recipe(Fatal(12, 5, make), "x", workers=workers)
+    with mf.Feed(recipe) as feed, pytest.raises(mf.StoreError, match=told) as said:
+        take(feed)
+    assert kind in str(said.value)
+    if workers:
+        assert "worker" in str(said.value)
+        assert "Traceback" in str(said.value) and "user_datasets.py" in str(said.value)
+    else:
+        assert isinstance(said.value.__cause__, (LookupError, OddError))
+    assert nothing_runs()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(
+    ("make", "how"), [(kill_this_process, "killed by signal 9"), (leave_this_process, "exit code 3")]
+)
+def test_a_worker_that_dies_ends_the_feed(prefetch: int, make: Any, how: str) -> None:
+    recipe = samples_recipe(Fatal(64, 40, make), "x", workers=2)
+    told = rf"worker [01] \(process \d+\) .*{how} while EpochIndex"
+    with mf.Feed(recipe, prefetch=prefetch) as feed, pytest.raises(mf.StoreError, match=told):
+        take(feed)
+    assert nothing_runs()
+
+
+def test_an_item_that_never_comes() -> None:
+    recipe = samples_recipe(Fatal(8, 3, never), "x", workers=1, timeout_s=0.5)
+    with mf.Feed(recipe) as feed, pytest.raises(mf.StoreError, match=r"index=\d\) is not there after 0.5 s"):
+        take(feed)
+    assert nothing_runs()
+
+
+def test_workers_that_cannot_start_say_why() -> None:
+    multiprocessing.current_process()._config["daemon"] = True  # such a process may have no children
+    try:
+        with (
+            mf.Feed(samples_recipe(Rich(), "ids", workers=1)) as feed,
+            pytest.raises(mf.StoreError, match=r"(?s)workers cannot go on.*daemonic"),
+        ):
+            take(feed)
+    finally:
+        multiprocessing.current_process()._config["daemon"] = False
+
+
+class Stuck:
+    """Tells through a pipe with a name that it is being read, and goes no further."""
+
+    def __init__(self, fifo: str) -> None:
+        self.fifo = fifo
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, at: mf.EpochIndex) -> Any:
+        os.write(os.open(self.fifo, os.O_WRONLY), b"!")
+        never(at)
+
+
+def rank_with_workers(rank: int, fifo: str) -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # as a launcher's ranks are
+    with mf.Feed(samples_recipe(Stuck(fifo), "x", workers=1)) as feed:
+        take(feed)
+
+
+def test_a_killed_rank_leaves_no_worker(tmp_path: Path) -> None:
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    jobs = world.start(rank_with_workers, 1, fifo, distributed=False)
+    with open(fifo, "rb", buffering=0) as held:
+        assert held.read(1) == b"!"
+        jobs.kill([0])
+        assert held.read() == b""  # only once the worker, who is busy, has ended
+    jobs.join(20)
+
+
+def test_a_feed_that_is_left_ends_its_workers() -> None:
+    feed = mf.Feed(samples_recipe(Rich(400), "ids", workers=2))
+    for entered in range(2):
+        with feed:
+            for step in feed:
+                if step.index == 1 + entered:
+                    break
+        assert nothing_runs()
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def test_same_every_epoch() -> None:
+    pairs = [(np.array([i, i + 1]), i % 2) for i in range(6)]
+    recipe = samples_recipe(mf.SameEveryEpoch(pairs, names=("pair", "odd")), "pair", "odd", sequences=6)
+    seen = {}
+    with mf.Feed(recipe, micro_batch_size=6) as feed:
+        for step in feed:
+            (microbatch,) = step.microbatches
+            by_index = np.argsort(microbatch.draws.index)
+            seen[step.index] = microbatch["pair"].numpy()[by_index]
+            assert microbatch["odd"].numpy()[by_index].tolist() == [0, 1, 0, 1, 0, 1]
+    assert np.array_equal(seen[0], np.array([pair for pair, _ in pairs]))
+    assert np.array_equal(seen[0], seen[1])
+    wrong = mf.Mapped(mf.SameEveryEpoch(pairs, names=("one",)))
+    with wrong, pytest.raises(mf.StoreError, match=r"index=2\).*no tuple of 1 parts"):
+        wrong.fetch(places(2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 40])
+def test_resampled_is_the_stream_of_a_recipe(size: int) -> None:
+    dataset = Plain(size, lambda at: {"at": np.array([at.epoch, at.index])})
+    view = mf.Resampled(dataset, samples=3 * size - 1, seed=11)
+    seen = [tuple(view[i]["at"]) for i in range(len(view))]
+    recipe = samples_recipe(dataset, "at", sequences=size)
+    with mf.Feed(mf.Recipe(data=recipe.data, sequence=mf.Samples("at"), batch=recipe.batch, seed=11)) as feed:
+        drawn = []
+        for step in feed:
+            for microbatch in step.microbatches:
+                drawn += zip(microbatch.draws.epoch.tolist(), microbatch.draws.index.tolist())
+            if step.index == 2:
+                break
+    assert seen == drawn[:-1]
+    for epoch in range(2):
+        assert sorted(i for e, i in seen if e == epoch) == list(range(size))
+    assert [tuple(view[i - len(view)]["at"]) for i in range(len(view))] == seen
+    plain = mf.Resampled(dataset, epochs=2, shuffle=False)
+    assert [tuple(item["at"]) for item in plain] == [(e, i) for e in range(2) for i in range(size)]
+
+
+def test_resampled_holds_no_order_and_checks_its_arguments() -> None:
+    class Vast(Plain):
+        def __len__(self) -> int:
+            return 10**15
+
+    view = mf.Resampled(Vast(0, lambda at: at), epochs=1000)
+    at = view[10**17 + 3]
+    wanted = int(permute(3, size=10**15, key=key_of(0, 0, 100)))
+    assert (at.epoch, at.index) == (100, wanted)
+    with pytest.raises(IndexError):
+        view[10**18]
+    for bad in ({"epochs": 0}, {"samples": -1}, {"epochs": 1, "samples": 1}, {"epochs": 1.5}):
+        with pytest.raises(mf.RecipeError, match="Resampled"):
+            mf.Resampled(Rich(), **bad)
+    with pytest.raises(mf.RecipeError, match="no samples of nothing"):
+        mf.Resampled(Rich(0), samples=3)
+    assert len(mf.Resampled(Rich(0), epochs=3)) == len(mf.Resampled(Rich(), samples=0)) == 0
+    loader = torch.utils.data.DataLoader(mf.Resampled(Rich(), epochs=1), batch_size=None)
+    assert len([item["ids"] for item in loader]) == 40
+
+
+# -- keyed randomness ------------------------------------------------------------------------------
+
+
+def test_rng_is_keyed_by_its_place_and_nothing_else() -> None:
+    keys = [(s, e, i) for s in (-1, 0, 2**62) for e in range(3) for i in range(3)]
+    drawn = {mf.rng(*key).integers(2**62) for key in (*keys, *((*key, 0) for key in keys))}
+    assert len(drawn) == 2 * len(keys)
+    assert mf.rng(1, 2, 3).random() == mf.rng(1, 2, 3).random()
+    with pytest.raises(mf.RecipeError, match="64 bits"):
+        mf.rng(2**64, 0, 0)
