@@ -164,22 +164,24 @@ class Mixture:
     def _add(self, step: int, sources: Mapping[str, float | tuple[Store, float]], by: Unit) -> None:
         if by not in get_args(Unit):
             raise RecipeError(f"by={by!r}: choose one of {', '.join(get_args(Unit))}")
+        stores = dict(zip(self.names, self.stores))
+        places = {name: place for place, name in enumerate(self.names)}
         amounts: list[tuple[int, float]] = []
         for name, given in sources.items():
             store, amount = given if isinstance(given, tuple) else (None, given)
             _check_amount(name, amount, by)
-            if name not in self.names:
+            if name not in stores:
                 if store is None or not hasattr(store, "lengths"):
                     raise RecipeError(
-                        f"source {name!r} is new: give (store, amount), as mf.open(path) gives one"
+                        f"source {name!r} is new: give (store, amount), as {{name: (store, 0.5)}}"
                     )
-                self.names, self.stores = (*self.names, name), (*self.stores, store)
-            at = self.names.index(name)
-            if store is not None and store is not self.stores[at]:
+                stores[name], places[name] = store, len(places)
+            elif store is not None and store is not stores[name]:
                 raise RecipeError(f"source {name!r} is another store already; call this one by another name")
-            amounts.append((at, amount))
+            amounts.append((places[name], amount))
         if not amounts:
             raise RecipeError("a mixture has at least one source")
+        self.names, self.stores = tuple(stores), tuple(stores.values())
         self.parts = (*self.parts, Part(step, by, tuple(amounts)))
 
     def __repr__(self) -> str:

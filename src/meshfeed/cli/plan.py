@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 import meshfeed as mf
+from meshfeed.cli import recipes
 from meshfeed.errors import MeshfeedError
 from meshfeed.plan import Account, StepPlan, account_of, plan_step
 from meshfeed.plan.policy import Oversize, Policy
 from meshfeed.report.plan import Picture, page
-from meshfeed.stepping import Stepping
+from meshfeed.stepping import GlobalBatch, Stepping
 
 _EXAMPLES = """examples:
   meshfeed plan corpus --layout tp2-cp2-dp8 --capacity 16384 --sequences 512 --steps 0:4
@@ -33,12 +35,12 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "plan",
         help="balance, padding, microbatches of packed steps, as a table and a picture",
-        description="Plan the packed steps of a token store's documents, or of bare lengths. Nothing is read "
-        "but the index.",
+        description="Plan the packed steps of a recipe, of a token store's documents, or of bare lengths. "
+        "Nothing is read but the index.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("store", nargs="?", help="a Megatron .bin/.idx pair, whose documents are packed")
+    parser.add_argument("recipe", nargs="?", help=recipes.HELP)
     parser.add_argument("--lengths", type=Path, help="instead: a file of lengths, one per line, as one step")
     parser.add_argument("--first", type=int, help="only the first so many of --lengths")
     parser.add_argument("--layout", required=True, help="such as tp2-cp2-dp8-pp2")
@@ -53,9 +55,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--microbatches", type=int, help="at least so many; else the fewest that hold a step")
     parser.add_argument("--align-sequence", type=int, default=1, help="pad sequences to multiples (1)")
     parser.add_argument("--align-pack", type=int, default=1, help="pad a rank's packs to multiples (1)")
-    parser.add_argument("--sequences", type=int, default=256, help="sequences per step of a store (256)")
-    parser.add_argument("--seed", type=int, default=0, help="of a store's shuffle (0)")
-    parser.add_argument("--steps", type=_steps, default=range(1), help="which steps of a store, as 0:4 (0:1)")
+    recipes.add_options(parser)
+    parser.add_argument(
+        "--steps", type=_steps, default=range(1), help="which steps of a recipe, as 0:4 (0:1)"
+    )
     parser.add_argument("--html", type=Path, help="draw the first step's ranks over time into this file")
     parser.add_argument("--dump", type=Path, help="write the first step's plan as JSON: who holds what")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -68,6 +71,7 @@ class _Planned:
     plan: StepPlan
     account: Account
     seconds: float
+    drawn: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
         """As plain JSON types."""
@@ -92,13 +96,14 @@ class _Planned:
             "oversize": self.plan.oversize.tolist(),
             "empty": int(self.plan.empty.size),
             "planning_s": self.seconds,
+            "sources": self.drawn,
         }
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; 0. Raises MeshfeedError."""
-    if (args.store is None) == (args.lengths is None):
-        raise MeshfeedError("give either a token store or --lengths FILE")
+    if (args.recipe is None) == (args.lengths is None):
+        raise MeshfeedError("give either a recipe or --lengths FILE")
     layout = mf.Layout.parse(args.layout)
     packing = mf.Packing(
         capacity=args.capacity,
@@ -108,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
         oversize=args.oversize,
         microbatches=args.microbatches,
     )
-    steps = _of_lengths(args, layout, packing) if args.lengths else _of_store(args, layout, packing)
+    steps = _of_lengths(args, layout, packing) if args.lengths else _of_recipe(args, layout, packing)
     planned = list(steps)
     if not planned:
         raise MeshfeedError(f"--steps {args.steps.start}:{args.steps.stop}: the stream ends before")
@@ -143,18 +148,14 @@ def _of_lengths(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing
     yield _Planned(0, plan, account_of(plan, packing, pp=layout.pp, vpp=args.vpp), seconds)
 
 
-def _of_store(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing) -> Iterator[_Planned]:
-    store = mf.open(args.store)
-    recipe = mf.Recipe(
-        data=store,
-        sequence=mf.Documents(),
-        batch=mf.Batch(sequences=args.sequences),
-        seed=args.seed,
-    )
+def _of_recipe(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing) -> Iterator[_Planned]:
+    recipe = recipes.recipe_of(args.recipe, args)
     stepping = Stepping(
         recipe=recipe, layout=layout, micro_batch_size=1, cp_split="zigzag", packing=packing, vpp=args.vpp
     )
-    with store:
+    with contextlib.ExitStack() as stack:
+        for store in recipe.sources:
+            stack.enter_context(store)
         for step in args.steps:
             began = time.perf_counter()
             batch = stepping.global_batch(step)
@@ -162,7 +163,15 @@ def _of_store(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing) 
                 return
             seconds = time.perf_counter() - began
             account = account_of(batch.plan, packing, pp=layout.pp, vpp=args.vpp)
-            yield _Planned(step, batch.plan, account, seconds)
+            yield _Planned(step, batch.plan, account, seconds, _drawn(recipe, batch))
+
+
+def _drawn(recipe: mf.Recipe, batch: GlobalBatch) -> dict[str, dict[str, float]]:
+    """What each source of a mixture has given when a step is done, in sequences and in epochs."""
+    if batch.drawn is None:
+        return {}
+    of_each = zip(recipe.source_names, *(each.tolist() for each in batch.drawn))
+    return {name: {"sequences": count, "epochs": epochs} for name, count, epochs in of_each}
 
 
 def _dump(plan: StepPlan) -> list[list[dict[str, Any]]]:
@@ -206,6 +215,11 @@ def _print(planned: list[_Planned]) -> None:
         too_long, empty = each.plan.oversize.size, each.plan.empty.size
         if too_long or empty:
             console.print(f"step {each.step}: {too_long} too long, {empty} without a token")
+    for name, drawn in planned[-1].drawn.items():
+        console.print(
+            f"{name}: {drawn['sequences']:,} sequences, {drawn['epochs']:.3f} epochs "
+            f"after step {planned[-1].step}"
+        )
 
 
 def _steps(text: str) -> range:

@@ -127,6 +127,12 @@ def course_of(recipe: Recipe) -> Course:
     return Course(recipe)
 
 
+def forget() -> None:
+    """Drop what was worked out of any recipe. It is worked out again when asked for; benchmarks ask cold."""
+    course_of.cache_clear()
+    _interleaving.cache_clear()
+
+
 @lru_cache(maxsize=16)
 def _interleaving(amounts: tuple[Fraction, ...]) -> Interleaving:
     # shared, for what it remembers of its blocks

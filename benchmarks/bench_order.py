@@ -1,0 +1,108 @@
+"""What a position costs, anywhere in the stream, and what ten thousand sources cost at the start.
+
+Draws of a step at position 10**12 against position 0, for one store, a mixture of 10 and one of 1,000. Each
+contestant forgets what it had worked out, so every time is that of a job that has just resumed there. Then a
+warm start, opening included, of 10,000 stores against one with as many documents; and drift, the largest
+distance of any source from its share over 10**6 draws.
+
+    python benchmarks/bench_order.py
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from measure import in_turn, ratio
+
+import meshfeed as mf
+from meshfeed.order import Interleaving, draws_between
+from meshfeed.order.course import course_of, forget
+from meshfeed.store import IndexedWriter
+
+BATCH, FAR, SOURCES = 256, 10**12, 10_000
+
+
+def recipe_of(sources: int) -> mf.Recipe:
+    """A mixture of stores of some size; no file is behind it."""
+    sizes = np.random.default_rng(0).integers(1000, 10**6, sources)
+    weights = np.random.default_rng(1).dirichlet(np.ones(sources)) + 1e-6
+    stores = [mf.Lengths(np.ones(int(size), np.int8)) for size in sizes // 1000]
+    named = {f"s{k}": (store, float(weight)) for k, (store, weight) in enumerate(zip(stores, weights))}
+    data = mf.Mixture(named) if sources > 1 else stores[0]
+    return mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(sequences=BATCH))
+
+
+def positions() -> None:
+    """Position 10**12 against position 0."""
+    for sources in (1, 10, 1000):
+        recipe = recipe_of(sources)
+
+        def draw(start: int, recipe: mf.Recipe = recipe) -> None:
+            forget()
+            course_of(recipe)
+            draws_between(recipe, start, start + BATCH)
+
+        seconds = in_turn({"0": lambda: draw(0), "far": lambda: draw(FAR)}, rounds=15)
+        print(
+            f"{sources:>6} sources: {BATCH} draws at 10^12 : at 0 = {ratio(seconds['far'], seconds['0']):.2f} "
+            f"(aim: 1 within noise); {median(seconds['0']) * 1e3:.1f} ms at 0"
+        )
+
+
+def drift() -> None:
+    """The largest distance from a share at any prefix of 10**6 draws."""
+    rng = np.random.default_rng(2)
+    for sources in (2, 10, 1000):
+        weights = rng.dirichlet(np.ones(sources))
+        began = time.perf_counter()
+        source, count = Interleaving(weights.tolist()).draws(0, 10**6)
+        spent = time.perf_counter() - began
+        behind = count - weights[source] * np.arange(10**6)
+        ahead = count + 1 - weights[source] * np.arange(1, 10**6 + 1)
+        worst = max(np.abs(behind).max(), np.abs(ahead).max())
+        print(f"{sources:>6} sources: drift 1 - {1 - worst:.1e} over 10^6 draws (aim: below 1), {spent:.2f} us a draw")
+
+
+def many_sources() -> None:
+    """A warm start of 10,000 stores against one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    with tempfile.TemporaryDirectory() as folder:
+        for k in range(SOURCES):
+            write(Path(folder) / f"s{k}", documents=2)
+        write(Path(folder) / "one", documents=2 * SOURCES)
+
+        def first_batch(names: list[str]) -> None:
+            stores = {name: (mf.open(os.path.join(folder, name)), 1.0) for name in names}
+            recipe = mf.Recipe(
+                data=mf.Mixture(stores), sequence=mf.Windows(64), batch=mf.Batch(sequences=BATCH)
+            )
+            with mf.Feed(recipe, prefetch=0) as feed:
+                list(next(iter(feed)).microbatches)
+
+        many, one = [f"s{k}" for k in range(SOURCES)], ["one"]
+        seconds = in_turn({"many": lambda: first_batch(many), "one": lambda: first_batch(one)}, rounds=3)
+        each = (median(seconds["many"]) - median(seconds["one"])) / SOURCES * 1e6
+        print(
+            f"{SOURCES} sources, opened and a first batch : one source = "
+            f"{ratio(seconds['many'], seconds['one']):.0f}; {each:.0f} us a source"
+        )
+
+
+def write(path: Path, documents: int) -> None:
+    """A store of documents of 100 tokens."""
+    with IndexedWriter(path, np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document(np.zeros(100, np.uint16))
+
+
+if __name__ == "__main__":
+    positions()
+    drift()
+    many_sources()

@@ -1,0 +1,96 @@
+"""Which documents a sequence is made of, and which sequences a document goes into. From the index alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+from meshfeed.order import Draws
+from meshfeed.recipe import Recipe
+from meshfeed.sequence.documents import Documents
+from meshfeed.sequence.rows import Rows
+from meshfeed.sequence.windows import Windows
+
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Parts of documents, one array per property, in the order in which a sequence reads them.
+
+    Attributes:
+        draw: which of the draws they are in; int64 [n].
+        document: which of its source; int64 [n].
+        start, stop: the tokens of that document; int64 [n].
+    """
+
+    draw: Longs
+    document: Longs
+    start: Longs
+    stop: Longs
+
+
+def pieces_of(recipe: Recipe, draws: Draws) -> Pieces:
+    """The documents in some sequences, by the tokens that a model is given (a last label is not counted).
+
+    The stores must be entered. For a rule over a user's dataset the document is the item, whole.
+    """
+    rule = cast(Any, recipe.sequence)
+    if not isinstance(rule, Rows):
+        lengths = rule.lengths(recipe, draws)
+        return Pieces(np.arange(len(draws)), draws.index, np.zeros_like(lengths), lengths)
+    found: list[tuple[Longs, Longs, Longs, Longs]] = []
+    for source in np.unique(draws.source).tolist():
+        store = recipe.sources[source]
+        for place in np.flatnonzero(draws.source == source).tolist():
+            one = draws.take(np.array([place]))
+            starts, stops = rule.ranges(recipe, source, one, [(0, rule.length - 1)])
+            for start, stop in zip(starts.tolist(), stops.tolist()):
+                first, last = _documents_at(store, np.array([start, stop - 1])).tolist()
+                documents = np.arange(first, last + 1)
+                at = store.offsets(documents)
+                begins, ends = np.maximum(start - at, 0), np.minimum(stop - at, store.lengths(documents))
+                some = begins < ends
+                where = np.full(int(some.sum()), place)
+                found.append((where, documents[some], begins[some], ends[some]))
+    parts = [np.concatenate(column) for column in zip(*found)] if found else [np.zeros(0, np.int64)] * 4
+    order = np.argsort(parts[0], kind="stable")
+    return Pieces(*(part[order] for part in parts))
+
+
+def sequences_with(recipe: Recipe, source: int, document: int, epoch: int) -> Longs:
+    """Indices of the sequences of one epoch that hold any token of a document; int64, ascending.
+
+    The stores must be entered. Raises RecipeError for a document that is not there, or a rule that cannot
+    tell.
+    """
+    rule, store = recipe.sequence, recipe.sources[source]
+    if not 0 <= document < store.num_documents:
+        raise RecipeError(f"document {document}: {store!r} has {store.num_documents}, counted from 0")
+    if isinstance(rule, Windows):
+        at, size = int(store.offsets(np.array([document]))[0]), int(store.lengths(np.array([document]))[0])
+        tokens = np.append(np.arange(at, at + size, rule.length), at + size - 1) if size else np.zeros(0, int)
+        first = rule.ranges(recipe, source, _draw(source, epoch), [(0, 1)])[0][0]
+        windows = np.unique((tokens - first) % store.num_tokens // rule.length)
+        return windows[windows < rule.num_sequences(store)]
+    if isinstance(rule, Documents) or not isinstance(rule, Rows):
+        return np.array([document])
+    raise RecipeError(f"{rule.summary()} cannot tell where a document went; trace by step")
+
+
+def _draw(source: int, epoch: int) -> Draws:
+    return Draws(np.array([source], np.int32), np.array([epoch]), np.zeros(1, np.int64))
+
+
+def _documents_at(store: Any, offsets: Longs) -> Longs:
+    """The document that holds each token of a store's stream; int64, the shape of `offsets`."""
+    low, high = np.zeros_like(offsets), np.full_like(offsets, store.num_documents)
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        before = store.offsets(middle) <= offsets
+        low, high = np.where(before, middle, low), np.where(before, high, middle)
+    return low
