@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
-from meshfeed.order import Draws, drawn_until, draws_of_step, epoch_sizes
+from meshfeed.order import Draws, drawn_until, draws_of_step
 from meshfeed.plan import (
     Account,
     Align,
@@ -123,14 +123,8 @@ class Stepping:
             valid_tokens=int(valid.sum()),
             sum_sq=exact_sum(lengths, lengths),
             account=self._account(plan),
-            drawn=self._drawn(step),
+            drawn=drawn_until(self.recipe, step + 1) if len(self.recipe.sources) > 1 else None,
         )
-
-    def _drawn(self, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
-        if len(self.recipe.sources) == 1:
-            return None
-        drawn = drawn_until(self.recipe, step + 1)
-        return drawn, drawn / epoch_sizes(self.recipe)
 
     def _account(self, plan: StepPlan) -> Account | None:
         if self.packing is None:

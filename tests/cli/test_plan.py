@@ -100,7 +100,7 @@ def test_a_stores_documents_step_by_step(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--layout", "dp2", "--capacity", "10"), "either a token store or --lengths"),
+        (("--layout", "dp2", "--capacity", "10"), "either a recipe or --lengths"),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10"), "sequence"),
         (("--lengths", "nowhere.txt", "--layout", "dp2", "--capacity", "10"), "nowhere.txt"),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "0"), "capacity=0"),

@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,9 @@ class Course:
 
     def __init__(self, recipe: Recipe) -> None:
         self._seed, self._names = recipe.seed, recipe.source_names
+        if has_own_order(recipe):
+            self.end = self._whole(recipe, cast(Any, recipe.sequence).num_positions(recipe))
+            return
         self.sizes = np.array([_epoch_size(recipe, store) for store in recipe.sources], np.int64)
         parts = recipe.data.parts if isinstance(recipe.data, Mixture) else (Part(0, "proportion", ((0, 1),)),)
         self._stretches: list[_Stretch] = []
@@ -52,7 +55,7 @@ class Course:
             drawn = self.counts(start) if self._stretches else drawn
             sources = np.array([source for source, _ in part.amounts], np.int32)
             self._stretches.append(_Stretch(start, sources, _interleaving(self._amounts(part)), drawn))
-        self.end = self._end(recipe, parts[-1])
+        self.end = self._whole(recipe, self._end(recipe, parts[-1]))
 
     def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
         """(source, how many of it came before) at positions start..stop; int32, int64 [n]."""
@@ -106,12 +109,16 @@ class Course:
         return tuple(map(Fraction, counts))
 
     def _end(self, recipe: Recipe, last: Part) -> int | None:
-        """All positions, whole steps where the batch wants them so."""
-        batch, end = recipe.batch, None
+        """Where the sources are drawn as often as the recipe says."""
         if recipe.epochs is not None:
-            end = recipe.epochs * int(self.sizes[0])
-        elif last.by != "proportion":
-            end = batch.position(last.step) + int(sum(self._amounts(last)))
+            return recipe.epochs * int(self.sizes[0])
+        if last.by == "proportion":
+            return None
+        return recipe.batch.position(last.step) + int(sum(self._amounts(last)))
+
+    def _whole(self, recipe: Recipe, end: int | None) -> int | None:
+        """All positions, whole steps where the batch wants them so."""
+        batch = recipe.batch
         if end is not None and batch.last != "keep":
             step = batch.step(end)
             whole = batch.position(step)
@@ -119,6 +126,14 @@ class Course:
         if recipe.steps is None:
             return end
         return batch.position(recipe.steps) if end is None else min(end, batch.position(recipe.steps))
+
+
+def has_own_order(recipe: Recipe) -> bool:
+    """Whether the sequence rule has an order of its own, as `MegatronGPT`, in place of the recipe's shuffle.
+
+    Such a rule has num_positions(recipe) and draws_between(recipe, start, stop).
+    """
+    return hasattr(recipe.sequence, "draws_between")
 
 
 @lru_cache(maxsize=16)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.order.course import course_of
+from meshfeed.order.course import course_of, has_own_order
 from meshfeed.order.permutation import permute, unpermute
 from meshfeed.recipe import Recipe
 
@@ -97,6 +98,8 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
         start, stop = min(start, course.end), min(stop, course.end)
     if start < 0 or stop >= 2**62:
         raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**62 - 1")
+    if has_own_order(recipe):
+        return cast(Any, recipe.sequence).draws_between(recipe, start, stop)
     source, count = course.drawn(start, stop)
     size = course.sizes[source]
     epoch, place = count // size, count % size
@@ -105,20 +108,25 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
     return Draws(source, epoch, permute(place, size=size, key=course.keys(source, epoch)))
 
 
-def drawn_until(recipe: Recipe, step: int) -> npt.NDArray[np.int64]:
-    """Sequences of each source that the steps before `step` take together; int64 [num_sources]."""
-    course = course_of(recipe)
-    position = recipe.batch.position(step)
-    return course.counts(position if course.end is None else min(position, course.end))
+def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
+    """What the steps before `step` take of each source: sequences, int64 [num_sources], and epochs, float64.
 
-
-def epoch_sizes(recipe: Recipe) -> npt.NDArray[np.int64]:
-    """Sequences in an epoch of each source; int64 [num_sources]."""
-    return course_of(recipe).sizes
+    None where a rule's own order does not tell.
+    """
+    if has_own_order(recipe):
+        return None
+    course, position = course_of(recipe), recipe.batch.position(step)
+    drawn = course.counts(position if course.end is None else min(position, course.end))
+    return drawn, drawn / course.sizes
 
 
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
-    """Where in the stream a sequence comes; the inverse of `draws_between`. None where it does not."""
+    """Where in the stream a sequence comes; the inverse of `draws_between`. None where it does not.
+
+    Raises RecipeError for a rule with an order of its own.
+    """
+    if has_own_order(recipe):
+        raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
     course = course_of(recipe)
     size = int(course.sizes[source])
     place = index

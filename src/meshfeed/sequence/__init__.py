@@ -3,6 +3,7 @@
 from meshfeed.columns import Arrays, Columns
 from meshfeed.sequence.documents import Documents
 from meshfeed.sequence.masked import Masked
+from meshfeed.sequence.megatron import MegatronGPT
 from meshfeed.sequence.rule import Portion, SequenceRule, portions_of
 from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.windows import Windows
@@ -12,6 +13,7 @@ __all__ = [
     "Columns",
     "Documents",
     "Masked",
+    "MegatronGPT",
     "Portion",
     "Samples",
     "SequenceRule",

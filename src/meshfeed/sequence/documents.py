@@ -19,7 +19,7 @@ from meshfeed.order import Draws
 from meshfeed.recipe import Recipe, Store
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import PLAN_FIELDS, Pieces, fields_of_plan, holder_of, real_sizes
-from meshfeed.sequence.rule import Portion
+from meshfeed.sequence.rule import Portion, dtype_of
 from meshfeed.store import StreamStore
 
 Longs = npt.NDArray[np.int64]
@@ -79,9 +79,9 @@ class Documents:
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each document, up to max_len; int64 [n]."""
         lengths = np.zeros(len(draws), np.int64)
-        for s, store in enumerate(_stores(recipe)):
+        for s in np.unique(draws.source).tolist():
             mine = np.flatnonzero(draws.source == s)
-            lengths[mine] = store.lengths(draws.index[mine])
+            lengths[mine] = _stores(recipe)[s].lengths(draws.index[mine])
         return lengths if self.max_len is None else np.minimum(lengths, self.max_len)
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
@@ -92,7 +92,7 @@ class Documents:
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
         sizes, ahead = self._held_sizes(recipe, portion)
-        return int((sizes + ahead).sum()) * max(store.dtype.itemsize for store in _stores(recipe))
+        return int((sizes + ahead).sum()) * dtype_of(recipe, portion.draws).itemsize
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Ask each store to bring the held slices into memory."""
@@ -104,8 +104,7 @@ class Documents:
         """The held tokens, slice after slice, each with the token after it where there is one."""
         sizes, ahead = self._held_sizes(recipe, portion)
         ends = np.cumsum(sizes + ahead)
-        dtype = np.result_type(*(store.dtype for store in _stores(recipe)))
-        tokens = allocate((int(ends[-1]) if ends.size else 0,), dtype.name)
+        tokens = allocate((int(ends[-1]) if ends.size else 0,), dtype_of(recipe, portion.draws).name)
         for store, slices, starts, stops in self._ranges(recipe, portion):
             if len(recipe.sources) == 1:
                 store.read_stream(starts, stops, out=tokens)
@@ -155,7 +154,8 @@ class Documents:
         """For each store: (store, which held slices are its, stream ranges of each)."""
         held, draws = portion.held, portion.draws
         sizes, ahead = self._held_sizes(recipe, portion)
-        for s, store in enumerate(_stores(recipe)):
+        for s in np.unique(draws.source).tolist():
+            store = _stores(recipe)[s]
             slices = np.flatnonzero((draws.source[held.sequence] == s) & (sizes > 0))
             if slices.size:
                 documents = held.sequence[slices]

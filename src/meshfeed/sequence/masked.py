@@ -22,7 +22,7 @@ from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe, Store
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import holder_of
-from meshfeed.sequence.rule import Portion
+from meshfeed.sequence.rule import Portion, dtype_of
 from meshfeed.store import StreamStore
 
 Longs = npt.NDArray[np.int64]
@@ -160,7 +160,7 @@ class Masked:
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
         first, stop = self._in_document(portion.held, portion)
-        return int((stop - first).sum()) * max(store.dtype.itemsize for store in _stores(recipe))
+        return int((stop - first).sum()) * dtype_of(recipe, portion.draws).itemsize
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Ask each store to bring the held slices into memory."""
@@ -173,7 +173,7 @@ class Masked:
         first, stop = self._in_document(portion.held, portion)
         sizes = stop - first
         ends = np.cumsum(sizes)
-        dtype = np.result_type(*(store.dtype for store in _stores(recipe)))
+        dtype = dtype_of(recipe, portion.draws)
         tokens = allocate((int(sizes.sum()),), dtype.name)
         for store, slices, starts, stops in self._ranges(recipe, portion):
             if len(recipe.sources) == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -156,3 +156,9 @@ class SequenceRule(Rule, Protocol):
         call returns: copy what is kept.
         """
         ...
+
+
+def dtype_of(recipe: Recipe, draws: Draws) -> np.dtype[Any]:
+    """The type that holds the tokens of all stores which some draws are of; the first store's without any."""
+    sources = np.unique(draws.source).tolist() or [0]
+    return np.result_type(*(recipe.sources[source].dtype for source in sources))

@@ -1,0 +1,341 @@
+"""The order of Megatron-core's GPTDataset and BlendedDataset, bit for bit, as arrays. Pure.
+
+There a dataset is its documents, in a shuffled order over all epochs, laid end to end and cut into samples
+of equal length, which are shuffled once more; a blend draws from several such datasets, at every step from
+the one that lags most behind its weight. Both shuffles are NumPy's legacy `RandomState` with the job's own
+seed, and the blend compares rounded doubles: neither can be had by any other arithmetic.
+
+The words are Megatron's: a document is a *sequence* of the .idx, a sample is one row of a batch.
+Equal to megatron-core 0.16 to 0.19, on x86-64 (elsewhere a compiler may fuse the blend's multiply and add).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+
+Ints = npt.NDArray[np.integer[Any]]
+Longs = npt.NDArray[np.int64]
+
+Part = Literal["train", "valid", "test"]
+PARTS: tuple[Part, ...] = ("train", "valid", "test")
+
+_SEPARATE_BELOW = 0.80  # of an epoch: a last epoch that is used less than this is shuffled by itself
+_BLOCK = 1 << 14  # documents whose ends fit a core's cache
+_SHUFFLED = np.dtype([("document", np.int32), ("length", np.int32)])
+
+
+def document_range(split: str, part: Part, num_documents: int) -> tuple[int, int]:
+    """The documents [begin, end) of a part, of a split such as "969,30,1".
+
+    Raises RecipeError for a split that is not one to three numbers, or that gives the part nothing.
+    """
+    try:
+        shares = [float(text) for text in re.findall(r"[.0-9]+", split)]
+    except ValueError as bad:
+        raise RecipeError(f"split={split!r}: {bad}; give numbers such as '969,30,1'") from bad
+    if not 1 <= len(shares) <= len(PARTS) or not 0 < sum(shares) < math.inf:
+        raise RecipeError(f"split={split!r}: give one to three numbers, not all 0, such as '969,30,1'")
+    shares += [0.0] * (len(PARTS) - len(shares))
+    ends = [0.0, *itertools.accumulate(normalized(shares))]
+    place = PARTS.index(part)
+    begin, end = (round(edge * float(num_documents)) for edge in ends[place : place + 2])
+    if ends[place + 1] <= ends[place]:
+        raise RecipeError(f"split={split!r} gives nothing to part={part!r}; choose another part or split")
+    return begin, end
+
+
+def normalized(weights: Sequence[float]) -> list[float]:
+    """Weights over their sum, rounded as Megatron rounds them."""
+    raw = np.array(weights, np.float64)
+    return (raw / np.sum(raw)).tolist()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How often a dataset goes through its documents, and what it makes of them.
+
+    Attributes:
+        length: tokens of a sample, without the extra one.
+        extra: 1 where a sample brings the token after it, for its last label; else 0.
+        epoch_tokens: tokens of one epoch.
+        num_epochs: epochs that are laid end to end.
+        separate_last: whether documents and samples of the last epoch are shuffled by themselves.
+        num_samples: samples in all.
+        num_first: samples that are shuffled together, before those of a separate last epoch.
+    """
+
+    length: int
+    extra: int
+    epoch_tokens: int
+    num_epochs: int
+    separate_last: bool
+    num_samples: int
+    num_first: int
+
+
+def course_of(
+    epoch_tokens: int, length: int, num_samples: int | None, *, extra: bool = True, drop_last: bool = True
+) -> Course:
+    """As many epochs as `num_samples` samples need; None for one epoch.
+
+    drop_last: whether the tokens left over at the end make no sample.
+    Raises RecipeError for less than one token.
+    """
+    if epoch_tokens < 1:
+        raise RecipeError("no tokens at all: these documents make no sample")
+    num_epochs = 1
+    if num_samples is not None:
+        num_epochs = max(1, -(-(num_samples * length + extra) // epoch_tokens))
+    separate, before = False, 0
+    if num_samples is not None and num_epochs > 1:
+        before = ((num_epochs - 1) * epoch_tokens - extra) // length
+        per_epoch = (epoch_tokens - extra) // length
+        separate = num_samples - before < int(_SEPARATE_BELOW * per_epoch)
+    usable = num_epochs * epoch_tokens - extra
+    # In single precision, as they do it: past 2**24 tokens this rounds.
+    total = usable // length if drop_last else math.ceil(np.float32(usable) / np.float32(length))
+    return Course(
+        length=length,
+        extra=int(extra),
+        epoch_tokens=epoch_tokens,
+        num_epochs=num_epochs,
+        separate_last=separate,
+        num_samples=total,
+        num_first=before if separate else total,
+    )
+
+
+def build_index(
+    course: Course, lengths: npt.NDArray[np.int32], first_document: int, seed: int
+) -> dict[str, Ints]:
+    """The three arrays of a dataset.
+
+    lengths: tokens of its documents, int32 [d], which are numbered from `first_document`.
+
+    Returns "document", int32 [num_epochs * d]: documents in the order in which they are laid end to end;
+    "sample", int32 or int64 [num_samples + 1, 2]: place in that order and token in that document where each
+    sample starts, and the last one ends; "shuffle", uint32 or int64 [num_samples]: which sample comes when.
+    """
+    random = _random_state(seed)
+    shuffled = _shuffled_documents(course, lengths, first_document, random)
+    document = np.ascontiguousarray(shuffled["document"])
+    sample = _sample_starts(course, shuffled["length"])
+    del shuffled
+    return {"document": document, "sample": sample, "shuffle": _shuffled_samples(course, random)}
+
+
+def _random_state(seed: int) -> np.random.RandomState:
+    if not 0 <= seed < 2**32:
+        raise RecipeError(f"seed={seed}: Megatron's order takes seeds from 0 to 2**32 - 1")
+    return np.random.RandomState(seed)
+
+
+def _shuffled_documents(
+    course: Course, lengths: npt.NDArray[np.int32], first_document: int, random: np.random.RandomState
+) -> npt.NDArray[Any]:
+    """Documents with their lengths, in order; the draws of a shuffle depend on its size alone.
+
+    The length goes with its document, because to look it up afterwards would be 10**7 cache misses, and
+    because NumPy shuffles eight bytes faster than four.
+    """
+    count, epochs = lengths.size, course.num_epochs
+    shuffled = np.empty(epochs * count, _SHUFFLED)
+    by_epoch = shuffled.reshape(epochs, count)
+    by_epoch["document"] = np.arange(first_document, first_document + count, dtype=np.int32)
+    by_epoch["length"] = lengths
+    together = (epochs - 1) * count if course.separate_last else epochs * count
+    random.shuffle(shuffled[:together])
+    if course.separate_last:
+        random.shuffle(shuffled[together:])
+    return shuffled
+
+
+def _sample_starts(course: Course, lengths: npt.NDArray[np.int32]) -> Ints:
+    """Where each sample starts, among documents of these lengths laid end to end.
+
+    Sample i starts at token t = i * length, in the first document that ends at or after t + extra: without
+    an extra token it may so start behind the last token of a document.
+    """
+    length, extra = course.length, course.extra
+    dtype = np.int64 if lengths.size > np.iinfo(np.int32).max else np.int32
+    starts = np.empty((course.num_samples + 1, 2), dtype)
+    starts[0] = 0
+    known, base = 1, 0  # starts found so far, and tokens before this block
+    for first in range(0, lengths.size, _BLOCK):
+        sizes = lengths[first : first + _BLOCK]
+        ends = np.cumsum(sizes, dtype=np.int64)
+        top = base + int(ends[-1])
+        reached = min(max((top - extra) // length + 1, known), course.num_samples + 1)
+        tokens = np.arange(known, reached) * length - base
+        places = np.searchsorted(ends, tokens + extra)
+        starts[known:reached, 0] = places + first
+        starts[known:reached, 1] = tokens - (ends[places] - sizes[places])
+        known, base = reached, top
+    if lengths.size:  # a sample that the tokens do not fill ends with them
+        starts[known:] = lengths.size - 1, int(lengths[-1]) - extra
+    return starts
+
+
+def _shuffled_samples(course: Course, random: np.random.RandomState) -> Ints:
+    dtype = np.int64 if course.num_samples >= np.iinfo(np.uint32).max - 1 else np.uint32
+    shuffled = np.arange(course.num_samples, dtype=dtype)
+    random.shuffle(shuffled[: course.num_first])
+    if course.num_first < course.num_samples:
+        random.shuffle(shuffled[course.num_first :])
+    return shuffled
+
+
+# -- blends ---------------------------------------------------------------------------------------------
+
+
+def sizes_of_blend(weights: Sequence[float], num_samples: int, surplus: float) -> tuple[list[int], list[int]]:
+    """Samples that each dataset gives to a blend, and the somewhat more that it is built to have.
+
+    weights: of each dataset, any positive numbers. Both lists as long as `weights`.
+    """
+    _refuse_weights(weights)
+    given = [math.ceil(num_samples * weight) for weight in normalized(weights)]
+    return given, [math.ceil(count * (1 + surplus)) for count in given]
+
+
+def blend_of_weights(weights: Sequence[float], num_samples: int) -> dict[str, Ints]:
+    """At each step the dataset that lags most behind its weight, the first of equals.
+
+    Returns "dataset", int16 [num_samples], and "sample", int64 [num_samples], which of that dataset's.
+    """
+    _refuse_weights(weights)
+    # Normalised twice, as by the builder and by the dataset: each time rounds.
+    shares = np.array(normalized(normalized(weights)))
+    return _blend(shares, num_samples, None)
+
+
+def blend_of_sizes(sizes: Sequence[int], num_samples: int | None) -> dict[str, Ints]:
+    """Datasets in proportion to their sizes; None draws every sample of each, see `blend_of_weights`."""
+    _refuse_weights(sizes)
+    if num_samples is not None:
+        return _blend(np.array(normalized(sizes)), min(num_samples, sum(sizes)), None)
+    limits = np.array(sizes, np.float64)
+    return _blend(limits / np.float64(sum(sizes)), sum(sizes), limits)
+
+
+def _refuse_weights(weights: Sequence[float]) -> None:
+    if not 0 < len(weights) < np.iinfo(np.int16).max:
+        raise RecipeError(f"a blend of {len(weights)} datasets; Megatron blends 1 to 32766")
+    for place, weight in enumerate(weights):
+        if not 0 < weight < math.inf:
+            raise RecipeError(f"a blend where dataset {place} has weight or size {weight}; all are above 0")
+
+
+_TOGETHER = 1 << 17  # doubles that fit a core's cache
+_MOST_RUNS = 1 << 13
+_STRETCH = 1 << 24  # steps at a time: what is in memory beside the result
+_STEPS_KEPT = 64  # steps of all runs that are kept before they are written, run by run
+
+
+def _blend(
+    shares: npt.NDArray[np.float64], num_steps: int, limits: npt.NDArray[np.float64] | None
+) -> dict[str, Ints]:
+    """The greedy rule, in many runs at a time.
+
+    Each step depends on the counts before it, so the steps are cut into runs whose first counts are
+    guessed, and all runs take a step together. Greedy counts forget where they began: most runs end exactly
+    as the next one was guessed to begin. Those that do not are run again from where they should have begun,
+    until all fit; from the first run, whose counts are known, this proves every one.
+    """
+    greedy = _Greedy(shares, limits)
+    dataset, sample = np.empty(num_steps, np.int16), np.empty(num_steps, np.int64)
+    most = min(_MOST_RUNS, max(1, _TOGETHER // shares.size))
+    start, counts = 0, np.zeros(shares.size)
+    while start < num_steps:
+        left = min(_STRETCH, num_steps - start)
+        run_size = min(max(-(-left // most), 8 * shares.size, 256), left)
+        stop = start + left // run_size * run_size  # whole runs; the next stretch takes the rest
+        firsts = np.arange(start, stop, run_size)
+        begins = np.empty((shares.size, firsts.size))
+        begins[:, 0] = counts
+        begins[:, 1:] = greedy.likely_counts(firsts[1:], warm=4 * shares.size)
+        ends, todo = np.empty_like(begins), np.arange(firsts.size)
+        by_run = tuple(made[start:stop].reshape(-1, run_size) for made in (dataset, sample))
+        while todo.size:
+            ends[:, todo] = greedy.run(begins[:, todo], firsts[todo], run_size, by_run, todo)
+            todo = 1 + np.flatnonzero((ends[:, :-1] != begins[:, 1:]).any(axis=0))
+            begins[:, todo] = ends[:, todo - 1]
+        start, counts = stop, ends[:, -1]
+    return {"dataset": dataset, "sample": sample}
+
+
+@dataclass(frozen=True, slots=True)
+class _Greedy:
+    """Always the dataset whose count lags most behind its share of the steps so far, the first of equals.
+
+    Attributes:
+        shares: of each dataset; float64 [d], together 1.
+        limits: samples after which a dataset is left out; None where they do not end.
+    """
+
+    shares: npt.NDArray[np.float64]
+    limits: npt.NDArray[np.float64] | None
+
+    def likely_counts(self, firsts: Longs, *, warm: int) -> npt.NDArray[np.float64]:
+        """What each dataset has probably given before the steps `firsts`; [d, runs].
+
+        Whole counts nearest to the shares, `warm` steps earlier, and those steps taken.
+        """
+        earlier = np.maximum(firsts - warm, 0)
+        likely = np.empty((self.shares.size, firsts.size))
+        for run, step in enumerate(earlier.tolist()):
+            due = self.shares * step
+            counts = np.floor(due)
+            missing = int(step - counts.sum())
+            counts[np.argsort(counts - due, kind="stable")[: max(missing, 0)]] += 1
+            likely[:, run] = counts
+        return self.run(likely, earlier, warm) if firsts.size else likely
+
+    def run(
+        self,
+        counts: npt.NDArray[np.float64],
+        firsts: Longs,
+        num_steps: int,
+        out: tuple[Ints, ...] = (),
+        rows: Longs | None = None,
+    ) -> npt.NDArray[np.float64]:
+        """Take `num_steps` steps of all runs together; counts before -> counts after, [d, runs].
+
+        out: datasets and ranks, [all runs, num_steps] each, whose `rows` are written.
+        """
+        num_datasets, num_runs = counts.shape
+        counts = np.ascontiguousarray(counts)
+        flat, run = counts.reshape(-1), np.arange(num_runs)
+        lag, best = np.empty_like(counts), np.empty(num_runs)
+        is_best, code = np.empty(counts.shape, np.bool_), np.empty(counts.shape, np.int16)
+        upward = np.arange(num_datasets, 0, -1, dtype=np.int16)[:, None]  # the first of equals is the highest
+        kept = np.empty((2, _STEPS_KEPT, num_runs), np.int64)
+        for at in range(num_steps):
+            steps = np.maximum(firsts + at, 1).astype(np.float64)
+            np.einsum("i,j->ij", self.shares, steps, out=lag)  # twice as fast here as multiply
+            lag -= counts
+            if self.limits is not None:
+                lag[counts >= self.limits[:, None]] = -np.inf
+            np.maximum.reduce(lag, axis=0, out=best)
+            np.equal(lag, best, out=is_best)
+            np.multiply(is_best, upward, out=code)
+            pick = num_datasets - np.maximum.reduce(code, axis=0).astype(np.int64)
+            places = pick * num_runs + run
+            drawn = flat[places]
+            flat[places] = drawn + 1
+            i = at % _STEPS_KEPT
+            kept[0, i], kept[1, i] = pick, drawn
+            if out and (i == _STEPS_KEPT - 1 or at == num_steps - 1):
+                for made, steps in zip(out, kept):
+                    made[rows, at - i : at + 1] = steps[: i + 1].T
+        return counts

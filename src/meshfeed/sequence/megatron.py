@@ -1,0 +1,207 @@
+"""MegatronGPT: the samples of Megatron-core's GPTDataset, alone or blended, in the order of its job.
+
+The order comes from arrays that are built once, as in Megatron, and not from this recipe's own shuffle: see
+`order.megatron` for what they hold and `store.index_cache` for who builds them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshfeed.columns import Array
+from meshfeed.errors import RecipeError, StoreError
+from meshfeed.order import Draws
+from meshfeed.order.megatron import PARTS, Part, course_of, document_range
+from meshfeed.recipe import Mixture, Recipe, Store
+from meshfeed.sequence.megatron_index import Ask, Indexes
+from meshfeed.sequence.rows import Cut, Longs, Rows, Starts, stores_of
+from meshfeed.store.sequences import sequences_of
+
+
+class _Memo:
+    """The indexes of the recipe last asked about; a pickled or deep-copied rule begins without."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Recipe, Indexes] | None = None
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Memo, ()
+
+
+@dataclass(frozen=True)
+class MegatronGPT(Rows):
+    """The samples that a Megatron-core GPT job trains on, bit for bit and in its order.
+
+    The recipe's seed is Megatron's `seed`; its sources are the data paths, in their order, blended by the
+    weights of `data` where it has any, else by their sizes. Leave the recipe's `epochs` and `shuffle` alone:
+    samples and order are Megatron's. A `Mixture` of proportions is its blend with weights, one that repeats
+    every source once is its blend without. The stream ends after `samples`.
+
+    Attributes:
+        length: Megatron's `seq_length`.
+        samples: how many this part of the job draws: for "train", `train_iters * global_batch_size`, also
+            where a Megatron job is taken over halfway. None for one epoch of each source.
+        split: shares of the documents for train, valid and test, such as "969,30,1". A source that is all
+            for one part, as with `train_data_path`, is "1", "0,1" or "0,0,1".
+        part: which of the three this is.
+        reset_position_ids, reset_attention_mask, eod_mask_loss: as in `Windows`; equal to Megatron's where
+            each document ends in the end-of-document token and has none inside.
+        add_extra_token_to_sequence: whether a sample brings the token after it, as label of its last.
+            Without, the last token of each sample bears no loss.
+        drop_last_partial_validation_sequence: whether "valid" leaves out what does not fill a sample; else
+            the last sample is filled with tokens 0 that bear no loss.
+        mid_level_dataset_surplus: how many more samples each source of a weighted blend is built to have.
+        cache: a folder for the arrays, which all processes of a node then share; None builds them in the
+            memory of each.
+
+    A document is what Megatron takes for one: a sequence of the .idx. Padding tokens inside the data are not
+    looked for. Fields are those of `Windows`. Raises RecipeError for values outside these.
+    """
+
+    _: KW_ONLY
+    samples: int | None
+    split: str = "1"
+    part: Part = "train"
+    add_extra_token_to_sequence: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    mid_level_dataset_surplus: float = 0.005
+    cache: str | os.PathLike[str] | None = field(default=None, compare=False, repr=False)
+    _memo: _Memo = field(default_factory=_Memo, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.samples is not None and (type(self.samples) is not int or self.samples < 1):
+            raise RecipeError(f"MegatronGPT(samples={self.samples!r}): a whole number from 1, or None")
+        if self.part not in PARTS:
+            raise RecipeError(f"MegatronGPT(part={self.part!r}): choose one of {', '.join(PARTS)}")
+        document_range(self.split, self.part, 0)
+        for option in ("add_extra_token_to_sequence", "drop_last_partial_validation_sequence"):
+            if type(getattr(self, option)) is not bool:
+                raise RecipeError(f"MegatronGPT({option}={getattr(self, option)!r}): choose True or False")
+        surplus = self.mid_level_dataset_surplus
+        if type(surplus) is not float or not 0 <= surplus < 2**31:
+            raise RecipeError(f"MegatronGPT(mid_level_dataset_surplus={surplus!r}): a float from 0.0")
+
+    # -- the order --------------------------------------------------------------------------------------
+
+    def num_sequences(self, store: Store) -> int:
+        """Samples in one epoch of a store's part. Raises StoreError for a store without a whole one."""
+        sequences = sequences_of(store)
+        tokens = sequences.tokens_between(*document_range(self.split, self.part, sequences.count))
+        made = course_of(tokens, self.length, None, extra=self._extra).num_samples if tokens else 0
+        if made < 1:
+            raise StoreError(f"{store!r} has {tokens} tokens in part={self.part!r}; none makes a sample")
+        return made
+
+    def num_positions(self, recipe: Recipe) -> int:
+        """Length of the stream."""
+        return self._indexes(recipe).num_positions
+
+    def draws_between(self, recipe: Recipe, start: int, stop: int) -> Draws:
+        """Positions [start, stop): which source, and which index of Megatron's dataset over it."""
+        return self._indexes(recipe).draws_between(start, stop)
+
+    def prepare(self, recipe: Recipe) -> None:
+        """Build or open all arrays now; without it each is when it is first needed."""
+        self._indexes(recipe).open_all()
+
+    def _indexes(self, recipe: Recipe) -> Indexes:
+        with self._memo.lock:
+            last = self._memo.last
+            if last is None or last[0] is not recipe:
+                last = self._memo.last = recipe, self._new_indexes(recipe)
+        return last[1]
+
+    def _new_indexes(self, recipe: Recipe) -> Indexes:
+        if recipe.epochs is not None or recipe.shuffle != "global":
+            raise RecipeError(
+                f"epochs={recipe.epochs}, shuffle={recipe.shuffle!r}: MegatronGPT has an order and an end of "
+                f"its own; leave both out, and say samples="
+            )
+        ask = Ask(
+            length=self.length,
+            samples=self.samples,
+            split=self.split,
+            part=self.part,
+            extra=self._extra,
+            drop_last=self.part != "valid" or self.drop_last_partial_validation_sequence,
+            surplus=self.mid_level_dataset_surplus,
+            seed=recipe.seed,
+        )
+        return Indexes(ask, recipe.sources, _weights_of(recipe), self.cache)
+
+    @property
+    def _extra(self) -> bool:
+        return self.add_extra_token_to_sequence
+
+    # -- what rows ask ----------------------------------------------------------------------------------
+
+    def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
+        tokens = np.empty(len(draws), np.int64)
+        for s in np.unique(draws.source).tolist():
+            mine = np.flatnonzero(draws.source == s)
+            tokens[mine] = self._indexes(recipe).tokens_of(s, draws.index[mine])
+        return tokens
+
+    def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
+        rows: list[Longs] = []
+        offsets: list[Longs] = []
+        for s in np.unique(draws.source).tolist():
+            mine = np.flatnonzero(draws.source == s)
+            pieces = self._indexes(recipe).dataset(s).pieces_of(draws.index[mine])
+            inside = (pieces.at > 0) & (pieces.at <= self.length)
+            # What fills up a short sample comes after the end of a document.
+            tokens = self._indexes(recipe).tokens_of(s, draws.index[mine])
+            short = np.flatnonzero((tokens > 0) & (tokens <= self.length))
+            rows += [mine[pieces.row[inside]], mine[short]]
+            offsets += [pieces.at[inside], tokens[short]]
+        row = np.concatenate(rows) if rows else np.zeros(0, np.int64)
+        offset = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
+        ascending = np.lexsort((offset, row))
+        return row[ascending], offset[ascending]
+
+    def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Cut) -> tuple[Longs, Longs]:
+        """See Rows; a slice is in as many pieces as it has documents, shuffled ones."""
+        pieces = self._indexes(recipe).dataset(source).pieces_of(draws.index)
+        starts_in, stops_in = np.array(cut, np.int64).reshape(-1, 2).T[:, :, None]
+        # Each slice of the cut, with the token after it, meets each piece: [slices, pieces].
+        first = np.maximum(starts_in, pieces.at)
+        size = np.minimum(stops_in + 1, pieces.at + pieces.size) - first
+        which, piece = np.nonzero(size > 0)
+        in_order = np.argsort(pieces.row[piece] * len(cut) + which, kind="stable")
+        which, piece = which[in_order], piece[in_order]
+        starts = (pieces.start - pieces.at)[piece] + first[which, piece]
+        return starts, starts + size[which, piece]
+
+    def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Cut, out: Array) -> None:
+        tokens = self._indexes(recipe).tokens_of(source, draws.index)
+        if (tokens > self.length).all():
+            return super()._read(recipe, source, draws, cut, out)
+        ranges = self.ranges(recipe, source, draws, cut)
+        places = np.concatenate([np.arange(start, stop + 1) for start, stop in cut])
+        out[:] = 0
+        out[places < tokens[:, None]] = stores_of(recipe)[source].read_stream(*ranges)
+        return None
+
+
+def _weights_of(recipe: Recipe) -> Sequence[float] | None:
+    """What a blend weighs its sources by; None for their sizes."""
+    if not isinstance(recipe.data, Mixture):
+        return None
+    (part, *later), names = recipe.data.parts, recipe.data.names
+    weights = [float(amount) for _, amount in part.amounts]
+    if not later and part.by == "proportion":
+        return weights
+    if not later and part.by == "repeat" and set(weights) == {1.0}:
+        return None
+    raise RecipeError(
+        f"MegatronGPT over {', '.join(names[:4])}: Megatron blends by proportions that stay as they are, or "
+        f'by size, which is every source with by="repeat" and 1'
+    )

@@ -1,0 +1,276 @@
+"""Rows: sequences of one length, each predicting its next token; the half that all such rules share.
+
+Where documents end is known from the index: what depends on it alone (position ids, the loss mask,
+cu_seqlens) is computed by each rank and never read or sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.errors import RecipeError
+from meshfeed.order import Draws, concatenated
+from meshfeed.plan import Align, Slices
+from meshfeed.recipe import Recipe
+from meshfeed.roles import Field
+from meshfeed.sequence.rule import Portion, dtype_of
+from meshfeed.store import StreamStore
+
+Longs = npt.NDArray[np.int64]
+
+Starts = tuple[Longs, Longs]
+"""Document starts: the row of each, and its offset in that row."""
+
+_NO_STARTS: Starts = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+Cut = list[tuple[int, int]]
+"""Token ranges [start, stop) of one row. Every row of a pack is cut alike, so one cut tells all."""
+
+_FIELDS = (
+    Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
+    Field(name="labels", dtype="int64", stages=("last",), split=True),
+    Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=False),
+    Field(name="position_ids", dtype="int64", split=True, stored=False),
+)
+_DOCUMENT_FIELDS = (
+    Field(name="cu_seqlens", dtype="int32", stored=False),
+    Field(name="max_seqlen", dtype="int32", stored=False),
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Options and fields of rows of one length; what a row is, the rule says: `ranges`, `_document_starts`.
+
+    Attributes:
+        length: tokens per row.
+        reset_position_ids, reset_attention_mask, eod_mask_loss: see `Windows`.
+
+    Raises RecipeError for a length below 1.
+    """
+
+    length: int
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+    def __post_init__(self) -> None:
+        # Exact types: a length of np.int64(8) or a flag of 1 would read differently in `summary`.
+        name = type(self).__name__
+        if type(self.length) is not int or self.length < 1:
+            raise RecipeError(f"{name}(length={self.length!r}): at least one token, a whole number")
+        for option in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if type(getattr(self, option)) is not bool:
+                raise RecipeError(f"{name}({option}={getattr(self, option)!r}): choose True or False")
+
+    @cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """The fields that these options give."""
+        return _FIELDS + (_DOCUMENT_FIELDS if self.reset_attention_mask else ())
+
+    def summary(self) -> str:
+        """All options in one line."""
+        return repr(self)
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each row: all alike; int64 [n]."""
+        return np.full(len(draws), self.length, np.int64)
+
+    @property
+    def packed(self) -> bool:
+        """Rows are of one length and need no packing."""
+        return False
+
+    def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
+        """Loss-bearing tokens of each row, always whole; int64 [n]."""
+        tokens = self._tokens_in(recipe, draws)
+        valid = np.minimum(tokens - 1, self.length).clip(0)
+        if not self.eod_mask_loss:
+            return valid
+        row, offset = self._document_starts(recipe, draws)
+        return valid - np.bincount(row[offset <= valid[row]], minlength=len(draws))
+
+    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
+        """Exact bytes of the one column."""
+        itemsize = dtype_of(recipe, portion.draws).itemsize
+        return len(portion.draws) * width_of(self._cut(portion.held)) * itemsize
+
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
+        """Ask each store to bring the held slices into memory."""
+        if not portions:
+            return
+        cut = self._cut(portions[0].held)
+        draws = concatenated([portion.draws for portion in portions])
+        stores = stores_of(recipe)
+        for s in np.unique(draws.source).tolist():
+            mine = draws.take(np.flatnonzero(draws.source == s))
+            stores[s].will_need(*self.ranges(recipe, s, mine, cut))
+
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
+        """The held slices of each row, each with the one token after it; [rows, held tokens]."""
+        stores, cut = stores_of(recipe), self._cut(portion.held)
+        tokens = allocate((len(portion.draws), width_of(cut)), dtype_of(recipe, portion.draws).name)
+        if len(stores) == 1:
+            self._read(recipe, 0, portion.draws, cut, tokens)
+            return {"tokens": tokens}
+        for s in np.unique(portion.draws.source).tolist():
+            mine = np.flatnonzero(portion.draws.source == s)
+            some = np.empty((mine.size, width_of(cut)), stores[s].dtype)
+            self._read(recipe, s, portion.draws.take(mine), cut, some)
+            tokens[mine] = some
+        return {"tokens": tokens}
+
+    def build(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> list[Arrays]:
+        """The named fields of each microbatch; see the class for shapes."""
+        shape, k = self._shape(portion), len(portion.draws)
+        own, held = self._cut(portion.own), self._cut(portion.held)
+        starts = self._document_starts(recipe, portion.draws) if self._minds_documents else _NO_STARTS
+        whole: dict[str, Array] = {}
+        for field in self.fields:
+            if field.name not in names or field in _DOCUMENT_FIELDS:
+                continue
+            out = whole[field.name] = allocate(shape, field.dtype)
+            if field.name == "loss_mask":
+                mask = self._loss_mask(starts, self._tokens_in(recipe, portion.draws))
+                _fill(mask, own, 0, out, k, field.pad)
+            elif field.name == "position_ids":
+                _fill(self._positions(starts, k), own, 0, out, k, field.pad)
+            elif columns is not None:
+                raw, ahead = np.asarray(columns["tokens"]), int(field.name == "labels")
+                _fill(raw, _places(own, held), ahead, out, k, field.pad)
+        made: list[Arrays] = []
+        for m in range(len(portion.microbatches)):
+            rows = slice(m * portion.rows, (m + 1) * portion.rows)
+            made.append({name: array[rows] for name, array in whole.items()})
+        if self.reset_attention_mask and "cu_seqlens" in names:
+            width = shape[1] * portion.pack.cp_size
+            for arrays, cu_seqlens in zip(made, self._cu_seqlens(starts, portion, width)):
+                arrays["cu_seqlens"] = cu_seqlens
+                arrays["max_seqlen"] = np.array(np.diff(cu_seqlens).max(initial=0), np.int32)
+        return made
+
+    # -- what the rule says -----------------------------------------------------------------------------
+
+    def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Cut) -> tuple[Longs, Longs]:
+        """Stream ranges of slices of each row, one more token each; all draws of one source."""
+        raise NotImplementedError
+
+    def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
+        """(row, offset in it) of every document start in (0, length]; ascending."""
+        raise NotImplementedError
+
+    def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens that storage has of each row, its last label included; int64 [n], all length + 1 here."""
+        return np.full(len(draws), self.length + 1)
+
+    def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Cut, out: Array) -> None:
+        """Read slices of rows, all of one source; out: [rows, width of the cut], contiguous."""
+        stores_of(recipe)[source].read_stream(*self.ranges(recipe, source, draws, cut), out=out.reshape(-1))
+
+    # -- geometry -------------------------------------------------------------------------------------
+
+    def _cut(self, slices: Slices) -> Cut:
+        """The slices of one row, without padding."""
+        if not slices.start.size:
+            return []
+        per_row = slices.start.size // (int(slices.sequence[-1]) + 1)
+        starts, stops = slices.start[:per_row].tolist(), slices.stop[:per_row].tolist()
+        return [(start, min(stop, self.length)) for start, stop in zip(starts, stops) if start < self.length]
+
+    def _shape(self, portion: Portion) -> tuple[int, int]:
+        """Rows and tokens per rank of all microbatches of a portion."""
+        cp_size, rows = portion.pack.cp_size, portion.rows * len(portion.microbatches)
+        if len(portion.draws):
+            return rows, int(portion.pack.cu_seqlens_padded[1]) // cp_size
+        return rows, int(Align().padded(np.array(self.length), cp_size)) // cp_size
+
+    # -- what document ends decide ---------------------------------------------------------------------
+
+    @property
+    def _minds_documents(self) -> bool:
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+
+    def _positions(self, starts: Starts, num_rows: int) -> Array:
+        positions = np.arange(self.length)[None, :]
+        if not (self.reset_position_ids and num_rows):
+            return positions
+        # documents [7 7|9 9 9] -> first tokens [0 0 2 2 2] -> positions [0 1 0 1 2]
+        first = np.zeros((num_rows, self.length), np.int64)
+        row, offset = starts
+        inside = offset < self.length
+        first[row[inside], offset[inside]] = offset[inside]
+        return positions - np.maximum.accumulate(first, axis=1)
+
+    def _loss_mask(self, starts: Starts, tokens: Longs) -> Array:
+        """tokens: what storage has of each row; where there is no label, there is no loss."""
+        short = np.flatnonzero(tokens <= self.length)
+        if not (short.size or (self.eod_mask_loss and tokens.size)):
+            return np.ones((1, self.length), np.float32)
+        mask = np.ones((tokens.size, self.length), np.float32)
+        mask[short] = np.arange(1, self.length + 1) < tokens[short, None]
+        if self.eod_mask_loss:
+            row, offset = starts
+            mask[row, offset - 1] = 0
+        return mask
+
+    def _cu_seqlens(self, starts: Starts, portion: Portion, width: int) -> Iterator[Array]:
+        """For each microbatch, document starts over its rows laid end to end, then their end; int32."""
+        num_microbatches, rows = len(portion.microbatches), portion.rows
+        row, offset = starts
+        inside = offset < self.length
+        places = np.arange(num_microbatches * rows) * width
+        places = np.sort(np.concatenate((places, row[inside] * width + offset[inside])))
+        ends = np.arange(num_microbatches + 1) * rows * width
+        for end, mine in zip(ends[1:], np.split(places, np.searchsorted(places, ends[1:-1]))):
+            yield (np.append(mine, end) - (end - rows * width)).astype(np.int32)
+
+
+def width_of(cut: Cut) -> int:
+    """Tokens held of each row: every slice brings the one after it, for its last label."""
+    return sum(stop - start + 1 for start, stop in cut)
+
+
+def stores_of(recipe: Recipe) -> Sequence[StreamStore]:
+    """The stores of a recipe, as streams."""
+    return cast(Sequence[StreamStore], recipe.sources)
+
+
+def _places(own: Cut, held: Cut) -> Cut:
+    """Where the own slices lie among the held ones as `load` lays them out; each is inside one of them."""
+    places: Cut = []
+    for start, stop in own:
+        at = 0
+        for held_start, held_stop in held:
+            if held_start <= start and stop <= held_stop:
+                places.append((at + start - held_start, at + stop - held_start))
+            at += held_stop - held_start + 1
+    return places
+
+
+def _fill(whole: Array, cut: Cut, ahead: int, out: Array, num_rows: int, pad: float) -> None:
+    """The slices of every row, side by side, shifted by `ahead`; padding where there is nothing.
+
+    whole: [rows, ...] or [1, ...] for the same in each. out: [rows, tokens].
+    """
+    to = 0
+    for start, stop in cut:
+        out[:num_rows, to : to + stop - start] = whole[:, start + ahead : stop + ahead]
+        to += stop - start
+    if to < out.shape[1]:
+        out[:num_rows, to:] = pad
+    if num_rows < out.shape[0]:
+        out[num_rows:] = pad

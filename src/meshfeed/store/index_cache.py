@@ -1,0 +1,175 @@
+"""Arrays that one process of a node builds and all map into memory.
+
+A folder holds an entry per key, the digest of all that its arrays depend on. Who builds holds a lock of the
+system's on a file beside the entry (flock), and the others sleep in the system until it is free: nobody
+talks to anybody, nothing times out, and a builder that is killed frees the lock by dying. An entry appears
+by one rename, complete and on the disk, so what a killed builder leaves is a `.part` folder that the next
+one throws away. Mapped pages are shared: what a node's memory holds does not grow with its processes.
+
+    <key>.lock      empty, for ever
+    <key>.part/     being written
+    <key>/          name.npy for each array, and manifest.json: their sizes and digests
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+
+Array = npt.NDArray[Any]
+
+_MANIFEST = "manifest.json"
+_BLOCK_BYTES = 1 << 16
+_NUM_BLOCKS = 64
+
+
+def key_of_parts(**parts: int | float | str | bool | None) -> str:
+    """A file name that is a digest of everything that some arrays depend on."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def cached_arrays(
+    folder: str | os.PathLike[str], key: str, build: Callable[[], Mapping[str, Array]]
+) -> dict[str, Array]:
+    """The arrays of `key`, mapped read-only; built by the first to ask while the others wait.
+
+    folder: on a disk of the node or shared, made if missing. key: letters and digits, as `key_of_parts`
+    gives. build: its names become file names. An entry that is damaged (lacks a file, is cut, or has other
+    bytes at one of 64 places of a file) is built anew; so is one whose builder died. What `build` raises
+    passes through, and the next process tries again.
+
+    Raises StoreError for a folder that cannot be written, is full, or knows no locks.
+    """
+    entry = Path(folder) / key
+    found = _opened(entry)
+    if found is not None:
+        return found
+    with _typed(entry):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(entry.with_name(f"{key}.lock")):
+        found = _opened(entry)  # by who held the lock before
+        if found is not None:
+            return found
+        made = dict(build())
+        with _typed(entry):
+            _publish(entry, made)
+    found = _opened(entry)
+    if found is None:
+        raise StoreError(
+            f"{entry}: damaged as soon as it was written; check the disk, or choose another cache"
+        )
+    return found
+
+
+# -- writing --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Generator[None, None, None]:
+    """Wait for the lock, for as long as it takes; a signal such as Ctrl-C still comes through."""
+    with _typed(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with _typed(path):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # said aloud, for the sake of children forked meanwhile
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        os.close(fd)
+
+
+def _publish(entry: Path, arrays: Mapping[str, Array]) -> None:
+    part = entry.with_name(f"{entry.name}.part")
+    for leftover in (part, entry):  # of a killed builder, or damaged; who has it mapped keeps it
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    part.mkdir()
+    manifest: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        path = part / f"{name}.npy"
+        with path.open("wb") as stream:
+            np.save(stream, array, allow_pickle=False)
+            _to_disk(stream)
+        manifest[name] = _signs(path)
+    with (part / _MANIFEST).open("w") as stream:
+        json.dump(manifest, stream)
+        _to_disk(stream)
+    _sync_folder(part)
+    part.rename(entry)
+    _sync_folder(entry.parent)
+
+
+def _to_disk(stream: IO[Any]) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# -- reading --------------------------------------------------------------------------------------------
+
+
+def _opened(entry: Path) -> dict[str, Array] | None:
+    """The arrays of an entry; None where there is none, or a damaged one."""
+    try:
+        manifest = json.loads((entry / _MANIFEST).read_text())
+        arrays: dict[str, Array] = {}
+        for name, signs in manifest.items():
+            path = entry / f"{name}.npy"
+            if _signs(path) != signs:
+                return None
+            mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+            arrays[name] = mapped.view(np.ndarray)  # a memmap's own __getitem__ costs a microsecond
+        return arrays
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None  # what cannot be read is built anew; what cannot be written then says so
+
+
+def _signs(path: Path) -> dict[str, Any]:
+    """What tells a file from a damaged one: its size, and a digest of 64 blocks from end to end."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb", buffering=0) as stream:
+        for place in _places(size):
+            stream.seek(place)
+            digest.update(stream.read(_BLOCK_BYTES))
+    return {"bytes": size, "digest": digest.hexdigest()}
+
+
+def _places(size: int) -> Iterator[int]:
+    if size <= _BLOCK_BYTES * _NUM_BLOCKS:
+        yield from range(0, size, _BLOCK_BYTES)
+        return
+    last = size - _BLOCK_BYTES
+    yield from (last * i // (_NUM_BLOCKS - 1) for i in range(_NUM_BLOCKS))
+
+
+@contextlib.contextmanager
+def _typed(path: Path) -> Generator[None, None, None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{path}: {error.strerror or error}; give cache= a folder that this process can write and lock, "
+            f"or cache=None to build in memory"
+        ) from error
