@@ -81,7 +81,7 @@ def in_memory(lengths: np.ndarray, length: int, epochs: int, rounds: int) -> Non
     print(f"{lengths.size:,} documents, {epochs} epochs, {course.num_samples:,} samples, in memory, seconds")
     show(took)
     limit = ratio(took["Megatron"], took["the two shuffles"])
-    print(f"  no build that shuffles with NumPy can be more than {limit:.2f} times as fast as Megatron's")
+    print(f"  the shuffles alone, without which there are no equal bits, allow {limit:.2f} at most")
 
 
 def into_a_cache(lengths: np.ndarray, length: int, rounds: int) -> None:

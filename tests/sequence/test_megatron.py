@@ -381,15 +381,14 @@ def test_what_cannot_be_a_stream_is_refused(corpora, tmp_path):
         num_positions(ours([tmp_path / "empty"], None, length=8, samples=3))
 
 
-def test_a_blend_that_oversamples_is_refused_as_there(corpora):
-    weights = tuple(10 ** np.random.default_rng(9).uniform(-1, 0, 50))
-    recipe = ours(corpora, weights, length=8, samples=700, mid_level_dataset_surplus=0.0)
-    try:
-        theirs(
-            corpora, list(weights), length=8, sizes=[700, 0, 0], split="1,0,0", mid_level_dataset_surplus=0.0
-        )
-    except IndexError:
-        with pytest.raises(RecipeError, match="raise mid_level_dataset_surplus"):
-            recipe.sequence.prepare(recipe)
-    else:
+def test_a_blend_that_oversamples_is_refused_as_there(tmp_path):
+    """Greedy draws 34 of the first source, whose weight gives it 33; without surplus it has no more."""
+    weights, prefixes = (3.22, 1.42, 0.3), [tmp_path / name for name in "abc"]
+    for prefix, length in zip(prefixes, (33 * 8 + 1, 500, 500)):
+        write(prefix, [length], 0)
+    sizes, none = [50, 0, 0], {"mid_level_dataset_surplus": 0.0}
+    with pytest.raises(IndexError, match="oversamples"):
+        theirs(prefixes, list(weights), length=8, sizes=sizes, split="1,0,0", **none)
+    recipe = ours(prefixes, weights, length=8, samples=50, **none)
+    with pytest.raises(RecipeError, match=r"34 samples of source 0.*has 33; raise mid_level_dataset_surplus"):
         recipe.sequence.prepare(recipe)

@@ -236,7 +236,7 @@ def _refuse_weights(weights: Sequence[float]) -> None:
             raise RecipeError(f"a blend where dataset {place} has weight or size {weight}; all are above 0")
 
 
-_TOGETHER = 1 << 17  # doubles that fit a core's cache
+_TOGETHER = 1 << 16  # doubles that fit a core's cache
 _MOST_RUNS = 1 << 13
 _STRETCH = 1 << 24  # steps at a time: what is in memory beside the result
 _STEPS_KEPT = 64  # steps of all runs that are kept before they are written, run by run

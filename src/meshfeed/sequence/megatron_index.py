@@ -238,7 +238,7 @@ class Indexes:
             drawn = np.bincount(blend["dataset"], minlength=len(sizes))
             for source in np.flatnonzero(drawn > sizes)[:1].tolist():
                 raise RecipeError(
-                    f"the blend draws {drawn[source]} samples of source {source}, which is built to have "
+                    f"the blend draws {drawn[source]} samples of source {source}, which has "
                     f"{sizes[source]}; raise mid_level_dataset_surplus={self._ask.surplus}, in Megatron too"
                 )
             return blend
