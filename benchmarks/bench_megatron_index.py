@@ -24,7 +24,7 @@ import numpy as np
 from measure import in_turn, ratio, verdict
 
 import meshfeed as mf
-from meshfeed.order.megatron import blend_of_weights, build_index, course_of
+from meshfeed.order.megatron import blend_of_weights, build_index, passes_of
 
 SEED = 1234
 BLENDS = ((3, 10_000_000), (50, 10_000_000))
@@ -54,9 +54,9 @@ def in_memory(lengths: np.ndarray, length: int, epochs: int, rounds: int) -> Non
 
     tokens = int(lengths.sum(dtype=np.int64))
     num_samples = int((epochs - 0.05) * tokens) // length
-    course = course_of(tokens, length, num_samples)
-    if course.num_epochs != epochs or course.separate_last:
-        raise RuntimeError(f"{course} is not what is measured here")
+    passes = passes_of(tokens, length, num_samples)
+    if passes.num_epochs != epochs or passes.separate_last:
+        raise RuntimeError(f"{passes} is not what is measured here")
     made: dict[str, list[np.ndarray]] = {}
 
     def theirs() -> None:
@@ -69,16 +69,16 @@ def in_memory(lengths: np.ndarray, length: int, epochs: int, rounds: int) -> Non
         made["theirs"] = [document, sample, _build_shuffle_index(total, total, random)]
 
     def ours() -> None:
-        made["ours"] = list(build_index(course, lengths, 0, SEED).values())
+        made["ours"] = list(build_index(passes, lengths, 0, SEED).values())
 
     def shuffles() -> None:
         random = np.random.RandomState(SEED)
         random.shuffle(np.arange(epochs * lengths.size, dtype=np.int64))
-        random.shuffle(np.arange(course.num_samples, dtype=np.uint32))
+        random.shuffle(np.arange(passes.num_samples, dtype=np.uint32))
 
     took = in_turn({"Megatron": theirs, "meshfeed": ours, "the two shuffles": shuffles}, rounds)
     check(made)
-    print(f"{lengths.size:,} documents, {epochs} epochs, {course.num_samples:,} samples, in memory, seconds")
+    print(f"{lengths.size:,} documents, {epochs} epochs, {passes.num_samples:,} samples, in memory, seconds")
     show(took)
     limit = ratio(took["Megatron"], took["the two shuffles"])
     print(f"  the shuffles alone, without which there are no equal bits, allow {limit:.2f} at most")

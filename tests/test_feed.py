@@ -21,7 +21,7 @@ from observe import seen_microbatch, seen_step, simulated, take
 
 before: set[threading.Thread] = set()
 WAYS = [(delivery, prefetch) for delivery in ("direct", "broadcast", "share") for prefetch in (0, 1, 4)]
-PROMPTLY_S = 3.0
+PROMPTLY_S = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -417,7 +417,7 @@ def one_raises(rank: int, path: str, delivery: str, prefetch: int, at_fault: int
         mf.Layout.parse("tp3"),
         delivery=delivery,
         prefetch=prefetch,
-        timeout_s=2,
+        timeout_s=6,
     )
     store, steps = dist.distributed_c10d._get_default_store(), 0
     began = time.monotonic()
@@ -447,7 +447,7 @@ def test_an_exception_on_one_rank_hangs_nobody(
 ) -> None:
     told = world.run(one_raises, 3, corpus, delivery, prefetch, at_fault)
     assert told[at_fault][:1] == ("KeyError",) and told[at_fault][2] == 4
-    assert all(spent < 10 for *_, spent in told)
+    assert all(spent < 30 for *_, spent in told)
     for rank, (kind, ranks, _, _) in enumerate(told):
         if rank == at_fault:
             continue

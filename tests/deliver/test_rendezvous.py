@@ -48,7 +48,7 @@ def absent(rank: int, path: str, missing: int, options: dict[str, Any]) -> Any:
     if rank == missing:
         default_store().wait([f"told{r}" for r in range(4) if r != missing], LONG)
         return None
-    told = failure(mf.Feed(recipe_of(path), mf.Layout.parse("tp4"), timeout_s=1, **options))
+    told = failure(mf.Feed(recipe_of(path), mf.Layout.parse("tp4"), timeout_s=3, **options))
     default_store().set(f"told{rank}", "1")
     return told
 
@@ -65,7 +65,7 @@ def test_a_rank_that_never_comes_is_named_in_time(corpus: str, options: dict[str
             continue
         kind, ranks, text, spent = told
         assert (kind, ranks) == ("PeerError", (missing,)), text
-        assert f"[{missing}]" in text and "1 s" in text and 0.9 < spent < 5
+        assert f"[{missing}]" in text and "3 s" in text and 2.9 < spent < 20
 
 
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -100,7 +100,7 @@ def test_ranks_that_disagree_end_before_any_batch(corpus: str, delivery: str) ->
 
 def other_layout(rank: int, path: str) -> Any:
     layout = mf.Layout.parse("tp2-dp2" if rank else "dp2-tp2")
-    return failure(mf.Feed(recipe_of(path), layout, delivery="share", timeout_s=1))
+    return failure(mf.Feed(recipe_of(path), layout, delivery="share", timeout_s=3))
 
 
 def test_ranks_with_different_layouts_end_with_a_typed_error(corpus: str) -> None:
@@ -211,17 +211,17 @@ def test_a_slow_source_is_no_error(corpus: str, delivery: str) -> None:
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
 def test_who_waits_too_long_for_a_batch_names_its_source(corpus: str, delivery: str) -> None:
-    told = world.run(dawdling, 3, corpus, delivery, 1, "told{}")
+    told = world.run(dawdling, 3, corpus, delivery, 3, "told{}")
     for kind, ranks, text, spent in told[1:]:
         assert (kind, ranks) == ("PeerError", (0,)), text
-        assert "1 s" in text and spent < 10
+        assert "3 s" in text and spent < 20
     kind, _, text, _ = told[0]
     assert kind == "DeliveryError" and "storage" in text
 
 
 def idle_consumer(rank: int, path: str) -> Any:
     """A peer that takes nothing for long holds the ring, not the job; the reader tells who it is."""
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=1, prefetch=1)
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=3, prefetch=1)
     store, steps = default_store(), iter(feed)
     list(next(steps).microbatches)
     if rank == 1:
@@ -275,7 +275,7 @@ def no_memfd(rank: int, path: str, delivery: str, how: str) -> Any:
 def test_without_memfd_auto_broadcasts_and_share_is_refused(corpus: str, how: str) -> None:
     assert world.run(no_memfd, 2, corpus, "auto", how) == [("broadcast", True)] * 2
     for kind, _, text, spent in world.run(no_memfd, 2, corpus, "share", how):
-        assert kind == "DeliveryError" and "memfd" in text and "broadcast" in text and spent < 1
+        assert kind == "DeliveryError" and "memfd" in text and "broadcast" in text and spent < 10
 
 
 def test_a_delivery_without_a_place_to_meet_says_what_to_do(corpus: str) -> None:

@@ -151,7 +151,7 @@ def test_equal_replicas_are_never_accused(corpus: str) -> None:
 
 
 def silent_rank(rank: int, path: str) -> Any:
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp3"), delivery="direct", verify=True, timeout_s=1)
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp3"), delivery="direct", verify=True, timeout_s=3)
     store = dist.distributed_c10d._get_default_store()
     steps = iter(feed)
     next(steps)

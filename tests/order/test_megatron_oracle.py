@@ -23,8 +23,8 @@ from meshfeed.order.megatron import (
     blend_of_sizes,
     blend_of_weights,
     build_index,
-    course_of,
     document_range,
+    passes_of,
     sizes_of_blend,
 )
 
@@ -68,9 +68,9 @@ def test_the_three_arrays_are_theirs(lengths, last, length, num_samples, seed, e
     document, sample, shuffle, separate = their_index(
         lengths, length, num_samples, seed, extra, drop_last, begin
     )
-    course = course_of(int(lengths.sum()), length, num_samples, extra=extra, drop_last=drop_last)
-    ours = build_index(course, lengths, begin, seed)
-    assert course.separate_last == separate
+    passes = passes_of(int(lengths.sum()), length, num_samples, extra=extra, drop_last=drop_last)
+    ours = build_index(passes, lengths, begin, seed)
+    assert passes.separate_last == separate
     for name, theirs in (("document", document), ("sample", sample), ("shuffle", shuffle)):
         assert ours[name].dtype == theirs.dtype, name
         assert np.array_equal(ours[name], theirs), name
@@ -82,16 +82,16 @@ def test_larger_datasets_past_blocks_and_single_precision(num_samples, drop_last
     lengths = np.random.default_rng(1).integers(0, 600, 150_000).astype(np.int32)
     length = 512
     theirs = their_index(lengths, length, num_samples, 77, True, drop_last, 0)
-    course = course_of(int(lengths.sum()), length, num_samples, drop_last=drop_last)
-    ours = build_index(course, lengths, 0, 77)
-    assert course.num_epochs * course.epoch_tokens > 2**24
+    passes = passes_of(int(lengths.sum()), length, num_samples, drop_last=drop_last)
+    ours = build_index(passes, lengths, 0, 77)
+    assert passes.num_epochs * passes.epoch_tokens > 2**24
     for name, want in zip(("document", "sample", "shuffle"), theirs):
         assert np.array_equal(ours[name], want), name
 
 
 def test_a_partial_sample_may_end_in_an_empty_document():
-    course = course_of(10, 4, None, drop_last=False)
-    assert build_index(course, np.array([10, 0], np.int32), 0, 3)["sample"].shape == (4, 2)
+    passes = passes_of(10, 4, None, drop_last=False)
+    assert build_index(passes, np.array([10, 0], np.int32), 0, 3)["sample"].shape == (4, 2)
 
 
 @LAWS
@@ -201,6 +201,6 @@ def test_what_is_no_blend_is_refused(weights):
 
 def test_seeds_and_empty_datasets_are_refused():
     with pytest.raises(RecipeError, match="seed=-1"):
-        build_index(course_of(10, 4, None), np.array([10], np.int32), 0, -1)
+        build_index(passes_of(10, 4, None), np.array([10], np.int32), 0, -1)
     with pytest.raises(RecipeError, match="no tokens"):
-        course_of(0, 4, None)
+        passes_of(0, 4, None)

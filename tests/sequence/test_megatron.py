@@ -20,7 +20,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import draws_between, num_positions
-from meshfeed.order.megatron import course_of
+from meshfeed.order.megatron import passes_of
 from meshfeed.store import IndexedWriter
 
 EOD = 7
@@ -128,8 +128,8 @@ def test_the_last_epoch_is_separate_or_not(corpora):
         dataset, *_ = theirs(corpora[:1], None, length=64, sizes=[samples, None, None], split="1,0,0")
         recipe = ours(corpora[:1], None, length=64, samples=samples)
         assert_equal(dataset, recipe)
-        course = course_of(recipe.data.num_tokens, 64, samples)
-        met.add((min(course.num_epochs, 3), course.separate_last))
+        passes = passes_of(recipe.data.num_tokens, 64, samples)
+        met.add((min(passes.num_epochs, 3), passes.separate_last))
     assert met == {(1, False), (2, True), (2, False), (3, True), (3, False)}
 
 

@@ -203,10 +203,7 @@ class ShareLeader:
     def _receive(self, rank: int) -> None:
         """One ticket back from a peer. Raises PeerError where it has died."""
         peer = self._peers[rank]
-        try:
-            data = peer.recv(_TICKET.size)
-        except OSError:
-            data = b""
+        data = _heard(peer)
         number, _ = _TICKET.unpack(data or _TICKET.pack(_LOST, rank))
         if number in (_BYE, _LOST):
             self._selector.unregister(peer)
@@ -279,12 +276,7 @@ class ShareFollower:
             with contextlib.suppress(OSError):  # a leader that has left in peace takes no tickets back
                 self._link.send(_TICKET.pack(self._held, 0))
             self._held = None
-        try:
-            data = self._link.recv(_TICKET.size)
-        except TimeoutError:
-            raise
-        except OSError:
-            data = b""
+        data = _heard(self._link)
         if self._interrupted:
             raise EndOfStream
         if not data:
@@ -328,6 +320,20 @@ def _source_of(role: Role) -> int:
 def _same_user(peer: socket.socket) -> bool:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1] == os.getuid()
+
+
+def _heard(link: socket.socket) -> bytes:
+    """The next thing that the other end has said; nothing where it is gone. Raises TimeoutError."""
+    # Twice: where it closed over something that it had not read, the kernel tells that first, and its last
+    # words, such as who has died, are still there.
+    for _ in range(2):
+        try:
+            return link.recv(_TICKET.size)
+        except TimeoutError:
+            raise
+        except OSError:
+            continue
+    return b""
 
 
 def _part(link: socket.socket) -> None:

@@ -61,7 +61,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class Passes:
     """How often a dataset goes through its documents, and what it makes of them.
 
     Attributes:
@@ -83,9 +83,9 @@ class Course:
     num_first: int
 
 
-def course_of(
+def passes_of(
     epoch_tokens: int, length: int, num_samples: int | None, *, extra: bool = True, drop_last: bool = True
-) -> Course:
+) -> Passes:
     """As many epochs as `num_samples` samples need; None for one epoch.
 
     drop_last: whether the tokens left over at the end make no sample.
@@ -104,7 +104,7 @@ def course_of(
     usable = num_epochs * epoch_tokens - extra
     # In single precision, as they do it: past 2**24 tokens this rounds.
     total = usable // length if drop_last else math.ceil(np.float32(usable) / np.float32(length))
-    return Course(
+    return Passes(
         length=length,
         extra=int(extra),
         epoch_tokens=epoch_tokens,
@@ -116,7 +116,7 @@ def course_of(
 
 
 def build_index(
-    course: Course, lengths: npt.NDArray[np.int32], first_document: int, seed: int
+    passes: Passes, lengths: npt.NDArray[np.int32], first_document: int, seed: int
 ) -> dict[str, Ints]:
     """The three arrays of a dataset.
 
@@ -127,11 +127,11 @@ def build_index(
     sample starts, and the last one ends; "shuffle", uint32 or int64 [num_samples]: which sample comes when.
     """
     random = _random_state(seed)
-    shuffled = _shuffled_documents(course, lengths, first_document, random)
+    shuffled = _shuffled_documents(passes, lengths, first_document, random)
     document = np.ascontiguousarray(shuffled["document"])
-    sample = _sample_starts(course, shuffled["length"])
+    sample = _sample_starts(passes, shuffled["length"])
     del shuffled
-    return {"document": document, "sample": sample, "shuffle": _shuffled_samples(course, random)}
+    return {"document": document, "sample": sample, "shuffle": _shuffled_samples(passes, random)}
 
 
 def _random_state(seed: int) -> np.random.RandomState:
@@ -141,41 +141,41 @@ def _random_state(seed: int) -> np.random.RandomState:
 
 
 def _shuffled_documents(
-    course: Course, lengths: npt.NDArray[np.int32], first_document: int, random: np.random.RandomState
+    passes: Passes, lengths: npt.NDArray[np.int32], first_document: int, random: np.random.RandomState
 ) -> npt.NDArray[Any]:
     """Documents with their lengths, in order; the draws of a shuffle depend on its size alone.
 
     The length goes with its document, because to look it up afterwards would be 10**7 cache misses, and
     because NumPy shuffles eight bytes faster than four.
     """
-    count, epochs = lengths.size, course.num_epochs
+    count, epochs = lengths.size, passes.num_epochs
     shuffled = np.empty(epochs * count, _SHUFFLED)
     by_epoch = shuffled.reshape(epochs, count)
     by_epoch["document"] = np.arange(first_document, first_document + count, dtype=np.int32)
     by_epoch["length"] = lengths
-    together = (epochs - 1) * count if course.separate_last else epochs * count
+    together = (epochs - 1) * count if passes.separate_last else epochs * count
     random.shuffle(shuffled[:together])
-    if course.separate_last:
+    if passes.separate_last:
         random.shuffle(shuffled[together:])
     return shuffled
 
 
-def _sample_starts(course: Course, lengths: npt.NDArray[np.int32]) -> Ints:
+def _sample_starts(passes: Passes, lengths: npt.NDArray[np.int32]) -> Ints:
     """Where each sample starts, among documents of these lengths laid end to end.
 
     Sample i starts at token t = i * length, in the first document that ends at or after t + extra: without
     an extra token it may so start behind the last token of a document.
     """
-    length, extra = course.length, course.extra
+    length, extra = passes.length, passes.extra
     dtype = np.int64 if lengths.size > np.iinfo(np.int32).max else np.int32
-    starts = np.empty((course.num_samples + 1, 2), dtype)
+    starts = np.empty((passes.num_samples + 1, 2), dtype)
     starts[0] = 0
     known, base = 1, 0  # starts found so far, and tokens before this block
     for first in range(0, lengths.size, _BLOCK):
         sizes = lengths[first : first + _BLOCK]
         ends = np.cumsum(sizes, dtype=np.int64)
         top = base + int(ends[-1])
-        reached = min(max((top - extra) // length + 1, known), course.num_samples + 1)
+        reached = min(max((top - extra) // length + 1, known), passes.num_samples + 1)
         tokens = np.arange(known, reached) * length - base
         places = np.searchsorted(ends, tokens + extra)
         starts[known:reached, 0] = places + first
@@ -186,12 +186,12 @@ def _sample_starts(course: Course, lengths: npt.NDArray[np.int32]) -> Ints:
     return starts
 
 
-def _shuffled_samples(course: Course, random: np.random.RandomState) -> Ints:
-    dtype = np.int64 if course.num_samples >= np.iinfo(np.uint32).max - 1 else np.uint32
-    shuffled = np.arange(course.num_samples, dtype=dtype)
-    random.shuffle(shuffled[: course.num_first])
-    if course.num_first < course.num_samples:
-        random.shuffle(shuffled[course.num_first :])
+def _shuffled_samples(passes: Passes, random: np.random.RandomState) -> Ints:
+    dtype = np.int64 if passes.num_samples >= np.iinfo(np.uint32).max - 1 else np.uint32
+    shuffled = np.arange(passes.num_samples, dtype=dtype)
+    random.shuffle(shuffled[: passes.num_first])
+    if passes.num_first < passes.num_samples:
+        random.shuffle(shuffled[passes.num_first :])
     return shuffled
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import Draws
-from meshfeed.order.megatron import PARTS, Part, course_of, document_range
+from meshfeed.order.megatron import PARTS, Part, document_range, passes_of
 from meshfeed.recipe import Mixture, Recipe, Store
 from meshfeed.sequence.megatron_index import Ask, Indexes
 from meshfeed.sequence.rows import Cut, Longs, Rows, Starts, stores_of
@@ -95,7 +95,7 @@ class MegatronGPT(Rows):
         """Samples in one epoch of a store's part. Raises StoreError for a store without a whole one."""
         sequences = sequences_of(store)
         tokens = sequences.tokens_between(*document_range(self.split, self.part, sequences.count))
-        made = course_of(tokens, self.length, None, extra=self._extra).num_samples if tokens else 0
+        made = passes_of(tokens, self.length, None, extra=self._extra).num_samples if tokens else 0
         if made < 1:
             raise StoreError(f"{store!r} has {tokens} tokens in part={self.part!r}; none makes a sample")
         return made

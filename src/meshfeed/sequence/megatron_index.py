@@ -14,13 +14,13 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import Draws
 from meshfeed.order.megatron import (
-    Course,
     Part,
+    Passes,
     blend_of_sizes,
     blend_of_weights,
     build_index,
-    course_of,
     document_range,
+    passes_of,
     sizes_of_blend,
 )
 from meshfeed.store.index_cache import cached_arrays, key_of_parts
@@ -79,10 +79,10 @@ class Dataset:
                 f"{store!r}: documents {begin}..{end}, part={ask.part!r} of split={ask.split!r}, hold no "
                 f"tokens; choose another split"
             )
-        self.course: Course = course_of(
+        self.passes: Passes = passes_of(
             tokens, ask.length, num_samples, extra=ask.extra, drop_last=ask.drop_last
         )
-        if self.course.num_samples < 1:
+        if self.passes.num_samples < 1:
             raise StoreError(
                 f"{store!r}: documents {begin}..{end} hold {tokens} tokens; a sample takes "
                 f"{ask.length + ask.extra}: use a shorter length, or more data"
@@ -93,25 +93,25 @@ class Dataset:
     def open(self, cache: str | os.PathLike[str] | None) -> None:
         """Build the arrays, or map them where they are built. Raises StoreError."""
         begin, end = self._range
-        course = self.course
+        passes = self.passes
 
         def build() -> Arrays:
             lengths = self.sequences.lengths_between(begin, end)
-            if int(lengths.sum(dtype=np.int64)) != course.epoch_tokens:
+            if int(lengths.sum(dtype=np.int64)) != passes.epoch_tokens:
                 raise StoreError(
                     f"{self._store!r}: its lengths and pointers disagree; see `meshfeed inspect --verify`"
                 )
-            return build_index(course, lengths, begin, self._ask.seed)
+            return build_index(passes, lengths, begin, self._ask.seed)
 
-        parts = {name: getattr(course, name) for name in course.__slots__}
+        parts = {name: getattr(passes, name) for name in passes.__slots__}
         parts |= {"begin": begin, "end": end, "seed": self._ask.seed, "store": self._store.fingerprint}
         self._arrays = _opened(cache, "dataset", parts, build)
 
     @property
     def may_be_short(self) -> bool:
         """Whether some sample, the last, is not filled by the tokens there are."""
-        course = self.course
-        return course.num_samples * course.length + course.extra > course.num_epochs * course.epoch_tokens
+        passes = self.passes
+        return passes.num_samples * passes.length + passes.extra > passes.num_epochs * passes.epoch_tokens
 
     @property
     def is_open(self) -> bool:
@@ -124,13 +124,13 @@ class Dataset:
 
     def tokens_of(self, indices: Longs) -> Longs:
         """Tokens of each sample, its last label included: length + extra but at the very end; int64 [n]."""
-        course = self.course
-        total = course.num_epochs * course.epoch_tokens
+        passes = self.passes
+        total = passes.num_epochs * passes.epoch_tokens
         if not self.may_be_short:
-            return np.full(indices.size, course.length + course.extra)
-        starts = self.order_of(indices) * course.length
-        ends = np.minimum(starts + course.length + course.extra, total)
-        return ends - np.minimum(starts, total - course.extra)
+            return np.full(indices.size, passes.length + passes.extra)
+        starts = self.order_of(indices) * passes.length
+        ends = np.minimum(starts + passes.length + passes.extra, total)
+        return ends - np.minimum(starts, total - passes.extra)
 
     def pieces_of(self, indices: Longs) -> Pieces:
         """Where the samples at some indices of the dataset lie in the store."""
@@ -144,7 +144,7 @@ class Dataset:
         documents = documents.astype(np.int64)
         skip, size = np.zeros(row.size, np.int64), self.sequences.lengths(documents)
         skip[stops - counts] = begin
-        size[stops - 1] = end + self.course.extra
+        size[stops - 1] = end + self.passes.extra
         size -= skip
         running = np.cumsum(size)
         at = running - size - (running - size)[stops - counts].repeat(counts)
@@ -184,7 +184,7 @@ class Indexes:
         if weights is not None and ask.samples is not None:
             sizes = sizes_of_blend(weights, ask.samples, ask.surplus)[1]
         self._datasets = [Dataset(store, ask, size) for store, size in zip(stores, sizes)]
-        available = sum(dataset.course.num_samples for dataset in self._datasets)
+        available = sum(dataset.passes.num_samples for dataset in self._datasets)
         self.num_positions: int = available if ask.samples is None else ask.samples
         if weights is None:
             self.num_positions = min(self.num_positions, available)
@@ -228,7 +228,7 @@ class Indexes:
 
     def _open_blend(self) -> Arrays:
         weights, samples = self._weights, self._ask.samples
-        sizes = [dataset.course.num_samples for dataset in self._datasets]
+        sizes = [dataset.passes.num_samples for dataset in self._datasets]
 
         def build() -> Arrays:
             if weights is None or samples is None:
