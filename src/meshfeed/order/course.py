@@ -59,6 +59,8 @@ class Course:
 
     def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
         """(source, how many of it came before) at positions start..stop; int32, int64 [n]."""
+        if len(self._stretches) == 1 and self.sizes.size == 1:
+            return self._stretches[0].schedule.draws(start, stop)
         found: list[tuple[npt.NDArray[np.int32], Longs]] = []
         ends = [*(stretch.start for stretch in self._stretches[1:]), stop]
         for stretch, end in zip(self._stretches, ends):
@@ -91,10 +93,14 @@ class Course:
         return None
 
     def keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
-        """The shuffle's key for an epoch of a source; uint64 [n]."""
-        pairs, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
-        keys = [key_of(self._seed, _number_of(self._names[s]), e) for s, e in zip(*pairs.tolist())]
-        return np.array(keys, np.uint64)[which.ravel()]
+        """The shuffle's key for an epoch of a source; uint64 [n], or [] where one is for all."""
+        if source.size and epoch[0] == epoch[-1] and self.sizes.size == 1:
+            return np.array(self._key(0, int(epoch[0])), np.uint64)
+        few, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
+        return np.array([self._key(s, e) for s, e in zip(*few.tolist())], np.uint64)[which.ravel()]
+
+    def _key(self, source: int, epoch: int) -> int:
+        return key_of(self._seed, _number_of(self._names[source]), epoch)
 
     def _amounts(self, part: Part) -> tuple[Fraction, ...]:
         if part.by == "proportion":

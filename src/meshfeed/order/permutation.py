@@ -53,21 +53,25 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
     start, sizes = np.asarray(values, np.int64), np.asarray(size, np.int64)
     if sizes.size and not (sizes.min() >= 1 and sizes.max() <= MAX_SIZE):
         raise RecipeError(f"permutation of {sizes.min()}..{sizes.max()}: sizes go from 1 to 2**62")
-    if not ((start >= 0) & (start < sizes)).all():
+    if start.size and not (start.min() >= 0 and (start < sizes).all()):
         wrong = np.flatnonzero(((start < 0) | (start >= sizes)).ravel())[0]
         value, bound = start.ravel()[wrong], np.broadcast_to(sizes, start.shape).ravel()[wrong]
         raise RecipeError(f"permutation of {bound}: {value} is not inside [0, {bound})")
     x = start.astype(np.uint64).ravel()
-    rows, cols = _board(sizes)
-    bound, rows, cols, keys = (
-        np.broadcast_to(np.asarray(each, np.uint64), start.shape).ravel() for each in (sizes, rows, cols, key)
-    )
+    bound, rows, cols, keys = (_of_each(given, start) for given in (sizes, *_board(sizes), key))
     x = stir(x, rows, cols, keys)
     outside = np.flatnonzero(x >= bound)
     while outside.size:
-        x[outside] = stir(x[outside], rows[outside], cols[outside], keys[outside])
-        outside = outside[x[outside] >= bound[outside]]
+        own = (each[outside] if each.ndim else each for each in (rows, cols, keys))
+        x[outside] = stir(x[outside], *own)
+        outside = outside[x[outside] >= (bound[outside] if bound.ndim else bound)]
     return x.astype(np.int64).reshape(start.shape)
+
+
+def _of_each(given: npt.ArrayLike, places: Longs) -> _Words:
+    """One word for all places, [], or one for each, [n]."""
+    words = np.asarray(given, np.uint64)
+    return words if not words.ndim else np.broadcast_to(words, places.shape).ravel()
 
 
 def _board(sizes: Longs) -> tuple[Longs, Longs]:

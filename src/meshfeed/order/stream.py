@@ -101,7 +101,7 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
     if has_own_order(recipe):
         return cast(Any, recipe.sequence).draws_between(recipe, start, stop)
     source, count = course.drawn(start, stop)
-    size = course.sizes[source]
+    size = course.sizes[0] if course.sizes.size == 1 else course.sizes[source]
     epoch, place = count // size, count % size
     if recipe.shuffle == "none":
         return Draws(source, epoch, place)
