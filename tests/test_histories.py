@@ -214,3 +214,54 @@ def test_lives_on_real_processes(folder: Path, tmp_path: Path, seed: int) -> Non
         files = tmp_path.glob(f"step{step}-{run}-*")
         got = assembled(m for file in files for m in pickle.loads(file.read_bytes()))
         assert got == batch_of(final, mf.Layout(), "balanced", step), (life, step)
+
+
+class Noisy:
+    """Items of a user's dataset: different in every epoch, drawn from nothing but where they stand."""
+
+    def __init__(self, name: int, sizes: list[int]) -> None:
+        self.name, self.sizes = name, sizes
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, np.ndarray]:
+        return {"tokens": mf.rng(self.name, at.epoch, at.index).integers(0, 999, self.sizes[at.index])}
+
+
+def user_recipe(weights: list[tuple[int, tuple[float, float]]], workers: int) -> mf.Recipe:
+    """A mixture of two users' datasets, its weights from each step on."""
+    stores = [
+        mf.Mapped(Noisy(k, sizes), lengths=sizes, workers=workers)
+        for k, sizes in enumerate(([5, 30, 17, 2, 44, 9, 21], [3, 8, 60, 12]))
+    ]
+    named = [{f"u{k}": (store, w[k]) for k, store in enumerate(stores)} for _, w in weights]
+    mixture = mf.Mixture(named[0])
+    for (step, _), sources in zip(weights[1:], named[1:]):
+        mixture = mixture.then(step, sources)
+    rule = mf.Samples(mf.Field(name="tokens", dtype="int64", split=True), packed=True)
+    return mf.Recipe(data=mixture, sequence=rule, batch=mf.Batch(sequences=5), seed=4)
+
+
+def test_lives_with_other_worker_processes() -> None:
+    """Workers, prefetch, packing and weights change at every kill; items differ by epoch, and stay theirs."""
+    dice = random.Random(5)
+    for _ in range(20):
+        kills = [*sorted(dice.sample(range(1, 10), 2)), 10]
+        weights, state, seen = [(0, (1.0, 0.4))], None, {}
+        for start, stop in zip([0, *kills], kills):
+            if start:
+                weights.append((start, (dice.choice([0.2, 1.0]), dice.choice([0.5, 3.0]))))
+            recipe = user_recipe(weights, workers=dice.randrange(3))
+            packing = packing_of(dice.choice(POLICIES))
+            with mf.Feed(recipe, packing=packing, prefetch=dice.choice([0, 1, 3])) as feed:
+                if state is not None:
+                    feed.load_state_dict(json.loads(state))
+                for step in feed:
+                    seen[step.index] = assembled(step.microbatches)
+                    state = json.dumps(feed.state_dict())
+                    if step.index == stop - 1:
+                        break
+        final = user_recipe(weights, workers=0)
+        for step in range(10):
+            assert seen[step] == batch_of(final, mf.Layout.parse("cp2-dp2"), "dynamic_cp", step)
