@@ -13,15 +13,21 @@ with mf.Feed(recipe, layout) as feed:
 
 from meshfeed.batch import Microbatch, Step
 from meshfeed.errors import (
+    AccessError,
+    CacheError,
+    ChangedError,
+    ChecksumError,
     DeliveryError,
     LayoutError,
     MeshfeedError,
+    MissingError,
     PeerError,
     PlanError,
     RecipeError,
     RoleError,
     StateError,
     StoreError,
+    UnavailableError,
     VerifyError,
 )
 from meshfeed.feed import Feed
@@ -37,8 +43,12 @@ from meshfeed.store import Lengths, Mapped, Resampled, SameEveryEpoch
 from meshfeed.store import open_store as open
 
 __all__ = [
+    "AccessError",
     "Align",
     "Batch",
+    "CacheError",
+    "ChangedError",
+    "ChecksumError",
     "Coord",
     "CostModel",
     "DeliveryError",
@@ -55,6 +65,7 @@ __all__ = [
     "MegatronGPT",
     "MeshfeedError",
     "Microbatch",
+    "MissingError",
     "Mixture",
     "ModelShape",
     "Packing",
@@ -72,6 +83,7 @@ __all__ = [
     "StateError",
     "Step",
     "StoreError",
+    "UnavailableError",
     "VerifyError",
     "Windows",
     "assign_roles",

@@ -7,6 +7,12 @@ MeshfeedError
 ├── PlanError         lengths that cannot be packed as asked
 ├── StateError        a state of another recipe, or a damaged one
 ├── StoreError        a file that is not what it says
+│   ├── MissingError      no such object
+│   ├── AccessError       no permission, expired credentials, another region
+│   ├── ChangedError      an object that was replaced under the run
+│   ├── ChecksumError     bytes that are not those that were written, though fetched again
+│   ├── UnavailableError  storage that goes on failing
+│   └── CacheError        a cache folder that is full, too small, or not to be written
 └── DeliveryError     bytes that did not reach a rank
     ├── PeerError     a rank that is missing, late or gone
     └── VerifyError   ranks that should agree and do not
@@ -43,6 +49,30 @@ class StateError(MeshfeedError, ValueError):
 
 class StoreError(MeshfeedError, OSError):
     """A file or object that is missing, truncated or not of its format."""
+
+
+class MissingError(StoreError):
+    """An object or file that is not there."""
+
+
+class AccessError(StoreError):
+    """Storage that refuses: no permission, expired credentials, a bucket of another region."""
+
+
+class ChangedError(StoreError):
+    """An object that was replaced or cut while a run was reading it."""
+
+
+class ChecksumError(StoreError):
+    """Bytes that are not those that were written, though they were fetched again."""
+
+
+class UnavailableError(StoreError):
+    """Storage that goes on failing, however often it is asked."""
+
+
+class CacheError(StoreError):
+    """A cache folder that is full, smaller than what a step needs, or not to be written."""
 
 
 class DeliveryError(MeshfeedError, RuntimeError):
