@@ -5,6 +5,6 @@ Nothing here imports torch: the leader, which fetches for its node, is a light p
 """
 
 from meshfeed.files.byte_file import ByteFile, Content, FileStats, Vector
-from meshfeed.files.local import LocalFile
+from meshfeed.files.local import LocalFile, typed_errors
 
-__all__ = ["ByteFile", "Content", "FileStats", "LocalFile", "Vector"]
+__all__ = ["ByteFile", "Content", "FileStats", "LocalFile", "Vector", "typed_errors"]

@@ -7,7 +7,6 @@ import mmap
 import os
 import threading
 from collections.abc import Generator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,21 +27,24 @@ class LocalFile:
         self.url = os.fspath(path)
         self.stats = FileStats()
         self._fd: int | None = None
+        self._size_bytes: int | None = None
         self._depth = 0
         self._lock = threading.Lock()
 
-    @cached_property
+    @property
     def size_bytes(self) -> int:
         """See ByteFile."""
-        with self._typed():
-            path = Path(self.url)
-            if path.is_dir():
-                raise StoreError(f"{self.url}: a directory, where a store has a file")
-            return path.stat().st_size
+        if self._size_bytes is None:
+            with typed_errors(self.url):
+                path = Path(self.url)
+                if path.is_dir():
+                    raise StoreError(f"{self.url}: a directory, where a store has a file")
+                self._size_bytes = path.stat().st_size
+        return self._size_bytes
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See ByteFile."""
-        with self._typed(), Path(self.url).open("rb", buffering=0) as stream:
+        with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
             return [os.pread(stream.fileno(), end - begin, begin) for begin, end in ranges]
 
     def __enter__(self) -> Self:
@@ -60,8 +62,7 @@ class LocalFile:
             os.close(fd)
 
     def __getstate__(self) -> dict[str, Any]:
-        known = ("url", "size_bytes")
-        return {name: self.__dict__[name] for name in known if name in self.__dict__}
+        return {"url": self.url, "_size_bytes": self._size_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"])
@@ -100,7 +101,7 @@ class LocalFile:
         apart = np.flatnonzero(begins[1:] > ends[:-1] + _NEIGHBOUR_BYTES)
         begins, ends = begins[np.append(0, apart + 1)], ends[np.append(apart, -1)]
         fd = self._opened()
-        with self._typed():
+        with typed_errors(self.url):
             for begin, end in zip(begins.tolist(), ends.tolist()):
                 advise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
@@ -109,7 +110,7 @@ class LocalFile:
 
     def arrays(self, *parts: tuple[str, int, int], in_order: bool = False) -> list[Vector]:
         """The entries, mapped into memory; dropping them all unmaps the file."""
-        with self._typed(), Path(self.url).open("rb") as stream:
+        with typed_errors(self.url), Path(self.url).open("rb") as stream:
             self._refuse_resized(stream.fileno())
             pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             if not in_order and hasattr(mmap, "MADV_RANDOM"):
@@ -128,7 +129,7 @@ class LocalFile:
             if not self._depth:
                 raise StoreError(f"{self.url}: not entered; read from it inside `with`")
             if self._fd is None:
-                with self._typed():
+                with typed_errors(self.url):
                     fd = os.open(self.url, os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     self._refuse_resized(fd)
@@ -157,16 +158,17 @@ class LocalFile:
                 f"{self.url}: {size} bytes, {self.size_bytes} when it was opened; open the store again"
             )
 
-    @contextlib.contextmanager
-    def _typed(self) -> Generator[None, None, None]:
-        """Turn what the system says of the file into a StoreError that names it."""
-        try:
-            yield
-        except StoreError:
-            raise
-        except FileNotFoundError as error:
-            raise MissingError(f"{self.url}: missing; look at the path") from error
-        except PermissionError as error:
-            raise AccessError(f"{self.url}: {error.strerror}; let this user read it") from error
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{self.url}: {getattr(error, 'strerror', None) or error}") from error
+
+@contextlib.contextmanager
+def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
+    """Turn what the system says of a file into a StoreError that names it."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except FileNotFoundError as error:
+        raise MissingError(f"{path}: missing; look at the path, and whether this node has it") from error
+    except PermissionError as error:
+        raise AccessError(f"{path}: {error.strerror}; this user may not do that here") from error
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}") from error

@@ -1,6 +1,6 @@
 """Bytes -> tokens: stores of documents, opened by path."""
 
-from meshfeed.store.indexed import IndexedStore, ReadStats
+from meshfeed.store.indexed import IndexedStore
 from meshfeed.store.indexed_writer import IndexedWriter, best_dtype
 from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.store.mock import Lengths
@@ -15,7 +15,6 @@ __all__ = [
     "Item",
     "Lengths",
     "Mapped",
-    "ReadStats",
     "Refused",
     "Resampled",
     "SameEveryEpoch",

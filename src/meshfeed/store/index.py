@@ -11,20 +11,17 @@ Little-endian, no padding, so the arrays lie at any byte and are never copied as
 
 from __future__ import annotations
 
-import mmap
-import os
 import struct
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
+from meshfeed.files import ByteFile, Vector
 
 I64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
@@ -92,22 +89,19 @@ class Header:
         return self.documents_at + 8 * (self.num_documents + 1)
 
 
-def read_header(prefix: str) -> Header:
-    """Read the header of `prefix`.idx and the sizes of both files: O(1), both closed again.
+def read_header(prefix: str, idx: ByteFile, data: ByteFile) -> Header:
+    """Read the header of `prefix`.idx and the sizes of both files: O(1), nothing stays open.
 
     Raises StoreError for a missing, truncated or foreign file.
     """
-    idx = Path(f"{prefix}.idx")
-    idx_size_bytes, bin_size_bytes = (_size_of(path) for path in (idx, Path(f"{prefix}.bin")))
-    with typed_errors(idx), idx.open("rb") as stream:
-        dtype, num_sequences, num_entries = _parse(idx, stream.read(HEADER.size))
-        entries_size = HEADER.size + 12 * num_sequences + 8 * num_entries
-        if idx_size_bytes not in (entries_size, entries_size + num_sequences):
-            raise StoreError(_wrong_size(idx, idx_size_bytes, entries_size, num_sequences, num_entries))
-        is_stream = _fills(stream, num_sequences, dtype.itemsize, bin_size_bytes)
+    idx_size_bytes, bin_size_bytes = idx.size_bytes, data.size_bytes
+    dtype, num_sequences, num_entries = _parse(idx.url, idx.peek([(0, HEADER.size)])[0])
+    entries_size = HEADER.size + 12 * num_sequences + 8 * num_entries
+    if idx_size_bytes not in (entries_size, entries_size + num_sequences):
+        raise StoreError(_wrong_size(idx.url, idx_size_bytes, entries_size, num_sequences, num_entries))
     if bin_size_bytes % dtype.itemsize:
         raise StoreError(
-            f"{prefix}.bin: {bin_size_bytes} bytes are no whole number of {dtype.name} tokens; {_RECOPY}"
+            f"{data.url}: {bin_size_bytes} bytes are no whole number of {dtype.name} tokens; {_RECOPY}"
         )
     return Header(
         prefix=prefix,
@@ -115,33 +109,13 @@ def read_header(prefix: str) -> Header:
         num_sequences=num_sequences,
         num_documents=num_entries - 1,
         has_modes=idx_size_bytes > entries_size,
-        is_stream=is_stream,
+        is_stream=_fills(idx, num_sequences, dtype.itemsize, bin_size_bytes),
         idx_size_bytes=idx_size_bytes,
         bin_size_bytes=bin_size_bytes,
     )
 
 
-@contextmanager
-def typed_errors(path: Path) -> Generator[None, None, None]:
-    """Turn what the system says of a file into a StoreError that names it."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except FileNotFoundError as error:
-        raise StoreError(f"{path}: missing; a token store is a .bin and an .idx of the same name") from error
-    except (OSError, ValueError, struct.error) as error:
-        raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def _size_of(path: Path) -> int:
-    with typed_errors(path):
-        if path.is_dir():
-            raise StoreError(f"{path}: a directory, where a token store has a file")
-        return path.stat().st_size
-
-
-def _parse(idx: Path, head: bytes) -> tuple[np.dtype[Any], int, int]:
+def _parse(idx: str, head: bytes) -> tuple[np.dtype[Any], int, int]:
     if len(head) < HEADER.size:
         raise StoreError(f"{idx}: byte {len(head)}: ends within the {HEADER.size}-byte header; copy it again")
     magic, version, code, num_sequences, num_entries = HEADER.unpack(head)
@@ -156,7 +130,7 @@ def _parse(idx: Path, head: bytes) -> tuple[np.dtype[Any], int, int]:
     return DTYPES[code], num_sequences, num_entries
 
 
-def _wrong_size(idx: Path, size: int, entries_size: int, num_sequences: int, num_entries: int) -> str:
+def _wrong_size(idx: str, size: int, entries_size: int, num_sequences: int, num_entries: int) -> str:
     said = f"{num_sequences} sequences and {num_entries} document entries (bytes 18 to 34)"
     if size < entries_size:
         return f"{idx}: byte {size}: truncated; {said} take {entries_size} bytes; copy it again"
@@ -166,60 +140,45 @@ def _wrong_size(idx: Path, size: int, entries_size: int, num_sequences: int, num
     )
 
 
-def _fills(stream: BinaryIO, num_sequences: int, itemsize: int, bin_size_bytes: int) -> bool:
+def _fills(idx: ByteFile, num_sequences: int, itemsize: int, bin_size_bytes: int) -> bool:
     if num_sequences == 0:
         return bin_size_bytes == 0
-    ends: list[int] = []
-    for form, at in (
-        ("<q", HEADER.size + 4 * num_sequences),
-        ("<q", HEADER.size + 12 * num_sequences - 8),
-        ("<i", HEADER.size + 4 * num_sequences - 4),
-    ):
-        stream.seek(at)
-        ends.extend(struct.unpack(form, stream.read(struct.calcsize(form))))
-    first_pointer, last_pointer, last_length = ends
-    return first_pointer == 0 and last_pointer + last_length * itemsize == bin_size_bytes
+    pointers_at, pointers_end = HEADER.size + 4 * num_sequences, HEADER.size + 12 * num_sequences
+    # the first pointer, the last one, the last length
+    ends = (pointers_at, pointers_at + 8), (pointers_end - 8, pointers_end), (pointers_at - 4, pointers_at)
+    first, last, length = (int.from_bytes(piece, "little", signed=True) for piece in idx.peek(ends))
+    return first == 0 and last + length * itemsize == bin_size_bytes
 
 
-def map_index(header: Header, *, for_checks: bool = False) -> Index:
-    """Map `header.prefix`.idx into memory; dropping the result unmaps it.
+def look_up(header: Header, idx: ByteFile, *, in_order: bool = False) -> Index:
+    """The entries of an index where they lie; dropping the result lets them go.
 
-    for_checks: it is going to be read from end to end; else here and there, without reading ahead.
+    in_order: they are going to be read from end to end; else here and there, without reading ahead.
     Raises StoreError where the file is gone or no longer of the size that the header saw.
     """
-    idx = Path(f"{header.prefix}.idx")
-    with typed_errors(idx), idx.open("rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size != header.idx_size_bytes:
-            raise StoreError(
-                f"{idx}: {size} bytes, {header.idx_size_bytes} when it was opened; open the store again"
-            )
-        pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        if not for_checks and hasattr(mmap, "MADV_RANDOM"):
-            # A cold look-up costs one page then, not a read-ahead of megabytes.
-            pages.madvise(mmap.MADV_RANDOM)
     num_sequences = header.num_sequences
-    return Index(
-        header=header,
-        lengths=np.frombuffer(pages, "<i4", num_sequences, header.lengths_at),
-        pointers=np.frombuffer(pages, "<i8", num_sequences, header.pointers_at),
-        documents=np.frombuffer(pages, "<i8", header.num_documents + 1, header.documents_at),
-        modes=np.frombuffer(pages, "i1", num_sequences if header.has_modes else 0, header.modes_at),
+    lengths, pointers, documents, modes = idx.arrays(
+        ("<i4", header.lengths_at, num_sequences),
+        ("<i8", header.pointers_at, num_sequences),
+        ("<i8", header.documents_at, header.num_documents + 1),
+        ("i1", header.modes_at, num_sequences if header.has_modes else 0),
+        in_order=in_order,
     )
+    return Index(header=header, lengths=lengths, pointers=pointers, documents=documents, modes=modes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Index:
-    """The mapped, unaligned arrays of an .idx; see the module's docstring.
+    """The unaligned arrays of an .idx where they lie; see the module's docstring.
 
     Read them through the methods, which check what they touch and raise StoreError with its byte.
     """
 
     header: Header
-    lengths: npt.NDArray[np.int32]
-    pointers: I64
-    documents: I64
-    modes: npt.NDArray[np.int8]
+    lengths: Vector
+    pointers: Vector
+    documents: Vector
+    modes: Vector
 
     # -- entries ------------------------------------------------------------------------------------
 

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.store.index import Header, Index, map_index, read_header, typed_errors
+from meshfeed.files import ByteFile, FileStats, LocalFile
+from meshfeed.store.index import Header, Index, look_up, read_header
 
 I64 = npt.NDArray[np.int64]
 
 _IDX_BLOCK_BYTES = 1 << 16
 _BIN_BLOCK_BYTES = 1 << 12
 _NUM_BIN_BLOCKS = 8
-_NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
-
-
-@dataclass(slots=True)
-class ReadStats:
-    """What reading tokens has cost so far; index look-ups and header checks are not counted.
-
-    Attributes:
-        opens: times the .bin was opened.
-        reads: ranges read.
-        bytes_read: bytes of those ranges.
-    """
-
-    opens: int = 0
-    reads: int = 0
-    bytes_read: int = 0
 
 
 class IndexedStore:
@@ -48,15 +32,17 @@ class IndexedStore:
     first read of tokens, and both are let go when the last `with` ends. Threads may share an entered
     store. Pickled or copied, a store arrives not entered.
 
-    path: the files' common prefix. All methods raise StoreError, naming file and byte.
+    path: the files' common prefix. idx, data: the files themselves; None for those of the path on this
+    machine. All methods raise StoreError, naming file and byte.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], idx: ByteFile | None = None, data: ByteFile | None = None
+    ) -> None:
         self.path = os.fspath(path)
-        self.stats = ReadStats()
+        self._idx, self._data = idx or LocalFile(f"{self.path}.idx"), data or LocalFile(f"{self.path}.bin")
         self._depth = 0
         self._index: Index | None = None
-        self._fd: int | None = None
         self._lock = threading.Lock()
 
     # -- what it is ---------------------------------------------------------------------------------
@@ -64,7 +50,17 @@ class IndexedStore:
     @cached_property
     def header(self) -> Header:
         """The header of the index and the sizes of both files, checked; see `Header`."""
-        return read_header(self.path)
+        return read_header(self.path, self._idx, self._data)
+
+    @property
+    def stats(self) -> FileStats:
+        """What reading tokens has cost so far; index look-ups and header checks are not counted."""
+        return self._data.stats
+
+    @property
+    def wants_ahead(self) -> bool:
+        """Whether the tokens lie far away, so that ranges should be announced many steps before."""
+        return self._data.is_remote
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -110,10 +106,10 @@ class IndexedStore:
         sizes = f"{header.dtype.str} {header.idx_size_bytes} {header.bin_size_bytes}"
         digest = hashlib.blake2b(sizes.encode(), digest_size=16)
         last = max(header.idx_size_bytes - _IDX_BLOCK_BYTES, 0)
-        _digest_blocks(digest, Path(f"{self.path}.idx"), [0, last], _IDX_BLOCK_BYTES)
+        digest.update(b"".join(self._idx.peek([(at, at + _IDX_BLOCK_BYTES) for at in (0, last)])))
         last = max(header.bin_size_bytes - _BIN_BLOCK_BYTES, 0)
         places = [last * i // (_NUM_BIN_BLOCKS - 1) for i in range(_NUM_BIN_BLOCKS)]
-        _digest_blocks(digest, Path(f"{self.path}.bin"), places, _BIN_BLOCK_BYTES)
+        digest.update(b"".join(self._data.peek([(at, at + _BIN_BLOCK_BYTES) for at in places])))
         return digest.hexdigest()
 
     def check(self) -> Self:
@@ -121,39 +117,40 @@ class IndexedStore:
 
         What lies between is checked when it is touched; `verify` checks it all.
         """
-        for _ in map_index(self.header, for_checks=True).check(whole=False):
+        for _ in look_up(self.header, self._idx, in_order=True).check(whole=False):
             pass
         return self
 
     def verify(self) -> Iterator[float]:
         """Check every entry of the index in bounded memory, yielding the part done, in (0, 1]."""
-        return map_index(self.header, for_checks=True).check(whole=True)
+        return look_up(self.header, self._idx, in_order=True).check(whole=True)
 
     # -- entering and leaving -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         with self._lock:
             if self._depth == 0:
-                self._index = map_index(self.header)
+                with contextlib.ExitStack() as stack:
+                    stack.enter_context(self._idx)
+                    stack.enter_context(self._data)
+                    self._index = look_up(self.header, self._idx)
+                    self._files = stack.pop_all()
             self._depth += 1
         return self
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
             self._depth -= 1
-            if self._depth:
-                return
-            self._index = None
-            fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+            if self._depth == 0:
+                self._index = None
+                self._files.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        known = ("header", "_fingerprint")
-        return {"path": self.path} | {name: self.__dict__[name] for name in known if name in self.__dict__}
+        known = ("path", "_idx", "_data", "header", "_fingerprint")
+        return {name: self.__dict__[name] for name in known if name in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"])
+        self.__init__(state["path"], state["_idx"], state["_data"])
         self.__dict__.update(state)
 
     def __repr__(self) -> str:
@@ -272,20 +269,16 @@ class IndexedStore:
         starts, stops: int64 [m], stream offsets in tokens. Does nothing on systems without such advice.
         """
         starts, stops = self._ranges(starts, stops)
-        advise = getattr(os, "posix_fadvise", None)
-        # To the system a length of 0 means all the rest of the file.
-        starts, stops = starts[stops > starts], stops[stops > starts]
-        if advise is None or not starts.size:
-            return
-        by_start = starts.argsort()
-        begins = starts[by_start] * self.dtype.itemsize
-        ends = np.maximum.accumulate(stops[by_start] * self.dtype.itemsize)
-        apart = np.flatnonzero(begins[1:] > ends[:-1] + _NEIGHBOUR_BYTES)
-        begins, ends = begins[np.append(0, apart + 1)], ends[np.append(apart, -1)]
-        fd = self._data_fd()
-        with typed_errors(Path(f"{self.path}.bin")):
-            for begin, end in zip(begins.tolist(), ends.tolist()):
-                advise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+        self._entered()
+        self._data.will_need(starts * self.dtype.itemsize, stops * self.dtype.itemsize)
+
+    def forget_needs(self) -> None:
+        """What was announced and is not read yet will not be."""
+        self._data.forget_needs()
+
+    def index(self, *, in_order: bool = False) -> Index:
+        """The entries where they lie, good without entering. in_order: as `look_up` has it."""
+        return look_up(self.header, self._idx, in_order=in_order)
 
     # -- below --------------------------------------------------------------------------------------
 
@@ -324,51 +317,10 @@ class IndexedStore:
             )
         return starts, stops
 
-    def _data_fd(self) -> int:
-        """The .bin, opened by the first to ask."""
-        fd = self._fd
-        if fd is not None:
-            return fd
-        with self._lock:
-            self._entered()
-            if self._fd is None:
-                self._fd = _open_data(self.header)
-                self.stats.opens += 1
-            return self._fd
-
     def _fill(self, out: npt.NDArray[Any], offsets: I64, sizes: I64) -> None:
         """Read `sizes` tokens at each of `offsets` into `out`, which they fill exactly."""
         self._entered()
-        if out.size == 0:
-            return
-        fd, itemsize, preadv = self._data_fd(), out.itemsize, os.preadv
-        buffer = out.view(np.uint8).data
-        at, offset = 0, 0
-        try:
-            for offset, size in zip((offsets * itemsize).tolist(), (sizes * itemsize).tolist()):
-                end = at + size
-                got = preadv(fd, (buffer[at:end],), offset)
-                if got != size:
-                    self._finish(fd, buffer[at:end], offset, got)
-                at = end
-        except StoreError:
-            raise
-        except OSError as error:
-            raise StoreError(f"{self.path}.bin: byte {offset}: {error.strerror or error}") from error
-        with self._lock:
-            self.stats.reads += sizes.size
-            self.stats.bytes_read += at
-
-    def _finish(self, fd: int, buffer: memoryview, offset: int, got: int) -> None:
-        """Go on with a read that the system cut short (past 2 GiB, or at a signal) after `got` bytes."""
-        while got < len(buffer):
-            more = os.preadv(fd, (buffer[got:],), offset + got)
-            if more == 0:
-                raise StoreError(
-                    f"{self.path}.bin: byte {offset + got}: the file ends within a read of {len(buffer)} "
-                    f"bytes; it was cut after it was opened"
-                )
-            got += more
+        self._data.read_into(out.view(np.uint8), offsets * out.itemsize, sizes * out.itemsize)
 
 
 def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:
@@ -378,23 +330,3 @@ def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:
     sequences = np.arange(counts.sum()) + (firsts - stops + counts).repeat(counts)
     running = np.append(0, index.lengths_of(sequences).cumsum())
     return np.where(ends < firsts, -1, running[stops] - running[stops - counts])
-
-
-def _open_data(header: Header) -> int:
-    data = Path(f"{header.prefix}.bin")
-    with typed_errors(data):
-        fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
-    size = os.fstat(fd).st_size
-    if size != header.bin_size_bytes:
-        os.close(fd)
-        raise StoreError(
-            f"{data}: {size} bytes, {header.bin_size_bytes} when it was opened; open the store again"
-        )
-    return fd
-
-
-def _digest_blocks(digest: hashlib.blake2b, path: Path, places: list[int], size_bytes: int) -> None:
-    with typed_errors(path), path.open("rb", buffering=0) as stream:
-        for place in places:
-            stream.seek(place)
-            digest.update(stream.read(size_bytes))

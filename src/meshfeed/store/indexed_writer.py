@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION, typed_errors
+from meshfeed.files import typed_errors
+from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_LENGTH = 2**31 - 1

@@ -20,8 +20,8 @@ import torch
 
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
+from meshfeed.files import FileStats
 from meshfeed.order import EpochIndex
-from meshfeed.store.indexed import ReadStats
 from meshfeed.store.workers import Failure, Workers
 
 I64 = npt.NDArray[np.int64]
@@ -89,7 +89,7 @@ class Mapped:
         self._lengths = self._counts("lengths", lengths)
         self._valid = self._counts("valid", valid)
         self._num_workers, self._timeout_s = workers, timeout_s
-        self.stats = ReadStats()
+        self.stats = FileStats()
         self._depth = 0
         self._workers: Workers | None = None
 
@@ -143,7 +143,7 @@ class Mapped:
         return f"Mapped({name_of(self._dataset)}, {self.num_documents} items)"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_depth": 0, "_workers": None, "stats": ReadStats()}
+        return self.__dict__ | {"_depth": 0, "_workers": None, "stats": FileStats()}
 
     # -- reading --------------------------------------------------------------------------------------
 

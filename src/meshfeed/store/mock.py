@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.store.indexed import ReadStats
+from meshfeed.files import FileStats
 
 I64 = npt.NDArray[np.int64]
 
@@ -38,7 +38,7 @@ class Lengths:
             raise StoreError("Lengths: give one whole number from 0 for each document, in one dimension")
         self._lengths = given.astype(np.int64)
         self._starts = np.concatenate(([0], np.cumsum(self._lengths)))
-        self.stats = ReadStats()
+        self.stats = FileStats()
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.store.index import Index, map_index
+from meshfeed.store.index import Index
 from meshfeed.store.indexed import IndexedStore
 
 I64 = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ def sequences_of(store: Any) -> Sequences:
     if isinstance(store, IndexedStore):
         if not store.is_stream:
             raise StoreError(f"{store.path}: its sequences do not fill the .bin in order; write it again")
-        return _OfIndex(store, map_index(store.header))
+        return _OfIndex(store, store.index())
     if not hasattr(store, "read_stream") or not hasattr(store, "offsets"):
         raise RecipeError(f"{store!r} is no stream of tokens by document; give a store as mf.open(path) does")
     return _OfDocuments(store)
@@ -76,7 +76,7 @@ class _OfIndex:
 
     def lengths_between(self, begin: int, end: int) -> npt.NDArray[np.int32]:
         lengths = np.empty(end - begin, np.int32)
-        whole = map_index(self.store.header, for_checks=True)  # with reading ahead
+        whole = self.store.index(in_order=True)  # with reading ahead
         for first, stop in _blocks(begin, end):
             lengths[first - begin : stop - begin] = whole.lengths_of(np.arange(first, stop))
         return lengths
