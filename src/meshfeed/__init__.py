@@ -31,6 +31,7 @@ from meshfeed.errors import (
     VerifyError,
 )
 from meshfeed.feed import Feed
+from meshfeed.files import Cache
 from meshfeed.layout import Coord, Layout
 from meshfeed.order import Draws, EpochIndex, rng
 from meshfeed.plan import Align, CostModel, ModelShape, Packing
@@ -46,6 +47,7 @@ __all__ = [
     "AccessError",
     "Align",
     "Batch",
+    "Cache",
     "CacheError",
     "ChangedError",
     "ChecksumError",

@@ -17,7 +17,7 @@ from meshfeed.prefetch import Inline, Prefetcher, StageClock
 from meshfeed.roles import Role
 from meshfeed.stepping import GlobalBatch
 
-COUNTERS = ("bytes_read", "opens", "collectives", "delivered_bytes")
+COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
 """What is counted of every microbatch, and summed in a step's stats."""
 
 
@@ -40,6 +40,7 @@ class Meter:
         stores = [source.stats for source in self._sources]
         return (
             sum(stats.bytes_read for stats in stores),
+            sum(stats.bytes_fetched for stats in stores),
             sum(stats.opens for stats in stores),
             self._traffic.collectives,
             self._traffic.num_bytes,

@@ -72,22 +72,10 @@ class LocalFile:
         """See ByteFile."""
         if out.size == 0:
             return
-        fd, preadv, buffer = self._opened(), os.preadv, out.data
-        at, begin = 0, 0
-        try:
-            for begin, size in zip(begins.tolist(), sizes.tolist()):
-                end = at + size
-                got = preadv(fd, (buffer[at:end],), begin)
-                if got != size:
-                    self._finish(fd, buffer[at:end], begin, got)
-                at = end
-        except StoreError:
-            raise
-        except OSError as error:
-            raise StoreError(f"{self.url}: byte {begin}: {error.strerror or error}") from error
+        fill(self._opened(), out, begins, sizes, self.url)
         with self._lock:
             self.stats.reads += sizes.size
-            self.stats.bytes_read += at
+            self.stats.bytes_read += out.size
 
     def will_need(self, begins: I64, ends: I64) -> None:
         """Ask the system to fetch the ranges; does nothing on systems without such advice."""
@@ -140,17 +128,6 @@ class LocalFile:
                 self.stats.opens += 1
             return self._fd
 
-    def _finish(self, fd: int, buffer: memoryview, begin: int, got: int) -> None:
-        """Go on with a read that the system cut short (past 2 GiB, or at a signal) after `got` bytes."""
-        while got < len(buffer):
-            more = os.preadv(fd, (buffer[got:],), begin + got)
-            if more == 0:
-                raise ChangedError(
-                    f"{self.url}: byte {begin + got}: the file ends within a read of {len(buffer)} bytes; it "
-                    f"was cut after it was opened"
-                )
-            got += more
-
     def _refuse_resized(self, fd: int) -> None:
         size = os.fstat(fd).st_size
         if size != self.size_bytes:
@@ -172,3 +149,25 @@ def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         raise AccessError(f"{path}: {error.strerror}; this user may not do that here") from error
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def fill(fd: int, out: Bytes, begins: I64, sizes: I64, url: str) -> None:
+    """Fill `out` with `sizes` bytes from each of `begins`, back to back. Raises StoreError naming `url`."""
+    preadv, buffer, at, begin = os.preadv, out.data, 0, 0
+    try:
+        for begin, size in zip(begins.tolist(), sizes.tolist()):
+            end = at + size
+            got = preadv(fd, (buffer[at:end],), begin)
+            while got != size:  # cut short, past 2 GiB or at a signal
+                more = preadv(fd, (buffer[at + got : end],), begin + got)
+                if more == 0:
+                    raise ChangedError(
+                        f"{url}: byte {begin + got}: the file ends within a read of {size} bytes; it was cut "
+                        f"after it was opened"
+                    )
+                got += more
+            at = end
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{url}: byte {begin}: {error.strerror or error}") from error

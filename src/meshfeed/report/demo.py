@@ -12,6 +12,7 @@ from typing import Any
 
 from meshfeed.layout import Layout
 from meshfeed.report.compare import Comparison, Run
+from meshfeed.report.far import Far, far_section
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 300, 56, 34, 14
 
@@ -21,12 +22,13 @@ def page(
     corpus: Mapping[str, Any],
     runs: Mapping[str, Run],
     packed: Mapping[str, Run],
+    far: Far,
     found: Comparison,
 ) -> str:
     """The whole page.
 
     facts: what losses.json holds. corpus: its counts. runs: "reference", "first" and "then". packed: runs
-    over the same documents by packing policy.
+    over the same documents by packing policy. far: the runs from far storage.
     """
     shell = Template(Path(__file__).with_name("demo.html").read_text())
     verdict = "The two jobs agree" if found.agree else "The two jobs do NOT agree"
@@ -50,6 +52,10 @@ def page(
         losses=_loss_chart(facts, runs),
         ledger=_ledger_picture(facts, runs, found),
         packed=_packed_table(packed),
+        far=far_section(far),
+        far_layout=escape(far.layout),
+        far_latency=f"{far.latency_s * 1e3:.0f} ms",
+        far_late_by=f"{far.late_by:.0f}",
         ranks="".join(
             _ranks_section(facts[name], runs[name], title)
             for name, title in (("first", "Before the kill"), ("then", "After the kill"))

@@ -12,11 +12,13 @@ from typing import Any
 from rich.console import Console
 
 from meshfeed.cli.demo.corpus import make_corpus
+from meshfeed.cli.demo.far import train_from_afar
 from meshfeed.cli.demo.runs import Trainer, latest_checkpoint
 from meshfeed.errors import LayoutError, MeshfeedError
 from meshfeed.layout import Layout
 from meshfeed.report.compare import Comparison, Run, compare
 from meshfeed.report.demo import balance_of, page
+from meshfeed.report.far import Far
 
 TOLERANCE = 1e-6
 PACKED = ("in_order", "balanced")
@@ -76,13 +78,19 @@ def run(args: argparse.Namespace) -> int:
 
     _train_packed(trainer)
     packed = {policy: Run.read(out, policy) for policy in PACKED}
+    far = train_from_afar(trainer, corpus, out, console)
 
     runs = {name: Run.read(out, name) for name in ("reference", "first", "then")}
     found = compare(runs["reference"], runs["first"], runs["then"], resumed_at, TOLERANCE)
-    _write(out, args, corpus.facts(), runs, packed, found, resumed_at)
+    _write(out, args, corpus.facts(), runs, packed, far, found, resumed_at)
     for policy, run_ in packed.items():
         told = balance_of(run_)
         console.print(f"packed, {policy}: {told.step_ms:.0f} ms a step, {told.efficiency:.1%} of it work")
+    for name, told in (("far", "meshfeed"), ("alone", "every rank for itself")):
+        console.print(
+            f"far storage, {told}: fetched {far.fetched_bytes[name] / far.consumed_bytes:.2f} bytes per byte "
+            f"used, waited {far.exposed_s(name):.2f} s after warm-up"
+        )
     _tell(console, found, out)
     return 0 if found.agree else 1
 
@@ -121,6 +129,7 @@ def _write(
     corpus: dict[str, Any],
     runs: dict[str, Run],
     packed: dict[str, Run],
+    far: Far,
     found: Comparison,
     resumed_at: int,
 ) -> None:
@@ -137,7 +146,7 @@ def _write(
         "losses": losses,
     }
     (out / "losses.json").write_text(json.dumps(facts, indent=1))
-    (out / "report.html").write_text(page(facts, corpus, runs, packed, found))
+    (out / "report.html").write_text(page(facts, corpus, runs, packed, far, found))
 
 
 def _tell(console: Console, found: Comparison, out: Path) -> None:

@@ -95,7 +95,11 @@ class Trainer:
         if resume is not None:
             options["resume"] = resume
         options |= further
-        flat = [part for option, value in options.items() for part in (f"--{option}", str(value))]
+        flat = [
+            part
+            for option, value in options.items()
+            for part in ([f"--{option}"] if value is True else [f"--{option}", str(value)])
+        ]
         return [*launcher, f"--nproc-per-node={ranks}", str(_example()), *flat]
 
     def _follow(

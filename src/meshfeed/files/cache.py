@@ -1,0 +1,67 @@
+"""Where a node keeps what it has fetched."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshfeed.errors import CacheError
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """A folder on a disk of the node, for blocks of remote objects.
+
+    Processes, jobs and users may share one: each user has a part of it, which others do not see. It is made
+    if missing; what lies there already and is not meshfeed's is left alone.
+
+    Attributes:
+        folder: None takes $MESHFEED_CACHE, else meshfeed-cache in the system's folder for temporary files.
+        limit_bytes: that a user's part may hold. It must hold the blocks that are needed at one time.
+        block_bytes: what is fetched and dropped as one; a multiple of 4096.
+
+    Raises CacheError for sizes that cannot be.
+    """
+
+    folder: str | os.PathLike[str] | None = None
+    limit_bytes: int = 64 << 30
+    block_bytes: int = 4 * _MIB
+
+    def __post_init__(self) -> None:
+        if type(self.block_bytes) is not int or self.block_bytes < 4096 or self.block_bytes % 4096:
+            raise CacheError(f"Cache(block_bytes={self.block_bytes!r}): a multiple of 4096 bytes")
+        if type(self.limit_bytes) is not int or self.limit_bytes < self.block_bytes:
+            raise CacheError(
+                f"Cache(limit_bytes={self.limit_bytes!r}): at least one block of {self.block_bytes} bytes"
+            )
+
+    @property
+    def path(self) -> Path:
+        """The folder, absolute."""
+        given = self.folder or os.environ.get("MESHFEED_CACHE")
+        return Path(given or Path(tempfile.gettempdir()) / "meshfeed-cache").absolute()
+
+    @property
+    def own_path(self) -> Path:
+        """This user's part of it."""
+        return self.path / f"u{os.getuid()}"
+
+    def make(self) -> Path:
+        """Make the folder and this user's part of it; returns the latter. Raises CacheError."""
+        try:
+            if not self.path.exists():
+                self.path.mkdir(parents=True, exist_ok=True)
+                self.path.chmod(0o1777)  # as /tmp: other users make parts of their own
+            self.own_path.mkdir(mode=0o700, exist_ok=True)
+            if not os.access(self.own_path, os.R_OK | os.W_OK | os.X_OK):
+                raise PermissionError(13, "not to be written by this user")
+        except OSError as error:
+            raise CacheError(
+                f"{self.own_path}: {error.strerror or error}; give cache=mf.Cache(folder) a folder that this "
+                f"user can write, on a disk of the node"
+            ) from error
+        return self.own_path

@@ -1,0 +1,333 @@
+"""A remote object, read through the node's cache as if it lay on a disk here."""
+
+from __future__ import annotations
+
+import mmap
+import operator
+import os
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import CacheError, ChangedError, StoreError
+from meshfeed.files.byte_file import I64, Bytes, Content, FileStats, Vector
+from meshfeed.files.cache import Cache
+from meshfeed.files.link import Link, LostError, link_of, retried
+from meshfeed.files.local import fill
+from meshfeed.files.refusals import options_of_environment
+from meshfeed.files.table import DATA, Entries, is_valid, map_table, num_blocks_of
+from meshfeed.files.url import is_remote, local_path, split, without_secrets
+
+_RELEASED_TOGETHER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What the leader said of the object; the folder stays good when that leader is gone."""
+
+    folder: Path
+    size_bytes: int
+    block_bytes: int
+    tag: str
+
+
+class CachedFile:
+    """A ByteFile over an object that a node fetches once.
+
+    Args:
+        url: of the object; of a local file, where `content` says that it is compressed.
+        cache: where its blocks are kept.
+        options: for the storage client, beside the environment's.
+        content: what must hold of its bytes; then it is fetched and checked as a whole.
+    """
+
+    def __init__(
+        self, url: str, cache: Cache, options: Mapping[str, str] | None = None, content: Content | None = None
+    ) -> None:
+        self._given, self._cache, self._options, self._content = url, cache, dict(options or {}), content
+        self.url = without_secrets(url)
+        self.is_remote = True
+        self.stats = FileStats()
+        self._lock = threading.RLock()
+        self._known: _Opened | None = None
+        self._session = self._number = -1
+        self._fd: int | None = None
+        self._depth = 0
+        self._wished: Counter[int] = Counter()
+        self._read: list[int] = []
+
+    @property
+    def size_bytes(self) -> int:
+        """See ByteFile."""
+        return self._opened.size_bytes
+
+    @property
+    def tag(self) -> str:
+        """Of the version that was opened, such as its ETag."""
+        return self._opened.tag
+
+    def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See ByteFile. Exact, and asked of storage once for all processes of the node."""
+        if self._content is not None:
+            return [self._whole(begin, min(end, self.size_bytes)) for begin, end in ranges]
+        answer, payload = self._ask("peek", ranges=[list(span) for span in ranges])
+        ends = np.cumsum(answer["sizes"]).tolist()
+        return [payload[end - size : end] for end, size in zip(ends, answer["sizes"])]
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            self._depth += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.forget_needs()
+        with self._lock:
+            self._depth -= 1
+            if self._depth:
+                return
+            fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "given": (self._given, self._cache, self._options, self._content),
+            "known": self._known,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*state["given"])
+        self._known = state["known"]
+
+    def __repr__(self) -> str:
+        return f"CachedFile({self.url!r})"
+
+    def read_into(self, out: Bytes, begins: I64, sizes: I64) -> None:
+        """See ByteFile."""
+        if out.size == 0:
+            return
+        if not self._depth:
+            raise StoreError(f"{self.url}: not entered; read from it inside `with`")
+        blocks = self._blocks_of(begins, begins + sizes)
+        self._steadily(blocks, lambda: fill(self._data_fd(), out, begins, sizes, self.url))
+        with self._lock:
+            self.stats.reads += sizes.size
+            self.stats.bytes_read += out.size
+        self._note_read(begins, sizes)
+
+    def will_need(self, begins: I64, ends: I64) -> None:
+        """See ByteFile. What is announced first is fetched first."""
+        some = ends > begins
+        begins, ends = begins[some], ends[some]
+        if not begins.size:
+            return
+        touched = self._each_block(begins, ends)
+        with self._lock:
+            self._wished.update(touched.tolist())
+        self._tell("wish", blocks=np.unique(touched).tolist())
+
+    def forget_needs(self) -> None:
+        """See ByteFile."""
+        with self._lock:
+            told = bool(self._wished or self._read)
+            self._wished.clear()
+            self._read.clear()
+        if told:
+            self._tell("forget")
+
+    def arrays(self, *parts: tuple[str, int, int], in_order: bool = False) -> list[Vector]:
+        """See ByteFile. Looking entries up brings their blocks here first, and copies them out."""
+        return [_Entries(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
+
+    def gathered(self, dtype: np.dtype[Any], begin: int, places: I64) -> npt.NDArray[Any]:
+        """Entries of `dtype` that lie one after the other from byte `begin` on, at some places."""
+        if not places.size:
+            return np.zeros(0, dtype)
+        at = begin + places * dtype.itemsize
+        entries = np.frombuffer(self._pages, dtype, (self.size_bytes - begin) // dtype.itemsize, begin)
+        return self._steadily(self._blocks_of(at, at + dtype.itemsize), lambda: entries[places])
+
+    # -- the blocks ---------------------------------------------------------------------------------------
+
+    def _steadily(self, blocks: I64, read: Any) -> Any:
+        """`read()` while all of the blocks are there, from before to after."""
+        generations = self._table["generation"]
+        while True:
+            before = generations[blocks]
+            missing = blocks[~is_valid(before)]
+            needed: list[int] = missing.tolist()
+            if needed:
+                self._ask("need", blocks=needed)
+                before = generations[blocks]
+            try:
+                if is_valid(before).all():
+                    result = read()
+                    if np.array_equal(generations[blocks], before):
+                        return result
+            finally:
+                if needed:
+                    self._tell("release", needs=needed, wishes=[])
+
+    def _blocks_of(self, begins: I64, ends: I64) -> I64:
+        return np.unique(self._each_block(begins, ends))
+
+    def _each_block(self, begins: I64, ends: I64) -> I64:
+        """The blocks of every range, one after the other: those that several ranges share come again."""
+        first = begins // self._opened.block_bytes
+        counts = (ends - 1) // self._opened.block_bytes - first + 1
+        if (counts == 1).all():
+            return first
+        # ranges of 2 1 3 blocks -> 0 1 0 0 1 2
+        inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        return first.repeat(counts) + inside
+
+    def _note_read(self, begins: I64, sizes: I64) -> None:
+        """What was announced and is read now need not be kept; said of several blocks together."""
+        some = sizes > 0
+        with self._lock:
+            if not self._wished:
+                return
+            for block in self._each_block(begins[some], (begins + sizes)[some]).tolist():
+                if self._wished[block] > 0:
+                    self._wished[block] -= 1
+                if self._wished[block] == 0:
+                    del self._wished[block]
+                    self._read.append(block)
+            if len(self._read) < _RELEASED_TOGETHER and self._wished:
+                return
+            read, self._read = self._read, []
+        self._tell("release", needs=[], wishes=read)
+
+    def _whole(self, begin: int, end: int) -> bytes:
+        out = np.empty(max(end - begin, 0), np.uint8)
+        with self:
+            self.read_into(out, np.array([begin]), np.array([out.size]))
+        return out.tobytes()
+
+    # -- the leader ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def _link(self) -> Link:
+        return link_of(self._cache)
+
+    @property
+    def _opened(self) -> _Opened:
+        if self._known is None:
+            retried(self._cache, self._open)
+        known = self._known
+        if known is None:
+            raise StoreError(f"{self.url}: could not be opened")
+        return known
+
+    def _open(self) -> tuple[int, int]:
+        """(session, number) of this object with today's leader."""
+        session = self._link.connected()
+        with self._lock:
+            if session == self._session:
+                return session, self._number
+        answer, _ = self._link.ask(session, do="open", **self._place(), content=self._content_told())
+        told = _Opened(Path(answer["folder"]), answer["size_bytes"], answer["block_bytes"], answer["tag"])
+        with self._lock:
+            if self._known is not None and self._known != told:
+                raise ChangedError(
+                    f"{self.url}: version {told.tag}, {told.size_bytes} bytes, was {self._known.tag} of "
+                    f"{self._known.size_bytes} when this run opened it; put the old one back, or start anew"
+                )
+            self._known = told
+            if self._session != session:
+                self._session, self._number = session, answer["object"]
+                self._link.listen(session, self._number, self._count_fetched)
+            return self._session, self._number
+
+    def _place(self) -> dict[str, Any]:
+        if not is_remote(self._given):
+            path = str(Path(local_path(self._given)).absolute())
+            return {"root": "", "path": path, "options": {}, "block_bytes": self._cache.block_bytes}
+        root, path = split(self._given)
+        options = options_of_environment(root, os.environ) | self._options
+        return {"root": root, "path": path, "options": options, "block_bytes": self._cache.block_bytes}
+
+    def _content_told(self) -> dict[str, Any] | None:
+        content = self._content
+        if content is None:
+            return None
+        plain = {name: getattr(content, name) for name in ("codec", "stored_bytes", "raw_bytes")}
+        return plain | {name: dict(getattr(content, name)) for name in ("stored_hashes", "raw_hashes")}
+
+    def _ask(self, do: str, **said: Any) -> tuple[dict[str, Any], bytes]:
+        def ask() -> tuple[dict[str, Any], bytes]:
+            session, number = self._open()
+            return self._link.ask(session, do=do, object=number, **said)
+
+        return retried(self._cache, ask)
+
+    def _tell(self, do: str, **said: Any) -> None:
+        """What is good to know but not needed; a new leader has nothing to forget or release."""
+        try:
+            if do == "wish":
+                self._open()
+            self._link.say(self._session, do=do, object=self._number, **said)
+        except LostError:
+            pass
+
+    def _count_fetched(self, num_bytes: int) -> None:
+        self.stats.bytes_fetched += num_bytes
+
+    # -- the folder ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def _table(self) -> Entries:
+        known = self._opened
+        try:
+            return map_table(known.folder, num_blocks_of(known.size_bytes, known.block_bytes), write=False)
+        except (OSError, ValueError) as error:
+            raise CacheError(
+                f"{known.folder}: {error}; was the cache folder cleared under this run?"
+            ) from error
+
+    @cached_property
+    def _pages(self) -> mmap.mmap:
+        known = self._opened
+        try:
+            with (known.folder / DATA).open("rb") as stream:
+                return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise CacheError(
+                f"{known.folder}: {error}; was the cache folder cleared under this run?"
+            ) from error
+
+    def _data_fd(self) -> int:
+        with self._lock:
+            if self._fd is None:
+                try:
+                    self._fd = os.open(self._opened.folder / DATA, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    raise CacheError(f"{self._opened.folder}: {error}") from error
+                self.stats.opens += 1
+            return self._fd
+
+
+class _Entries:
+    """A Vector in a CachedFile."""
+
+    def __init__(self, file: CachedFile, dtype: np.dtype[Any], begin: int, count: int) -> None:
+        self._file, self._dtype, self._begin, self.size = file, dtype, begin, count
+
+    def __getitem__(self, places: Any, /) -> Any:
+        if isinstance(places, slice):
+            return self._file.gathered(self._dtype, self._begin, np.arange(*places.indices(self.size)))
+        array = np.asarray(places)
+        if array.dtype.kind == "b" or array.ndim == 0:
+            array = np.flatnonzero(array) if array.ndim else np.array(operator.index(places))
+        wrapped = np.where(array < 0, array + self.size, array).astype(np.int64)
+        if wrapped.size and not 0 <= wrapped.min() <= wrapped.max() < self.size:
+            raise IndexError(f"{self._file.url}: an entry of {self.size} that is not there")
+        found = self._file.gathered(self._dtype, self._begin, wrapped.ravel()).reshape(wrapped.shape)
+        return found[()] if array.ndim == 0 else found

@@ -1,0 +1,317 @@
+"""The storage client: stat, ranges and listing over obstore, with patience of its own.
+
+A request that takes far longer than its like have lately is asked again on another thread, and the first
+good answer counts (hedging; Dean and Barroso, "The Tail at Scale", 2013). What fails in passing is
+tried again after a random pause that doubles. What fails for good is one of the errors of `meshfeed.errors`.
+
+Used by the leader alone: obstore's runtime does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from meshfeed.errors import (
+    AccessError,
+    ChangedError,
+    MissingError,
+    StoreError,
+    UnavailableError,
+)
+from meshfeed.files.refusals import meaning_of, reason
+from meshfeed.files.url import without_secrets
+
+T = TypeVar("T")
+
+_THREADS = 48
+_RECENT = 64  # requests whose time tells what is slow
+_ENOUGH = 8
+_SLOW = 3.0  # times the ninth decile
+_LEAST_S = 0.25
+_HEDGES_PER_REQUEST = 0.05
+_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What storage says of an object.
+
+    Attributes:
+        size_bytes: its size.
+        tag: tells this version from any other, such as an ETag.
+    """
+
+    size_bytes: int
+    tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long storage is given.
+
+    Attributes:
+        timeout_s: to one request, its body included.
+        give_up_s: to all attempts of a request together, from the first on.
+        attempts: how many there are at most.
+        hedge: whether slow requests are asked a second time.
+    """
+
+    timeout_s: float = 30.0
+    give_up_s: float = 180.0
+    attempts: int = 12
+    hedge: bool = True
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was asked of storage: requests, those of them that were hedges or retries, bytes that came."""
+
+    requests: int = 0
+    hedges: int = 0
+    hedges_won: int = 0
+    retries: int = 0
+    bytes_fetched: int = 0
+
+
+class Reader(Protocol):
+    """What fetches, from afar or from a disk. Threads share one."""
+
+    def stat(self, path: str) -> Stat:
+        """Size and version. Raises MissingError, or another StoreError."""
+        ...
+
+    def read(self, path: str, begin: int, end: int, tag: str) -> Any:
+        """Exactly the bytes [begin, end) of the version `tag`, as a buffer. Raises StoreError."""
+        ...
+
+    def list(self, prefix: str) -> list[tuple[str, int]]:
+        """(path, size) of all objects below a prefix, sorted. Raises StoreError."""
+        ...
+
+
+class Client:
+    """A Reader of the objects under one root.
+
+    Args:
+        root: such as s3://bucket or https://host.
+        options: obstore's names: `endpoint`, `region`, `skip_signature`, credentials and so on; what they
+            leave open, the cloud's usual chain decides.
+        patience: with storage that is slow or fails.
+    """
+
+    def __init__(self, root: str, options: Mapping[str, str], patience: Patience | None = None) -> None:
+        self._root, self._patience = root.rstrip("/"), patience or Patience()
+        self._store = _store_of(root, options, self._patience)
+        self.counts = Counts()
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="meshfeed-client")
+
+    def stat(self, path: str) -> Stat:
+        """See Reader."""
+        import obstore
+
+        def head() -> Stat:
+            found = obstore.head(self._store, path)
+            return Stat(found["size"], _tag_of(found))
+
+        return self._patiently(head, self._name(path))
+
+    def read(self, path: str, begin: int, end: int, tag: str) -> Any:
+        """See Reader."""
+        if begin == end:
+            return b""
+        import obstore
+
+        where = f"{self._name(path)}: bytes {begin}..{end}"
+        condition = {} if tag.startswith("modified ") else {"if_match": tag}
+
+        def get() -> Any:
+            options: Any = {"range": (begin, end), **condition}
+            answer = obstore.get(self._store, path, options=options)
+            if _tag_of(answer.meta) != tag:
+                raise ChangedError(f"{where}: {_REPLACED}")
+            body = answer.bytes()
+            if len(body) != end - begin:
+                raise ConnectionError(f"{len(body)} bytes came of {end - begin}")
+            with self._lock:
+                self.counts.bytes_fetched += len(body)
+            return body
+
+        return self._patiently(lambda: self._hedged(get), where)
+
+    def list(self, prefix: str) -> list[tuple[str, int]]:
+        """See Reader."""
+        if self._root.startswith("http"):
+            raise StoreError(f"{self._name(prefix)}: HTTP has no listing; name the file itself")
+        import obstore
+
+        def listed() -> list[tuple[str, int]]:
+            pages = obstore.list(self._store, prefix)
+            return sorted((item["path"], item["size"]) for page in pages for item in page)
+
+        return self._patiently(listed, self._name(prefix))
+
+    def close(self) -> None:
+        """Start no more requests."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- patience -------------------------------------------------------------------------------------
+
+    def _patiently(self, ask: Callable[[], T], where: str) -> T:
+        """Ask until there is an answer, or a refusal, or no patience left."""
+        began, pause_s = time.monotonic(), _PAUSE_S
+        for attempt in range(1, self._patience.attempts + 1):
+            with self._lock:
+                self.counts.requests += 1
+                self.counts.retries += attempt > 1
+            try:
+                return ask()
+            except StoreError:
+                raise
+            except Exception as error:
+                self._refuse(error, where)
+                pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
+                rest_s = self._patience.give_up_s - (time.monotonic() - began) - pause_s
+                if attempt == self._patience.attempts or rest_s < 0:
+                    raise UnavailableError(
+                        f"{where}: failed {attempt} times in {time.monotonic() - began:.0f} s, last: "
+                        f"{reason(error)}; see to the storage or the network, then go on from the checkpoint"
+                    ) from error
+                time.sleep(random.uniform(pause_s / 2, pause_s))
+        raise UnavailableError(f"{where}: no attempt was allowed; give Patience at least one")
+
+    def _refuse(self, error: Exception, where: str) -> None:
+        """Raise what no further attempt will change."""
+        match meaning_of(error):
+            case "missing":
+                raise MissingError(f"{where}: no such object; look at the URL") from error
+            case "changed":
+                raise ChangedError(f"{where}: {_REPLACED}") from error
+            case "refused":
+                raise AccessError(f"{where}: {reason(error)}") from error
+            case "wrong":
+                raise StoreError(f"{where}: {reason(error)}") from error
+            case _:
+                return
+
+    def _hedged(self, ask: Callable[[], T]) -> T:
+        """The first good answer of one request, or of two where the first is slow."""
+        first = self._pool.submit(self._timed, ask)
+        slow_s = self._slow_s()
+        done, _ = wait([first], slow_s)
+        if done or not self._may_hedge():
+            return first.result()
+        second = self._pool.submit(self._timed, ask)
+        asked: set[Future[T]] = {first, second}
+        while asked:
+            done, asked = wait(asked, return_when=FIRST_COMPLETED)
+            good = next((each for each in done if each.exception() is None), None)
+            if good is not None:
+                with self._lock:
+                    self.counts.hedges_won += good is second
+                return good.result()
+        return first.result()
+
+    def _timed(self, ask: Callable[[], T]) -> T:
+        began = time.monotonic()
+        answer = ask()
+        with self._lock:
+            self._recent.append(time.monotonic() - began)
+        return answer
+
+    def _slow_s(self) -> float | None:
+        """Seconds after which a request is slow; None while too few have told."""
+        with self._lock:
+            times = sorted(self._recent)
+        if not self._patience.hedge or len(times) < _ENOUGH:
+            return None
+        return max(_SLOW * times[len(times) * 9 // 10], _LEAST_S)
+
+    def _may_hedge(self) -> bool:
+        with self._lock:
+            if self.counts.hedges > 1 + _HEDGES_PER_REQUEST * self.counts.requests:
+                return False
+            self.counts.hedges += 1
+            self.counts.requests += 1
+            return True
+
+    def _name(self, path: str) -> str:
+        return without_secrets(f"{self._root}/{path}")
+
+
+class LocalReader:
+    """A Reader of files of this machine, whose paths are given whole."""
+
+    def __init__(self) -> None:
+        self.counts = Counts()
+
+    def stat(self, path: str) -> Stat:
+        """See Reader."""
+        try:
+            found = Path(path).stat()
+        except FileNotFoundError as error:
+            raise MissingError(f"{path}: no such file; look at the path") from error
+        except PermissionError as error:
+            raise AccessError(f"{path}: {error.strerror}; let this user read it") from error
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{path}: {error}") from error
+        return Stat(found.st_size, f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}")
+
+    def read(self, path: str, begin: int, end: int, tag: str) -> Any:
+        """See Reader."""
+        try:
+            with Path(path).open("rb", buffering=0) as stream:
+                stream.seek(begin)
+                data = stream.read(end - begin)
+        except OSError as error:
+            raise StoreError(f"{path}: bytes {begin}..{end}: {error.strerror or error}") from error
+        if len(data) != end - begin or self.stat(path).tag != tag:
+            raise ChangedError(f"{path}: bytes {begin}..{end}: {_REPLACED}")
+        self.counts.requests += 1
+        self.counts.bytes_fetched += len(data)
+        return data
+
+    def list(self, prefix: str) -> list[tuple[str, int]]:
+        """See Reader."""
+        try:
+            files = [each for each in Path(prefix).rglob("*") if each.is_file()]
+            return sorted((str(each), each.stat().st_size) for each in files)
+        except OSError as error:
+            raise StoreError(f"{prefix}: {error}") from error
+
+
+_REPLACED = (
+    "it was replaced after this run had opened it; put the old one back, or start anew with the new one"
+)
+
+
+def _tag_of(meta: Any) -> str:
+    return meta["e_tag"] or f"modified {meta['last_modified'].isoformat()} {meta['size']}"
+
+
+def _store_of(root: str, options: Mapping[str, str], patience: Patience) -> Any:
+    try:
+        from obstore.store import from_url
+    except ImportError as missing:
+        raise StoreError(f"{root}: remote storage needs obstore: pip install 'meshfeed[remote]'") from missing
+    given: Any = {name.lower(): value for name, value in options.items()}
+    endpoint = next((value for name, value in given.items() if "endpoint" in name), root)
+    client: Any = {
+        "timeout": f"{patience.timeout_s * 1e3:.0f}ms",
+        "connect_timeout": f"{min(patience.timeout_s, 5.0) * 1e3:.0f}ms",
+        "allow_http": endpoint.startswith("http://"),
+    }
+    try:
+        return from_url(root, config=given or None, client_options=client, retry_config={"max_retries": 0})
+    except Exception as error:
+        raise StoreError(f"{root}: {reason(error)}; look at the URL and the storage options") from error

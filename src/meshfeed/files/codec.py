@@ -1,0 +1,120 @@
+"""Compressed objects and digests: bounded decompression, and the hashes that shard formats record."""
+
+from __future__ import annotations
+
+import bz2
+import hashlib
+import importlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from meshfeed.errors import ChecksumError, StoreError
+
+_STEP_BYTES = 1 << 20
+
+
+def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -> bytes:
+    """`data` uncompressed, exactly `raw_bytes` of it; no more than a step beyond is ever made.
+
+    codec: "zstd", "gz", "bz2", "br" or "snappy". Raises StoreError for another codec, a package that is
+    missing, or data that grows beyond its declared size; ChecksumError for data that is damaged.
+    """
+    if codec not in _STREAMS:
+        raise StoreError(f"{url}: codec {codec!r} is unknown; known are {', '.join(_STREAMS)}")
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        for piece in _STREAMS[codec](bytes(data), raw_bytes):
+            size += len(piece)
+            if size > raw_bytes:
+                raise StoreError(
+                    f"{url}: grows beyond the {raw_bytes} bytes that its index declares; one of them is "
+                    f"damaged or not to be trusted"
+                )
+            pieces.append(piece)
+    except ImportError as missing:
+        raise StoreError(f"{url}: {codec} needs {missing.name}: pip install 'meshfeed[mds]'") from missing
+    except StoreError:
+        raise
+    except Exception as error:  # each codec has its own
+        raise ChecksumError(
+            f"{url}: {codec} data that cannot be uncompressed: {error}; copy it again"
+        ) from error
+    if size != raw_bytes:
+        raise ChecksumError(f"{url}: {size} bytes uncompressed, {raw_bytes} declared; copy it again")
+    return b"".join(pieces)
+
+
+def check_hashes(data: memoryview | bytes, hashes: Mapping[str, str], url: str) -> None:
+    """Raises ChecksumError for bytes that have another digest, StoreError for an unknown algorithm."""
+    for algorithm, expected in hashes.items():
+        found = _digest(algorithm, data, url)
+        if found != expected.lower():
+            raise ChecksumError(f"{url}: {algorithm} is {found}, its index says {expected}; copy it again")
+
+
+def _digest(algorithm: str, data: memoryview | bytes, url: str) -> str:
+    if algorithm in hashlib.algorithms_available and not algorithm.startswith("shake"):
+        return hashlib.new(algorithm, data, usedforsecurity=False).hexdigest()
+    if algorithm not in ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"):
+        raise StoreError(
+            f"{url}: hash {algorithm!r} is unknown; make its index with one of hashlib or xxhash"
+        )
+    try:
+        xxhash = importlib.import_module("xxhash")
+    except ImportError as missing:
+        raise StoreError(f"{url}: {algorithm} needs xxhash: pip install 'meshfeed[mds]'") from missing
+    name = f"{algorithm}_hexdigest" if algorithm.startswith("xxh3") or algorithm == "xxh128" else None
+    return getattr(xxhash, name)(data) if name else getattr(xxhash, algorithm)(data).hexdigest()
+
+
+def _zstd(data: bytes, raw_bytes: int) -> Iterator[bytes]:
+    zstandard = importlib.import_module("zstandard")
+    with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
+        data, read_across_frames=True
+    ) as stream:
+        while piece := stream.read(_STEP_BYTES):
+            yield piece
+
+
+def _stream(made: Any, data: bytes) -> Iterator[bytes]:
+    """From a decompressor of the standard library's kind, member after member."""
+    while data:
+        one = made()
+        while not one.eof:
+            if isinstance(one, bz2.BZ2Decompressor):
+                piece = one.decompress(data, _STEP_BYTES)
+                data = b""
+            else:
+                piece = one.decompress(data, _STEP_BYTES)
+                data = one.unconsumed_tail
+            if not piece and not data and not one.eof:
+                raise EOFError("it ends too early")
+            yield piece
+        data = one.unused_data
+
+
+def _brotli(data: bytes, raw_bytes: int) -> Iterator[bytes]:
+    one: Any = importlib.import_module("brotli").Decompressor()
+    for at in range(0, len(data), 1 << 14):
+        yield one.process(data[at : at + (1 << 14)])
+    if not one.is_finished():
+        raise EOFError("it ends too early")
+
+
+def _snappy(data: bytes, raw_bytes: int) -> Iterator[bytes]:
+    raw: Any = importlib.import_module("cramjam").snappy
+    if raw.decompress_raw_len(data) > raw_bytes:
+        yield b"\0" * (raw_bytes + 1)  # its own header says that it would grow
+        return
+    yield bytes(raw.decompress_raw(data))
+
+
+_STREAMS: Mapping[str, Callable[[bytes, int], Iterator[bytes]]] = {
+    "zstd": _zstd,
+    "gz": lambda data, _: _stream(lambda: zlib.decompressobj(31), data),
+    "bz2": lambda data, _: _stream(bz2.BZ2Decompressor, data),
+    "br": _brotli,
+    "snappy": _snappy,
+}

@@ -1,0 +1,342 @@
+"""Who wants which block, and the threads that bring them: each block once, what is needed now first.
+
+A *need* is a reader that waits. It is admitted when the cache can hold all of its blocks at once beside those
+that other readers wait for; from then on its blocks stay until it is done. A *wish* is a block that will be
+needed: fetched when nothing is needed, given up when room is.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from meshfeed.errors import CacheError, ChecksumError, MeshfeedError, StoreError
+from meshfeed.files.byte_file import Content
+from meshfeed.files.client import Reader
+from meshfeed.files.codec import check_hashes, decompress
+from meshfeed.files.shelf import Block, Shelf
+from meshfeed.files.table import Blocks
+
+_RANGE_BYTES = 16 << 20
+_THREADS = 24
+_ATTEMPTS = 3
+
+Done = Callable[[MeshfeedError | None], None]
+
+
+@dataclass(eq=False)
+class CachedObject:
+    """An object as the leader knows it.
+
+    Attributes:
+        key: of its folder.
+        url: as messages name it.
+        blocks: its data and table.
+        reader, path, tag: where its bytes come from, and which version.
+        stored_bytes: its size there.
+        content: what must hold of it; None where nobody says. Then it is not fetched as a whole.
+        doubted: blocks that an earlier leader left, to be verified first.
+    """
+
+    key: str
+    url: str
+    blocks: Blocks
+    reader: Reader
+    path: str
+    tag: str
+    stored_bytes: int
+    content: Content | None = None
+    doubted: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Need:
+    """A reader that waits for blocks."""
+
+    holder: Hashable
+    of: CachedObject
+    sizes: dict[Block, int]
+    done: Done
+    missing: set[Block] = field(default_factory=set)
+
+
+class Fetcher:
+    """Brings blocks onto the shelf with some threads of its own; `close` ends them.
+
+    fetched: called with (holder, object, bytes) after each range, for whoever asked first. Neither it nor a
+    need's `done` may wait for anything: some are called under the lock.
+    """
+
+    def __init__(self, shelf: Shelf, fetched: Callable[[Hashable, CachedObject, int], None]) -> None:
+        self._shelf, self._fetched = shelf, fetched
+        self._objects: dict[str, CachedObject] = {}
+        self._changed = threading.Condition()
+        self._waiting: deque[_Need] = deque()  # not admitted yet
+        self._needs: dict[Block, list[_Need]] = {}
+        self._urgent: deque[Block] = deque()
+        self._wished: deque[Block] = deque()
+        self._asked_by: dict[Block, Hashable] = {}  # every block that is queued or under way
+        self._flying = shelf.busy
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True)
+            for i in range(_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, one: CachedObject, doubted: Iterable[int]) -> None:
+        """An object, and the blocks of it that may be there from before."""
+        with self._changed:
+            self._objects[one.key] = one
+            one.doubted = set(doubted)
+            for block in one.doubted:
+                self._shelf.add((one.key, block), one.blocks.num_bytes(block))
+
+    def need(self, holder: Hashable, one: CachedObject, blocks: Sequence[int], done: Done) -> None:
+        """Call `done` once all blocks are there, or with what went wrong; until `release` they stay."""
+        sizes = {(one.key, block): one.blocks.num_bytes(block) for block in blocks}
+        with self._changed:
+            limit = self._shelf.limit_bytes
+            if sum(sizes.values()) > limit:
+                error = CacheError(
+                    f"{one.url}: {sum(sizes.values())} bytes in {len(sizes)} blocks are needed at one time, "
+                    f"the cache {one.blocks.folder.parent} is limited to {limit}; raise limit_bytes, or "
+                    f"lower block_bytes or the batch"
+                )
+            else:
+                self._waiting.append(_Need(holder, one, sizes, done))
+                self._admit()
+                return
+        done(error)
+
+    def wish(self, holder: Hashable, one: CachedObject, blocks: Sequence[int]) -> None:
+        """Blocks that will be needed, in this order."""
+        with self._changed:
+            sizes = {(one.key, block): one.blocks.num_bytes(block) for block in blocks}
+            self._shelf.pin(holder, sizes, firm=False)
+            self._shelf.touch(sizes)
+            for block, there in self._valid(one, list(sizes)):
+                if not there and block not in self._asked_by:
+                    self._asked_by[block] = holder
+                    self._wished.append(block)
+            self._changed.notify_all()
+
+    def release(self, holder: Hashable, one: CachedObject, blocks: Sequence[int], *, firm: bool) -> None:
+        """Blocks that were needed or wished for, and are no more; as often as they were."""
+        with self._changed:
+            self._shelf.release(holder, [(one.key, block) for block in blocks], firm=firm)
+            self._admit()
+            self._changed.notify_all()
+
+    def forget(self, holder: Hashable, one: CachedObject | None = None) -> None:
+        """A holder wishes for nothing of an object any more; without one, it is gone, with all its needs."""
+        with self._changed:
+            self._shelf.release_all(holder, firm=False, of=None if one is None else one.key)
+            if one is None:
+                self._shelf.release_all(holder, firm=True)
+                self._waiting = deque(need for need in self._waiting if need.holder != holder)
+            self._admit()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads; what is under way is dropped."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # -- who goes first, under the lock -------------------------------------------------------------------
+
+    def _valid(self, one: CachedObject, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:
+        return list(zip(blocks, one.blocks.valid([number for _, number in blocks])))
+
+    def _admit(self) -> None:
+        """Let waiting needs in, in their order, while the cache can hold them all."""
+        shelf = self._shelf
+        while self._waiting and shelf.firm_bytes_with(self._waiting[0].sizes) <= shelf.limit_bytes:
+            need = self._waiting.popleft()
+            shelf.pin(need.holder, need.sizes, firm=True)
+            shelf.touch(need.sizes)
+            for block, there in self._valid(need.of, list(need.sizes)):
+                if there:
+                    continue
+                need.missing.add(block)
+                self._needs.setdefault(block, []).append(need)
+                self._asked_by.setdefault(block, need.holder)
+                if block not in self._flying:
+                    self._urgent.append(block)
+            if not need.missing:
+                need.done(None)
+            self._changed.notify_all()
+
+    def _next_run(self) -> list[Block] | None:
+        """Neighbouring blocks to bring next, with room made for them; None where there is nothing to do."""
+        for queue, urgent in ((self._urgent, True), (self._wished, False)):
+            while queue:
+                first = queue[0]
+                if first in self._flying or first not in self._asked_by:
+                    queue.popleft()  # somebody has it, or had it
+                    continue
+                if not urgent and not self._shelf.is_wanted(first):
+                    queue.popleft()
+                    del self._asked_by[first]
+                    continue
+                run = self._run_from(first, urgent)
+                if not self._make_room(run, urgent):
+                    break  # wishes wait until something is released
+                queue.popleft()
+                self._flying.update(run)
+                return run
+        return None
+
+    def _run_from(self, first: Block, urgent: bool) -> list[Block]:
+        key, number = first
+        one = self._objects[key]
+        if number in one.doubted:
+            return [first]
+        run, size = [first], one.blocks.num_bytes(number)
+        while True:
+            after = (key, run[-1][1] + 1)
+            wanted = after in self._needs if urgent else after in self._asked_by
+            if not wanted or after in self._flying or after[1] in one.doubted:
+                return run
+            size += one.blocks.num_bytes(after[1])
+            if size > _RANGE_BYTES:
+                return run
+            run.append(after)
+
+    def _make_room(self, run: Sequence[Block], urgent: bool) -> bool:
+        one = self._objects[run[0][0]]
+        new = [block for block in run if block not in self._shelf]
+        going = self._shelf.make_room(
+            sum(one.blocks.num_bytes(number) for _, number in new), over_wishes=urgent
+        )
+        if going is None:
+            return False
+        self._drop(going)
+        for block in new:
+            self._shelf.add(block, one.blocks.num_bytes(block[1]))
+        return True
+
+    def _drop(self, going: Iterable[Block]) -> None:
+        for block in going:
+            key, number = block
+            self._shelf.remove(block)
+            self._objects[key].doubted.discard(number)
+            self._objects[key].blocks.drop(number)
+
+    # -- the threads --------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                run = self._next_run()
+                while run is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
+                    run = self._next_run()
+            error: MeshfeedError | None = None
+            try:
+                self._bring(run)
+            except MeshfeedError as known:
+                error = known
+            except Exception as unknown:  # a thread that dies would leave its readers waiting for ever
+                error = StoreError(f"{self._objects[run[0][0]].url}: {type(unknown).__name__}: {unknown}")
+            self._finish(run, error)
+
+    def _finish(self, run: Sequence[Block], error: MeshfeedError | None) -> None:
+        ended: list[_Need] = []
+        with self._changed:
+            for block in run:
+                self._flying.discard(block)
+                self._asked_by.pop(block, None)
+                if error is not None:
+                    self._shelf.remove(block)
+                for need in self._needs.pop(block, []):
+                    need.missing.discard(block)
+                    if error is not None or not need.missing:
+                        ended.append(need)
+            if error is not None:
+                for need in ended:
+                    self._give_up(need)
+            self._admit()
+            self._changed.notify_all()
+        for need in dict.fromkeys(ended):
+            need.done(error)
+
+    def _give_up(self, need: _Need) -> None:
+        for block in need.missing:
+            others = [other for other in self._needs.get(block, []) if other is not need]
+            if others:
+                self._needs[block] = others
+            else:
+                self._needs.pop(block, None)
+        self._shelf.release(need.holder, need.sizes, firm=True)
+        need.sizes = {}
+
+    def _bring(self, run: Sequence[Block]) -> None:
+        one = self._objects[run[0][0]]
+        numbers = [number for _, number in run]
+        if numbers[0] in one.doubted:
+            one.doubted.discard(numbers[0])
+            if one.blocks.verify(numbers[0]):
+                return
+        if one.content is not None:
+            data, fetched = _whole(one, one.content)
+        else:
+            begin = numbers[0] * one.blocks.block_bytes
+            end = begin + sum(map(one.blocks.num_bytes, numbers))
+            data = one.reader.read(one.path, begin, end, one.tag)
+            fetched = end - begin
+        self._fetched(self._asked_by.get(run[0]), one, fetched)
+        view, at = memoryview(data).cast("B"), 0
+        for number in numbers:
+            size = one.blocks.num_bytes(number)
+            self._publish(one, number, view[at : at + size])
+            at += size
+
+    def _publish(self, one: CachedObject, number: int, data: memoryview) -> None:
+        for last in (False, True):
+            try:
+                one.blocks.publish(number, data)
+                return
+            except OSError as error:
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                if last or not full or not self._drop_something(len(data)):
+                    one.blocks.drop(number)
+                    raise CacheError(
+                        f"{one.blocks.folder}: {error.strerror or error}, {self._shelf.held_bytes} bytes "
+                        f"held; free room on this disk, or lower limit_bytes of the cache"
+                    ) from error
+
+    def _drop_something(self, num_bytes: int) -> bool:
+        """Give back what nobody needs, where the disk is full before the limit is reached."""
+        with self._changed:
+            shelf = self._shelf
+            going = shelf.make_room(shelf.limit_bytes - shelf.held_bytes + num_bytes, over_wishes=True)
+            self._drop(going or [])
+            return bool(going)
+
+
+def _whole(one: CachedObject, content: Content) -> tuple[bytes, int]:
+    """An object's bytes, checked and uncompressed, and how many were fetched for it."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            pieces = [
+                bytes(one.reader.read(one.path, begin, min(begin + _RANGE_BYTES, one.stored_bytes), one.tag))
+                for begin in range(0, one.stored_bytes, _RANGE_BYTES)
+            ]
+            data = b"".join(pieces)
+            check_hashes(data, content.stored_hashes, one.url)
+            if content.codec is not None:
+                data = decompress(content.codec, data, one.blocks.size_bytes, one.url)
+            check_hashes(data, content.raw_hashes, one.url)
+            return data, attempt * one.stored_bytes
+        except ChecksumError as error:
+            if attempt == _ATTEMPTS:
+                raise ChecksumError(f"{error} (fetched {attempt} times)") from error
+    raise ChecksumError(f"{one.url}: never fetched")

@@ -1,0 +1,369 @@
+"""The leader: the one process of a node and user that fetches, and that owns a cache folder.
+
+Whoever finds none starts one. The kernel's lock on a file of the folder says who leads, and is free the
+moment the leader dies; then a client starts the next. It speaks over an abstract unix socket, which leaves
+nothing behind, to processes of its own user alone, and ends some seconds after the last of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import shutil
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshfeed.errors import CacheError, MeshfeedError, MissingError, StoreError
+from meshfeed.files import message
+from meshfeed.files.byte_file import Content
+from meshfeed.files.client import Client, LocalReader, Reader, Stat
+from meshfeed.files.fetch import CachedObject, Fetcher
+from meshfeed.files.shelf import Shelf
+from meshfeed.files.table import Blocks, make_files, num_blocks_of
+from meshfeed.files.url import without_secrets
+
+LOCK, LOG, OBJECT = "leader.lock", "leader.log", "object.json"
+_LINGER_S = 5.0
+_ANSWERERS = 32
+_NO_LIMIT = 1 << 62
+
+
+def socket_name(folder: Path) -> str:
+    """The abstract socket of a cache folder's leader. Raises OSError."""
+    found = folder.stat()
+    return f"\0meshfeed-cache-{os.getuid()}-{found.st_dev:x}-{found.st_ino:x}"
+
+
+@dataclass(eq=False)
+class _Client:
+    """A process that is connected, and what it has open."""
+
+    link: socket.socket
+    limit_bytes: int = _NO_LIMIT
+    opened: dict[int, CachedObject] = field(default_factory=dict)
+    outgoing: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+
+    def send(self, say: dict[str, Any], payload: bytes = b"") -> None:
+        """Say something, in turn, without waiting for the other to listen."""
+        self.outgoing.put(message.encode(say, payload))
+
+    def send_all(self) -> None:
+        """The thread that sends."""
+        with contextlib.suppress(OSError):
+            while (data := self.outgoing.get()) is not None:
+                self.link.sendall(data)
+
+
+class Leader:
+    """Serves the clients of one cache folder, from `serve` to its end."""
+
+    def __init__(self, folder: Path, listener: socket.socket) -> None:
+        self._folder, self._listener = folder, listener
+        self._shelf = Shelf(_NO_LIMIT)
+        self._fetcher = Fetcher(self._shelf, self._tell_fetched)
+        self._objects: dict[str, CachedObject] = {}
+        self._readers: dict[str, Reader] = {}
+        self._stats: dict[tuple[str, str], Stat] = {}
+        self._peeked: dict[tuple[str, int, int], bytes] = {}
+        self._clients: set[_Client] = set()
+        self._lock = threading.RLock()
+        self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
+        self._peekers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-peek")
+
+    def serve(self) -> None:
+        """Serve until nobody has been there for some seconds."""
+        self._find_leftovers()
+        self._listener.settimeout(_LINGER_S)
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except TimeoutError:
+                with self._lock:
+                    if not self._clients:
+                        return
+                continue
+            if not _same_user(link):
+                link.close()
+                continue
+            client = _Client(link)
+            with self._lock:
+                self._clients.add(client)
+            threading.Thread(target=client.send_all, daemon=True).start()
+            threading.Thread(target=self._listen, args=(client,), daemon=True).start()
+
+    # -- clients ------------------------------------------------------------------------------------------
+
+    def _listen(self, client: _Client) -> None:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            while (heard := message.receive(client.link)) is not None:
+                self._hear(client, heard[0])
+        client.outgoing.put(None)
+        self._fetcher.forget(client)
+        with self._lock:
+            self._clients.discard(client)
+            self._set_limit()
+            if not self._clients:
+                self._stats.clear()  # who comes next may find another version
+                self._peeked.clear()
+        client.link.close()
+
+    def _hear(self, client: _Client, said: dict[str, Any]) -> None:
+        one = client.opened.get(said.get("object", -1))
+        match said["do"]:
+            case "hello":
+                self._greet(client, said)
+            case "need" if one is not None:
+                self._fetcher.need(client, one, said["blocks"], _answer_to(client, said))
+            case "wish" if one is not None:
+                self._fetcher.wish(client, one, said["blocks"])
+            case "release" if one is not None:
+                self._fetcher.release(client, one, said["needs"], firm=True)
+                self._fetcher.release(client, one, said["wishes"], firm=False)
+            case "forget" if one is not None:
+                self._fetcher.forget(client, one)
+            case _:
+                self._answerers.submit(self._reply, client, said)
+
+    def _reply(self, client: _Client, said: dict[str, Any]) -> None:
+        """What has to ask storage first, or to read the disk."""
+        answers: dict[str, Callable[[_Client, dict[str, Any]], tuple[dict[str, Any], bytes]]] = {
+            "open": self._open,
+            "exists": self._exists,
+            "list": self._list,
+            "peek": self._peek,
+            "counts": self._counts,
+        }
+        try:
+            answer, payload = answers[said["do"]](client, said)
+            client.send({"id": said["id"], **answer}, payload)
+        except MeshfeedError as error:
+            client.send({"id": said["id"], "error": message.told(error)})
+        except Exception as error:  # said to the client, which else would wait for ever
+            text = f"{self._folder}: the leader failed: {type(error).__name__}: {error}"
+            client.send({"id": said["id"], "error": message.told(StoreError(text))})
+
+    def _greet(self, client: _Client, said: dict[str, Any]) -> None:
+        if said["version"] != message.VERSION:
+            error = CacheError(
+                f"{self._folder}: its leader, process {os.getpid()}, is of another version of meshfeed "
+                f"({message.VERSION}, here {said['version']}); let its jobs end, or use another cache folder"
+            )
+            client.send({"id": said["id"], "error": message.told(error)})
+            return
+        with self._lock:
+            client.limit_bytes = said["limit_bytes"]
+            self._set_limit()
+        client.send({"id": said["id"], "pid": os.getpid()})
+
+    def _set_limit(self) -> None:
+        self._shelf.limit_bytes = min((each.limit_bytes for each in self._clients), default=_NO_LIMIT)
+
+    def _tell_fetched(self, holder: Any, one: CachedObject, num_bytes: int) -> None:
+        if isinstance(holder, _Client):
+            for number, opened in list(holder.opened.items()):
+                if opened is one:
+                    holder.send({"fetched": num_bytes, "object": number})
+                    return
+
+    # -- answers ------------------------------------------------------------------------------------------
+
+    def _open(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        content = None if said["content"] is None else Content(**said["content"])
+        one = self._object_of(said, content)
+        with self._lock:
+            number = len(client.opened)
+            client.opened[number] = one
+        blocks = one.blocks
+        return {
+            "object": number,
+            "folder": str(blocks.folder),
+            "size_bytes": blocks.size_bytes,
+            "block_bytes": blocks.block_bytes,
+            "tag": one.tag,
+        }, b""
+
+    def _object_of(self, said: dict[str, Any], content: Content | None) -> CachedObject:
+        reader, stat = self._stat_of(said)
+        if content is not None and content.stored_bytes not in (None, stat.size_bytes):
+            raise StoreError(
+                f"{_name(said)}: {stat.size_bytes} bytes, its index says {content.stored_bytes}; copy it "
+                f"again"
+            )
+        size = stat.size_bytes
+        if content is not None and content.raw_bytes is not None:
+            size = content.raw_bytes
+        block_bytes = said["block_bytes"] if content is None else max(size, 1)
+        facts: dict[str, Any] = {
+            "url": _name(said),
+            "tag": stat.tag,
+            "size_bytes": size,
+            "block_bytes": block_bytes,
+            "content": None if content is None else _plain(content),
+        }
+        secret = [said["options"].get("endpoint"), said["path"]]  # a query may tell objects apart, too
+        text = json.dumps([facts, secret], sort_keys=True)
+        key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        with self._lock:
+            if key not in self._objects:
+                one = CachedObject(
+                    key=key,
+                    url=_name(said),
+                    blocks=self._blocks_of(key, facts),
+                    reader=reader,
+                    path=said["path"],
+                    tag=stat.tag,
+                    stored_bytes=stat.size_bytes,
+                    content=content,
+                )
+                self._objects[key] = one
+                self._fetcher.add(one, one.blocks.doubt_all())
+            one = self._objects[key]
+            one.reader = reader  # the newest credentials
+            return one
+
+    def _blocks_of(self, key: str, facts: dict[str, Any]) -> Blocks:
+        folder, size, block_bytes = self._folder / key, facts["size_bytes"], facts["block_bytes"]
+        try:
+            if (folder / OBJECT).exists():
+                with contextlib.suppress(OSError, ValueError):
+                    return Blocks(folder, size, block_bytes)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make_files(folder, size, num_blocks_of(size, block_bytes))
+            part = folder / f"{OBJECT}.part"
+            part.write_text(json.dumps(facts))
+            part.rename(folder / OBJECT)
+            return Blocks(folder, size, block_bytes)
+        except (OSError, ValueError) as error:
+            raise CacheError(
+                f"{folder}: {getattr(error, 'strerror', None) or error}; see to the disk, or choose another "
+                f"cache folder"
+            ) from error
+
+    def _stat_of(self, said: dict[str, Any]) -> tuple[Reader, Stat]:
+        """Asked once of each object, for as long as there are clients."""
+        reader, options = self._reader_of(said)
+        place = (f"{said['root']}/{said['path']}", options)
+        with self._lock:
+            known = self._stats.get(place)
+        if known is None:
+            known = reader.stat(said["path"])
+            with self._lock:
+                known = self._stats.setdefault(place, known)
+        return reader, known
+
+    def _reader_of(self, said: dict[str, Any]) -> tuple[Reader, str]:
+        options = json.dumps([said["root"], said["options"]], sort_keys=True)
+        with self._lock:
+            if options not in self._readers:
+                self._readers[options] = (
+                    Client(said["root"], said["options"]) if said["root"] else LocalReader()
+                )
+            return self._readers[options], options
+
+    def _exists(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        try:
+            self._stat_of(said)
+        except MissingError:
+            return {"exists": False}, b""
+        return {"exists": True}, b""
+
+    def _list(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        return {"found": self._reader_of(said)[0].list(said["path"])}, b""
+
+    def _peek(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        one = client.opened[said["object"]]
+        if one.content is not None:
+            raise StoreError(f"{one.url}: is checked as a whole, so no part of it is to be had before")
+        ranges = [(begin, max(begin, min(end, one.stored_bytes))) for begin, end in said["ranges"]]
+        pieces = list(self._peekers.map(self._piece, [one] * len(ranges), *zip(*ranges)))
+        return {"sizes": [len(piece) for piece in pieces]}, b"".join(pieces)
+
+    def _piece(self, one: CachedObject, begin: int, end: int) -> bytes:
+        place = (one.key, begin, end)
+        if place not in self._peeked:
+            self._peeked[place] = bytes(one.reader.read(one.path, begin, end, one.tag))
+        return self._peeked[place]
+
+    def _counts(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        counts: dict[str, int] = {"held_bytes": self._shelf.held_bytes, "clients": len(self._clients)}
+        for reader in self._readers.values():
+            for name, count in asdict(reader.counts).items():  # type: ignore[attr-defined]
+                counts[name] = counts.get(name, 0) + count
+        return {"counts": counts}, b""
+
+    # -- the folder ---------------------------------------------------------------------------------------
+
+    def _find_leftovers(self) -> None:
+        """Objects of earlier leaders: nobody reads them now, but they take room."""
+        found: list[tuple[float, Path]] = []
+        with contextlib.suppress(OSError):
+            found = [(each.stat().st_mtime, each) for each in self._folder.iterdir() if each.is_dir()]
+        for _, folder in sorted(found):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                facts = json.loads((folder / OBJECT).read_text())
+                blocks = Blocks(folder, facts["size_bytes"], facts["block_bytes"])
+                content = None if facts["content"] is None else Content(**facts["content"])
+                one = CachedObject(
+                    key=folder.name,
+                    url=facts["url"],
+                    blocks=blocks,
+                    reader=LocalReader(),  # until somebody opens it
+                    path="",
+                    tag=facts["tag"],
+                    stored_bytes=blocks.size_bytes,
+                    content=content,
+                )
+                self._objects[folder.name] = one
+                self._fetcher.add(one, blocks.doubt_all())
+
+
+def _answer_to(client: _Client, said: dict[str, Any]) -> Callable[[MeshfeedError | None], None]:
+    def done(error: MeshfeedError | None) -> None:
+        client.send({"id": said["id"]} if error is None else {"id": said["id"], "error": message.told(error)})
+
+    return done
+
+
+def _name(said: dict[str, Any]) -> str:
+    return without_secrets(f"{said['root']}/{said['path']}") if said["root"] else said["path"]
+
+
+def _plain(content: Content) -> dict[str, Any]:
+    plain = {name: getattr(content, name) for name in ("codec", "stored_bytes", "raw_bytes")}
+    hashes = {name: dict(getattr(content, name)) for name in ("stored_hashes", "raw_hashes")}
+    return plain | hashes
+
+
+def _same_user(link: socket.socket) -> bool:
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.getuid()
+
+
+def main(folder: Path) -> None:
+    """Lead, in a process of its own, unless somebody does; returns in this one once that is decided."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(socket_name(folder))
+    listener.listen(512)
+    if os.fork():
+        return
+    os.setsid()
+    Leader(folder, listener).serve()
+    sys.stdout.flush()
+    os._exit(0)  # threads may wait for storage

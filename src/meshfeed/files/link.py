@@ -1,0 +1,249 @@
+"""A process's connection to the leader of a cache folder; one for all its files, made when it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from meshfeed.errors import CacheError, MeshfeedError
+from meshfeed.files import message
+from meshfeed.files.cache import Cache
+from meshfeed.files.leader import LOG, socket_name
+
+Answer = tuple[dict[str, Any], bytes]
+
+_START_S = 60.0
+_PAUSE_S = 0.01
+
+
+class LostError(Exception):
+    """The leader is gone, and with it what it knew of this process; ask the next one anew."""
+
+
+class Link:
+    """Requests to the leader, from any thread. Raises CacheError where no leader can be had.
+
+    Attributes:
+        session: counts the leaders that this process has met; what one was told, the next does not know.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self._folder = cache, cache.own_path
+        self._reset()
+        _links.add(self)
+
+    def _reset(self) -> None:
+        self.session = 0
+        self._connecting, self._sending, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._socket: socket.socket | None = None
+        self._ids = itertools.count()
+        self._futures: dict[int, Future[Answer]] = {}
+        self._listeners: dict[tuple[int, int], Callable[[int], None]] = {}
+
+    def connected(self) -> int:
+        """The session, a new one where the last leader is gone. Raises LostError where it goes at once."""
+        with self._connecting:
+            if self._socket is None:
+                self._connect()
+            return self.session
+
+    def ask(self, session: int, **said: Any) -> Answer:
+        """An answer of the leader of one session. Raises LostError where it is gone, or its own error."""
+        future: Future[Answer] = Future()
+        number = next(self._ids)
+        with self._lock:
+            if session != self.session or self._socket is None:
+                raise LostError
+            self._futures[number] = future
+        self._send({"id": number, **said})
+        answer, payload = future.result()
+        if "error" in answer:
+            raise message.untold(answer["error"])
+        return answer, payload
+
+    def say(self, session: int, **said: Any) -> None:
+        """Something that has no answer; nothing where that leader is gone."""
+        if session == self.session:
+            with contextlib.suppress(LostError):
+                self._send(said)
+
+    def listen(self, session: int, number: int, fetched: Callable[[int], None]) -> None:
+        """Call `fetched` with bytes that were fetched of an object for this process."""
+        self._listeners[session, number] = fetched
+
+    def close(self) -> None:
+        """Let the leader go; asking again connects anew."""
+        link = self._socket
+        if link is not None:
+            _shut(link)
+
+    # -- below --------------------------------------------------------------------------------------------
+
+    def _send(self, said: dict[str, Any]) -> None:
+        with self._sending:
+            link = self._socket
+            if link is None:
+                raise LostError
+            try:
+                link.sendall(message.encode(said))
+            except OSError as gone:
+                raise LostError from gone
+
+    def _connect(self) -> None:
+        self._cache.make()
+        link = _met_leader(self._folder)
+        weakref.finalize(self, _shut, link)
+        future: Future[Answer] = Future()
+        number = next(self._ids)
+        with self._lock:
+            self.session += 1
+            self._socket = link
+            self._futures[number] = future
+        hears = threading.Thread(target=_hear, args=(weakref.ref(self), link), daemon=True)
+        hears.start()
+        hello = {"do": "hello", "version": message.VERSION, "limit_bytes": self._cache.limit_bytes}
+        try:
+            self._send({"id": number, **hello})
+            answer, _ = future.result(_START_S)
+        except TimeoutError as late:
+            raise CacheError(
+                f"{self._folder}: its leader does not answer; see {self._folder / LOG}"
+            ) from late
+        if "error" in answer:
+            raise message.untold(answer["error"])
+
+    def heard(self, answer: dict[str, Any], payload: bytes) -> None:
+        """Hand an answer to who waits for it."""
+        if "fetched" in answer:
+            listener = self._listeners.get((self.session, answer["object"]))
+            if listener is not None:
+                listener(answer["fetched"])
+            return
+        future = self._futures.pop(answer["id"], None)
+        if future is not None:
+            future.set_result((answer, payload))
+
+    def lost(self, link: socket.socket) -> None:
+        """The leader is gone: tell everybody who waits."""
+        link.close()
+        with self._lock:
+            if self._socket is not link:
+                return
+            self._socket = None
+            futures, self._futures = self._futures, {}
+            self._listeners.clear()
+        for future in futures.values():
+            future.set_exception(LostError())
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+_by_cache: weakref.WeakValueDictionary[Cache, Link] = weakref.WeakValueDictionary()
+_making = threading.Lock()
+
+
+def link_of(cache: Cache) -> Link:
+    """This process's link for a cache, shared by all that hold on to it."""
+    with _making:
+        link = _by_cache.get(cache)
+        if link is None:
+            link = _by_cache[cache] = Link(cache)
+        return link
+
+
+def _shut(link: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)  # which ends the thread that listens
+
+
+def _hear(of: weakref.ref[Link], link: socket.socket) -> None:
+    """The thread that listens to a leader, until either end is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        while (heard := message.receive(link)) is not None:
+            one = of()
+            if one is None:
+                break
+            one.heard(*heard)
+            del one
+    one = of()
+    if one is not None:
+        one.lost(link)
+    link.close()
+
+
+def _met_leader(folder: Path) -> socket.socket:
+    """A connection to the folder's leader, started if there is none."""
+    began, started = time.monotonic(), ""
+    while True:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            link.connect(socket_name(folder))
+            return link
+        except OSError as error:
+            link.close()
+            if time.monotonic() - began > _START_S:
+                raise CacheError(
+                    f"{folder}: no leader answers ({error}; {started or 'started'}); is it held from another "
+                    f"container or network namespace? See {folder / LOG}, or give each its own cache folder"
+                ) from error
+        started = _start_leader(folder)
+        time.sleep(_PAUSE_S)  # one that is ending still holds the lock for a moment
+
+
+def _start_leader(folder: Path) -> str:
+    """Start a process that leads unless somebody does; returns what it said of a failure."""
+    script = Path(__file__).with_name("lead.py")
+    path = os.pathsep.join(each for each in sys.path if each)
+    with (folder / LOG).open("ab") as log:
+        try:
+            done = subprocess.run(
+                [sys.executable, str(script), str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": path},
+                timeout=_START_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CacheError(f"{folder}: its leader cannot be started: {error}") from error
+    return "" if done.returncode == 0 else f"it ended with exit code {done.returncode}"
+
+
+def _forget_links() -> None:
+    """In a forked child: its parent's connections are not its own."""
+    for link in list(_links):
+        inherited = link._socket  # pyright: ignore[reportPrivateUsage]
+        link._reset()  # pyright: ignore[reportPrivateUsage]
+        if inherited is not None:
+            inherited.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_links)
+
+
+def retried(cache: Cache, ask: Callable[[], Any]) -> Any:
+    """`ask()` again and again while leaders die under it. Raises what it raises, but LostError."""
+    for _ in range(_MOST_LEADERS):
+        try:
+            return ask()
+        except LostError:
+            continue
+    error: MeshfeedError = CacheError(
+        f"{cache.own_path}: {_MOST_LEADERS} leaders in a row died; see {cache.own_path / LOG}"
+    )
+    raise error
+
+
+_MOST_LEADERS = 20

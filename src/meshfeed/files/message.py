@@ -1,0 +1,59 @@
+"""What leader and clients say to each other: JSON, and bytes beside it where there are any. No pickle."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+from meshfeed import errors
+from meshfeed.errors import MeshfeedError, StoreError
+
+VERSION = 1
+_HEAD = struct.Struct("<II")
+_MOST_BYTES = 1 << 28
+
+
+def encode(message: dict[str, Any], payload: bytes = b"") -> bytes:
+    """A message as it travels."""
+    text = json.dumps(message).encode()
+    return _HEAD.pack(len(text), len(payload)) + text + payload
+
+
+def receive(link: socket.socket) -> tuple[dict[str, Any], bytes] | None:
+    """The next message and its bytes; None where the other end is gone. Raises OSError."""
+    head = _exactly(link, _HEAD.size)
+    if head is None:
+        return None
+    text_size, payload_size = _HEAD.unpack(head)
+    if max(text_size, payload_size) > _MOST_BYTES:
+        return None
+    body = _exactly(link, text_size + payload_size)
+    return None if body is None else (json.loads(body[:text_size]), body[text_size:])
+
+
+def told(error: MeshfeedError) -> dict[str, str]:
+    """An error as it travels."""
+    return {"kind": type(error).__name__, "text": str(error)}
+
+
+def untold(error: dict[str, str]) -> MeshfeedError:
+    """The error again, of the same class where it is one of storage."""
+    kind = getattr(errors, error["kind"], StoreError)
+    return (
+        kind(error["text"])
+        if isinstance(kind, type) and issubclass(kind, StoreError)
+        else StoreError(error["text"])
+    )
+
+
+def _exactly(link: socket.socket, size: int) -> bytes | None:
+    pieces: list[bytes] = []
+    while size:
+        piece = link.recv(min(size, 1 << 20))
+        if not piece:
+            return None
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)

@@ -1,0 +1,116 @@
+"""What the cache holds and who needs it: which blocks stay, which go. Bookkeeping alone, without a file."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from itertools import chain
+
+Block = tuple[str, int]
+"""(object, number of the block)"""
+
+
+class Shelf:
+    """Blocks with their sizes, in the order in which they were wanted last, and their holders' pins.
+
+    A pin is *firm* where somebody is about to read the block, else a wish for later, which gives way.
+
+    Attributes:
+        limit_bytes: what it may hold.
+        held_bytes: what it holds.
+        firm_bytes: bytes of the blocks that somebody is about to read, there or not.
+        busy: blocks that are just being brought, and stay.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = self.firm_bytes = 0
+        self.busy: set[Block] = set()
+        self._sizes: OrderedDict[Block, int] = OrderedDict()
+        self._pins: defaultdict[tuple[Hashable, bool], Counter[Block]] = defaultdict(Counter)
+        self._num_pins: dict[bool, Counter[Block]] = {True: Counter(), False: Counter()}
+        self._firm_sizes: dict[Block, int] = {}
+
+    def __contains__(self, block: Block) -> bool:
+        return block in self._sizes
+
+    def add(self, block: Block, num_bytes: int) -> None:
+        """A block is there, or about to be."""
+        self.held_bytes += num_bytes - self._sizes.pop(block, 0)
+        self._sizes[block] = num_bytes
+
+    def remove(self, block: Block) -> None:
+        """A block is gone."""
+        self.held_bytes -= self._sizes.pop(block, 0)
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Blocks are wanted now: they go last."""
+        for block in blocks:
+            if block in self._sizes:
+                self._sizes.move_to_end(block)
+
+    def firm_bytes_with(self, sizes: Mapping[Block, int]) -> int:
+        """What `firm_bytes` would be with firm pins on these blocks too."""
+        return self.firm_bytes + sum(size for block, size in sizes.items() if block not in self._firm_sizes)
+
+    def pin(self, holder: Hashable, sizes: Mapping[Block, int], *, firm: bool) -> None:
+        """A holder needs blocks, there or not; as often as it says so, it must release them."""
+        for block, size in sizes.items():
+            self._pins[holder, firm][block] += 1
+            self._num_pins[firm][block] += 1
+            if firm and block not in self._firm_sizes:
+                self._firm_sizes[block] = size
+                self.firm_bytes += size
+
+    def release(self, holder: Hashable, blocks: Iterable[Block], *, firm: bool) -> None:
+        """A holder needs blocks no more; what it has not pinned is passed over."""
+        pins = self._pins[holder, firm]
+        for block in blocks:
+            if pins[block] > 0:
+                pins[block] -= 1
+                self._unpin(block, 1, firm)
+            if pins[block] == 0:
+                del pins[block]
+
+    def release_all(self, holder: Hashable, *, firm: bool, of: str | None = None) -> None:
+        """A holder needs nothing more; or nothing more of one object."""
+        pins = self._pins.pop((holder, firm), Counter[Block]())
+        kept = Counter({block: count for block, count in pins.items() if of is not None and block[0] != of})
+        for block, count in pins.items():
+            if block not in kept:
+                self._unpin(block, count, firm)
+        if kept:
+            self._pins[holder, firm] = kept
+
+    def is_wanted(self, block: Block) -> bool:
+        """Whether anybody needs a block, now or later."""
+        return any(block in pins for pins in self._num_pins.values())
+
+    def make_room(self, num_bytes: int, *, over_wishes: bool) -> list[Block] | None:
+        """The blocks that must go for so many bytes more, those first that were wanted longest ago.
+
+        over_wishes: blocks that are only wished for go too, those last that were wished for first. None
+        where it cannot be done; the caller removes the blocks.
+        """
+        excess, going = self.held_bytes + num_bytes - self.limit_bytes, list[Block]()
+        if excess <= 0:
+            return going
+        free = (block for block in self._sizes if not self.is_wanted(block))
+        wishes = (
+            block
+            for block in reversed(self._sizes)
+            if block not in self._firm_sizes and self.is_wanted(block)
+        )
+        for block in chain(free, wishes if over_wishes else ()):
+            going.append(block)
+            excess -= self._sizes[block]
+            if excess <= 0:
+                return going
+        return None
+
+    def _unpin(self, block: Block, count: int, firm: bool) -> None:
+        self._num_pins[firm][block] -= count
+        if self._num_pins[firm][block] <= 0:
+            del self._num_pins[firm][block]
+            if firm:
+                self.firm_bytes -= self._firm_sizes.pop(block, 0)

@@ -1,0 +1,149 @@
+"""The blocks of a cached object: sparse data, and a table that says which of them are there.
+
+    data     as long as the object; what is not there is a hole
+    table    per block u32 generation, u32 crc32 of its bytes
+
+A generation is even and above 0 while a block is valid, odd while it is written, dropped or doubted. Whoever
+reads a block looks at its generation before and after: the same even number says that what was read in
+between is the block (a sequence lock). So nobody is ever served half a block, whoever dies when; that a block
+is held in place while it is needed saves work, and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import CacheError
+
+I64 = npt.NDArray[np.int64]
+Entries = npt.NDArray[Any]
+
+ENTRY = np.dtype([("generation", "<u4"), ("sum", "<u4")])
+DATA, TABLE = "data", "table"
+_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_LAST = 0xFFFF_FFFE
+
+
+def num_blocks_of(size_bytes: int, block_bytes: int) -> int:
+    """Blocks of an object."""
+    return -(-size_bytes // block_bytes)
+
+
+def is_valid(generation: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+    """Which generations are those of a block that is there."""
+    return (generation > 0) & (generation & 1 == 0)
+
+
+def map_table(folder: Path, num_blocks: int, *, write: bool) -> Entries:
+    """The table, mapped; dropping the array unmaps it. Raises OSError, ValueError."""
+    size = num_blocks * ENTRY.itemsize
+    with (folder / TABLE).open("r+b" if write else "rb") as stream:
+        if os.fstat(stream.fileno()).st_size != max(size, 1):
+            raise ValueError(f"{folder / TABLE}: not of {num_blocks} blocks")
+        access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
+        return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=access), ENTRY, num_blocks)
+
+
+def make_files(folder: Path, size_bytes: int, num_blocks: int) -> None:
+    """Data and table of an object of which nothing is there yet. Raises OSError."""
+    for name, size in ((DATA, size_bytes), (TABLE, max(num_blocks * ENTRY.itemsize, 1))):
+        with (folder / name).open("wb") as stream:
+            os.truncate(stream.fileno(), size)
+
+
+class Blocks:
+    """The writing end: publish, doubt, verify and drop blocks. One process has it, the leader.
+
+    No file stays open. Making one raises OSError where data or table cannot be opened, ValueError where they
+    are not of the object's size.
+    """
+
+    def __init__(self, folder: Path, size_bytes: int, block_bytes: int) -> None:
+        self.folder, self.size_bytes, self.block_bytes = folder, size_bytes, block_bytes
+        self.num_blocks = num_blocks_of(size_bytes, block_bytes)
+        self._entries = map_table(folder, self.num_blocks, write=True)
+        if (folder / DATA).stat().st_size != size_bytes:
+            raise ValueError(f"{folder / DATA}: not of {size_bytes} bytes")
+
+    def num_bytes(self, block: int) -> int:
+        """Bytes of a block; the last one may be short."""
+        return min(self.block_bytes, self.size_bytes - block * self.block_bytes)
+
+    def valid(self, blocks: Sequence[int]) -> list[bool]:
+        """Which of some blocks are there."""
+        return is_valid(self._entries["generation"][list(blocks)]).tolist()
+
+    def doubt_all(self) -> list[int]:
+        """Take every block out of sight until it is verified; returns those that may be there.
+
+        What a killed leader left half done gives its room back.
+        """
+        entries = self._entries
+        entries["generation"][is_valid(entries["generation"])] += 1
+        doubted = np.flatnonzero((entries["generation"] > 0) & (entries["sum"] > 0)).tolist()
+        if self._held_bytes() > sum(map(self.num_bytes, doubted)) + self.block_bytes // 2:
+            for block in sorted(set(range(self.num_blocks)) - set(doubted)):
+                self._punch(block)
+        return doubted
+
+    def publish(self, block: int, data: memoryview) -> None:
+        """Write a block and say so. Raises OSError, and then the block is not there."""
+        self._begin_change(block)
+        with (self.folder / DATA).open("r+b", buffering=0) as stream:
+            begin, at = block * self.block_bytes, 0
+            while at < len(data):
+                at += os.pwrite(stream.fileno(), data[at:], begin + at)
+        self._entries["sum"][block] = zlib.crc32(data)
+        self._end_change(block)
+
+    def verify(self, block: int) -> bool:
+        """Show a doubted block again if its bytes are those of its sum; else drop it."""
+        with (self.folder / DATA).open("rb", buffering=0) as stream:
+            data = os.pread(stream.fileno(), self.num_bytes(block), block * self.block_bytes)
+        if zlib.crc32(data) == int(self._entries["sum"][block]):
+            self._end_change(block)
+            return True
+        self.drop(block)
+        return False
+
+    def drop(self, block: int) -> None:
+        """Take a block away, and give its room back. Raises CacheError where the disk cannot."""
+        self._begin_change(block)
+        self._entries["sum"][block] = 0
+        self._punch(block)
+
+    def _held_bytes(self) -> int:
+        return (self.folder / DATA).stat().st_blocks * 512
+
+    def _punch(self, block: int) -> None:
+        begin, size = block * self.block_bytes, self.num_bytes(block)
+        with (self.folder / DATA).open("r+b", buffering=0) as stream:
+            failed = _libc.fallocate(stream.fileno(), _PUNCH, ctypes.c_int64(begin), ctypes.c_int64(size))
+        if failed:
+            why = os.strerror(ctypes.get_errno())
+            raise CacheError(
+                f"{self.folder}: room cannot be given back block by block ({why}); choose a cache folder on "
+                f"ext4, xfs, btrfs or tmpfs"
+            )
+
+    # A block's generation is one aligned 4-byte word, written as a whole.
+
+    def _begin_change(self, block: int) -> None:
+        generation = int(self._entries["generation"][block])
+        if generation % 2 == 0:
+            self._entries["generation"][block] = generation % _LAST + 1
+
+    def _end_change(self, block: int) -> None:
+        self._entries["generation"][block] += 1
+
+
+_libc: Any = ctypes.CDLL(None, use_errno=True)

@@ -1,0 +1,82 @@
+"""Paths and URLs: what is far away, and names that a foreign index may not give."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from meshfeed.errors import StoreError
+
+_SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https")
+_SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*)://")
+
+
+def is_remote(url: str) -> bool:
+    """Whether a URL is of a storage service; paths and file:// are not.
+
+    Raises StoreError for a scheme that nothing here reads.
+    """
+    scheme = _SCHEME.match(url)
+    if scheme is None or scheme[1].lower() == "file":
+        return False
+    if scheme[1].lower() not in _SCHEMES:
+        raise StoreError(
+            f"{without_secrets(url)}: scheme {scheme[1]!r} is unknown; use {', '.join(_SCHEMES)}"
+        )
+    return True
+
+
+def local_path(url: str) -> str:
+    """The path of a local URL: file:///data/x -> /data/x, and a path as it is."""
+    return unquote(urlsplit(url).path) if url.startswith("file://") else url
+
+
+def split(url: str) -> tuple[str, str]:
+    """A remote URL as (root, path): s3://bucket and what follows, https://host and what follows.
+
+    A query, such as that of a presigned URL, stays with the path.
+    """
+    parts = urlsplit(url)
+    path = parts.path.lstrip("/")
+    root = f"{parts.scheme.lower()}://{parts.netloc}"
+    if parts.scheme.lower() == "az" and path.count("/") >= 1:
+        container, _, path = path.partition("/")
+        root = f"{root}/{container}"
+    return root, f"{path}?{parts.query}" if parts.query else path
+
+
+def join(base: str, name: str) -> str:
+    """`name`, relative, below a folder or URL. A query of the base stays at the end.
+
+    Raises StoreError for a name that an index has no business giving: absolute, with "..", or disguised.
+    """
+    plain = unquote(name)
+    bad = not plain or "\\" in plain or "\0" in plain or _SCHEME.match(plain) or plain.startswith(("/", "~"))
+    if bad or any(part in ("", ".", "..") for part in plain.split("/")):
+        raise StoreError(
+            f"{without_secrets(base)}: names the file {name!r}; an index may name only files beside or below "
+            f"itself, without '..'; make it anew, or do not trust where it came from"
+        )
+    if not is_remote(base):
+        return os.path.join(local_path(base), name)  # noqa: PTH118
+    parts = urlsplit(base)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
+
+
+def parent(url: str) -> tuple[str, str]:
+    """(folder, name) of a file's path or URL."""
+    if not is_remote(url):
+        folder, name = os.path.split(local_path(url))
+        return folder or ".", name
+    parts = urlsplit(url)
+    folder, _, name = parts.path.rpartition("/")
+    return urlunsplit(parts._replace(path=folder)), name
+
+
+def without_secrets(url: str) -> str:
+    """A URL as messages may show it: without user, password and query."""
+    if _SCHEME.match(url) is None:
+        return url
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))

@@ -1,0 +1,111 @@
+"""Far storage in the demo's page: what each rank fetched, and how long the training loop stood still."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from meshfeed.report.compare import Run
+
+WARM_UP = 8
+"""Steps at a run's start whose waiting is not counted: storage has yet to get ahead of training."""
+
+_TOLD = {
+    "near": "corpus on the disk",
+    "far": "meshfeed, far storage",
+    "alone": "every rank for itself, far storage",
+}
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 220, 56, 34, 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Far:
+    """Three runs of one recipe: "near" from a disk, "far" and "alone" from a storage with the same manners.
+
+    Attributes:
+        layout: of all three.
+        runs: by name.
+        fetched_bytes: what the storage sent to each of the far runs.
+        consumed_bytes: bytes of the tokens that all their steps used.
+        latency_s, bytes_per_s, late, late_by: how the storage answers; see the demo's `Manners`.
+    """
+
+    layout: str
+    runs: Mapping[str, Run]
+    fetched_bytes: Mapping[str, int]
+    consumed_bytes: int
+    latency_s: float
+    bytes_per_s: float
+    late: float
+    late_by: float
+
+    def waits(self, name: str) -> dict[int, float]:
+        """step -> seconds that its slowest rank stood still for data."""
+        longest: dict[int, float] = {}
+        for lines in self.runs[name].costs.values():
+            for line in lines:
+                waited = sum(line["exposed_wait_s"].values())
+                longest[line["step"]] = max(longest.get(line["step"], 0.0), waited)
+        return longest
+
+    def exposed_s(self, name: str) -> float:
+        """Seconds waited after the warm-up, all steps together."""
+        return sum(waited for step, waited in self.waits(name).items() if step >= WARM_UP)
+
+    def step_s(self, name: str) -> float:
+        """Median time of a step after the warm-up, of the slowest rank."""
+        slowest = [max(line["seconds"] for line in lines) for lines in zip(*self.runs[name].costs.values())]
+        return median(slowest[WARM_UP:])
+
+
+def far_section(far: Far) -> str:
+    """A table of the three runs and a chart of what each step waited."""
+    longest = max(far.step_s(name) for name in far.runs)
+    rows: list[str] = []
+    for name in far.runs:
+        fetched = far.fetched_bytes.get(name)
+        bar = f'<i class="time" style="width:{far.step_s(name) / longest * 200:.0f}px"></i>'
+        cells = (
+            _TOLD[name],
+            "-" if fetched is None else f"{fetched / 1024:,.0f} KiB",
+            "-" if fetched is None else f"{fetched / far.consumed_bytes:.2f}",
+            f"{bar} {far.step_s(name) * 1e3:,.0f} ms",
+            f"{far.exposed_s(name) * 1e3:,.0f} ms",
+        )
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return (
+        f'<div class="panel">{_chart(far)}</div>'
+        "<table><thead><tr><th>run</th><th>fetched</th><th>per byte used</th><th>time of a step</th>"
+        f"<th>waited after warm-up</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _chart(far: Far) -> str:
+    """Seconds waited, step by step; a line for each of the far runs."""
+    waits = {name: far.waits(name) for name in ("far", "alone")}
+    steps = 1 + max(step for run in waits.values() for step in run)
+    most = max([waited for run in waits.values() for waited in run.values()] + [1e-3])
+
+    def x(step: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - 12) * step / max(steps - 1, 1)
+
+    def y(waited: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - waited / most)
+
+    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="seconds waited, by step">']
+    for tick in range(3):
+        at = y(most * tick / 2)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - 12}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        text = f"{most * tick / 2:.1f} s"
+        parts.append(f'<text x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
+    for step in range(0, steps, max(1, steps // 10)):
+        parts.append(f'<text x="{x(step):.1f}" y="{_HEIGHT - 12}" text-anchor="middle">{step}</text>')
+    parts.append(
+        f'<rect class="redone" x="{x(0):.1f}" width="{x(WARM_UP) - x(0):.1f}" y="{_TOP}" '
+        f'height="{_HEIGHT - _TOP - _BOTTOM}"/>'
+    )
+    for name, kind in (("alone", "then"), ("far", "first")):
+        points = " ".join(f"{x(step):.1f},{y(waited):.1f}" for step, waited in sorted(waits[name].items()))
+        parts.append(f'<polyline class="{kind}" points="{points}"/>')
+    return "".join([*parts, "</svg>"])

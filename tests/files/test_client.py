@@ -1,0 +1,169 @@
+"""The storage client against real servers, and against everything that goes wrong between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
+from meshfeed.files.client import Client, Patience
+from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, Fault, Faults
+from services.needs import needs
+from services.nginx import Nginx
+
+SIZE = 300_000
+DATA = np.random.default_rng(0).integers(0, 256, SIZE).astype(np.uint8).tobytes()
+SHORT = Patience(attempts=3, give_up_s=60, timeout_s=20)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
+    needs("nginx")
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "data.bin").write_bytes(DATA)
+    (folder / "other.bin").write_bytes(DATA)
+    with Nginx(folder) as nginx:
+        yield nginx
+
+
+@pytest.fixture
+def faults(server: Nginx) -> Iterator[Faults]:
+    with Faults(server.url) as proxy:
+        yield proxy
+
+
+def read_all(client: Client, step: int = 10_000) -> bytes:
+    tag = client.stat("data.bin").tag
+    with ThreadPoolExecutor(8) as pool:
+        ranges = [(begin, min(begin + step, SIZE)) for begin in range(0, SIZE, step)]
+        return b"".join(pool.map(lambda span: bytes(client.read("data.bin", *span, tag)), ranges))
+
+
+def seeded(share: float, fault: Fault, seed: int = 1) -> Callable[[int, str, str], Fault]:
+    rng = random.Random(seed)
+    return lambda number, method, path: fault if method == "GET" and rng.random() < share else NOTHING
+
+
+def test_ranges_come_exactly(server: Nginx) -> None:
+    client = Client(server.url, {})
+    stat = client.stat("data.bin")
+    assert stat.size_bytes == SIZE
+    for begin, end in [(0, 1), (5, 5), (0, SIZE), (SIZE - 1, SIZE), (17, 70_001)]:
+        assert bytes(client.read("data.bin", begin, end, stat.tag)) == DATA[begin:end]
+    before = server.fetched_bytes()
+    assert read_all(client) == DATA
+    assert server.fetched_bytes() - before == SIZE, "not a byte more than was asked for"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(answer=(503, b"slow down")),
+        Fault(answer=(500, b"oops")),
+        Fault(answer=(429, b"too many")),
+        Fault(reset=1000),
+        Fault(cut=1000),
+        Fault(cut=0),
+    ],
+    ids=["503", "500", "429", "reset", "cut", "nothing at all"],
+)
+def test_what_fails_in_passing_is_tried_again(faults: Faults, fault: Fault) -> None:
+    client = Client(faults.url, {}, Patience(attempts=20))
+    faults.plan = seeded(0.3, fault)
+    assert read_all(client) == DATA
+    assert sum(faults.done.values()) >= 3
+    assert client.counts.retries >= sum(faults.done.values()) - client.counts.hedges
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "says"),
+    [
+        (Fault(answer=(404, b"")), MissingError, "no such object"),
+        (Fault(answer=FORBIDDEN), AccessError, "no permission"),
+        (Fault(answer=EXPIRED), AccessError, "credentials have expired"),
+        (Fault(answer=OTHER_REGION), AccessError, "another region; give its region, which is eu-central-1"),
+        (Fault(answer=(412, b"")), ChangedError, "replaced"),
+        (Fault(answer=(503, b"")), UnavailableError, "failed 3 times.*503"),
+        (Fault(reset=10), UnavailableError, "failed 3 times"),
+        (Fault(cut=10), UnavailableError, "failed 3 times"),
+    ],
+    ids=["missing", "forbidden", "expired", "region", "changed", "503", "reset", "cut"],
+)
+def test_what_fails_for_good_is_an_error_of_its_own(
+    faults: Faults, fault: Fault, kind: type[StoreError], says: str
+) -> None:
+    client = Client(faults.url, {}, SHORT)
+    tag = client.stat("data.bin").tag
+    faults.plan = lambda *_: fault
+    with pytest.raises(kind, match=rf"(?s){faults.url}/data.bin: bytes 100..5000: .*{says}") as caught:
+        client.read("data.bin", 100, 5000, tag)
+    assert type(caught.value) is kind
+
+
+def test_an_object_that_is_replaced(server: Nginx, tmp_path: Path) -> None:
+    (tmp_path / "data.bin").write_bytes(DATA)
+    with Nginx(tmp_path) as own:
+        client = Client(own.url, {}, SHORT)
+        tag = client.stat("data.bin").tag
+        (tmp_path / "data.bin").write_bytes(DATA[::-1][:-1])
+        with pytest.raises(ChangedError, match="replaced"):
+            client.read("data.bin", 0, 100, tag)
+        (tmp_path / "data.bin").unlink()
+        with pytest.raises(MissingError):
+            client.stat("data.bin")
+
+
+def test_nobody_there() -> None:
+    with pytest.raises(UnavailableError, match=r"http://127.0.0.1:1/data.bin: failed 2 times"):
+        Client("http://127.0.0.1:1", {}, Patience(attempts=2)).stat("data.bin")
+
+
+def test_a_server_that_stalls_is_given_up(faults: Faults) -> None:
+    client = Client(faults.url, {}, Patience(attempts=2, timeout_s=0.5))
+    tag = client.stat("data.bin").tag
+    faults.plan = lambda *_: Fault(stall=True)
+    with pytest.raises(UnavailableError, match="failed 2 times"):
+        client.read("data.bin", 0, 100, tag)
+
+
+def test_a_slow_request_is_asked_again_and_not_waited_for(faults: Faults) -> None:
+    client = Client(faults.url, {}, Patience(timeout_s=100))
+    assert read_all(client) == DATA  # so that it knows what is usual
+    tag = client.stat("data.bin").tag
+    hit = iter([True])
+    faults.plan = lambda *_: Fault(stall=True) if next(hit, False) else NOTHING
+    assert bytes(client.read("data.bin", 0, 10_000, tag)) == DATA[:10_000]
+    assert faults.done["stall"] == 1
+    assert client.counts.hedges_won >= 1
+
+
+def test_hedges_are_few(faults: Faults) -> None:
+    client = Client(faults.url, {})
+    read_all(client)
+    faults.plan = seeded(0.5, Fault(delay_s=0.4))
+    read_all(client, 5_000)
+    assert client.counts.hedges <= 2 + 0.06 * client.counts.requests
+
+
+def test_http_cannot_be_listed(server: Nginx) -> None:
+    with pytest.raises(StoreError, match="HTTP has no listing"):
+        Client(server.url, {}).list("")
+
+
+def test_secrets_are_not_told(faults: Faults) -> None:
+    client = Client(faults.url, {}, SHORT)
+    with pytest.raises(StoreError) as caught:
+        client.read("nothing.bin?X-Amz-Signature=hush", 0, 10, "x")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"nonsense": "1"}, {"skip_signature": "perhaps"}])
+def test_options_that_storage_does_not_know(options: dict[str, Any]) -> None:
+    with pytest.raises(StoreError, match="s3://bucket"):
+        Client("s3://bucket", options, SHORT).stat("x")

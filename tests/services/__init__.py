@@ -1,0 +1,1 @@
+"""Real servers for tests, each a context manager that leaves nothing behind."""

@@ -1,0 +1,36 @@
+"""What some tests need of the machine: skipped where it is missing, but not where it was promised."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+PROMISED = "MESHFEED_SERVICES"
+"""Environment variable; "required" says that .ci/services has installed everything."""
+
+
+def needs(*programs: str) -> None:
+    """Skip the test where a program is missing; fail it where continuous integration promised it."""
+    missing = [program for program in programs if program_path(program) is None]
+    if missing:
+        missing_thing(f"{', '.join(missing)} not installed (.ci/services installs it)")
+
+
+def needs_root() -> None:
+    """Skip the test where this process may not make users, mounts or network namespaces."""
+    if os.geteuid() != 0:
+        missing_thing("it needs root")
+
+
+def missing_thing(what: str) -> None:
+    """Skip, or fail where it was promised."""
+    if os.environ.get(PROMISED) == "required":
+        pytest.fail(f"{what}, but {PROMISED}=required")
+    pytest.skip(what)
+
+
+def program_path(program: str) -> str | None:
+    """Where a program is, in the folders of the administrator too."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
