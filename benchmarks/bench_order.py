@@ -1,9 +1,10 @@
 """What a position costs, anywhere in the stream, and what ten thousand sources cost at the start.
 
 Draws of a step at position 10**12 against position 0, for one store, a mixture of 10 and one of 1,000. Each
-contestant forgets what it had worked out, so every time is that of a job that has just resumed there. Then a
-warm start, opening included, of 10,000 stores against one with as many documents; and drift, the largest
-distance of any source from its share over 10**6 draws.
+contestant forgets what it had worked out, so every time is that of a job that has just resumed there. The
+same under a shuffle by blocks, also for a store in 100,000 shards of its own; and, in a job that goes on, a
+shuffle by blocks against a global one. Then a warm start, opening included, of 10,000 stores against one with
+as many documents; and drift, the largest distance of any source from its share over 10**6 draws.
 
     python benchmarks/bench_order.py
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 import resource
 import tempfile
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,6 +28,15 @@ from meshfeed.order.course import course_of, forget
 from meshfeed.store import IndexedWriter
 
 BATCH, FAR, SOURCES = 256, 10**12, 10_000
+
+
+class Sharded(mf.Lengths):
+    """A store in shards of its own, of one to twenty documents."""
+
+    shard_ends = np.cumsum(np.random.default_rng(3).integers(1, 21, 100_000))
+
+    def __init__(self) -> None:
+        super().__init__(np.ones(int(self.shard_ends[-1]), np.int8))
 
 
 def recipe_of(sources: int) -> mf.Recipe:
@@ -52,6 +64,29 @@ def positions() -> None:
         print(
             f"{sources:>6} sources: {BATCH} draws at 10^12 : at 0 = {slower:.2f} (aim: 1 within noise); "
             f"{median(seconds['0']) * 1e3:.1f} ms at 0"
+        )
+
+
+def blocks() -> None:
+    """A shuffle by blocks: just resumed at 10**12 against 0, and going on against the global shuffle."""
+    recipes = {f"{sources} sources": recipe_of(sources) for sources in (1, 10, 1000)}
+    recipes["own shards"] = replace(recipe_of(1), data=Sharded())
+    for name, plain in recipes.items():
+        recipe = replace(plain, shuffle="blocks")
+
+        def resume(start: int, recipe: mf.Recipe = recipe) -> None:
+            forget()
+            draws_between(recipe, start, start + BATCH)
+
+        def draw(recipe: mf.Recipe) -> None:
+            draws_between(recipe, FAR, FAR + BATCH)
+
+        cold = in_turn({"0": partial(resume, 0), "far": partial(resume, FAR)}, rounds=15)
+        warm = in_turn({"blocks": partial(draw, recipe), "global": partial(draw, plain)}, rounds=25)
+        print(
+            f"blocks, {name:>12}: {BATCH} draws at 10^12 : at 0 = {ratio(cold['far'], cold['0']):.2f} "
+            f"(aim: 1 within noise), {median(cold['0']) * 1e3:.1f} ms at 0; going on, blocks : global "
+            f"= {ratio(warm['blocks'], warm['global']):.1f}"
         )
 
 
@@ -107,5 +142,6 @@ def write(path: Path, documents: int) -> None:
 
 if __name__ == "__main__":
     positions()
+    blocks()
     drift()
     many_sources()

@@ -47,11 +47,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Life:
-    """A job's runs: (layout, policy, first step, step it was killed in), and the changes made between them."""
+    """A job's runs: (layout, policy, first step, step it was killed in), and the changes made between them.
+
+    shards: what its shuffle by blocks is of; None for a global one.
+    """
 
     runs: tuple[tuple[str, str, int, int], ...]
     changes: tuple[Change, ...]
     seed: int
+    shards: mf.Blocks | None
 
 
 def life_of(dice: random.Random, layouts: tuple[str, ...] = LAYOUTS) -> Life:
@@ -67,7 +71,8 @@ def life_of(dice: random.Random, layouts: tuple[str, ...] = LAYOUTS) -> Life:
             changes.append(Change(at, weights=tuple((k, dice.choice([0.01, 0.5, 1.0, 4.0])) for k in some)))
         elif at < STEPS and what < 0.6:
             changes.append(Change(at, sequences=dice.choice([5, 9, 16])))
-    return Life(tuple(runs), tuple(changes), dice.randrange(3))
+    shards = mf.Blocks(sequences=dice.randint(1, 9), window=dice.randint(1, 3), lanes=dice.randint(1, 4))
+    return Life(tuple(runs), tuple(changes), dice.randrange(3), dice.choice([None, shards]))
 
 
 @cache
@@ -84,7 +89,8 @@ def recipe_of(folder: Path, life: Life, until: int) -> mf.Recipe:
             amounts = {f"s{k}": (stores[k], weight) for k, weight in change.weights}
             mixture = mixture.then(change.step, amounts) if amounts else mixture
             batch = batch.then(change.step, change.sequences) if change.sequences else batch
-    return mf.Recipe(data=mixture, sequence=mf.Documents(), batch=batch, seed=life.seed)
+    shuffle: Any = life.shards or "global"
+    return mf.Recipe(data=mixture, sequence=mf.Documents(), batch=batch, seed=life.seed, shuffle=shuffle)
 
 
 def packing_of(policy: Any) -> mf.Packing:

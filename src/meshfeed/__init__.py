@@ -35,7 +35,7 @@ from meshfeed.files import Cache
 from meshfeed.layout import Coord, Layout
 from meshfeed.order import Draws, EpochIndex, rng
 from meshfeed.plan import Align, CostModel, ModelShape, Packing
-from meshfeed.recipe import Batch, Mixture, Recipe
+from meshfeed.recipe import Batch, Blocks, Mixture, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
 from meshfeed.sequence import Documents, Masked, MegatronGPT, Samples, Windows
 from meshfeed.simulate import simulate
@@ -47,6 +47,7 @@ __all__ = [
     "AccessError",
     "Align",
     "Batch",
+    "Blocks",
     "Cache",
     "CacheError",
     "ChangedError",

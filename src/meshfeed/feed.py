@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from meshfeed.ahead import Ahead, forget
 from meshfeed.batch import Step
 from meshfeed.deliver import (
     Delivery,
@@ -30,7 +30,7 @@ from meshfeed.deliver import (
     make_delivery,
 )
 from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
-from meshfeed.errors import DeliveryError, RecipeError, StoreError
+from meshfeed.errors import DeliveryError, RecipeError
 from meshfeed.layout import Layout
 from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
@@ -40,7 +40,7 @@ from meshfeed.roles import DeliveryName, Role, Roles, StageMap, assign_roles, ch
 from meshfeed.run import COUNTERS, Item, Made, Meter, Run, StepEnd, StepStart
 from meshfeed.sequence import Columns, Portion, SequenceRule
 from meshfeed.state import State
-from meshfeed.stepping import GlobalBatch, Stepping
+from meshfeed.stepping import Stepping
 
 
 class Feed:
@@ -63,6 +63,8 @@ class Feed:
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous".
         prefetch: reads made ahead, on a thread, each of a microbatch or of several small ones; 0 makes them
             when they are asked for.
+        read_ahead_bytes: how much of coming steps to announce to storage that is far away, beside one step
+            that is always announced ahead; per reader.
         verify: compare digests across replicas at the end of every step.
         timeout_s: how long to wait for peers to join, and for a batch when the loop asks for one.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
@@ -86,12 +88,16 @@ class Feed:
         packing: Packing | None = None,
         cp_split: CpSplit = "zigzag",
         prefetch: int = 2,
+        read_ahead_bytes: int = 256 << 20,
         verify: bool = False,
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
     ) -> None:
-        if prefetch < 0 or timeout_s <= 0:
-            raise RecipeError(f"prefetch={prefetch} counts from 0 and timeout_s={timeout_s} must be positive")
+        if prefetch < 0 or read_ahead_bytes < 0 or timeout_s <= 0:
+            raise RecipeError(
+                f"prefetch={prefetch} and read_ahead_bytes={read_ahead_bytes} count from 0, and "
+                f"timeout_s={timeout_s} must be positive"
+            )
         self.recipe = recipe
         self._given_layout, self._given_rank, self._given_delivery = layout or Layout(), rank, delivery
         self._device, self._given_stage_map = device, stage_map
@@ -105,6 +111,7 @@ class Feed:
             cp_split=cp_split,
         )
         self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
+        self._read_ahead_bytes = read_ahead_bytes
         self._rendezvous = rendezvous
         self._host = OnHost()
         self._resources = contextlib.ExitStack()
@@ -310,6 +317,7 @@ class Feed:
             self._next_step = self._run.step
             self._run.stop()
             self._run = None
+            forget(self.recipe.sources)
 
     # -- the producer's side --------------------------------------------------------------------------
 
@@ -321,7 +329,16 @@ class Feed:
         """The way of every sequence, from its place in the stream to the device."""
         fields = [f.name for f in self._rule.fields]
         meter = Meter(self.recipe.sources, delivery.traffic)
-        for batch, portions in self._planned_ahead(start, clock):
+        ahead = Ahead(
+            self._stepping,
+            self.layout.coord(self.rank),
+            self._served(),
+            start,
+            clock,
+            reads=self.role.reads,
+            budget_bytes=self._read_ahead_bytes,
+        )
+        for batch, portions in ahead:
             yield StepStart(batch, {"exposed_wait_s": {}, **dict.fromkeys(COUNTERS, 0), **batch.facts()})
             digester = Digester(fields) if self._verify else None
             for portion in portions:
@@ -338,27 +355,9 @@ class Feed:
                 with clock.stage("copy"):
                     made, ticket = microbatches_of(portion, built, placer)
                 yield Made(made, ticket, meter.take())
+                ahead.have_read(portion)
             digests = digester.digests() if digester else None
             yield StepEnd(batch.step, digests, lambda again=portions: self._reread(again))
-
-    def _planned_ahead(self, start: int, clock: StageClock) -> Iterator[tuple[GlobalBatch, list[Portion]]]:
-        """Steps from `start` on, each announced to storage while the one before is read."""
-        coord, served = self.layout.coord(self.rank), self._served()
-        planned: deque[tuple[GlobalBatch, list[Portion]]] = deque()
-        for step in range(start, 2**62):
-            with clock.stage("plan"):
-                batch = self._stepping.global_batch(step)
-                if batch is None:
-                    break
-                portions = self._stepping.portions(batch, coord, served)
-            if self.role.reads:
-                # Only advice: what is wrong with a file comes up again in `load`, which tells the peers.
-                with clock.stage("read"), contextlib.suppress(StoreError):
-                    self._rule.announce(self.recipe, portions)
-            planned.append((batch, portions))
-            if len(planned) > 1:
-                yield planned.popleft()
-        yield from planned
 
     def _served(self) -> list[int]:
         """The cp coordinates of the ranks that this rank's reader serves, this rank's own included."""

@@ -19,9 +19,11 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 
-Shuffle = Literal["global", "none"]
+Order = Literal["global", "blocks", "none"]
 Last = Literal["keep", "drop", "pad"]
 Unit = Literal["proportion", "repeat", "count"]
+
+_MOST = 2**62
 
 
 class Store(Protocol):
@@ -103,6 +105,42 @@ class Batch:
         return _brief(
             f"sequences={first_size}{ramp}" + (f"; last={self.last}" if self.last != "keep" else "")
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """A shuffle that draws from few shards at a time, for stores that are far away; see `order.blocks`.
+
+    The shards of an epoch come in an order of their own, dealt to as many lanes, all of one length. Lanes
+    take turns to give a sequence, and each shuffles so many shards together before it goes on to the next
+    ones. So at most `window * lanes` shards are open at a time, and each is opened once in an epoch, but for
+    those that two lanes share: fewer than there are lanes.
+
+    Rows of one length reach data-parallel replicas by lanes: where the number of nodes divides both `lanes`
+    and the rows of a step, a shard is read on one node. Packs are balanced by cost instead, and reach any.
+
+    Attributes:
+        sequences: consecutive sequences of a shard. A store with shards of its own, whose sequences are its
+            documents, keeps to these.
+        window: shards that a lane shuffles together.
+        lanes: far fewer than a source has shards, and a multiple of any number of nodes that a job may have.
+
+    Raises RecipeError for anything but whole numbers from 1.
+    """
+
+    sequences: int = 1024
+    window: int = 4
+    lanes: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("sequences", "window", "lanes"):
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= _MOST:
+                raise RecipeError(f"Blocks({name}={value!r}): a whole number from 1 to 2**62")
+
+    def summary(self) -> str:
+        """All options in one line."""
+        return f"blocks: sequences={self.sequences}, window={self.window}, lanes={self.lanes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +237,8 @@ class Recipe:
         seed: keys the shuffle and everything random in a sequence; any int64.
         epochs: passes over a store; None goes on for ever. A mixture says it by its amounts.
         steps: end after so many steps; None goes on. Not part of the fingerprint: a job may be prolonged.
-        shuffle: "global" permutes each epoch anew; "none" keeps storage order.
+        shuffle: "global" permutes each epoch anew; "blocks", or a `Blocks`, does it some shards at a time;
+            "none" keeps storage order.
 
     Raises RecipeError for values outside these.
     """
@@ -210,7 +249,7 @@ class Recipe:
     seed: int = 0
     epochs: int | None = None
     steps: int | None = None
-    shuffle: Shuffle = "global"
+    shuffle: Order | Blocks = "global"
 
     def __post_init__(self) -> None:
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
@@ -230,8 +269,10 @@ class Recipe:
                 f"epochs={self.epochs} with a mixture: say it of each source, "
                 f'Mixture({{"name": (store, {self.epochs})}}, by="repeat"), or give steps'
             )
-        if self.shuffle not in get_args(Shuffle):
-            raise RecipeError(f"shuffle={self.shuffle!r}: choose 'global' or 'none'")
+        if self.shuffle == "blocks":
+            object.__setattr__(self, "shuffle", Blocks())
+        if not isinstance(self.shuffle, Blocks) and self.shuffle not in get_args(Order):
+            raise RecipeError(f"shuffle={self.shuffle!r}: 'global', 'blocks', mf.Blocks(...) or 'none'")
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits 64 bits")
 
@@ -257,7 +298,7 @@ class Recipe:
             "batch": self.batch.summary(until),
             "seed": str(self.seed),
             "epochs": str(self.epochs),
-            "shuffle": self.shuffle,
+            "shuffle": self.shuffle.summary() if isinstance(self.shuffle, Blocks) else self.shuffle,
         }
 
     @property

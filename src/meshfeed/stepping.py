@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
-from meshfeed.order import Draws, drawn_until, draws_of_step
+from meshfeed.order import Draws, drawn_until, draws_of_step, lanes_of_step
 from meshfeed.plan import (
     Account,
     Align,
@@ -25,7 +26,7 @@ from meshfeed.plan import (
     plan_step,
 )
 from meshfeed.plan.account import exact_sum
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import Portion, SequenceRule, portions_of
 
 _TOKENS_TOGETHER = 1 << 17  # 32 windows of 4,096: beyond, the fixed cost of a read is lost in its size
@@ -135,7 +136,12 @@ class Stepping:
         dp, cp, pp = self.layout.dp, self.layout.cp, self.layout.pp
         if self.packing is None:
             return plan_fixed(
-                lengths, dp=dp, cp=cp, micro_batch_size=self.micro_batch_size, align=self._row_align()
+                lengths,
+                dp=dp,
+                cp=cp,
+                micro_batch_size=self.micro_batch_size,
+                align=self._row_align(),
+                order=self._by_lanes(step, draws),
             )
         try:
             return plan_step(lengths, self.packing, dp=dp, cp=cp, pp=pp, vpp=self.vpp)
@@ -144,6 +150,19 @@ class Stepping:
             where = draws.source[longest], draws.epoch[longest], draws.index[longest]
             told = "the longest is source {}, epoch {}, index {}".format(*where)
             raise PlanError(f"step {step}: {error} ({told})") from error
+
+    def _by_lanes(self, step: int, draws: Draws) -> npt.NDArray[np.int64] | None:
+        """An order of a step's rows in which runs are of few lanes; None unless the shuffle is by blocks.
+
+        Lanes take turns. Of as many rows in succession as dp and the number of lanes have for a common
+        divisor, each has a lane of another class modulo it. So every class has as many rows in a step, and as
+        many replicas.
+        """
+        lanes = lanes_of_step(self.recipe, step)
+        if lanes is None:
+            return None
+        num_classes = math.gcd(self.layout.dp, cast(Blocks, self.recipe.shuffle).lanes)
+        return np.lexsort((lanes, draws.source, lanes % num_classes))
 
     @property
     def _row_tokens(self) -> int:

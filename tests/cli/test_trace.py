@@ -20,6 +20,9 @@ import meshfeed as mf
 code, docs = mf.open("{folder}/code"), mf.open("{folder}/docs")
 data = mf.Mixture({{"code": (code, 2), "docs": (docs, 1)}})
 recipe = mf.Recipe(data=data, sequence=mf.{rule}, batch=mf.Batch(sequences=6), seed=3)
+blocks = mf.Recipe(
+    data=data, sequence=mf.{rule}, batch=mf.Batch(sequences=6), shuffle=mf.Blocks(sequences=5, lanes=2)
+)
 other = mf.Recipe(data=code, sequence=mf.{rule}, batch=mf.Batch(sequences=6), epochs=1)
 nothing = 5
 """
@@ -49,21 +52,24 @@ def tokens_of(line: dict[str, Any]) -> list[int]:
     return [line["document"] * 100 + at for at in range(start, stop)]
 
 
-def recipe_in(file: Path) -> mf.Recipe:
+def recipe_in(file: Path, name: str = "recipe") -> mf.Recipe:
     made: dict[str, Any] = {}
     exec(file.read_text(), made)
-    return made["recipe"]
+    return made[name]
 
 
+@pytest.mark.parametrize("recipe", ["recipe", "blocks"])
 @pytest.mark.parametrize("step", [0, 5, 40])
-def test_windows_are_told_token_by_token(folder: Path, capsys: pytest.CaptureFixture[str], step: int) -> None:
+def test_windows_are_told_token_by_token(
+    folder: Path, capsys: pytest.CaptureFixture[str], step: int, recipe: str
+) -> None:
     file = folder / "Wind.py"
     for rank, layout in ((0, "dp1"), (3, "tp2-dp3"), (5, "dp3-tp2")):
         (made,) = mf.simulate(
-            recipe_in(file), mf.Layout.parse(layout), [step], ranks=[rank], micro_batch_size=2
+            recipe_in(file, recipe), mf.Layout.parse(layout), [step], ranks=[rank], micro_batch_size=2
         )
         wanted = [row.tolist() for m in made.microbatches for row in m["tokens"][: len(m.draws)]]
-        lines = told(capsys, str(file), "--step", str(step), "--layout", layout, "--rank", str(rank),
+        lines = told(capsys, f"{file}:{recipe}", "--step", str(step), "--layout", layout, "--rank", str(rank),
                      "--micro-batch-size", "2")  # fmt: skip
         by_place: dict[int, list[int]] = {}
         for line in lines:
@@ -84,11 +90,12 @@ def test_packed_documents_are_told_with_their_ranks(folder: Path, capsys: pytest
     assert [line for line in lines if line in of_rank] == of_rank
 
 
+@pytest.mark.parametrize("recipe", ["recipe", "blocks"])
 @pytest.mark.parametrize("name", ["Wind", "Docu"])
 def test_where_a_document_went_is_where_it_is_seen(
-    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str, recipe: str
 ) -> None:
-    file, packing = str(folder / f"{name}.py"), ["--capacity", "128"] if name == "Docu" else []
+    file, packing = str(folder / f"{name}.py:{recipe}"), ["--capacity", "128"] if name == "Docu" else []
     for document in ("code:0", "code:31", "docs:24", "code:59"):
         found = told(capsys, file, "--document", document, "--epochs", "0:3")
         assert name == "Wind" or [line["epoch"] for line in found] == [0, 1, 2]

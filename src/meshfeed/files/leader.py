@@ -19,10 +19,10 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshfeed.errors import CacheError, MeshfeedError, MissingError, StoreError
 from meshfeed.files import message
@@ -32,6 +32,9 @@ from meshfeed.files.fetch import CachedObject, Fetcher
 from meshfeed.files.shelf import Shelf
 from meshfeed.files.table import Blocks, make_files, num_blocks_of
 from meshfeed.files.url import without_secrets
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 LOCK, LOG, OBJECT = "leader.lock", "leader.log", "object.json"
 _LINGER_S = 5.0
@@ -74,8 +77,8 @@ class Leader:
         self._fetcher = Fetcher(self._shelf, self._tell_fetched)
         self._objects: dict[str, CachedObject] = {}
         self._readers: dict[str, Reader] = {}
-        self._stats: dict[tuple[str, str], Stat] = {}
-        self._peeked: dict[tuple[str, int, int], bytes] = {}
+        self._stats: dict[tuple[str, str], Future[Stat]] = {}
+        self._peeked: dict[tuple[str, int, int], Future[bytes]] = {}
         self._clients: set[_Client] = set()
         self._lock = threading.RLock()
         self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
@@ -254,14 +257,24 @@ class Leader:
     def _stat_of(self, said: dict[str, Any]) -> tuple[Reader, Stat]:
         """Asked once of each object, for as long as there are clients."""
         reader, options = self._reader_of(said)
-        place = (f"{said['root']}/{said['path']}", options)
+        path = said["path"]
+        return reader, self._once(self._stats, (path, options), lambda: reader.stat(path))
+
+    def _once(self, known: dict[K, Future[T]], key: K, ask: Callable[[], T]) -> T:
+        """What `ask` answers, asked once however many clients want it at a time. Raises what it raises."""
         with self._lock:
-            known = self._stats.get(place)
-        if known is None:
-            known = reader.stat(said["path"])
-            with self._lock:
-                known = self._stats.setdefault(place, known)
-        return reader, known
+            future = known.get(key)
+            first = future is None
+            if future is None:
+                future = known[key] = Future()
+        if first:
+            try:
+                future.set_result(ask())
+            except BaseException as error:
+                with self._lock:
+                    known.pop(key, None)  # who comes later asks again
+                future.set_exception(error)
+        return future.result()
 
     def _reader_of(self, said: dict[str, Any]) -> tuple[Reader, str]:
         options = json.dumps([said["root"], said["options"]], sort_keys=True)
@@ -287,14 +300,15 @@ class Leader:
         if one.content is not None:
             raise StoreError(f"{one.url}: is checked as a whole, so no part of it is to be had before")
         ranges = [(begin, max(begin, min(end, one.stored_bytes))) for begin, end in said["ranges"]]
-        pieces = list(self._peekers.map(self._piece, [one] * len(ranges), *zip(*ranges)))
+        begins, ends = zip(*ranges)
+        pieces = list(self._peekers.map(self._piece, [one] * len(ranges), begins, ends))
         return {"sizes": [len(piece) for piece in pieces]}, b"".join(pieces)
 
     def _piece(self, one: CachedObject, begin: int, end: int) -> bytes:
-        place = (one.key, begin, end)
-        if place not in self._peeked:
-            self._peeked[place] = bytes(one.reader.read(one.path, begin, end, one.tag))
-        return self._peeked[place]
+        def read() -> bytes:
+            return bytes(one.reader.read(one.path, begin, end, one.tag))
+
+        return self._once(self._peeked, (one.key, begin, end), read)
 
     def _counts(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         counts: dict[str, int] = {"held_bytes": self._shelf.held_bytes, "clients": len(self._clients)}

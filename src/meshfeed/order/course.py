@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.interleave import Interleaving
-from meshfeed.order.permutation import key_of
-from meshfeed.recipe import Mixture, Part, Recipe
+from meshfeed.order.permutation import key_of, permute, unpermute
+from meshfeed.recipe import Blocks, Mixture, Part, Recipe
 
 Longs = npt.NDArray[np.int64]
 
@@ -47,6 +48,10 @@ class Course:
             self.end = self._whole(recipe, cast(Any, recipe.sequence).num_positions(recipe))
             return
         self.sizes = np.array([_epoch_size(recipe, store) for store in recipe.sources], np.int64)
+        self._shuffled = recipe.shuffle != "none"
+        self._blocks: BlockShuffle | None = None
+        if isinstance(recipe.shuffle, Blocks):
+            self._blocks = BlockShuffle(recipe.shuffle, self.sizes, _shard_ends(recipe))
         parts = recipe.data.parts if isinstance(recipe.data, Mixture) else (Part(0, "proportion", ((0, 1),)),)
         self._stretches: list[_Stretch] = []
         drawn = np.zeros(self.sizes.size, np.int64)
@@ -71,6 +76,30 @@ class Course:
                 found.append((source, count + stretch.drawn[source]))
         return np.concatenate([source for source, _ in found]), np.concatenate([count for _, count in found])
 
+    def places(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs, Longs]:
+        """(source, epoch, place in it) at positions start..stop; int32, int64, int64 [n]."""
+        source, count = self.drawn(start, stop)
+        size = self._sizes_of(source)
+        return source, count // size, count % size
+
+    def indices(self, source: npt.NDArray[np.integer], epoch: Longs, place: Longs) -> Longs:
+        """Which sequence comes at each place of an epoch; int64 [n]."""
+        if not self._shuffled:
+            return place
+        keys = self._keys(source, epoch)
+        if self._blocks is not None:
+            return self._blocks.indices(place, source, keys)
+        return permute(place, size=self._sizes_of(source), key=keys)
+
+    def unshuffled(self, source: npt.NDArray[np.integer], epoch: Longs, index: Longs) -> Longs:
+        """The inverse of `indices`: at which place of its epoch each sequence comes; int64 [n]."""
+        if not self._shuffled:
+            return index
+        keys = self._keys(source, epoch)
+        if self._blocks is not None:
+            return self._blocks.places(index, source, keys)
+        return unpermute(index, size=self._sizes_of(source), key=keys)
+
     def counts(self, position: int) -> Longs:
         """How many of each source come before a position; int64 [num_sources]."""
         stretch = [each for each in self._stretches if each.start <= position][-1]
@@ -92,7 +121,11 @@ class Course:
             )
         return None
 
-    def keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
+    def _sizes_of(self, source: npt.NDArray[np.integer]) -> Longs:
+        """Sequences in an epoch of each source; int64 [n], or [] where there is one source."""
+        return self.sizes[0] if self.sizes.size == 1 else self.sizes[source]
+
+    def _keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
         """The shuffle's key for an epoch of a source; uint64 [n], or [] where one is for all."""
         if source.size and epoch[0] == epoch[-1] and self.sizes.size == 1:
             return np.array(self._key(0, int(epoch[0])), np.uint64)
@@ -176,3 +209,9 @@ def _epoch_size(recipe: Recipe, store: Any) -> int:
     if size < 1:
         raise RecipeError(f"{recipe.sequence.summary()} makes no sequence of store {store}")
     return size
+
+
+def _shard_ends(recipe: Recipe) -> list[Longs | None]:
+    """Where the shards of each source end, in sequences, as far as the rule knows of any."""
+    ends_of = getattr(recipe.sequence, "shard_ends", None)
+    return [None if ends_of is None else ends_of(store) for store in recipe.sources]

@@ -31,6 +31,14 @@ def key_of(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
+def subkeys(key: npt.NDArray[np.uint64], parts: Longs) -> npt.NDArray[np.uint64]:
+    """Keys for numbered parts, from 0, of what a key is for; uint64 [n].
+
+    key: uint64 [n], or [] where one is for all. parts: int64 [n].
+    """
+    return _hash(parts.astype(np.uint64), key, _ROUNDS)
+
+
 def permute(places: npt.ArrayLike, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
     """Where each place in [0, size) goes; int64, the shape of `places`.
 

@@ -16,8 +16,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.order.course import course_of, has_own_order
-from meshfeed.order.permutation import permute, unpermute
-from meshfeed.recipe import Recipe
+from meshfeed.recipe import Blocks, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +99,18 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
         raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**62 - 1")
     if has_own_order(recipe):
         return cast(Any, recipe.sequence).draws_between(recipe, start, stop)
-    source, count = course.drawn(start, stop)
-    size = course.sizes[0] if course.sizes.size == 1 else course.sizes[source]
-    epoch, place = count // size, count % size
-    if recipe.shuffle == "none":
-        return Draws(source, epoch, place)
-    return Draws(source, epoch, permute(place, size=size, key=course.keys(source, epoch)))
+    source, epoch, place = course.places(start, stop)
+    return Draws(source, epoch, course.indices(source, epoch, place))
+
+
+def lanes_of_step(recipe: Recipe, step: int) -> npt.NDArray[np.int64] | None:
+    """The lane that each draw of a step is of, int64 [n]; None where the shuffle is not by blocks."""
+    if not isinstance(recipe.shuffle, Blocks):
+        return None
+    course, (start, stop) = course_of(recipe), (recipe.batch.position(k) for k in (step, step + 1))
+    if course.end is not None:
+        start, stop = min(start, course.end), min(stop, course.end)
+    return course.places(start, stop)[2] % recipe.shuffle.lanes
 
 
 def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
@@ -128,10 +133,6 @@ def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | No
     if has_own_order(recipe):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
     course = course_of(recipe)
-    size = int(course.sizes[source])
-    place = index
-    if recipe.shuffle == "global":
-        key = course.keys(np.array([source]), np.array([epoch]))
-        place = int(unpermute(np.array([index]), size=size, key=key)[0])
-    position = course.position(source, epoch * size + place)
+    place = int(course.unshuffled(*(np.array([each]) for each in (source, epoch, index)))[0])
+    position = course.position(source, epoch * int(course.sizes[source]) + place)
     return position if position is not None and (course.end is None or position < course.end) else None

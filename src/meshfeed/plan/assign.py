@@ -8,18 +8,29 @@ from meshfeed.plan.types import Align, LongArray, StepPlan
 
 
 def plan_fixed(
-    lengths: npt.NDArray[np.int64], *, dp: int, cp: int, micro_batch_size: int, align: Align | None = None
+    lengths: npt.NDArray[np.int64],
+    *,
+    dp: int,
+    cp: int,
+    micro_batch_size: int,
+    align: Align | None = None,
+    order: npt.NDArray[np.int64] | None = None,
 ) -> StepPlan:
     """Deal the sequences out as they come: `micro_batch_size` to each dp rank, microbatch by microbatch.
 
     lengths: real tokens of each sequence, int64 [n], n >= 0. This is the order in which Megatron's
-    samplers deal a global batch. Where n does not fill the last microbatch, some ranks get fewer
-    sequences there or none (a dummy); every rank still gets the same number of microbatches.
+    samplers deal a global batch.
+    order: the sequences in another order, int64 [n]. If given, each dp rank gets as many as without it, but a
+    run of these over all its microbatches.
+    Where n does not fill the last microbatch, some ranks get fewer sequences there or none (a dummy); every
+    rank still gets the same number of microbatches.
     Raises PlanError for a size below 1.
     """
     if min(dp, cp, micro_batch_size) < 1:
         raise PlanError(f"dp={dp}, cp={cp}, micro_batch_size={micro_batch_size}: each is at least 1")
     place = np.arange(lengths.size)
+    if order is not None:
+        place[order] = np.argsort(place // micro_batch_size % dp, kind="stable")
     dp_rank = place // micro_batch_size % dp
     return StepPlan(
         lengths=np.array(lengths, np.int64),

@@ -76,6 +76,10 @@ class Documents:
             raise RecipeError(f"Documents reads a token store; {store!r} is none")
         return cast(StreamStore, store).num_documents
 
+    def shard_ends(self, store: Store) -> Longs | None:
+        """Where a store's own shards end, in documents; int64 [num_shards], None where it has none."""
+        return getattr(store, "shard_ends", None)
+
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each document, up to max_len; int64 [n]."""
         lengths = np.zeros(len(draws), np.int64)

@@ -129,6 +129,10 @@ class Masked:
             raise RecipeError(f"Masked hides whole tokens; {store!r} holds {stream.dtype.name}")
         return stream.num_documents
 
+    def shard_ends(self, store: Store) -> Longs | None:
+        """Where a store's own shards end, in documents; int64 [num_shards], None where it has none."""
+        return getattr(store, "shard_ends", None)
+
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each row but the padding; int64 [n]."""
         lengths = np.zeros(len(draws), np.int64)

@@ -101,6 +101,7 @@ class SequenceRule(Rule, Protocol):
 
     A rule of rows may also have `row_tokens` (int), the length that its shorter sequences are padded to, and
     any rule `reads_singly` (bool): read one microbatch at a time, since lengths do not tell how large it is.
+    `shard_ends(store)` tells where a store's own shards end, in sequences; int64 [num_shards] or None.
     """
 
     @property

@@ -42,7 +42,15 @@ class Store(Protocol):
 
 
 class StreamStore(Store, Protocol):
-    """A store whose documents lie back to back: one unshuffled stream of tokens."""
+    """A store whose documents lie back to back: one unshuffled stream of tokens.
+
+    It may also have:
+
+    - `shard_ends`, where its shards end in documents, int64 [num_shards], the last one num_documents. Then
+      they decide a shuffle by blocks, so that its fingerprint must tell of them.
+    - `wants_ahead` (bool): whether to announce reads many steps ahead, as a store far away needs it.
+    - `forget_needs()`: what was announced and is not read yet will not be.
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -58,5 +66,5 @@ class StreamStore(Store, Protocol):
         ...
 
     def will_need(self, starts: I64, stops: I64) -> None:
-        """Announce ranges that are going to be read."""
+        """Announce ranges that are going to be read, each once; reading one with `read_stream` settles it."""
         ...

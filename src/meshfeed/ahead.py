@@ -1,0 +1,115 @@
+"""Steps planned and announced to storage before their turn: one ahead, or as far as a budget of bytes goes.
+
+The order is known, so a store that is far away can fetch what coming steps need while a step is trained. What
+was announced and is not read yet is bounded in bytes, and the steps that are planned for it in number. The
+first step is handed over before any other is planned; after that every portion read makes room for one more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from meshfeed.errors import StoreError
+from meshfeed.layout import Coord
+from meshfeed.prefetch import StageClock
+from meshfeed.sequence import Portion
+from meshfeed.stepping import GlobalBatch, Stepping
+
+MOST_STEPS = 64
+"""Steps that are planned ahead at most, however small they are."""
+
+Planned = tuple[GlobalBatch, list[Portion]]
+
+
+class Ahead:
+    """The steps of one rank from `start` on, with its portions of them; each is announced once, in order.
+
+    Call `have_read` after each portion: it plans and announces on.
+
+    Args:
+        stepping: what the steps are.
+        coord, served: whose portions; see `Stepping.portions`.
+        reads: whether this rank reads. If not, nothing is announced.
+        clock: told of the stages "plan" and "read".
+        budget_bytes: announce further steps while less than this is announced and not read. At least one step
+            ahead is announced, and never more where no store `wants_ahead`.
+    """
+
+    def __init__(
+        self,
+        stepping: Stepping,
+        coord: Coord,
+        served: Sequence[int],
+        start: int,
+        clock: StageClock,
+        *,
+        reads: bool,
+        budget_bytes: int,
+    ) -> None:
+        self._stepping, self._coord, self._served, self._clock = stepping, coord, served, clock
+        self._reads, self._budget_bytes = reads, budget_bytes
+        self._is_far = reads and any(
+            getattr(store, "wants_ahead", False) for store in stepping.recipe.sources
+        )
+        self._most_steps = MOST_STEPS if self._is_far else 1
+        self._next: int | None = start
+        self._planned: deque[Planned] = deque()
+        self._unread_bytes = 0
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Iterator[Planned]:
+        self._plan()
+        while self._planned:
+            yield self._planned.popleft()
+            self._plan_on(besides=1)  # the next step, which goes; while it is read, one is announced
+        if self._error is not None:
+            raise self._error
+
+    def have_read(self, portion: Portion) -> None:
+        """A portion is out of storage: plan a step more if there is room."""
+        self._unread_bytes -= self._num_bytes(portion)
+        self._plan_on()
+
+    def _plan_on(self, besides: int = 0) -> None:
+        ahead = len(self._planned) - besides
+        if ahead < 1 or (ahead < self._most_steps and self._unread_bytes < self._budget_bytes):
+            self._plan()
+
+    def _plan(self) -> None:
+        """Plan the next step and announce it; nothing past the end of the stream."""
+        if self._next is None:
+            return
+        try:
+            with self._clock.stage("plan"):
+                step = self._planned_step(self._next)
+        except Exception as error:  # raised in its turn: the steps before can be trained
+            step, self._error = None, error
+        if step is None:
+            self._next = None
+            return
+        if self._reads:
+            # Only advice: what is wrong with a file comes up again in `load`, which tells the peers.
+            with self._clock.stage("read"), contextlib.suppress(StoreError):
+                self._stepping.rule.announce(self._stepping.recipe, step[1])
+        self._unread_bytes += sum(map(self._num_bytes, step[1]))
+        self._next += 1
+        self._planned.append(step)
+
+    def _planned_step(self, step: int) -> Planned | None:
+        batch = self._stepping.global_batch(step)
+        if batch is None:
+            return None
+        return batch, self._stepping.portions(batch, self._coord, self._served)
+
+    def _num_bytes(self, portion: Portion) -> int:
+        return self._stepping.rule.num_bytes(self._stepping.recipe, portion) if self._is_far else 0
+
+
+def forget(stores: Sequence[Any]) -> None:
+    """Tell stores that what was announced to them and is not read yet will not be."""
+    for store in stores:
+        if hasattr(store, "forget_needs"):
+            store.forget_needs()

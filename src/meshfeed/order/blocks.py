@@ -1,0 +1,237 @@
+"""Shuffling with few shards open: a keyed bijection on [0, n) by shards, lanes and windows.
+
+A shard is a run of consecutive indices. In an epoch, shards come in a keyed order; laid end to end they are
+a line of n indices. The line is cut into lanes, all of one length give or take one index. Place q of the
+epoch is of lane q mod lanes, and each lane goes along its own part of the line. There, `window` shards after
+the other are shuffled together: by a keyed bijection of their indices, as far as they are in this lane.
+
+So a lane has at most `window` shards open and, done with one, does not come back to it. A shard where two
+lanes meet is opened by both: in all at most lanes - 1 shards of an epoch are opened twice. Any place is found
+at once, like any index's place; nothing is remembered but, for shards of unequal size, where they begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+from meshfeed.order.permutation import permute, subkeys, unpermute
+from meshfeed.recipe import Blocks
+
+Longs = npt.NDArray[np.int64]
+_Keys = npt.NDArray[np.uint64]
+
+
+class BlockShuffle:
+    """What comes at each place of an epoch of some sources, shuffled by blocks.
+
+    Args:
+        blocks: the options.
+        sizes: sequences in an epoch of each source; int64 [num_sources].
+        shard_ends: where the shards of each source end, if it has its own; int64 [num_shards] or None.
+
+    Raises RecipeError for shard ends that descend, or do not end where the source does.
+    """
+
+    def __init__(self, blocks: Blocks, sizes: Longs, shard_ends: Sequence[Longs | None]) -> None:
+        self._blocks, self._sizes = blocks, sizes
+        self._ends = {s: ends for s, ends in enumerate(shard_ends) if ends is not None}
+        for source, ends in self._ends.items():
+            _check(source, ends, int(sizes[source]))
+        # A step may lie in two epochs of each source.
+        self._epoch = lru_cache(maxsize=2 * max(len(self._ends), 1))(self._make_epoch)
+
+    def indices(self, places: Longs, source: npt.NDArray[np.integer], keys: _Keys) -> Longs:
+        """What comes at each place; int64 [n].
+
+        source: of each; int [n]. keys: of its epoch; uint64 [n], or [] for one epoch of the one source.
+        """
+        return self._by_shards(places, source, keys, _indices)
+
+    def places(self, indices: Longs, source: npt.NDArray[np.integer], keys: _Keys) -> Longs:
+        """The inverse of `indices`."""
+        return self._by_shards(indices, source, keys, _places)
+
+    def _by_shards(self, values: Longs, source: npt.NDArray[np.integer], keys: _Keys, turn: _Turn) -> Longs:
+        if not keys.ndim:
+            return turn(values, keys, self._epoch(0, int(keys)), self._blocks)
+        turned = np.empty_like(values)
+        even = ~np.isin(source, list(self._ends))
+        if even.any():
+            shards = Even.of(self._sizes[source[even]], self._blocks.sequences, keys[even])
+            turned[even] = turn(values[even], keys[even], shards, self._blocks)
+        for own in self._ends:
+            for key in np.unique(keys[source == own]):
+                mine = (source == own) & (keys == key)
+                turned[mine] = turn(values[mine], np.array(key), self._epoch(own, int(key)), self._blocks)
+        return turned
+
+    def _make_epoch(self, source: int, key: int) -> Shards:
+        if source in self._ends:
+            return Uneven.of(self._ends[source], np.array(key, np.uint64))
+        return Even.of(self._sizes[source], self._blocks.sequences, np.array(key, np.uint64))
+
+
+class Shards(Protocol):
+    """The shards of an epoch, and the keyed order in which they lie on the line: a *slot* is a place in it.
+
+    For all indices of one epoch, or for each of an epoch of its own: arguments, results are int64 [] or [n].
+    """
+
+    @property
+    def size(self) -> Longs:
+        """Indices in all."""
+        ...
+
+    @property
+    def num_shards(self) -> Longs:
+        """Shards in all."""
+        ...
+
+    def slot(self, at: Longs) -> Longs:
+        """The slot that a place of the line lies in."""
+        ...
+
+    def before(self, slot: Longs) -> Longs:
+        """Where on the line a slot begins."""
+        ...
+
+    def shard(self, index: Longs) -> Longs:
+        """The shard that an index is of."""
+        ...
+
+    def first(self, shard: Longs) -> Longs:
+        """The first index of a shard."""
+        ...
+
+
+_Turn = Callable[[Longs, _Keys, Shards, Blocks], Longs]
+
+
+@dataclass(frozen=True, slots=True)
+class Even:
+    """Shards of `run` indices; the last one lacks some, and lies at slot `short`."""
+
+    size: Longs
+    num_shards: Longs
+    run: Longs
+    lack: Longs
+    short: Longs
+
+    @classmethod
+    def of(cls, size: Longs, sequences: int, key: _Keys) -> Self:
+        """size, key: [], or of each of several epochs [n]."""
+        run = np.minimum(size, sequences)
+        num_shards = -(-size // run)
+        short = unpermute(num_shards - 1, size=num_shards, key=key)
+        return cls(size, num_shards, run, num_shards * run - size, short)
+
+    def slot(self, at: Longs) -> Longs:
+        """See Shards."""
+        behind = at >= (self.short + 1) * self.run - self.lack
+        return (at + self.lack * behind) // self.run
+
+    def before(self, slot: Longs) -> Longs:
+        """See Shards."""
+        return slot * self.run - self.lack * (slot > self.short)
+
+    def shard(self, index: Longs) -> Longs:
+        """See Shards."""
+        return index // self.run
+
+    def first(self, shard: Longs) -> Longs:
+        """See Shards."""
+        return shard * self.run
+
+
+@dataclass(frozen=True, slots=True)
+class Uneven:
+    """Shards that begin at `starts`, and lie on the line between its `edges`; int64 [num_shards + 1] both."""
+
+    starts: Longs
+    edges: Longs
+
+    @classmethod
+    def of(cls, ends: Longs, key: _Keys) -> Self:
+        """ends: where each shard ends; int64 [num_shards]. key: of the epoch; uint64 []."""
+        starts = np.append(0, ends)
+        order = permute(np.arange(ends.size), size=ends.size, key=key)
+        return cls(starts, np.append(0, np.cumsum(np.diff(starts)[order])))
+
+    @property
+    def size(self) -> Longs:
+        """See Shards."""
+        return self.starts[-1]
+
+    @property
+    def num_shards(self) -> Longs:
+        """See Shards."""
+        return np.array(self.starts.size - 1)
+
+    def slot(self, at: Longs) -> Longs:
+        """See Shards; never an empty shard."""
+        return np.searchsorted(self.edges, at, side="right") - 1
+
+    def before(self, slot: Longs) -> Longs:
+        """See Shards."""
+        return self.edges[slot]
+
+    def shard(self, index: Longs) -> Longs:
+        """See Shards."""
+        return np.searchsorted(self.starts, index, side="right") - 1
+
+    def first(self, shard: Longs) -> Longs:
+        """See Shards."""
+        return self.starts[shard]
+
+
+def _indices(places: Longs, key: _Keys, shards: Shards, blocks: Blocks) -> Longs:
+    lane = places % blocks.lanes
+    start, _ = lane_of = _lane(lane, shards.size, blocks.lanes)
+    at = start + places // blocks.lanes
+    low, high = _window(at, lane_of, shards, blocks.window)
+    at = low + permute(at - low, size=high - low, key=subkeys(key, low))
+    slot = shards.slot(at)
+    shard = permute(slot, size=shards.num_shards, key=key)
+    return shards.first(shard) + at - shards.before(slot)
+
+
+def _places(indices: Longs, key: _Keys, shards: Shards, blocks: Blocks) -> Longs:
+    shard = shards.shard(indices)
+    slot = unpermute(shard, size=shards.num_shards, key=key)
+    at = shards.before(slot) + indices - shards.first(shard)
+    short, longer = shards.size // blocks.lanes, shards.size % blocks.lanes
+    lane = np.maximum(at // (short + 1), (at - longer) // np.maximum(short, 1))
+    start, _ = lane_of = _lane(lane, shards.size, blocks.lanes)
+    low, high = _window(at, lane_of, shards, blocks.window)
+    at = low + unpermute(at - low, size=high - low, key=subkeys(key, low))
+    return (at - start) * blocks.lanes + lane
+
+
+def _lane(lane: Longs, size: Longs, lanes: int) -> tuple[Longs, Longs]:
+    """Where a lane starts and stops on the line: the first size % lanes are longer by one; int64 [n]."""
+    short, longer = size // lanes, size % lanes
+    start = lane * short + np.minimum(lane, longer)
+    return start, start + short + (lane < longer)
+
+
+def _window(at: Longs, lane: tuple[Longs, Longs], shards: Shards, window: int) -> tuple[Longs, Longs]:
+    """What is shuffled together around a place of the line, inside its lane; int64 [n]."""
+    start, stop = lane
+    opened, run = shards.slot(start), np.minimum(window, shards.num_shards)
+    slot = opened + (shards.slot(at) - opened) // run * run
+    low = np.maximum(shards.before(slot), start)
+    return low, np.minimum(shards.before(np.minimum(slot + run, shards.num_shards)), stop)
+
+
+def _check(source: int, ends: Longs, size: int) -> None:
+    if not ends.size or ends[0] < 0 or (np.diff(ends) < 0).any():
+        raise RecipeError(f"source {source}: shard_ends are cumulative: at least one, and none below another")
+    if ends[-1] != size:
+        raise RecipeError(f"source {source}: its shards end at {ends[-1]}, and it has {size} sequences")

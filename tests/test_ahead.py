@@ -1,0 +1,217 @@
+"""Announcing what coming steps read: once, before it is read, as far as a budget of bytes goes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshfeed as mf
+from corpus import write_corpus
+from meshfeed.ahead import MOST_STEPS
+
+LENGTH, SEQUENCES = 64, 16
+STEP_BYTES = SEQUENCES * (LENGTH + 1) * 2
+
+
+class Watched:
+    """A store that notes what is announced to it and read from it, as if it were far away, or not.
+
+    Attributes:
+        outstanding: announced ranges that are not read yet, and how often.
+        most_bytes: the most of them that there ever were.
+        events: ("need" | "read" | "forget", bytes), in order.
+    """
+
+    def __init__(self, store: Any, *, far: bool) -> None:
+        self._store, self.wants_ahead = mf.open(store) if isinstance(store, Path) else store, far
+        self.outstanding: Counter[tuple[int, int]] = Counter()
+        self.most_bytes = 0
+        self.events: list[tuple[str, int]] = []
+        self.breaks_at = -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def __enter__(self) -> Watched:
+        self._store.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._store.__exit__(*error)
+
+    def will_need(self, starts: np.ndarray, stops: np.ndarray) -> None:
+        self.outstanding.update(zip(starts.tolist(), stops.tolist()))
+        self.most_bytes = max(self.most_bytes, self.outstanding_bytes)
+        self.events.append(("need", int((stops - starts).sum()) * 2))
+
+    def read_stream(self, starts: np.ndarray, stops: np.ndarray, out: Any = None) -> Any:
+        if 0 <= self.breaks_at <= len(self.events):
+            raise mf.StoreError("the storage is gone")
+        for one in zip(starts.tolist(), stops.tolist()):
+            assert self.outstanding[one] > 0, f"{one} was not announced"
+            self.outstanding[one] -= 1
+        self.events.append(("read", int((stops - starts).sum()) * 2))
+        return self._store.read_stream(starts, stops, out=out)
+
+    def forget_needs(self) -> None:
+        self.outstanding.clear()
+        self.events.append(("forget", 0))
+
+    @property
+    def outstanding_bytes(self) -> int:
+        return sum((stop - start) * 2 * count for (start, stop), count in self.outstanding.items())
+
+    def num(self, event: str) -> int:
+        return sum(name == event for name, _ in self.events)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ahead") / "c"
+    write_corpus(path, num_tokens=40_000)
+    return path
+
+
+def recipe_of(store: Any, **options: Any) -> mf.Recipe:
+    options.setdefault("sequence", mf.Windows(LENGTH))
+    return mf.Recipe(data=store, batch=mf.Batch(sequences=SEQUENCES), seed=3, **options)
+
+
+def run(feed: mf.Feed, steps: int) -> None:
+    for step in feed:
+        list(step.microbatches)
+        if step.index == steps - 1:
+            return
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "windows": {"shuffle": "blocks"},
+    "short windows": {"sequence": mf.Windows(9), "shuffle": mf.Blocks(sequences=50, window=2, lanes=4)},
+    "documents": {"sequence": mf.Documents(), "packing": mf.Packing(capacity=512, policy="balanced")},
+    "masked": {"sequence": mf.Masked(300, vocab_size=60_000, mask_token=1)},
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("far", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_read_was_announced_once(path: Path, case: str, far: bool, prefetch: int) -> None:
+    """To the end of two epochs: after the last step nothing is left over, and nothing was missing."""
+    options = dict(CASES[case])
+    packing, store = options.pop("packing", None), Watched(path, far=far)
+    recipe = recipe_of(store, epochs=2, **options)
+    for rank in range(2):
+        with mf.Feed(recipe, mf.Layout.parse("dp2"), rank, delivery="direct", prefetch=prefetch,
+                     packing=packing) as feed:  # fmt: skip
+            run(feed, 10**9)
+            assert store.outstanding.total() == 0
+    needed, read = (sum(size for name, size in store.events if name == event) for event in ("need", "read"))
+    assert needed == read > 0
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 16])
+@pytest.mark.parametrize("steps", [0, 1, 3.5, 20])
+def test_the_budget_is_filled_and_kept(path: Path, steps: float, micro_batch_size: int) -> None:
+    budget, store = int(steps * STEP_BYTES), Watched(path, far=True)
+    with mf.Feed(recipe_of(store), micro_batch_size=micro_batch_size, prefetch=0,
+                 read_ahead_bytes=budget) as feed:  # fmt: skip
+        run(feed, 60)
+        assert budget <= store.most_bytes < max(budget, STEP_BYTES + 1) + STEP_BYTES
+        before = len(store.events)
+        run(feed, 120)
+        assert store.events[before:].count(("need", STEP_BYTES)) <= 60 + steps + 2
+
+
+def test_steps_that_wait_are_bounded_in_number(path: Path) -> None:
+    store = Watched(path, far=True)
+    with mf.Feed(recipe_of(store), prefetch=0, micro_batch_size=16, read_ahead_bytes=2**50) as feed:
+        run(feed, 3 * MOST_STEPS)
+        assert store.most_bytes == (MOST_STEPS + 1) * STEP_BYTES
+
+
+def test_a_store_at_hand_is_told_of_one_step_ahead(path: Path) -> None:
+    store = Watched(path, far=False)
+    with mf.Feed(recipe_of(store), prefetch=0, micro_batch_size=16) as feed:
+        run(feed, 20)
+    first, *others = store.events[:-1]
+    assert (first, others[0]) == (("need", STEP_BYTES), ("read", STEP_BYTES))
+    kinds = [name for name, _ in others]
+    assert kinds[1:5] == ["need", "need", "read", "need"]
+    assert store.most_bytes == 2 * STEP_BYTES
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_the_first_step_comes_first(prefetch: int) -> None:
+    """No other step is planned before its first portion is handed over, and then one with each portion."""
+    store = Watched(mf.Lengths([300_000]), far=True)
+    recipe = recipe_of(store, sequence=mf.Windows(1 << 16))
+    with mf.Feed(recipe, prefetch=prefetch, read_ahead_bytes=2**50) as feed:
+        step = next(iter(feed))
+        list(step.microbatches)
+    kinds = [name for name, _ in store.events]
+    portions = 8  # of two windows each
+    assert kinds[:3] == ["need", "read", "need"]
+    assert kinds[: 2 * portions - 1] == ["need", *["read", "need"] * (portions - 1)]
+
+
+def endings(feed: mf.Feed) -> Iterator[str]:
+    """Leaves a run in every way, each after some steps."""
+    run(feed, 3)
+    yield "break, then a new iteration"
+    run(feed, 6)
+    feed.load_state_dict(feed.state_dict())
+    yield "a state"
+    run(feed, 9)
+    feed.close()
+    yield "close"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_will_not_be_read_is_forgotten(path: Path, prefetch: int) -> None:
+    store = Watched(path, far=True)
+    feed = mf.Feed(recipe_of(store), prefetch=prefetch)
+    for _ in endings(feed):
+        pass
+    assert store.num("forget") == 3
+    assert store.events[-1] == ("forget", 0)
+    assert store.outstanding.total() == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_a_failed_run_announced_is_forgotten(path: Path, prefetch: int) -> None:
+    store = Watched(path, far=True)
+    store.breaks_at = 9
+    with mf.Feed(recipe_of(store), prefetch=prefetch) as feed:
+        with pytest.raises(mf.StoreError, match="gone"):
+            run(feed, 50)
+        assert store.outstanding.total() > 0
+    assert store.events[-1] == ("forget", 0)
+
+
+def test_a_budget_below_nothing_is_refused(path: Path) -> None:
+    with pytest.raises(mf.RecipeError, match="read_ahead_bytes"):
+        mf.Feed(recipe_of(mf.open(path)), read_ahead_bytes=-1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("far", [True, False])
+def test_a_step_that_cannot_be_planned_fails_in_its_turn(far: bool, prefetch: int) -> None:
+    """However far ahead it was met: a job trains and saves all steps before it."""
+    lengths = np.full(200, 9)
+    lengths[100] = 999
+    store, packing = Watched(mf.Lengths(lengths), far=far), mf.Packing(capacity=256)
+    recipe = mf.Recipe(
+        data=store, sequence=mf.Documents(), batch=mf.Batch(sequences=4), shuffle="none", epochs=1
+    )
+    with mf.Feed(recipe, packing=packing, prefetch=prefetch) as feed:
+        taken = 0
+        with pytest.raises(mf.PlanError, match="step 25"):
+            for step in feed:
+                taken += len(list(step.microbatches))
+        assert taken == 25
+        assert feed.state_dict()["step"] == 25
