@@ -7,6 +7,7 @@ needed: fetched when nothing is needed, given up when room is.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections import deque
@@ -255,7 +256,7 @@ class Fetcher:
                 self._flying.discard(block)
                 self._asked_by.pop(block, None)
                 if error is not None:
-                    self._shelf.remove(block)
+                    self._drop_failed(block)
                 for need in self._needs.pop(block, []):
                     need.missing.discard(block)
                     if error is not None or not need.missing:
@@ -267,6 +268,13 @@ class Fetcher:
             self._changed.notify_all()
         for need in dict.fromkeys(ended):
             need.done(error)
+
+    def _drop_failed(self, block: Block) -> None:
+        blocks = self._objects[block[0]].blocks
+        if not blocks.valid([block[1]])[0]:  # those of its run that came before may be there
+            self._shelf.remove(block)
+            with contextlib.suppress(OSError):  # there is an error to tell already
+                blocks.drop(block[1])
 
     def _give_up(self, need: _Need) -> None:
         for block in need.missing:
@@ -307,7 +315,6 @@ class Fetcher:
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
                 if last or not full or not self._drop_something(len(data)):
-                    one.blocks.drop(number)
                     raise CacheError(
                         f"{one.blocks.folder}: {error.strerror or error}, {self._shelf.held_bytes} bytes "
                         f"held; free room on this disk, or lower limit_bytes of the cache"

@@ -232,7 +232,8 @@ class Leader:
                 self._objects[key] = one
                 self._fetcher.add(one, one.blocks.doubt_all())
             one = self._objects[key]
-            one.reader = reader  # the newest credentials
+            # the newest credentials; and an earlier leader's object had none at all
+            one.reader, one.path, one.stored_bytes = reader, said["path"], stat.size_bytes
             return one
 
     def _blocks_of(self, key: str, facts: dict[str, Any]) -> Blocks:

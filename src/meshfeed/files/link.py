@@ -98,6 +98,7 @@ class Link:
             try:
                 link.sendall(message.encode(said))
             except OSError as gone:
+                self.lost(link)
                 raise LostError from gone
 
     def _connect(self) -> None:

@@ -95,12 +95,9 @@ class Shelf:
         excess, going = self.held_bytes + num_bytes - self.limit_bytes, list[Block]()
         if excess <= 0:
             return going
-        free = (block for block in self._sizes if not self.is_wanted(block))
-        wishes = (
-            block
-            for block in reversed(self._sizes)
-            if block not in self._firm_sizes and self.is_wanted(block)
-        )
+        loose = [block for block in self._sizes if block not in self.busy and block not in self._firm_sizes]
+        free = (block for block in loose if not self.is_wanted(block))
+        wishes = (block for block in reversed(loose) if self.is_wanted(block))
         for block in chain(free, wishes if over_wishes else ()):
             going.append(block)
             excess -= self._sizes[block]

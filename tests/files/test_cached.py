@@ -1,0 +1,437 @@
+"""Files through the node's cache: the right bytes, each fetched once, whatever dies, fills up or changes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import world
+from meshfeed.errors import CacheError, ChangedError, MissingError
+from meshfeed.files import Cache, Folder
+from meshfeed.files.cached import CachedFile
+from meshfeed.files.link import link_of, retried
+from meshfeed.files.table import DATA, ENTRY, TABLE, is_valid
+from services.needs import needs, needs_root
+from services.nginx import Nginx
+
+SIZE = 3_000_001
+BLOCK = 1 << 16
+DATA_BYTES = np.random.default_rng(0).integers(0, 256, SIZE).astype(np.uint8)
+_context = world._context  # which has imported torch already
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
+    needs("nginx")
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "data.bin").write_bytes(DATA_BYTES.tobytes())
+    with Nginx(folder) as nginx:
+        yield nginx
+
+
+def file_of(url: str, cache: Path, limit_bytes: int = 1 << 30) -> CachedFile:
+    return CachedFile(f"{url}/data.bin", Cache(cache, limit_bytes=limit_bytes, block_bytes=BLOCK))
+
+
+def read_some(file: CachedFile, rng: np.random.Generator, ahead: bool = False) -> None:
+    """A batch of random ranges; raises where a byte is wrong."""
+    count = int(rng.integers(1, 12))
+    begins = rng.integers(0, SIZE - 20_000, count)
+    sizes = rng.integers(0, 20_000, count)
+    if ahead:
+        file.will_need(begins, begins + sizes)
+    out = np.empty(sizes.sum(), np.uint8)
+    file.read_into(out, begins, sizes)
+    expected = np.concatenate([DATA_BYTES[b : b + s] for b, s in zip(begins.tolist(), sizes.tolist())])
+    if not np.array_equal(out, expected):
+        raise AssertionError("wrong bytes")
+
+
+def counts_of(file: CachedFile) -> dict[str, int]:
+    return file._ask("counts")[0]["counts"]
+
+
+def leader_of(file: CachedFile) -> int:
+    def ask() -> int:
+        link = file._link
+        hello = {"do": "hello", "version": 1, "limit_bytes": file._cache.limit_bytes}
+        return int(link.ask(link.connected(), **hello)[0]["pid"])
+
+    return int(retried(file._cache, ask))
+
+
+def check_folder(cache: Path) -> int:
+    """Every valid block of a cache folder holds the true bytes; returns how many there are."""
+    found = 0
+    for table in cache.glob(f"u{os.getuid()}/*/{TABLE}"):
+        facts = json.loads((table.parent / "object.json").read_text())
+        entries = np.frombuffer(table.read_bytes(), ENTRY)
+        data = np.fromfile(table.parent / DATA, np.uint8)
+        for block in np.flatnonzero(is_valid(entries["generation"])).tolist():
+            begin, end = block * facts["block_bytes"], min((block + 1) * facts["block_bytes"], SIZE)
+            assert np.array_equal(data[begin:end], DATA_BYTES[begin:end]), f"block {block}"
+            found += 1
+    return found
+
+
+# -- the ordinary day ---------------------------------------------------------------------------------------
+
+
+def test_reads_peeks_and_entries(server: Nginx, tmp_path: Path) -> None:
+    file = file_of(server.url, tmp_path)
+    assert file.size_bytes == SIZE and file.is_remote
+    whole = DATA_BYTES.tobytes()
+    assert file.peek([(0, 9), (SIZE - 5, SIZE + 100), (7, 7)]) == [whole[:9], whole[-5:], b""]
+    rng = np.random.default_rng(1)
+    with file:
+        for ahead in (True, False) * 10:
+            read_some(file, rng, ahead)
+    assert file.stats.opens == 1 and 0 < file.stats.bytes_fetched <= SIZE
+    words, last = file.arrays(("<i4", 1, 700_000), ("u1", SIZE - 3, 3))
+    expected = np.frombuffer(whole, "<i4", 700_000, 1)
+    places = rng.integers(-700_000, 700_000, (3, 50))
+    assert np.array_equal(words[places], expected[places])
+    assert np.array_equal(words[5:600_000:997], expected[5:600_000:997])
+    assert words[-1] == expected[-1] and last[:].tolist() == list(whole[-3:])
+    with pytest.raises(IndexError):
+        words[700_000]
+    assert check_folder(tmp_path) == -(-SIZE // BLOCK)
+
+
+def test_missing_objects(server: Nginx, tmp_path: Path) -> None:
+    folder = Folder(server.url, Cache(tmp_path))
+    assert folder.holds("data.bin") and not folder.holds("nothing.bin")
+    with pytest.raises(MissingError, match=r"nothing\.bin: no such object"):
+        _ = folder.file("nothing.bin").size_bytes
+
+
+def test_a_pickled_file_reads_on(server: Nginx, tmp_path: Path) -> None:
+    file = file_of(server.url, tmp_path)
+    with file:
+        read_some(file, np.random.default_rng(2))
+        copy = pickle.loads(pickle.dumps(file))
+        with copy:
+            read_some(copy, np.random.default_rng(3))
+
+
+def read_in_child(url: str, cache: str, seed: int, rounds: int, limit: int, ahead: bool) -> None:
+    rng = np.random.default_rng(seed)
+    with file_of(url, Path(cache), limit) as file:
+        for _ in range(rounds):
+            read_some(file, rng, ahead)
+
+
+def run_children(count: int, *args: Any) -> None:
+    children = [
+        _context.Process(target=read_in_child, args=(*args[:2], seed, *args[2:])) for seed in range(count)
+    ]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(120)
+    assert [child.exitcode for child in children] == [0] * count
+
+
+def test_processes_fetch_each_block_once(server: Nginx, tmp_path: Path) -> None:
+    before = server.fetched_bytes()
+    run_children(4, server.url, str(tmp_path), 40, 1 << 30, True)
+    held = check_folder(tmp_path)
+    assert held == -(-SIZE // BLOCK)
+    assert server.fetched_bytes() - before == SIZE
+
+
+def test_evictions_under_readers(server: Nginx, tmp_path: Path) -> None:
+    """A cache far smaller than what is read: blocks come and go all the time, and every byte is right."""
+    limit = 20 * BLOCK
+    run_children(3, server.url, str(tmp_path), 60, limit, True)
+    held = sum(path.stat().st_blocks * 512 for path in tmp_path.glob(f"u*/*/{DATA}"))
+    assert held <= limit + BLOCK
+    check_folder(tmp_path)
+
+
+def test_threads_share_a_file(server: Nginx, tmp_path: Path) -> None:
+    with file_of(server.url, tmp_path, 40 * BLOCK) as file, ThreadPoolExecutor(8) as pool:
+
+        def read(seed: int) -> None:
+            for turn in range(10):
+                read_some(file, np.random.default_rng([seed, turn]))
+
+        assert list(pool.map(read, range(16))) == [None] * 16
+
+
+def test_a_forked_child_has_a_link_of_its_own(server: Nginx, tmp_path: Path) -> None:
+    with file_of(server.url, tmp_path) as file:
+        read_some(file, np.random.default_rng(4))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                fresh = file_of(server.url, tmp_path)
+                with fresh:
+                    read_some(fresh, np.random.default_rng(5))
+                    read_some(file, np.random.default_rng(6))
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        read_some(file, np.random.default_rng(7))
+
+
+# -- restarts and deaths --------------------------------------------------------------------------------------
+
+
+def end_leader(file: CachedFile) -> None:
+    os.kill(leader_of(file), signal.SIGKILL)
+
+
+def test_a_restart_reuses_what_is_valid_and_nothing_else(server: Nginx, tmp_path: Path) -> None:
+    begins, sizes = np.array([0]), np.array([SIZE])
+    out = np.empty(SIZE, np.uint8)
+    with file_of(server.url, tmp_path) as file:
+        file.read_into(out, begins, sizes)
+        end_leader(file)
+    before = server.fetched_bytes()
+    with file_of(server.url, tmp_path) as file:
+        file.read_into(out, begins, sizes)
+        assert np.array_equal(out, DATA_BYTES) and file.stats.bytes_fetched == 0
+        end_leader(file)
+    assert server.fetched_bytes() == before
+    (data,) = tmp_path.glob(f"u*/*/{DATA}")
+    with data.open("r+b") as stream:  # a disk that lies
+        stream.seek(5 * BLOCK + 17)
+        stream.write(bytes([int(DATA_BYTES[5 * BLOCK + 17]) ^ 1]))
+    with file_of(server.url, tmp_path) as file:
+        file.read_into(out, begins, sizes)
+        assert np.array_equal(out, DATA_BYTES) and file.stats.bytes_fetched == BLOCK
+
+
+def test_a_leader_leaves_when_its_clients_have(server: Nginx, tmp_path: Path) -> None:
+    with file_of(server.url, tmp_path) as file:
+        read_some(file, np.random.default_rng(1))
+        pid = leader_of(file)
+        link_of(file._cache).close()
+    until = time.monotonic() + 60
+    while Path(f"/proc/{pid}/cmdline").exists() and b"lead.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def read_for_ever(url: str, cache: str, seed: int, limit: int, pipe: Any) -> None:
+    rng = np.random.default_rng(seed)
+    with file_of(url, Path(cache), limit) as file:
+        pipe.send(leader_of(file))
+        while True:
+            read_some(file, rng, ahead=bool(rng.integers(2)))
+            pipe.send(None)
+
+
+def test_a_hundred_deaths(server: Nginx, tmp_path: Path) -> None:
+    """SIGKILL to leader and readers at random; what is valid is right after each, and nobody reads wrong bytes."""
+    rng, limit, kills = random.Random(11), 24 * BLOCK, 0
+
+    def started(seed: int) -> tuple[Any, Any]:
+        ours, theirs = _context.Pipe(duplex=False)
+        child = _context.Process(
+            target=read_for_ever, args=(server.url, str(tmp_path), seed, limit, theirs), daemon=True
+        )
+        child.start()
+        theirs.close()
+        assert ours.poll(60)
+        ours.recv()
+        return child, ours
+
+    def still_reads(reader: tuple[Any, Any], rounds: int) -> None:
+        done = 0
+        while done < rounds:
+            assert reader[1].poll(60), "a reader hangs"
+            reader[1].recv()  # EOFError where a reader met wrong bytes
+            done += 1
+
+    readers = [started(seed) for seed in range(3)]
+    probe = file_of(server.url, tmp_path, limit)
+    try:
+        while kills < 100:
+            if rng.random() < 0.6:
+                with contextlib.suppress(ProcessLookupError):
+                    end_leader(probe)
+            else:
+                at = rng.randrange(3)
+                readers[at][0].kill()
+                readers[at][0].join(60)
+                readers[at] = started(100 + kills)
+            kills += 1
+            check_folder_between(tmp_path)
+            still_reads(readers[rng.randrange(3)], rng.randint(1, 3))
+        for reader in readers:
+            while reader[1].poll():
+                reader[1].recv()
+            still_reads(reader, 3)
+    finally:
+        for child, _ in readers:
+            child.kill()
+            child.join(60)
+    end_leader(probe)
+    assert check_folder(tmp_path) > 0
+    assert not list(tmp_path.glob("u*/*.part"))
+
+
+def check_folder_between(cache: Path) -> None:
+    """As `check_folder`, while leaders live: by the rule that readers keep."""
+    for table in cache.glob(f"u{os.getuid()}/*/{TABLE}"):
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            before = np.frombuffer(table.read_bytes(), ENTRY)["generation"]
+            data = np.fromfile(table.parent / DATA, np.uint8)
+            after = np.frombuffer(table.read_bytes(), ENTRY)["generation"]
+            for block in np.flatnonzero(is_valid(before) & (before == after)).tolist():
+                begin, end = block * BLOCK, min((block + 1) * BLOCK, SIZE)
+                assert np.array_equal(data[begin:end], DATA_BYTES[begin:end]), f"block {block}"
+
+
+# -- what must be refused --------------------------------------------------------------------------------------
+
+
+def test_a_limit_below_what_is_needed_at_one_time(server: Nginx, tmp_path: Path) -> None:
+    with (
+        file_of(server.url, tmp_path, 3 * BLOCK) as file,
+        pytest.raises(CacheError, match=r"bytes in 10 blocks are needed at one time.*limited to 196608"),
+    ):
+        file.read_into(np.empty(10 * BLOCK, np.uint8), np.array([0]), np.array([10 * BLOCK]))
+
+
+@pytest.mark.parametrize("sizes", [{"block_bytes": 1000}, {"block_bytes": 0}, {"limit_bytes": 5}])
+def test_sizes_that_cannot_be(sizes: dict[str, int]) -> None:
+    with pytest.raises(CacheError):
+        Cache("x", **sizes)
+
+
+def test_a_full_disk(server: Nginx, tmp_path: Path) -> None:
+    needs_root()
+    disk = tmp_path / "small"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    try:
+        with file_of(server.url, disk) as file:
+            out = np.empty(SIZE, np.uint8)
+            with pytest.raises(CacheError, match=r"No space left on device.*free room on this disk"):
+                file.read_into(out, np.array([0]), np.array([SIZE]))
+            read_some_small(file)  # what fits still comes
+            check_folder(disk)
+            end_leader(file)
+            link_of(file._cache).close()
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def read_some_small(file: CachedFile) -> None:
+    out = np.empty(BLOCK, np.uint8)
+    for block in range(40):
+        begin = block * BLOCK
+        file.read_into(out, np.array([begin]), np.array([BLOCK]))
+        assert np.array_equal(out, DATA_BYTES[begin : begin + BLOCK])
+
+
+def as_nobody(function: Callable[..., None], *args: Any) -> int:
+    """Run in a forked child as another user; its exit code."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgid(65534)
+            os.setuid(65534)
+            function(*args)
+            code = 0
+        except CacheError:
+            code = 3
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def make_own_part(cache: Path, of_the_other: Path) -> None:
+    own = Cache(cache).make()
+    (own / "mine").write_text("mine")
+    with pytest.raises(PermissionError):
+        list(of_the_other.iterdir())
+    with pytest.raises(PermissionError):
+        of_the_other.rename(cache / "stolen")
+
+
+def test_two_users_share_a_folder(server: Nginx, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each has a part of it; what was read with one's credentials is not shown to the other."""
+    needs_root()
+    folder = tmp_path_factory.mktemp("both")
+    for parent in (folder, *folder.parents[:2]):
+        parent.chmod(0o755)
+    cache = folder / "cache"
+    with file_of(server.url, cache) as file:
+        read_some(file, np.random.default_rng(1))
+        assert as_nobody(make_own_part, cache, cache / "u0") == 0
+        read_some(file, np.random.default_rng(2))
+    assert sorted(path.name for path in cache.iterdir()) == ["u0", "u65534"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path_factory: pytest.TempPathFactory) -> None:
+    needs_root()
+    folder = tmp_path_factory.mktemp("mine")
+    for parent in (folder, *folder.parents[:2]):
+        parent.chmod(0o755)
+    assert as_nobody(lambda: Cache(folder / "cache").make()) == 3
+
+
+def test_an_object_that_is_replaced_under_the_readers(tmp_path: Path) -> None:
+    needs("nginx")
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served/data.bin").write_bytes(DATA_BYTES.tobytes())
+    with Nginx(tmp_path / "served") as own:
+        first, second = file_of(own.url, tmp_path / "one"), file_of(own.url, tmp_path / "two")
+        out = np.empty(100, np.uint8)
+        with first, second:
+            for file in (first, second):
+                file.read_into(out, np.array([0]), np.array([100]))
+            (tmp_path / "served/data.bin").write_bytes(DATA_BYTES[::-1].tobytes())
+            os.utime(tmp_path / "served/data.bin", (1, 1))
+            for file in (first, second):
+                with pytest.raises(ChangedError, match=r"data\.bin: bytes \d+\.\.\d+: it was replaced"):
+                    file.read_into(out, np.array([40 * BLOCK]), np.array([100]))
+            end_leader(first)  # the next leader finds the new version, which is not what this run opened
+            with pytest.raises(ChangedError, match=r"was .* when this run opened it"):
+                first.read_into(out, np.array([40 * BLOCK]), np.array([100]))
+
+
+def test_pins_of_the_dead_are_freed(server: Nginx, tmp_path: Path) -> None:
+    """A reader that announced the whole cache and died does not keep others from it."""
+    limit = 10 * BLOCK
+    child = os.fork()
+    if child == 0:
+        try:
+            file = file_of(server.url, tmp_path, limit)
+            with file:
+                file.will_need(np.array([0]), np.array([limit]))
+                file.read_into(np.empty(10, np.uint8), np.array([0]), np.array([10]))
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    run_children(2, server.url, str(tmp_path), 10, 40 * BLOCK, False)
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    assert threading.active_count() < 60
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20
