@@ -37,6 +37,11 @@ class Folder:
         """Whether it is far away."""
         return is_remote(self.url)
 
+    @property
+    def kept(self) -> Path:
+        """Where to keep what is worked out of its files, on this node; made if missing. Raises CacheError."""
+        return (self.cache or Cache()).make() / "kept"
+
     def file(self, name: str, content: Content | None = None) -> ByteFile:
         """A file in it, by a relative name. content: what must hold of its bytes; None where nobody says.
 

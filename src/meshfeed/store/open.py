@@ -6,10 +6,14 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy.typing as npt
+
 from meshfeed.errors import MissingError, StoreError
 from meshfeed.files import Cache, Folder
 from meshfeed.files.url import local_path, parent, without_secrets
 from meshfeed.store.indexed import IndexedStore
+from meshfeed.store.mds import MDSStore
+from meshfeed.store.mds_index import INDEX
 
 _SUFFIXES = (".bin", ".idx")
 
@@ -19,10 +23,14 @@ def open_store(
     *,
     cache: Cache | str | os.PathLike[str] | None = None,
     options: Mapping[str, str] | None = None,
-) -> IndexedStore:
+    column: str | None = None,
+    dtype: npt.DTypeLike | None = None,
+) -> IndexedStore | MDSStore:
     """The token store at `path`, recognised and checked; no file stays open.
 
-    path: of a Megatron store, with or without .bin or .idx, or its URL: s3://, gs://, az://, https://.
+    path: of a Megatron store, with or without .bin or .idx, or of a folder with an MDS dataset; or its URL:
+    s3://, gs://, az://, https://.
+    column, dtype: which column of an MDS dataset holds tokens, and of which kind, where that is not plain.
     cache: where a node keeps what it fetches of a remote store, or that folder alone; None for the default.
     options: for the storage client, such as {"endpoint": ..., "region": ...}; what they leave open, the
     cloud's usual chain of environment variables, files and services decides.
@@ -43,10 +51,13 @@ def open_store(
             without_secrets(given).rpartition(name)[0] + stem if where.is_remote else _beside(given, stem)
         )
         return IndexedStore(prefix, where.file(f"{stem}.idx"), where.file(f"{stem}.bin")).check()
+    inside = Folder(given, where.cache, where.options)
+    if (where.is_remote or Path(local_path(given)).is_dir()) and inside.holds(INDEX):
+        return MDSStore(inside, column=column, dtype=dtype)
     if where.is_remote:
         raise MissingError(
             f"{without_secrets(given)}: no token store; give the URL of a Megatron .bin/.idx pair, with or "
-            f"without the suffix"
+            f"without the suffix, or of a folder with an MDS dataset"
         )
     at = Path(local_path(given))
     found = "a directory" if at.is_dir() else "a file" if at.exists() else "nothing"

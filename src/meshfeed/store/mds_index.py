@@ -1,0 +1,175 @@
+"""index.json of an MDS dataset (MosaicML Streaming's format): shards and columns, believed once checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+from meshfeed.errors import StoreError
+from meshfeed.files import Content
+
+INDEX = "index.json"
+CODECS = {"zstd": "zstd", "gz": "gz", "bz2": "bz2", "br": "br", "snappy": "snappy"}
+_MOST_BYTES = 1 << 48
+_MOST_SAMPLES = 1 << 32
+_PICKLE = "pkl"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of all shards.
+
+    Attributes:
+        name, encoding: as the index gives them.
+        size_bytes: of every value; None where values differ, and each sample says how long its own is.
+    """
+
+    name: str
+    encoding: str
+    size_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A file of samples.
+
+    Attributes:
+        name: of the file as it lies there, compressed if there is a codec.
+        raw_name: of the file uncompressed.
+        raw_bytes: its size uncompressed.
+        num_samples: in it.
+        content: what must hold of its bytes; None where the index does not say and nothing is compressed.
+    """
+
+    name: str
+    raw_name: str
+    raw_bytes: int
+    num_samples: int
+    content: Content | None
+
+
+def parse_index(url: str, text: bytes) -> tuple[list[Column], list[Shard]]:
+    """Columns, in the order in which samples hold them, and shards. Raises StoreError."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{url}: no JSON: {error}") from error
+    reader = _Reader(url)
+    version = reader.whole(given, "version", 1 << 16)
+    if version != 2:
+        reader.refuse("version", f"is {version}; only version 2 is known")
+    entries = reader.list_of(given, "shards")
+    columns: list[Column] = []
+    shards: list[Shard] = []
+    for at, entry in enumerate(entries):
+        found = reader.columns(entry, f"shards[{at}]")
+        if at == 0:
+            columns = found
+        elif found != columns:
+            reader.refuse(f"shards[{at}]", "has other columns than shards[0]")
+        shards.append(reader.shard(entry, f"shards[{at}]"))
+    names = [shard.raw_name for shard in shards]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        reader.refuse("shards", f"list the file {twice!r} twice")
+    return columns, shards
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    url: str
+
+    def refuse(self, where: str, what: str) -> NoReturn:
+        raise StoreError(f"{self.url}: {where} {what}; make the index anew, or copy it again")
+
+    def field(self, given: Any, key: str, where: str = "") -> Any:
+        if not isinstance(given, dict):
+            self.refuse(where or "it", "is no object")
+        if key not in given:
+            self.refuse(f"{where}.{key}".strip("."), "is missing")
+        return cast(Any, given[key])
+
+    def whole(self, given: Any, key: str, most: int, where: str = "") -> int:
+        value = self.field(given, key, where)
+        if type(value) is not int or not 0 <= value <= most:
+            self.refuse(
+                f"{where}.{key}".strip("."), f"is {str(value)[:50]}; a whole number from 0 to {most} belongs"
+            )
+        return value
+
+    def text(self, given: Any, key: str, where: str) -> str:
+        value = self.field(given, key, where)
+        if not isinstance(value, str):
+            self.refuse(f"{where}.{key}", f"is {str(value)[:50]}; a text belongs there")
+        return value
+
+    def list_of(self, given: Any, key: str, where: str = "") -> list[Any]:
+        value = self.field(given, key, where)
+        if not isinstance(value, list):
+            self.refuse(f"{where}.{key}".strip("."), "is no list")
+        return cast(list[Any], value)
+
+    def columns(self, entry: Any, where: str) -> list[Column]:
+        if self.text(entry, "format", where) != "mds":
+            self.refuse(f"{where}.format", f"is {entry['format']!r}; only mds can be read by place")
+        lists = [self.list_of(entry, f"column_{part}", where) for part in ("names", "encodings", "sizes")]
+        if len({len(each) for each in lists}) != 1:
+            self.refuse(where, "has column names, encodings and sizes of different numbers")
+        columns: list[Column] = []
+        for name, encoding, size in zip(*lists):
+            if not isinstance(name, str) or not isinstance(encoding, str):
+                self.refuse(f"{where}.column_names", "hold something that is no text")
+            if size is not None and (type(size) is not int or not 0 <= size <= _MOST_BYTES):
+                self.refuse(f"{where}.column_sizes", f"hold {str(size)[:50]}")
+            if encoding == _PICKLE:
+                raise StoreError(
+                    f"{self.url}: column {name!r} is pickled (pkl), and would run what somebody else wrote; "
+                    f"write it again as json, ndarray or bytes"
+                )
+            columns.append(Column(name, encoding, size))
+        if len({column.name for column in columns}) < len(columns):
+            self.refuse(f"{where}.column_names", "name a column twice")
+        return columns
+
+    def shard(self, entry: Any, where: str) -> Shard:
+        raw = self.field(entry, "raw_data", where)
+        raw_name, raw_bytes = self.text(raw, "basename", where), self.whole(raw, "bytes", _MOST_BYTES, where)
+        raw_hashes = self.hashes(raw, f"{where}.raw_data")
+        samples = self.whole(entry, "samples", _MOST_SAMPLES, where)
+        if raw_bytes < 4 * (samples + 2):
+            self.refuse(where, f"has {raw_bytes} bytes, too few for the offsets of {samples} samples")
+        compression = self.field(entry, "compression", where)
+        if compression is None:
+            content = Content(raw_bytes=raw_bytes, stored_bytes=raw_bytes, raw_hashes=raw_hashes)
+            return Shard(
+                name=raw_name,
+                raw_name=raw_name,
+                raw_bytes=raw_bytes,
+                num_samples=samples,
+                content=content if raw_hashes else None,
+            )
+        family = str(compression).partition(":")[0]
+        if family not in CODECS:
+            self.refuse(f"{where}.compression", f"is {compression!r}; known are {', '.join(CODECS)}")
+        packed = self.field(entry, "zip_data", where)
+        return Shard(
+            name=self.text(packed, "basename", where),
+            raw_name=raw_name,
+            raw_bytes=raw_bytes,
+            num_samples=samples,
+            content=Content(
+                codec=CODECS[family],
+                stored_bytes=self.whole(packed, "bytes", _MOST_BYTES, where),
+                raw_bytes=raw_bytes,
+                stored_hashes=self.hashes(packed, f"{where}.zip_data"),
+                raw_hashes=raw_hashes,
+            ),
+        )
+
+    def hashes(self, given: Any, where: str) -> Mapping[str, str]:
+        hashes = self.field(given, "hashes", where) or {}
+        if not isinstance(hashes, dict) or not all(isinstance(v, str) for v in cast(Any, hashes).values()):
+            self.refuse(f"{where}.hashes", "is no object of texts")
+        return cast(dict[str, str], hashes)

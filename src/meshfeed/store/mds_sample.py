@@ -1,0 +1,159 @@
+"""How MDS writes a value of each encoding, and how it is read back; pickles are refused with the index."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from importlib import import_module
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from meshfeed.errors import StoreError
+
+DTYPE_CODES: Mapping[int, str] = {
+    8: "uint8",
+    9: "int8",
+    16: "uint16",
+    17: "int16",
+    18: "float16",
+    32: "uint32",
+    33: "int32",
+    34: "float32",
+    64: "uint64",
+    65: "int64",
+    66: "float64",
+}
+_SCALARS = tuple(DTYPE_CODES.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Ndarray:
+    """What an `ndarray` encoding says of all its values.
+
+    Attributes:
+        dtype: of the elements; None where each value has a byte for it.
+        shape: of every array; None where each value tells its own.
+    """
+
+    dtype: np.dtype[Any] | None
+    shape: tuple[int, ...] | None
+
+
+def ndarray_of(encoding: str) -> Ndarray | None:
+    """`ndarray[:dtype[:d0,d1]]`; None for another encoding. Raises ValueError for a broken one."""
+    name, _, rest = encoding.partition(":")
+    if name != "ndarray":
+        return None
+    if not rest:
+        return Ndarray(None, None)
+    dtype, _, dims = rest.partition(":")
+    if dtype not in _SCALARS or rest.count(":") > 1:
+        raise ValueError(f"{dtype!r} is no dtype of an ndarray column")
+    shape = tuple(int(dim) for dim in dims.split(",")) if dims else None
+    if shape is not None and (min(shape) < 1 or prod(shape) > 1 << 40):
+        raise ValueError(f"{dims!r} is no shape")
+    return Ndarray(np.dtype(dtype).newbyteorder("<"), shape)
+
+
+def decode(encoding: str, value: bytes, where: str) -> Any:
+    """A value: bytes, str, int, float, Decimal, array, image (needs Pillow), list or what JSON holds.
+
+    Raises StoreError naming `where` for bytes that are no such value, or an unknown encoding.
+    """
+    family = encoding.partition(":")[0]
+    decoder = _DECODERS.get(family)
+    if decoder is None and family in _SCALARS:
+        decoder = _scalar
+    if decoder is None:
+        raise StoreError(
+            f"{where}: encoding {encoding!r} is unknown; known are {', '.join(sorted(_DECODERS))}"
+        )
+    try:
+        return decoder(encoding, value)
+    except ImportError as missing:
+        raise StoreError(f"{where}: images need Pillow: pip install Pillow") from missing
+    except StoreError:
+        raise
+    except Exception as error:  # whatever a decoder makes of foreign bytes
+        raise StoreError(
+            f"{where}: {len(value)} bytes that are no {encoding}: {error}; copy the shard again"
+        ) from error
+
+
+def _scalar(encoding: str, value: bytes) -> Any:
+    return _only(np.frombuffer(value, np.dtype(encoding).newbyteorder("<")))
+
+
+def _only(values: Any) -> Any:
+    if len(values) != 1:
+        raise ValueError(f"{len(values)} values where one belongs")
+    return values[0]
+
+
+def _array(encoding: str, value: bytes) -> Any:
+    kind, at = ndarray_of(encoding), 0
+    if kind is None:
+        raise ValueError("no ndarray")
+    dtype, shape = kind.dtype, kind.shape
+    if dtype is None:
+        dtype, at = np.dtype(DTYPE_CODES[value[0]]).newbyteorder("<"), 1
+    if shape is None:
+        ndim, width = value[at] >> 2, 1 << (value[at] & 3)
+        dims = np.frombuffer(value, f"<u{width}", ndim, at + 1)
+        shape, at = tuple(dims.tolist()), at + 1 + ndim * width
+    if prod(shape) * dtype.itemsize != len(value) - at:
+        raise ValueError(f"an array of shape {shape}")
+    return np.frombuffer(value, dtype, offset=at).reshape(shape)
+
+
+def _image(encoding: str, value: bytes) -> Any:
+    image = import_module("PIL.Image").open(io.BytesIO(value))
+    image.load()
+    return image
+
+
+def _pil(encoding: str, value: bytes) -> Any:
+    width, height, size = np.frombuffer(value, "<u4", 3).tolist()
+    mode = value[12 : 12 + size].decode("ascii")
+    return import_module("PIL.Image").frombytes(mode, (width, height), value[12 + size :])
+
+
+def _several(one: Callable[[str, bytes], Any], lead: int) -> Callable[[str, bytes], list[Any]]:
+    """Values one after the other, behind `lead` words, their number and their sizes."""
+
+    def decoded(encoding: str, value: bytes) -> list[Any]:
+        count = int(np.frombuffer(value, "<u4", 1, 4 * lead)[0])
+        sizes = np.frombuffer(value, "<u4", count, 4 * lead + 4).tolist()
+        at, found = 4 * (lead + 1 + count), list[Any]()
+        if at + sum(sizes) != len(value):
+            raise ValueError(f"{count} values of {sum(sizes)} bytes")
+        for size in sizes:
+            found.append(one(encoding, value[at : at + size]))
+            at += size
+        return found
+
+    return decoded
+
+
+_DECODERS: Mapping[str, Callable[[str, bytes], Any]] = {
+    "bytes": lambda _, value: value,
+    "str": lambda _, value: value.decode("utf-8"),
+    "int": lambda _, value: int(_only(np.frombuffer(value, "<i8"))),
+    "str_int": lambda _, value: int(value.decode("utf-8")),
+    "str_float": lambda _, value: float(value.decode("utf-8")),
+    "str_decimal": lambda _, value: Decimal(value.decode("utf-8")),
+    "json": lambda _, value: json.loads(value.decode("utf-8")),
+    "ndarray": _array,
+    "pil": _pil,
+    "jpeg": _image,
+    "png": _image,
+    "list[pil]": _several(_pil, 1),
+    "list[jpeg]": _several(_image, 1),
+    "list[png]": _several(_image, 1),
+    "jpeg_array": _several(_image, 0),
+}

@@ -1,0 +1,68 @@
+"""mosaicml-streaming as an oracle, imported without the clients of every cloud that it would bring."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+_UNUSED = (
+    "torchvision",
+    "transformers",
+    "matplotlib",
+    "boto3",
+    "botocore",
+    "google",
+    "azure",
+    "oci",
+    "paramiko",
+    "databricks",
+    "alipcs_py",
+    "huggingface_hub",
+    "tqdm",
+    "requests",
+)
+
+
+class _Empty(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return sys.modules.get(f"{self.__name__}.{name}") or type(name, (Exception,), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] in _UNUSED:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__path__ = []
+
+
+def imported() -> Any:
+    """The package `streaming`."""
+    before = set(sys.modules)
+    finder = _Finder()
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _UNUSED}
+    sys.meta_path.insert(0, finder)
+    try:
+        import streaming
+        import streaming.base.format.mds.reader
+        import streaming.base.format.mds.writer
+    finally:
+        sys.meta_path.remove(finder)
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] in _UNUSED:
+                del sys.modules[name]
+        sys.modules.update(hidden)
+    return streaming

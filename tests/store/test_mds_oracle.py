@@ -1,0 +1,216 @@
+"""MDS as MosaicML Streaming itself writes and reads it: every encoding, compression and hash."""
+
+from __future__ import annotations
+
+import itertools
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshfeed as mf
+import mosaic
+from meshfeed.store.mds import MDSStore
+
+streaming = mosaic.imported()
+
+SEED = 7
+DTYPES = (
+    "uint8",
+    "int8",
+    "uint16",
+    "int16",
+    "uint32",
+    "int32",
+    "uint64",
+    "int64",
+    "float16",
+    "float32",
+    "float64",
+)
+COMPRESSIONS = (None, "zstd:3", "gz:6", "bz2:9", "br:5", "snappy")
+HASHES = (None, ["sha1"], ["md5", "xxh64"])
+
+
+def written(folder: Path, columns: dict[str, str], samples: list[dict[str, Any]], **options: Any) -> Path:
+    with streaming.MDSWriter(out=str(folder), columns=columns, size_limit=1 << 14, **options) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return folder
+
+
+def theirs(folder: Path, raw: Path | None = None) -> list[dict[str, Any]]:
+    dataset = streaming.LocalDataset(local=str(raw or folder))
+    return [dataset[i] for i in range(len(dataset))]
+
+
+def token_samples(rng: np.random.Generator, count: int = 300, most: int = 700) -> list[dict[str, Any]]:
+    return [
+        {"tokens": rng.integers(0, 60_000, int(rng.integers(1, most))).astype(np.uint16), "name": f"doc {i}"}
+        for i in range(count)
+    ]
+
+
+def check_tokens(store: MDSStore, documents: list[np.ndarray]) -> None:
+    """Every question that a sequence rule asks, against the documents themselves."""
+    stream = np.concatenate(documents)
+    lengths = np.array([document.size for document in documents])
+    ends = lengths.cumsum()
+    rng = np.random.default_rng(SEED)
+    assert (store.num_documents, store.num_tokens, store.dtype) == (len(documents), stream.size, stream.dtype)
+    with store:
+        every = np.arange(len(documents))
+        assert np.array_equal(store.lengths(every), lengths)
+        assert np.array_equal(store.offsets(every), ends - lengths)
+        assert np.array_equal(store.read_stream(np.array([0]), np.array([stream.size])), stream)
+        for _ in range(20):
+            starts = rng.integers(0, stream.size, 9)
+            stops = np.minimum(starts + rng.integers(0, 3000, 9), stream.size)
+            store.will_need(starts, stops)
+            expected = [stream[a:b] for a, b in zip(starts.tolist(), stops.tolist())]
+            assert np.array_equal(store.read_stream(starts, stops), np.concatenate(expected))
+            found, counts = store.document_starts(starts, stops)
+            inside = [ends[(ends > a) & (ends < b)] for a, b in zip(starts.tolist(), stops.tolist())]
+            assert np.array_equal(found, np.concatenate(inside)) and counts.tolist() == [
+                len(i) for i in inside
+            ]
+        document = int(rng.integers(len(documents)))
+        assert np.array_equal(store.read(document, 1, lengths[document]), documents[document][1:])
+
+
+@pytest.mark.parametrize(("compression", "hashes"), itertools.product(COMPRESSIONS, HASHES))
+def test_token_documents(compression: str | None, hashes: list[str] | None, tmp_path: Path) -> None:
+    samples = token_samples(np.random.default_rng(SEED))
+    columns = {"tokens": "ndarray:uint16", "name": "str"}
+    folder = written(tmp_path / "mds", columns, samples, compression=compression, hashes=hashes or [])
+    store = mf.open(folder, cache=tmp_path / "cache")
+    assert isinstance(store, MDSStore) and store.shard_ends.size > 3
+    check_tokens(store, [sample["tokens"] for sample in samples])
+    if compression is None:
+        for i, sample in enumerate(theirs(folder)):
+            ours = store.sample(i)
+            assert ours["name"] == sample["name"] and np.array_equal(ours["tokens"], sample["tokens"])
+    assert list(store.verify())[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("encoding", "made"),
+    [
+        ("ndarray:int32:257", lambda rng: rng.integers(0, 1 << 30, 257).astype(np.int32)),
+        ("ndarray:uint16", lambda rng: rng.integers(0, 9, int(rng.integers(1, 90_000))).astype(np.uint16)),
+        ("ndarray", lambda rng: rng.integers(0, 99, int(rng.integers(1, 600))).astype(np.uint32)),
+        ("ndarray:uint8", lambda rng: rng.integers(0, 99, int(rng.integers(1, 300))).astype(np.uint8)),
+    ],
+)
+@pytest.mark.parametrize(
+    "beside", [{}, {"a": "str"}, {"zz": "int"}, {"a": "str", "zz": "bytes", "n": "uint16"}]
+)
+def test_tokens_of_every_kind_beside_others(
+    encoding: str, made: Any, beside: dict[str, str], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(SEED)
+    others = {"a": lambda i: "x" * (i % 7), "zz": lambda i: i if beside["zz"] == "int" else b"z" * (i % 5)}
+    others["n"] = lambda i: i
+    samples = [{"input_ids": made(rng)} | {name: others[name](i) for name in beside} for i in range(60)]
+    folder = written(tmp_path, {"input_ids": encoding} | beside, samples)
+    check_tokens(mf.open(folder), [sample["input_ids"] for sample in samples])
+
+
+def test_every_encoding_equals_theirs(tmp_path: Path) -> None:
+    from PIL import Image
+
+    rng = np.random.default_rng(SEED)
+
+    def image(size: int) -> Any:
+        return Image.fromarray(rng.integers(0, 255, (size, size + 3, 3)).astype(np.uint8))
+
+    columns = {
+        "bytes": "bytes",
+        "str": "str",
+        "int": "int",
+        "str_int": "str_int",
+        "str_float": "str_float",
+        "str_decimal": "str_decimal",
+        "json": "json",
+        "pil": "pil",
+        "png": "png",
+        "jpeg": "jpeg",
+        "pils": "list[pil]",
+        "pngs": "list[png]",
+        "any": "ndarray",
+        "shaped": "ndarray:float32:2,3",
+        "typed": "ndarray:int64",
+        **{f"scalar_{dtype}": dtype for dtype in DTYPES},
+    }
+    samples = []
+    for i in range(25):
+        samples.append(
+            {
+                "bytes": bytes(rng.integers(0, 256, i).astype(np.uint8)),
+                "str": "größe " * i,
+                "int": -(1 << 40) + i,
+                "str_int": 10**30 + i,
+                "str_float": i / 7,
+                "str_decimal": Decimal(i) / 8,
+                "json": {"a": [i, None, "x"]},
+                "pil": image(4 + i % 3),
+                "png": image(5),
+                "jpeg": image(8),
+                "pils": [image(3) for _ in range(1 + i % 3)],
+                "pngs": [image(3) for _ in range(1 + i % 2)],
+                "any": rng.integers(0, 9, (1 + i % 3, 300)).astype(np.int16),
+                "shaped": rng.random((2, 3)).astype(np.float32),
+                "typed": rng.integers(0, 9, (2, 1 + i)),
+                **{f"scalar_{dtype}": np.dtype(dtype).type(i) for dtype in DTYPES},
+            }
+        )
+    folder = written(tmp_path, columns, samples)
+    store = mf.open(folder)
+    with store:
+        for i, sample in enumerate(theirs(folder)):
+            ours = store.sample(i)
+            assert ours.keys() == sample.keys()
+            for name, value in sample.items():
+                assert same(ours[name], value), (i, name)
+
+
+def same(ours: Any, value: Any) -> bool:
+    if isinstance(value, list):
+        return len(ours) == len(value) and all(map(same, ours, value))
+    if hasattr(value, "tobytes") and hasattr(value, "mode"):
+        return ours.mode == value.mode and ours.size == value.size and ours.tobytes() == value.tobytes()
+    if isinstance(value, np.ndarray):
+        return ours.dtype == value.dtype and np.array_equal(ours, value)
+    return type(ours) is type(value) and ours == value
+
+
+def test_windows_and_documents_train_on_it(tmp_path: Path) -> None:
+    samples = token_samples(np.random.default_rng(SEED), 200)
+    folder = written(tmp_path / "mds", {"tokens": "ndarray:uint16", "name": "str"}, samples)
+    stream = np.concatenate([sample["tokens"] for sample in samples]).astype(np.int64)
+    recipe = mf.Recipe(
+        data=mf.open(folder), sequence=mf.Windows(100), batch=mf.Batch(sequences=8), shuffle="none", epochs=1
+    )
+    got = [row for step in mf.Feed(recipe) for m in step.microbatches for row in m["tokens"].tolist()]
+    assert (
+        np.concatenate(got)[: 100 * (stream.size // 100)].tolist()
+        == stream[: 100 * (stream.size // 100)].tolist()
+    )
+    recipe = mf.Recipe(
+        data=mf.open(folder),
+        sequence=mf.Documents(),
+        batch=mf.Batch(sequences=16),
+        shuffle=mf.Blocks(window=2, lanes=2),
+        seed=1,
+        epochs=1,
+    )
+    seen: dict[int, list[int]] = {}
+    for step in mf.Feed(recipe, packing=mf.Packing(capacity=4096)):
+        for microbatch in step.microbatches:
+            starts = microbatch["cu_seqlens_padded"].tolist()
+            sizes = microbatch["cu_seqlens"].diff().tolist()
+            for index, start, size in zip(microbatch.draws.index.tolist(), starts, sizes):
+                seen[index] = microbatch["tokens"][0, start : start + size].tolist()
+    assert seen == {i: sample["tokens"].tolist() for i, sample in enumerate(samples)}
