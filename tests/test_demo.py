@@ -22,7 +22,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "out"
     layouts = ["--first", "tp2-pp2", "--then", "cp2", "--kill-at", str(KILL_AT), "--steps", str(STEPS)]
     command = [sys.executable, "-m", "meshfeed", "demo", *layouts, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "they agree" in done.stdout
     return out
@@ -51,6 +51,20 @@ def test_packed_runs_are_measured(told: Path) -> None:
     assert balances["balanced"].efficiency >= balances["in_order"].efficiency
     assert balances["balanced"].efficiency > 0.9
     assert "waited for planning" in (told / "report.html").read_text()
+
+
+def test_far_storage_is_told(told: Path) -> None:
+    report = (told / "report.html").read_text()
+    assert "From far storage" in report and "every rank for itself" in report
+    near, far, alone = (Run.read(told, name) for name in ("near", "far", "alone"))
+    assert [line["index"] for line in far.ledger if line["step"] < 10 and line["rank"] == 0] == [
+        line["index"] for line in near.ledger if line["rank"] == 0
+    ]
+    fetched = {
+        name: sum(line["bytes_fetched"] for lines in run.costs.values() for line in lines)
+        for name, run in (("far", far), ("alone", alone))
+    }
+    assert 0 < fetched["far"] / 40 < 0.7 * fetched["alone"] / 26
 
 
 def test_ledger_lines_say_who_what_and_where(told: Path) -> None:

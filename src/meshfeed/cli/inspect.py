@@ -15,7 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from meshfeed.errors import MeshfeedError
-from meshfeed.store import IndexedStore, open_store
+from meshfeed.store import IndexedStore, MDSStore, open_store
 
 I64 = npt.NDArray[np.int64]
 
@@ -32,9 +32,13 @@ def add_parser(subparsers: Any) -> None:
         help="what a token store holds, and whether it is whole",
         description="Show format, counts, fingerprint and document lengths of a token store.",
     )
-    parser.add_argument("path", help="a Megatron .bin/.idx pair, with or without the suffix")
     parser.add_argument(
-        "--verify", action="store_true", help="check every byte of the index; exit 1 and name what is broken"
+        "path", help="a Megatron .bin/.idx pair, or a folder with an MDS dataset; path or URL"
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="check every entry of the index, every hash of MDS; exit 1 and name what is broken",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
@@ -61,12 +65,23 @@ def run(args: argparse.Namespace) -> int:
     elif broken:
         print(f"broken: {broken}", file=sys.stderr)
     elif args.verify:
-        print("verified: every entry of the index is sound")
+        print("verified: sound")
     return 1 if broken else 0
 
 
-def facts_of(store: IndexedStore) -> dict[str, Any]:
-    """What the header says, as JSON-able values."""
+def facts_of(store: IndexedStore | MDSStore) -> dict[str, Any]:
+    """What the store says of itself, as JSON-able values."""
+    if isinstance(store, MDSStore):
+        return {
+            "path": store.path,
+            "format": "MDS, version 2",
+            "dtype": store.dtype.name,
+            "num_tokens": store.num_tokens,
+            "num_documents": store.num_documents,
+            "num_shards": store.shard_ends.size,
+            "columns": ", ".join(f"{name}: {encoding}" for name, encoding in store.columns.items()),
+            "fingerprint": store.fingerprint,
+        }
     header = store.header
     return {
         "path": store.path,
@@ -131,7 +146,7 @@ class Lengths:
         return [(1 << b >> 1, (1 << b) - 1, int(counts[b])) for b in bits]
 
 
-def look_at_lengths(store: IndexedStore) -> Lengths:
+def look_at_lengths(store: IndexedStore | MDSStore) -> Lengths:
     """The lengths of all documents up to 2**20, of 64 blocks of 4,096 in longer stores."""
     size = store.num_documents
     documents = np.arange(min(size, _LOOKED_AT_WHOLE))
@@ -143,9 +158,9 @@ def look_at_lengths(store: IndexedStore) -> Lengths:
         return Lengths(tokens=store.lengths(documents), num_documents=size)
 
 
-def _verify(store: IndexedStore, *, quiet: bool) -> None:
+def _verify(store: IndexedStore | MDSStore, *, quiet: bool) -> None:
     with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
-        task = progress.add_task("checking the index", total=1.0)
+        task = progress.add_task("checking", total=1.0)
         for done in store.verify():
             progress.update(task, completed=done)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from meshfeed.errors import CacheError, ChecksumError, MeshfeedError, StoreError
 from meshfeed.files.byte_file import Content
 from meshfeed.files.client import Reader
 from meshfeed.files.codec import check_hashes, decompress
+from meshfeed.files.pace import Pace
 from meshfeed.files.shelf import Block, Shelf
 from meshfeed.files.table import Blocks
 
@@ -81,6 +83,8 @@ class Fetcher:
         self._wished: deque[Block] = deque()
         self._asked_by: dict[Block, Hashable] = {}  # every block that is queued or under way
         self._flying = shelf.busy
+        self._ahead = 0  # requests for wishes under way
+        self._pace = Pace(_RANGE_BYTES)
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True)
@@ -173,10 +177,13 @@ class Fetcher:
                 need.done(None)
             self._changed.notify_all()
 
-    def _next_run(self) -> list[Block] | None:
-        """Neighbouring blocks to bring next, with room made for them; None where there is nothing to do."""
+    def _next_run(self) -> tuple[list[Block], bool] | None:
+        """(neighbouring blocks to bring next, whether they are needed now), with room made for them.
+
+        None where there is nothing to do.
+        """
         for queue, urgent in ((self._urgent, True), (self._wished, False)):
-            while queue:
+            while queue and (urgent or self._ahead < self._pace.at_once):
                 first = queue[0]
                 if first in self._flying or first not in self._asked_by:
                     queue.popleft()  # somebody has it, or had it
@@ -190,7 +197,8 @@ class Fetcher:
                     break  # wishes wait until something is released
                 queue.popleft()
                 self._flying.update(run)
-                return run
+                self._ahead += not urgent
+                return run, urgent
         return None
 
     def _run_from(self, first: Block, urgent: bool) -> list[Block]:
@@ -205,7 +213,7 @@ class Fetcher:
             if not wanted or after in self._flying or after[1] in one.doubted:
                 return run
             size += one.blocks.num_bytes(after[1])
-            if size > _RANGE_BYTES:
+            if size > self._pace.range_bytes:
                 return run
             run.append(after)
 
@@ -234,12 +242,13 @@ class Fetcher:
     def _work(self) -> None:
         while True:
             with self._changed:
-                run = self._next_run()
-                while run is None:
+                found = self._next_run()
+                while found is None:
                     if self._closed:
                         return
                     self._changed.wait()
-                    run = self._next_run()
+                    found = self._next_run()
+            run, urgent = found
             error: MeshfeedError | None = None
             try:
                 self._bring(run)
@@ -247,11 +256,12 @@ class Fetcher:
                 error = known
             except Exception as unknown:  # a thread that dies would leave its readers waiting for ever
                 error = StoreError(f"{self._objects[run[0][0]].url}: {type(unknown).__name__}: {unknown}")
-            self._finish(run, error)
+            self._finish(run, urgent, error)
 
-    def _finish(self, run: Sequence[Block], error: MeshfeedError | None) -> None:
+    def _finish(self, run: Sequence[Block], urgent: bool, error: MeshfeedError | None) -> None:
         ended: list[_Need] = []
         with self._changed:
+            self._ahead -= not urgent
             for block in run:
                 self._flying.discard(block)
                 self._asked_by.pop(block, None)
@@ -298,8 +308,11 @@ class Fetcher:
         else:
             begin = numbers[0] * one.blocks.block_bytes
             end = begin + sum(map(one.blocks.num_bytes, numbers))
+            began = time.monotonic()
             data = one.reader.read(one.path, begin, end, one.tag)
             fetched = end - begin
+            with self._changed:
+                self._pace.learn(fetched, time.monotonic() - began)
         self._fetched(self._asked_by.get(run[0]), one, fetched)
         view, at = memoryview(data).cast("B"), 0
         for number in numbers:

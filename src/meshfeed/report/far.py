@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean
 
 from meshfeed.report.compare import Run
 
-WARM_UP = 8
+WARM_UP = 18
 """Steps at a run's start whose waiting is not counted: storage has yet to get ahead of training."""
 
 _TOLD = {
@@ -27,14 +27,14 @@ class Far:
         layout: of all three.
         runs: by name.
         fetched_bytes: what the storage sent to each of the far runs.
-        consumed_bytes: bytes of the tokens that all their steps used.
+        consumed_bytes: bytes of the tokens that the steps of each used.
         latency_s, bytes_per_s, late, late_by: how the storage answers; see the demo's `Manners`.
     """
 
     layout: str
     runs: Mapping[str, Run]
     fetched_bytes: Mapping[str, int]
-    consumed_bytes: int
+    consumed_bytes: Mapping[str, int]
     latency_s: float
     bytes_per_s: float
     late: float
@@ -53,10 +53,14 @@ class Far:
         """Seconds waited after the warm-up, all steps together."""
         return sum(waited for step, waited in self.waits(name).items() if step >= WARM_UP)
 
+    def num_steps(self, name: str) -> int:
+        """Steps after the warm-up."""
+        return max(len(self.waits(name)) - WARM_UP, 1)
+
     def step_s(self, name: str) -> float:
-        """Median time of a step after the warm-up, of the slowest rank."""
+        """Mean time of a step after the warm-up, of the slowest rank; after the first of a short run."""
         slowest = [max(line["seconds"] for line in lines) for lines in zip(*self.runs[name].costs.values())]
-        return median(slowest[WARM_UP:])
+        return mean(slowest[WARM_UP:] or slowest[1:])
 
 
 def far_section(far: Far) -> str:
@@ -69,15 +73,15 @@ def far_section(far: Far) -> str:
         cells = (
             _TOLD[name],
             "-" if fetched is None else f"{fetched / 1024:,.0f} KiB",
-            "-" if fetched is None else f"{fetched / far.consumed_bytes:.2f}",
+            "-" if fetched is None else f"{fetched / far.consumed_bytes[name]:.2f}",
             f"{bar} {far.step_s(name) * 1e3:,.0f} ms",
-            f"{far.exposed_s(name) * 1e3:,.0f} ms",
+            f"{far.exposed_s(name) / far.num_steps(name) * 1e3:,.0f} ms",
         )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return (
         f'<div class="panel">{_chart(far)}</div>'
         "<table><thead><tr><th>run</th><th>fetched</th><th>per byte used</th><th>time of a step</th>"
-        f"<th>waited after warm-up</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        f"<th>of it waited, after warm-up</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
     )
 
 

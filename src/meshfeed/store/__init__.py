@@ -3,6 +3,7 @@
 from meshfeed.store.indexed import IndexedStore
 from meshfeed.store.indexed_writer import IndexedWriter, best_dtype
 from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
+from meshfeed.store.mds import MDSStore
 from meshfeed.store.mock import Lengths
 from meshfeed.store.open import open_store
 from meshfeed.store.protocol import Store, StreamStore
@@ -14,6 +15,7 @@ __all__ = [
     "IndexedWriter",
     "Item",
     "Lengths",
+    "MDSStore",
     "Mapped",
     "Refused",
     "Resampled",

@@ -19,8 +19,8 @@ from meshfeed.store.index import Header, Index, look_up, read_header
 
 I64 = npt.NDArray[np.int64]
 
-_IDX_BLOCK_BYTES = 1 << 16
-_BIN_BLOCK_BYTES = 1 << 12
+_IDX_BLOCK_BYTES = 1 << 12
+_BIN_BLOCK_BYTES = 1 << 9
 _NUM_BIN_BLOCKS = 8
 
 

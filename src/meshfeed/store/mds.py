@@ -75,9 +75,13 @@ class MDSStore:
         """Name -> encoding of every column."""
         return {column.name: column.encoding for column in self._parsed[1]}
 
-    @cached_property
+    @property
     def shard_ends(self) -> I64:
         """Documents up to the end of each shard; int64 [num_shards]."""
+        return self._shard_ends
+
+    @cached_property
+    def _shard_ends(self) -> I64:
         return np.cumsum([shard.num_samples for shard in self._parsed[2]], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -114,9 +118,13 @@ class MDSStore:
         with self._lock:
             return sum((file.stats for file in self._files.values()), FileStats())
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hex digest of the index, the token column, and some blocks of the shards."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         text, _, shards = self._parsed
         digest = hashlib.blake2b(text, digest_size=16)
         digest.update(f"{self._column} {self._given_dtype}".encode())
@@ -183,7 +191,7 @@ class MDSStore:
                     self._close_oldest()
 
     def __getstate__(self) -> dict[str, Any]:
-        known = ("_parsed", "fingerprint", "_tokens")
+        known = ("_parsed", "_fingerprint", "_tokens")
         given = {"given": (self._folder, self._column, self._given_dtype)}
         return given | {name: self.__dict__[name] for name in known if name in self.__dict__}
 

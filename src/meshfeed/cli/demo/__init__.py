@@ -87,10 +87,9 @@ def run(args: argparse.Namespace) -> int:
         told = balance_of(run_)
         console.print(f"packed, {policy}: {told.step_ms:.0f} ms a step, {told.efficiency:.1%} of it work")
     for name, told in (("far", "meshfeed"), ("alone", "every rank for itself")):
-        console.print(
-            f"far storage, {told}: fetched {far.fetched_bytes[name] / far.consumed_bytes:.2f} bytes per byte "
-            f"used, waited {far.exposed_s(name):.2f} s after warm-up"
-        )
+        fetched = far.fetched_bytes[name] / far.consumed_bytes[name]
+        waited_ms = far.exposed_s(name) / far.num_steps(name) * 1e3
+        console.print(f"far storage, {told}: {fetched:.1f} x the bytes, waited {waited_ms:,.0f} ms a step")
     _tell(console, found, out)
     return 0 if found.agree else 1
 

@@ -13,22 +13,24 @@ from meshfeed.cli.demo.corpus import Corpus
 from meshfeed.cli.demo.runs import Trainer
 from meshfeed.cli.demo.storage import Manners, Served, SlowStorage
 from meshfeed.report.compare import Run
-from meshfeed.report.far import WARM_UP, Far
+from meshfeed.report.far import Far
 
-LAYOUT = "tp2-pp2"
-STEPS = 30
+LAYOUT = "tp2"
+STEPS = {"near": 10, "far": 40, "alone": 26}
 HEADROOM = 1.2
-_OPTIONS = {"window": 64, "sequences": 32, "micro-batch-size": 8, "shuffle": "blocks", "steps": STEPS}
+_OPTIONS = {"window": 64, "sequences": 32, "micro-batch-size": 8, "shuffle": "blocks"}
+_BLOCK_BYTES = 1 << 12
 _TOKEN_BYTES = 2
 
 
 def train_from_afar(trainer: Trainer, corpus: Corpus, out: Path, console: Console) -> Far:
     """Three short runs of one recipe; the storage gives 1.2 times what the steps of the first one take."""
-    options: dict[str, Any] = {**_OPTIONS, "checkpoint-every": STEPS + 1}
-    trainer.train("near", LAYOUT, "4 processes, corpus on the disk", options=options)
+    options: dict[str, Any] = {**_OPTIONS, "checkpoint-every": 1000}
+    near_options = options | {"steps": STEPS["near"]}
+    trainer.train("near", LAYOUT, "2 processes, corpus on the disk", options=near_options)
     near = Run.read(out, "near")
     consumed = int(_OPTIONS["sequences"]) * int(_OPTIONS["window"]) * _TOKEN_BYTES
-    step_s = median(line["seconds"] for line in near.costs[0] if line["step"] >= WARM_UP)
+    step_s = median(line["seconds"] for line in near.costs[0] if line["step"])
     manners = Manners(bytes_per_s=HEADROOM * consumed / step_s)
     served: dict[str, Served] = {}
     with SlowStorage(Path(corpus.prefix).parent, manners) as storage:
@@ -39,13 +41,14 @@ def train_from_afar(trainer: Trainer, corpus: Corpus, out: Path, console: Consol
             cache = out / "cache"
             far: dict[str, Any] = {"corpus": f"{storage.url}/{Path(corpus.prefix).name}", "cache": cache}
             storage.served = served[name] = Served()
-            trainer.train(name, LAYOUT, told, options=options | far | further | {"block-bytes": 1 << 13})
+            far |= {"block-bytes": _BLOCK_BYTES, "steps": STEPS[name]}
+            trainer.train(name, LAYOUT, told, options=options | far | further)
             shutil.rmtree(cache, ignore_errors=True)
     return Far(
         layout=LAYOUT,
         runs={name: Run.read(out, name) for name in ("near", "far", "alone")},
         fetched_bytes={name: counted.num_bytes for name, counted in served.items()},
-        consumed_bytes=consumed * STEPS,
+        consumed_bytes={name: consumed * steps for name, steps in STEPS.items()},
         latency_s=manners.latency_s,
         bytes_per_s=manners.bytes_per_s or 0.0,
         late=manners.late,

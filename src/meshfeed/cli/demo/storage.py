@@ -131,7 +131,11 @@ class _Handler(BaseHTTPRequestHandler):
             for at in range(begin, end, _CHUNK_BYTES):
                 chunk = stream.read(min(_CHUNK_BYTES, end - at))
                 self.of.wait_for_room(len(chunk))
-                self.wfile.write(chunk)
+                try:
+                    self.wfile.write(chunk)
+                except OSError:  # whoever asked has gone
+                    self.close_connection = True
+                    return
                 self.of.served.num_bytes += len(chunk)
 
     def _begin(self) -> tuple[Path, int, int] | None:
