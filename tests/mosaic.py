@@ -35,10 +35,13 @@ class _Empty(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, unused: frozenset[str]) -> None:
+        self.unused = unused
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] in _UNUSED:
+        if name.partition(".")[0] in self.unused:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -49,11 +52,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__path__ = []
 
 
-def imported() -> Any:
-    """The package `streaming`."""
+def imported(keep: Sequence[str] = ()) -> Any:
+    """The package `streaming`. keep: packages that are to be imported in earnest."""
     before = set(sys.modules)
-    finder = _Finder()
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in _UNUSED}
+    finder = _Finder(frozenset(_UNUSED) - set(keep))
+    hidden = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in finder.unused
+    }
     sys.meta_path.insert(0, finder)
     try:
         import streaming
@@ -62,7 +67,7 @@ def imported() -> Any:
     finally:
         sys.meta_path.remove(finder)
         for name in set(sys.modules) - before:
-            if name.partition(".")[0] in _UNUSED:
+            if name.partition(".")[0] in finder.unused:
                 del sys.modules[name]
         sys.modules.update(hidden)
     return streaming

@@ -1,0 +1,269 @@
+"""Tokens per second of CPU time, and per second, against mosaicml-streaming and litdata on the same samples.
+
+60,000 samples of 2,048 tokens (246 MB), shuffled, in batches of 32, as the four tensors that a trainer takes
+(tokens, labels, position ids, loss mask: 28 bytes a token, which every contestant makes); from local files,
+and from one HTTP server (nginx, which the peers take for S3). Each contestant runs in a process of its own
+and reads one epoch, five times in turn; medians. CPU time counts every process that a contestant starts, the
+leader of the node's cache among them.
+
+How the peers are tuned, after their own documentation: mosaicml-streaming with batch_size given to the
+dataset, one canonical node, shuffle "py1e", predownload of the whole epoch, no worker processes (they only
+add copies here); litdata with TokensLoader(block_size=2048), which maps its chunks, shuffle on, a cache
+larger than the data, no worker processes.
+
+    python -m venv bench; bench/bin/pip install torch==2.13.0 'meshfeed[remote,mds]' boto3 requests \\
+        filelock lightning-utilities tifffile catalogue 'zstd<2' python-snappy pillow
+    bench/bin/pip install --no-deps mosaicml-streaming==0.13.0 litdata==0.2.76
+    bench/bin/python benchmarks/bench_stream.py [--samples 60000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+
+LENGTH, BATCH, SEED, ROUNDS = 2048, 32, 1234, 5
+FIELDS = {
+    "tokens": torch.int64,
+    "labels": torch.int64,
+    "position_ids": torch.int64,
+    "loss_mask": torch.float32,
+}
+OURS = ("meshfeed .bin/.idx", "meshfeed MDS")
+PEERS = ("mosaicml-streaming", "litdata")
+
+
+def main() -> None:
+    """Make the data, let everybody read it in turn, print ratios."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--samples", type=int, default=60_000)
+    parser.add_argument("--contestant", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--endpoint", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.contestant:
+        print(json.dumps(read_all(args.contestant, args.folder, args.endpoint)))
+        return
+    from services.nginx import Nginx
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "bucket"
+        write_all(folder, args.samples)
+        compare("local files", folder, None)
+        with Nginx(folder.parent) as server:
+            compare("one HTTP server", folder, server.url)
+
+
+def compare(title: str, folder: Path, endpoint: str | None) -> None:
+    """Medians of several rounds, and ours over the best of theirs."""
+    told: dict[str, list[dict[str, float]]] = {name: [] for name in (*OURS, *PEERS)}
+    for _ in range(ROUNDS):
+        for name, rounds in told.items():
+            command = [sys.executable, __file__, "--contestant", name, "--folder", str(folder)]
+            command += ["--endpoint", endpoint] if endpoint else []
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+            if done.returncode:
+                raise SystemExit(f"{name}: {done.stderr[-2000:]}")
+            rounds.append(json.loads(done.stdout.splitlines()[-1]))
+    print(f"{title}:")
+    for rate, what in (("per_cpu_s", "tokens per CPU second"), ("per_s", "tokens per second")):
+        rates = {name: statistics.median(each[rate] for each in rounds) for name, rounds in told.items()}
+        best = max(PEERS, key=lambda name: rates[name])
+        for name, value in rates.items():
+            print(f"  {what:24} {name:20} {value / 1e6:8.1f} M   {value / rates[best]:5.2f} x {best}")
+
+
+def read_all(name: str, folder: Path, endpoint: str | None) -> dict[str, float]:
+    """One epoch of one contestant, from its first request to its last batch."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as cache:
+        batches = CONTESTANTS[name](folder, endpoint, Path(cache))
+        before, began, tokens = cpu_s(), time.perf_counter(), 0
+        for batch in batches:
+            fields = batch if name in OURS else trainers(batch)
+            tokens += fields["tokens"].numel()
+            if [fields[field].dtype for field in FIELDS] != list(FIELDS.values()):
+                raise SystemExit(f"{name} gave other types")
+        seconds, used = time.perf_counter() - began, cpu_s() - before
+    return {"per_s": tokens / seconds, "per_cpu_s": tokens / used, "tokens": tokens}
+
+
+def cpu_s() -> float:
+    """CPU time of this process, of its ended children, and of the leader of its cache."""
+    own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    used = sum(each.ru_utime + each.ru_stime for each in own)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if (
+                b"lead.py" in stat.with_name("cmdline").read_bytes()
+                and LEADER in stat.with_name("cmdline").read_text()
+            ):
+                user, system = stat.read_text().rpartition(")")[2].split()[11:13]
+                used += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        except OSError:
+            continue
+    return used
+
+
+LEADER = "\0nobody"
+
+
+def write_all(folder: Path, count: int) -> None:
+    """The same samples in every format."""
+    import litdata
+
+    import mosaic
+    from meshfeed.store import IndexedWriter
+
+    rng = np.random.default_rng(SEED)
+    samples = rng.integers(0, 50_000, (count, LENGTH)).astype(np.uint16)
+    folder.mkdir(parents=True)
+    with IndexedWriter(folder / "corpus", np.uint16) as writer:
+        for sample in samples:
+            writer.add_document(sample)
+    columns = {"tokens": f"ndarray:uint16:{LENGTH}"}
+    with mosaic.imported().MDSWriter(out=str(folder / "mds"), columns=columns) as writer:
+        for sample in samples:
+            writer.write({"tokens": sample})
+    np.save(folder / "samples.npy", samples)
+    litdata.optimize(
+        fn=Sample(str(folder / "samples.npy")),
+        inputs=list(range(count)),
+        output_dir=str(folder / "litdata"),
+        num_workers=1,
+        chunk_bytes="64MB",
+        item_loader=litdata.streaming.item_loader.TokensLoader(block_size=LENGTH),
+    )
+
+
+class Sample:
+    """A sample by its number, for litdata's writer."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(np.load(self._path, mmap_mode="r")[index].astype(np.uint16).copy())
+
+
+def meshfeed(url: str, cache: Path) -> Iterator[Any]:
+    """Through a Feed, as a trainer would."""
+    global LEADER
+    import meshfeed as mf
+
+    LEADER = str(cache)
+    recipe = mf.Recipe(
+        data=mf.open(url, cache=cache),
+        sequence=mf.Windows(LENGTH),
+        batch=mf.Batch(sequences=8 * BATCH),
+        shuffle="blocks",
+        seed=SEED,
+        epochs=1,
+    )
+    for step in mf.Feed(recipe, micro_batch_size=BATCH):
+        for microbatch in step.microbatches:
+            yield microbatch
+
+
+def mosaicml(folder: Path, endpoint: str | None, cache: Path) -> Iterator[torch.Tensor]:
+    """StreamingDataset under torch's DataLoader."""
+    as_s3(endpoint)
+    import mosaic
+
+    streaming = mosaic.imported(keep=("boto3", "botocore") if endpoint else ())
+    place = (
+        {"remote": f"s3://{folder.name}/mds", "local": str(cache)}
+        if endpoint
+        else {"local": str(folder / "mds")}
+    )
+    dataset = streaming.StreamingDataset(
+        **place, shuffle=True, shuffle_seed=SEED, batch_size=BATCH, num_canonical_nodes=1, predownload=1 << 20
+    )
+    yield from torch.utils.data.DataLoader(dataset, batch_size=BATCH, collate_fn=stacked)
+
+
+def lit(folder: Path, endpoint: str | None, cache: Path) -> Iterator[torch.Tensor]:
+    """StreamingDataset with its TokensLoader under its own loader."""
+    import litdata
+
+    options: dict[str, Any] = {}
+    if endpoint:
+        as_s3(endpoint)
+        litdata.streaming.downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+        keys = {"aws_access_key_id": "x", "aws_secret_access_key": "x"}
+        options = {"storage_options": {"endpoint_url": endpoint, **keys}}
+    dataset = litdata.StreamingDataset(
+        f"s3://{folder.name}/litdata" if endpoint else str(folder / "litdata"),
+        item_loader=litdata.streaming.item_loader.TokensLoader(block_size=LENGTH),
+        shuffle=True,
+        seed=SEED,
+        cache_dir=str(cache),
+        max_cache_size="10GB",
+        **options,
+    )
+    for batch in litdata.StreamingDataLoader(dataset, batch_size=BATCH):
+        yield batch.to(torch.int64)
+
+
+def trainers(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The fields that a trainer takes, and meshfeed gives, of a batch of tokens."""
+    return {
+        "tokens": tokens,
+        "labels": torch.roll(tokens, -1, dims=1),
+        "position_ids": torch.arange(tokens.shape[1]).expand_as(tokens).contiguous(),
+        "loss_mask": torch.ones(tokens.shape),
+    }
+
+
+def stacked(samples: list[dict[str, Any]]) -> torch.Tensor:
+    """A batch as one int64 tensor."""
+    return torch.from_numpy(np.stack([sample["tokens"] for sample in samples]).astype(np.int64))
+
+
+def as_s3(endpoint: str | None) -> None:
+    """What S3 clients need to take nginx for S3."""
+    if endpoint:
+        os.environ |= {
+            "S3_ENDPOINT_URL": endpoint,
+            "AWS_ENDPOINT_URL": endpoint,
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "x",
+            "AWS_SECRET_ACCESS_KEY": "x",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+
+def place_of(folder: Path, endpoint: str | None, name: str) -> str:
+    """Path or URL of one of the formats."""
+    return f"{endpoint}/{folder.name}/{name}" if endpoint else str(folder / name)
+
+
+CONTESTANTS = {
+    "meshfeed .bin/.idx": lambda folder, endpoint, cache: meshfeed(
+        place_of(folder, endpoint, "corpus"), cache
+    ),
+    "meshfeed MDS": lambda folder, endpoint, cache: meshfeed(place_of(folder, endpoint, "mds"), cache),
+    "mosaicml-streaming": mosaicml,
+    "litdata": lit,
+}
+
+if __name__ == "__main__":
+    main()
