@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit fuzz bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshfeed demo --out demo-out
@@ -21,6 +21,9 @@ types: $(VENV)/.tested
 
 unit: $(VENV)/.tested
 	$(BIN)/python -m pytest
+
+fuzz: $(VENV)/.tested
+	$(BIN)/python tests/fuzz/fuzzing.py --count 100000
 
 bench: $(VENV)/.tested
 	for each in benchmarks/bench_*.py; do $(BIN)/python $$each || exit 1; done

@@ -179,8 +179,7 @@ def meshfeed(url: str, cache: Path) -> Iterator[Any]:
         epochs=1,
     )
     for step in mf.Feed(recipe, micro_batch_size=BATCH):
-        for microbatch in step.microbatches:
-            yield microbatch
+        yield from step.microbatches
 
 
 def mosaicml(folder: Path, endpoint: str | None, cache: Path) -> Iterator[torch.Tensor]:
