@@ -16,7 +16,7 @@ def main() -> None:
     fields = mf.Windows(4096).fields
     for text in ("tp8-cp4-dp32-pp16", "tp8-cp4-dp256-pp16"):
         layout = mf.Layout.parse(text, ranks_per_node=8)
-        for delivery in ("direct", "broadcast", "share"):
+        for delivery in ("direct", "broadcast", "share", "tree"):
             times: list[float] = []
             for _ in range(7):
                 began = time.perf_counter()

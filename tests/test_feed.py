@@ -20,7 +20,9 @@ from corpus import recipe_of, write_corpus
 from observe import seen_microbatch, seen_step, simulated, take
 
 before: set[threading.Thread] = set()
-WAYS = [(delivery, prefetch) for delivery in ("direct", "broadcast", "share") for prefetch in (0, 1, 4)]
+WAYS = [
+    (delivery, prefetch) for delivery in ("direct", "broadcast", "share", "tree") for prefetch in (0, 1, 4)
+]
 PROMPTLY_S = 15.0
 
 
@@ -383,7 +385,7 @@ def test_virtual_stages_of_a_pipeline(corpus: str, delivery: str) -> None:
 
 def stop_and_go(rank: int, path: str) -> list[Any]:
     """Break at the same step everywhere, go on, load a state in mid-run, go on: all ways to deliver."""
-    recipe, layout, wrong = recipe_of(path, sequences=4), mf.Layout.parse("tp2-cp2"), []
+    recipe, layout, wrong = recipe_of(path, sequences=4), mf.Layout.parse("tp2-cp2", ranks_per_node=2), []
     for delivery, prefetch in WAYS:
         feed = mf.Feed(recipe, layout, delivery=delivery, prefetch=prefetch, timeout_s=20)
         seen = take(feed, 3)
@@ -414,7 +416,7 @@ def test_breaking_closing_and_going_on_among_ranks(corpus: str) -> None:
 def one_raises(rank: int, path: str, delivery: str, prefetch: int, at_fault: int) -> Any:
     feed = mf.Feed(
         recipe_of(path, sequences=4),
-        mf.Layout.parse("tp3"),
+        mf.Layout.parse("tp3", ranks_per_node=2 if delivery == "tree" else None),
         delivery=delivery,
         prefetch=prefetch,
         timeout_s=6,
@@ -469,4 +471,4 @@ def to_the_end(rank: int, path: str) -> list[Any]:
 
 
 def test_epochs_end_by_themselves_on_every_rank(corpus: str) -> None:
-    assert world.run(to_the_end, 3, corpus) == [[True] * 27] * 3
+    assert world.run(to_the_end, 3, corpus) == [[True] * 36] * 3

@@ -35,8 +35,10 @@ def plain(microbatch: mf.Microbatch) -> dict[str, Any]:
 def loop(rank: int, path: Path) -> dict[tuple[str, str, str], list[Any]]:
     """Every layout, policy and delivery, one after the other on the same eight processes."""
     seen: dict[tuple[str, str, str], list[Any]] = {}
-    for text, policy, delivery in itertools.product(LAYOUTS, POLICIES, ("direct", "broadcast", "share")):
-        layout = mf.Layout.parse(text, ranks_per_node=8)
+    for text, policy, delivery in itertools.product(
+        LAYOUTS, POLICIES, ("direct", "broadcast", "share", "tree")
+    ):
+        layout = mf.Layout.parse(text, ranks_per_node=3 if delivery == "tree" else 8)
         feed = mf.Feed(
             recipe_of(path), layout, delivery=delivery, packing=packing_of(policy), verify=True, timeout_s=60
         )

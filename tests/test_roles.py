@@ -21,7 +21,7 @@ FIELDS = (
     mf.Field(name="position_ids", dtype="int64", stored=False),
 )
 
-DELIVERIES = st.sampled_from(["direct", "broadcast", "share"])
+DELIVERIES = st.sampled_from(["direct", "broadcast", "share", "tree"])
 STAGE_LAYOUTS = (
     "Et*3|t*4|m|L", "E|(tt|)*2t|mL", "Ettt|(tt|)*4tm|L", "E|t|t|t|t|t|m|L", "EtmL", "E|L", "Et|m|tL",
     "Et*3|(tt|)*5t,m|L", "E,t|t|t|mL", "E|m|m|L",
@@ -66,6 +66,23 @@ def needs_stored(layout: mf.Layout, stages: mf.StageMap, rank: int) -> bool:
     return bool(held & {0, stages.num_stages - 1, *stages.mtp})
 
 
+def check_levels(role: mf.Role, by_rank: dict[int, mf.Role]) -> None:
+    """Down a tree from the source, every rank has one giver, who has the bytes before it."""
+    assert sorted(rank for node in role.nodes for rank in node) == (list(role.peers) if role.nodes else [])
+    assert role.giver == role.source or (by_rank[role.giver].giver == role.source and role.nodes)
+    across, within = role.levels
+    assert (across is None and within is None) == (not role.nodes)
+    for level in filter(None, (across, within)):
+        assert role.rank in level.peers and level.source in level.peers and len(level.peers) > 1
+        assert level.reads == (level.source == role.rank)
+        others = [by_rank[peer].levels[level is within] for peer in level.peers]
+        assert all(other and (other.peers, other.source) == (level.peers, level.source) for other in others)
+    if across is not None:
+        assert across.source == role.source and across.peers == tuple(node[0] for node in role.nodes)
+    if role.nodes and role.giver != role.rank:
+        assert role.giver in (across or within).peers
+
+
 def check_laws(layout: mf.Layout, stages: mf.StageMap, roles: list[mf.Role]) -> None:
     by_rank = {role.rank: role for role in roles}
     assert sorted(by_rank) == layout.ranks().tolist()
@@ -78,6 +95,7 @@ def check_laws(layout: mf.Layout, stages: mf.StageMap, roles: list[mf.Role]) -> 
             assert role.source is None
             assert role.peers == ()
         assert not role.reads or role.source == role.rank
+        check_levels(role, by_rank)
         for peer in role.peers:
             assert by_rank[peer].peers == role.peers
             assert by_rank[peer].source == role.source
@@ -122,7 +140,9 @@ def test_a_trainers_own_policy_is_kept_or_refused(
                 if delivery == "direct":
                     return reader == rank
                 same_dp = layout.coord(reader).dp == layout.coord(rank).dp
-                return same_dp and (delivery == "broadcast" or layout.node(reader) == layout.node(rank))
+                return same_dp and (
+                    delivery in ("broadcast", "tree") or layout.node(reader) == layout.node(rank)
+                )
 
             return any(near(reader) for reader in policy)
 
@@ -150,6 +170,8 @@ def expected_roles(
         keys = [lambda r: r]
     elif delivery == "share":
         keys = [lambda r: (node[r], at[r].dp)]
+    elif delivery == "tree":
+        keys = [lambda r: at[r].dp]
     else:
         keys = [lambda r: (at[r].dp, at[r].pp, at[r].cp)]
         if policy is not None:
@@ -194,6 +216,8 @@ def test_roles_are_what_plain_loops_make_them(
         assert expected is None
         return
     assert {role.rank: (role.reads, role.source, role.peers) for role in roles} == expected
+    for role in roles:
+        assert role.nodes == (nodes_of(layout, role) if delivery == "tree" else ())
     assert [role.rank for role in roles] == layout.ranks().tolist()
     for role in roles:
         pp = layout.coord(role.rank).pp
@@ -201,11 +225,21 @@ def test_roles_are_what_plain_loops_make_them(
         assert roles[role.rank] == role
 
 
+def nodes_of(layout: mf.Layout, role: mf.Role) -> tuple[tuple[int, ...], ...]:
+    """The peers by node, the source first on its own."""
+    by_node: dict[int, list[int]] = {}
+    for peer in role.peers:
+        by_node.setdefault(int(layout.node(peer)), []).append(peer)
+    return tuple(
+        tuple(sorted(node, key=lambda peer: (peer != role.source, peer))) for node in by_node.values()
+    )
+
+
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(layouts())
 def test_where_nothing_is_stored_nobody_reads(layout: mf.Layout) -> None:
     stages = mf.StageMap(pp=layout.pp)
-    for delivery in ("direct", "broadcast", "share"):
+    for delivery in ("direct", "broadcast", "share", "tree"):
         for fields in ((), FIELDS[2:]):
             for role in assign_roles(layout, stages, fields, delivery, reads=()):  # type: ignore[arg-type]
                 assert (role.reads, role.source, role.peers) == (False, None, ())
@@ -353,7 +387,14 @@ def test_fields_for_no_stage_are_refused(stages: tuple[str, ...]) -> None:
 def test_a_role_is_plain_json() -> None:
     roles = assign_roles(mf.Layout(tp=2), mf.StageMap(), FIELDS, "share")
     assert json.loads(json.dumps([role.to_json() for role in roles])) == [
-        {"rank": r, "reads": r == 0, "source": 0, "peers": [0, 1], "fields": [f.name for f in FIELDS]}
+        {
+            "rank": r,
+            "reads": r == 0,
+            "source": 0,
+            "peers": [0, 1],
+            "fields": [f.name for f in FIELDS],
+            "nodes": [],
+        }
         for r in range(2)
     ]
 
@@ -380,9 +421,13 @@ def test_auto_chooses_by_what_crosses_nodes() -> None:
     assert chosen("dp8", 8, True) == "direct"
     assert chosen("tp4-dp2", 8, True) == "share"
     assert chosen("tp4-dp2", 8, False) == "broadcast"
-    assert chosen("tp8", 4, True) == "broadcast", "a tp group over two nodes: one of them reads"
-    assert chosen("tp2-cp4", 4, True) == "share"
-    assert chosen("tp4-pp2", 4, True, {0}) == "broadcast", "the only reader is not on every node"
+    assert chosen("tp8", 4, True) == "tree", "a tp group over two nodes: one of them reads"
+    assert chosen("tp2-cp4", 4, True) == "tree", "and a cp group"
+    assert chosen("tp8", 4, False) == "broadcast"
+    assert chosen("tp8", 1, True) == "broadcast", "every rank its own node: nobody to share with"
+    assert chosen("tp4-pp2", 4, True) == "share", "stages are on different nodes: each node reads for its own"
+    assert chosen("tp4-pp2", 4, True, {0}) == "tree", "the only reader is not on every node"
+    assert chosen("tp4-pp2", 4, False, {0}) == "broadcast"
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)
@@ -390,15 +435,19 @@ def test_auto_chooses_by_what_crosses_nodes() -> None:
 def test_auto_is_its_rules(case: tuple[mf.Layout, mf.StageMap], can_share: bool, data: st.DataObject) -> None:
     layout, stages = case
     policy = data.draw(st.none() | st.sets(st.sampled_from(layout.ranks().tolist()), min_size=1))
-    spans = any(len(set(layout.node(group).tolist())) > 1 for group in layout.groups("tp"))
+    spans = any(len(set(layout.node(group).tolist())) > 1 for group in layout.groups("tp-cp"))
     share = expected_roles(layout, stages, "share", policy) if can_share and not spans else None
-    roles = share or expected_roles(layout, stages, "broadcast", policy)
+    tree = expected_roles(layout, stages, "tree", policy) if can_share and not share else None
+    groups = {frozenset(peers) for _, _, peers in tree.values()} if tree else ()
+    if not any(len(set(layout.node(list(group)).tolist())) < len(group) for group in groups):
+        tree = None
+    roles = share or tree or expected_roles(layout, stages, "broadcast", policy)
     if roles is None:
         with pytest.raises(mf.RoleError, match=r"^rank \d+ "):
             choose_delivery(layout, stages, FIELDS, policy, can_share=can_share)
         return
     alone = all(source in (None, rank) for rank, (_, source, _) in roles.items())
-    expected = "direct" if alone else "share" if share else "broadcast"
+    expected = "direct" if alone else "share" if share else "tree" if tree else "broadcast"
     delivery = choose_delivery(layout, stages, FIELDS, policy, can_share=can_share)
     assert delivery == expected
     check_laws(layout, stages, list(assign_roles(layout, stages, FIELDS, delivery, policy)))
@@ -418,3 +467,6 @@ def test_sixteen_thousand_ranks() -> None:
     assert roles[middle].source is None
     with pytest.raises(mf.RoleError, match="not in the layout"):
         roles[16_384]
+    tree = list(assign_roles(layout, mf.StageMap(pp=16), FIELDS, "tree"))
+    assert sum(role.reads for role in tree) == 32
+    assert sum(role.levels[0] is not None for role in tree) == 32 * 8, "tp-cp is four nodes, of two stages"

@@ -28,6 +28,7 @@ from meshfeed.deliver import (
     can_share,
     default_store,
     make_delivery,
+    tell,
 )
 from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
 from meshfeed.errors import DeliveryError, RecipeError
@@ -53,7 +54,7 @@ class Feed:
         recipe: what to train on; equal on every rank.
         layout: where the ranks stand; None for one process.
         rank: this process's global rank; None asks torch.distributed, then $RANK, then takes 0.
-        delivery: "direct", "broadcast", "share", or "auto" (see `roles.choose_delivery`).
+        delivery: "direct", "broadcast", "share", "tree", or "auto" (see `roles.choose_delivery`).
         device: where the tensors go.
         stage_map: which pipeline stages embed, compute loss, predict further tokens; None for the plain
             pipeline of the layout.
@@ -196,8 +197,8 @@ class Feed:
 
     def __enter__(self) -> Self:
         if not self._entered:
-            if self.delivery == "share" and self.role.peers and (missing := can_share()):
-                raise DeliveryError(f"delivery 'share': {missing}; choose 'broadcast', or leave it to 'auto'")
+            if self.delivery in ("share", "tree") and self.role.peers and (missing := can_share()):
+                raise DeliveryError(f"delivery {self.delivery!r}: {missing}; choose 'broadcast' or 'auto'")
             with contextlib.ExitStack() as stack:
                 for store in self.recipe.sources:
                     stack.enter_context(store)
@@ -275,6 +276,7 @@ class Feed:
             clock=clock,
             delivery=delivery,
             verifier=self._new_verifier(meeting),
+            meeting=meeting,
             check=self._new_check(meeting),
             placer=placer,
             role=role,
@@ -305,12 +307,12 @@ class Feed:
 
     def _meeting(self) -> Meeting | None:
         store = self._rendezvous or default_store()
-        reads = None if self._reads is None else sorted(self._reads)
         topic = (
             f"recipe {self.recipe.fingerprint}, {self._stepping.summary()}, delivery {self.delivery}, "
-            f"verify {self._verify}, reads {reads}, {self.stage_map}"
+            f"verify {self._verify}, reads {self._reads and sorted(self._reads)}, {self.stage_map}"
         )
-        return None if store is None else Meeting(store, self._timeout_s, topic, self._next_step)
+        ranks = self.roles.ranks.tolist()
+        return None if store is None else Meeting(store, self._timeout_s, topic, self._next_step, ranks)
 
     def _stop(self) -> None:
         if self._run is not None:
@@ -345,7 +347,7 @@ class Feed:
                 columns, hint = None, self._hint(portion)
                 if self.role.reads:
                     with clock.stage("read"):
-                        columns = self._load(portion, delivery, hint)
+                        columns = self._load(batch.step, portion, delivery, hint)
                 with clock.stage("deliver"):
                     columns = delivery.deliver(columns, hint)
                 with clock.stage("build"):
@@ -367,12 +369,11 @@ class Feed:
     def _hint(self, portion: Portion) -> int:
         return 0 if self.role.source is None else self._rule.num_bytes(self.recipe, portion)
 
-    def _load(self, portion: Portion, delivery: Delivery, hint: int) -> Columns:
+    def _load(self, step: int, portion: Portion, delivery: Delivery, hint: int) -> Columns:
         try:
             return self._rule.load(self.recipe, portion, self._host.allocate)
         except Exception as error:
-            delivery.fail(error, hint)
-            raise
+            raise tell(delivery, error, self.rank, step, hint) from error.__cause__ or error
 
     def _reread(self, portions: Sequence[Portion]) -> Digests:
         """The digests that this rank should have had for a step, from storage again."""

@@ -6,12 +6,13 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 from meshfeed.errors import PeerError
 
 T = TypeVar("T")
+CalledOff = Callable[[], BaseException | None]
 
 
 class Span(NamedTuple):
@@ -85,13 +86,18 @@ class Prefetcher(Generic[T]):
         """Start producing."""
         self._thread.start()
 
-    def get(self, timeout_s: float, asked: float) -> tuple[T, dict[str, float]]:
+    def get(
+        self, timeout_s: float, asked: float, called_off: CalledOff = lambda: None
+    ) -> tuple[T, dict[str, float]]:
         """The next item, and the seconds waited for it by stage, since it was `asked` for.
 
-        Raises StopIteration at the end, TimeoutError after `timeout_s`, or the producer's own error.
+        called_off: an error that forbids to hand it out; looked at again after each `wake`.
+        Raises StopIteration at the end, TimeoutError after `timeout_s`, the producer's own error, or that.
         """
         with self._changed:
-            came = self._changed.wait_for(self._has_news, timeout_s)
+            came = self._changed.wait_for(lambda: self._has_news() or called_off(), timeout_s)
+            if other := called_off():
+                raise other
             if isinstance(self._error, PeerError) or (self._error and not self._queue):
                 raise self._error
             if not came:
@@ -101,6 +107,11 @@ class Prefetcher(Generic[T]):
             item, spans = self._queue.popleft()
             self._changed.notify_all()
         return item, exposed_wait(asked, time.monotonic(), spans)
+
+    def wake(self) -> None:
+        """Have a waiting consumer look around."""
+        with self._changed:
+            self._changed.notify_all()
 
     def stop(self) -> None:
         """Want no more; the producer goes on until its iterator ends, and what it makes is dropped."""
@@ -142,10 +153,17 @@ class Inline(Generic[T]):
     def start(self) -> None:
         """Nothing to start."""
 
-    def get(self, timeout_s: float, asked: float) -> tuple[T, dict[str, float]]:
-        """The next item, all of whose making is waited for. Raises StopIteration or the producer's error."""
+    def get(
+        self, timeout_s: float, asked: float, called_off: CalledOff = lambda: None
+    ) -> tuple[T, dict[str, float]]:
+        """The next item, all of whose making is waited for; raises as above, but sees `called_off` first."""
+        if other := called_off():
+            raise other
         item = next(self._items)
         return item, exposed_wait(asked, time.monotonic(), self._clock.take())
+
+    def wake(self) -> None:
+        """Nobody waits."""
 
     def stop(self) -> None:
         """Nothing runs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,8 +17,9 @@ import numpy.typing as npt
 from meshfeed.errors import LayoutError, RoleError
 from meshfeed.layout import Layout
 
-DeliveryName = Literal["direct", "broadcast", "share"]
+DeliveryName = Literal["direct", "broadcast", "share", "tree"]
 StageKind = Literal["first", "last", "mtp", "all"]
+_Members = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +142,8 @@ class Role:
             where it needs none.
         peers: all ranks of its delivery group, the source included; () where it takes part in none.
         fields: names of the fields that it receives.
+        nodes: under "tree", the same peers node by node, each node's leader first; () otherwise, and where
+            the group takes up one rank.
     """
 
     rank: int
@@ -148,6 +151,27 @@ class Role:
     source: int | None
     peers: tuple[int, ...]
     fields: tuple[str, ...]
+    nodes: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def giver(self) -> int | None:
+        """The rank that hands it its bytes: its node's leader where it has another, the source otherwise."""
+        node = self._node()
+        return node[0] if node and node[0] != self.rank else self.source
+
+    @property
+    def levels(self) -> tuple[Role | None, Role | None]:
+        """Its parts in a tree: among the nodes' leaders, and within its node; None where it plays none."""
+        node = self._node()
+        if not node:
+            return None, None
+        leads, leaders = node[0] == self.rank, tuple(members[0] for members in self.nodes)
+        across = replace(self, peers=leaders, nodes=()) if leads and len(leaders) > 1 else None
+        within = replace(self, reads=leads, source=node[0], peers=node, nodes=()) if len(node) > 1 else None
+        return across, within
+
+    def _node(self) -> tuple[int, ...]:
+        return next((members for members in self.nodes if self.rank in members), ())
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""
@@ -157,6 +181,7 @@ class Role:
             "source": self.source,
             "peers": list(self.peers),
             "fields": list(self.fields),
+            "nodes": [list(members) for members in self.nodes],
         }
 
 
@@ -168,6 +193,7 @@ class Roles:
         reads: bool [n].
         source: int64 [n], -1 for none.
         group: delivery group of each rank, -1 for none; int64 [n].
+        leader: under "tree", the rank that leads its group on its node; int64 [n], None otherwise.
     """
 
     def __init__(
@@ -177,11 +203,13 @@ class Roles:
         source: npt.NDArray[np.int64],
         group: npt.NDArray[np.int64],
         fields: Sequence[tuple[str, ...]],
+        leader: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        self.ranks, self.reads, self.source, self.group = ranks, reads, source, group
+        self.ranks, self.reads, self.source, self.group, self.leader = ranks, reads, source, group, leader
         self._fields = fields
         self._by_group = np.argsort(group, kind="stable")
         self._group_starts = np.searchsorted(group[self._by_group], np.arange(int(group.max(initial=-1)) + 2))
+        self._members_of_group: dict[int, _Members] = {-1: ((), ())}
 
     def __len__(self) -> int:
         return self.ranks.size
@@ -190,22 +218,32 @@ class Roles:
         at = int(np.searchsorted(self.ranks, rank))
         if at == len(self) or self.ranks[at] != rank:
             raise RoleError(f"rank {rank} is not in the layout")
-        group = int(self.group[at])
-        peers = () if group < 0 else self._members(group)
+        peers, nodes = self._members(int(self.group[at]))
         return Role(
             rank=rank,
             reads=bool(self.reads[at]),
             source=None if self.source[at] < 0 else int(self.source[at]),
             peers=peers if len(peers) > 1 else (),
             fields=self._fields[at],
+            nodes=nodes if len(peers) > 1 else (),
         )
 
     def __iter__(self) -> Iterator[Role]:
         return (self[rank] for rank in self.ranks.tolist())
 
-    def _members(self, group: int) -> tuple[int, ...]:
-        start, stop = self._group_starts[group : group + 2]
-        return tuple(self.ranks[self._by_group[start:stop]].tolist())
+    def _members(self, group: int) -> _Members:
+        """A group's ranks, and the same node by node."""
+        if group not in self._members_of_group:
+            start, stop = self._group_starts[group : group + 2]
+            places = self._by_group[start:stop]
+            peers: tuple[int, ...] = tuple(self.ranks[places].tolist())
+            node_of_leader: dict[int, list[int]] = {}
+            for rank, leader in zip(peers, () if self.leader is None else self.leader[places].tolist()):
+                node_of_leader.setdefault(leader, [leader])
+                if rank != leader:
+                    node_of_leader[leader].append(rank)
+            self._members_of_group[group] = peers, tuple(map(tuple, node_of_leader.values()))
+        return self._members_of_group[group]
 
 
 def assign_roles(
@@ -221,7 +259,8 @@ def assign_roles(
 
     direct: every rank that needs stored bytes reads its own. broadcast: one reader per tp group; with
     `reads`, the smallest of tp, tp-cp, tp-pp, tp-cp-pp whose every group has a reader. share: one
-    reader per node and data-parallel replica.
+    reader per node and data-parallel replica. tree: one reader per data-parallel replica, and a leader on
+    each of the replica's other nodes.
     reads: the trainer's own policy, the only ranks that may open storage; None leaves it to meshfeed.
     shares_packs: whether the cp ranks of a replica always work on one pack; where cp groups change from
     microbatch to microbatch, each cp rank counts as a replica of its own.
@@ -247,13 +286,10 @@ def assign_roles(
     is_reader = np.zeros(ranks.size, bool)
     is_reader[reader[needs]] = True
     source[is_reader] = ranks[is_reader]
-    return Roles(
-        ranks,
-        is_reader,
-        source,
-        np.where(member, group, -1),
-        [names[p] for p in coords[:, 3].tolist()],
-    )
+    group = np.where(member, group, -1)
+    fields_of = [names[p] for p in coords[:, 3].tolist()]
+    leader = _leaders(ranks, layout.node(ranks), group, is_reader) if delivery == "tree" else None
+    return Roles(ranks, is_reader, source, group, fields_of, leader)
 
 
 def _group_keys(
@@ -272,8 +308,10 @@ def _group_keys(
         return [np.arange(ranks.size)]
     if delivery == "share":
         return [layout.node(ranks) * layout.dp * layout.cp + replica]
+    if delivery == "tree":
+        return [replica]
     if delivery != "broadcast":
-        raise RoleError(f"delivery {delivery!r}: choose 'direct', 'broadcast' or 'share'")
+        raise RoleError(f"delivery {delivery!r}: choose 'direct', 'broadcast', 'share' or 'tree'")
     keys = [slices * layout.pp + pp]
     return [*keys, replica * layout.pp + pp, slices, replica] if has_policy else keys
 
@@ -305,11 +343,25 @@ def _group_readers(
         if not unfed.size:
             return group, np.where(reader == ranks.size, place, reader)
     hungry = int(ranks[unfed[0]])
-    where = {"direct": "itself", "share": "its node and replica", "broadcast": "its replica"}[delivery]
+    where = {"direct": "itself", "share": "its node and replica"}.get(delivery, "its replica")
     raise RoleError(
         f"rank {hungry} ({layout.coord(hungry)}) needs stored fields, but no rank of {where} may read "
         f"under {delivery!r}; add one to `reads` or choose another delivery"
     )
+
+
+def _leaders(
+    ranks: npt.NDArray[np.int64],
+    node: npt.NDArray[np.int64],
+    group: npt.NDArray[np.int64],
+    is_reader: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int64]:
+    """The rank that leads each rank's group on its node: the reader, or else the first; int64 [n]."""
+    pair = np.unique(np.stack([group, node]), axis=1, return_inverse=True)[1].reshape(-1)
+    # of a group's ranks on one node, the reader sorts first, and then the lowest
+    order = np.lexsort((ranks, ~is_reader, pair))
+    first = np.searchsorted(pair[order], np.arange(int(pair.max(initial=-1)) + 1))
+    return ranks[order[first]][pair]
 
 
 def choose_delivery(
@@ -320,22 +372,26 @@ def choose_delivery(
     *,
     can_share: bool,
 ) -> DeliveryName:
-    """What "auto" means: direct when alone, share within a node, broadcast where it must cross nodes.
+    """What "auto" means: direct when alone, share within a node, tree or broadcast where it must cross nodes.
 
+    tree where sharing spares the network something: some node holds several ranks of a group. broadcast
+    where each rank has its node to itself, or the machine cannot share.
     can_share: whether this machine has what share needs (memfd and abstract unix sockets).
     """
     policy = None if reads is None else tuple(reads)
-    shared: Roles | None = None
-    if can_share:
+    split = layout.node(layout.groups("tp-cp"))
+    if can_share and (split == split[:, :1]).all():
         try:
-            shared = assign_roles(layout, stage_map, fields, "share", policy)
+            return _or_direct("share", assign_roles(layout, stage_map, fields, "share", policy))
         except RoleError:
-            shared = None  # the trainer's readers are not on every node
-    if shared is not None:
-        tp_groups = layout.node(layout.groups("tp"))
-        if (tp_groups != tp_groups[:, :1]).any():
-            shared = None  # a tp group spans nodes: let one of its nodes read, not each
-    roles = shared if shared is not None else assign_roles(layout, stage_map, fields, "broadcast", policy)
-    if (roles.source[roles.source >= 0] == roles.ranks[roles.source >= 0]).all():
-        return "direct"
-    return "share" if shared is not None else "broadcast"
+            pass  # the trainer's readers are not on every node
+    if can_share:
+        roles = assign_roles(layout, stage_map, fields, "tree", policy)
+        if roles.leader is not None and (roles.leader != roles.ranks)[roles.group >= 0].any():
+            return _or_direct("tree", roles)
+    return _or_direct("broadcast", assign_roles(layout, stage_map, fields, "broadcast", policy))
+
+
+def _or_direct(delivery: DeliveryName, roles: Roles) -> DeliveryName:
+    fed = roles.source >= 0
+    return "direct" if (roles.source == roles.ranks)[fed].all() else delivery

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshfeed.batch import Microbatch, Step
-from meshfeed.deliver import Delivery, Digests, EndOfStream, Traffic, Verifier
+from meshfeed.deliver import Alarm, Delivery, Digests, EndOfStream, Meeting, Traffic, Verifier
 from meshfeed.device import Placer
-from meshfeed.errors import DeliveryError, PeerError, StateError
+from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
 from meshfeed.prefetch import Inline, Prefetcher, StageClock
 from meshfeed.roles import Role
 from meshfeed.stepping import GlobalBatch
@@ -93,6 +94,7 @@ class Run:
         start: the first step.
         items: the producer, made once the delivery has met its peers.
         delivery, verifier: entered at the first item, left at `stop`.
+        meeting: where all ranks of the job hear of what ends one of them; None for one process.
         check: called when they are entered; raises where this run must not begin.
         views: names of the fields of each consumer; None for all. Every one of them gets every step.
     """
@@ -105,6 +107,7 @@ class Run:
         clock: StageClock,
         delivery: Delivery,
         verifier: Verifier | None,
+        meeting: Meeting | None,
         check: Callable[[], None],
         placer: Placer,
         role: Role,
@@ -116,9 +119,13 @@ class Run:
         self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
         self._clock, self._timeout_s = clock, timeout_s
         self._views = [_View(names, start) for names in views]
+        items = self._told(items, start)
         self._prefetcher = Prefetcher(items, clock, prefetch) if prefetch else Inline(items, clock)
+        self._alarm = Alarm(meeting, role.rank, self._prefetcher.wake)
+        self._due = start  # the step that the producer's next item belongs to
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
+        self._process = os.getpid()
         self._stats: dict[str, Any] = {}
 
     @property
@@ -149,6 +156,8 @@ class Run:
         if self._stopped:
             return
         self._stopped = True
+        if self._process != os.getpid():
+            return  # a fork that unwinds: the parent goes on
         if self._started:
             self._prefetcher.stop()
             self._delivery.interrupt()
@@ -190,25 +199,23 @@ class Run:
         asked = time.monotonic()
         self._start()
         try:
-            item, waited = self._prefetcher.get(self._timeout_s, asked)
+            item, waited = self._prefetcher.get(self._timeout_s, asked, lambda: self._alarm.struck(self._due))
         except StopIteration:
             self._hand_out(None)
             return
-        except EndOfStream as end:
-            raise PeerError(
-                f"rank {self._role.source} has closed its feed, and rank {self._role.rank} wants more; "
-                f"all ranks of a group take the same steps",
-                [] if self._role.source is None else [self._role.source],
-            ) from end
-        except TimeoutError as late:
-            raise self._late() from late
+        except EndOfStream:
+            self._alarm.sound(self._deserted(), self._due)
+        except TimeoutError:
+            self._alarm.sound(self._late(), self._due)
+        except PeerError as lost:
+            self._alarm.sound(lost, self._due)
         if isinstance(item, StepStart):
-            self._stats = item.stats
+            self._stats, self._due = item.stats, item.batch.step
         for stage, seconds in waited.items():
             self._stats["exposed_wait_s"][stage] = self._stats["exposed_wait_s"].get(stage, 0.0) + seconds
         if isinstance(item, StepEnd):
-            if self._verifier is not None and item.digests is not None:
-                self._verifier.check(item.step, item.digests, item.reread)
+            self._due = item.step + 1
+            self._compare(item)
         elif isinstance(item, Made):
             for name, count in item.counted.items():
                 self._stats[name] += count
@@ -217,6 +224,32 @@ class Run:
                 self._hand_out(microbatch)
         else:
             self._hand_out(item)
+
+    def _compare(self, end: StepEnd) -> None:
+        if self._verifier is None or end.digests is None:
+            return
+        try:
+            self._verifier.check(end.step, end.digests, end.reread)
+        except DeliveryError as error:
+            self._alarm.sound(error, self._due)
+
+    def _told(self, items: Iterator[Item], start: int) -> Iterator[Item]:
+        """The producer's items; what ends it is told to the job as soon as it is known.
+
+        A lost peer is told only by a rank whose loop wants more: peers may part while it runs ahead.
+        """
+        step = start
+        try:
+            for item in items:
+                if not isinstance(item, Made):
+                    step = item.batch.step if isinstance(item, StepStart) else item.step + 1
+                yield item
+        except (EndOfStream, TimeoutError, PeerError):
+            raise
+        except Exception as error:
+            if self._stopped:
+                raise
+            self._alarm.sound(error, step)
 
     def _hand_out(self, item: StepStart | Microbatch | None) -> None:
         for view in self._views:
@@ -231,13 +264,24 @@ class Run:
         if self._started:
             return
         with self._clock.stage("start"), contextlib.ExitStack() as stack:
-            stack.enter_context(self._delivery)
-            if self._verifier is not None:
-                stack.enter_context(self._verifier)
-            self._check()
+            stack.enter_context(self._alarm)
+            try:
+                stack.enter_context(self._delivery)
+                if self._verifier is not None:
+                    stack.enter_context(self._verifier)
+                self._check()
+            except MeshfeedError as error:
+                self._alarm.sound(error, self._due)
             self._resources = stack.pop_all()
         self._started = True
         self._prefetcher.start()
+
+    def _deserted(self) -> PeerError:
+        return PeerError(
+            f"rank {self._role.source} has closed its feed, and rank {self._role.rank} wants more; "
+            f"all ranks of a group take the same steps",
+            [] if self._role.source is None else [self._role.source],
+        )
 
     def _late(self) -> DeliveryError:
         role = self._role

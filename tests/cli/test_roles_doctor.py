@@ -45,6 +45,19 @@ def test_roles_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["ranks"][1]["received_bytes"] == 1024 * 2 * 4 // 2
 
 
+def test_a_tree_shows_who_hands_to_whom(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = told(capsys, "roles", "tp4", "--ranks-per-node", "2", "--json")
+    facts = json.loads(out)
+    assert facts["delivery"] == "tree"
+    assert [rank["from"] for rank in facts["ranks"]] == [0, 0, 0, 2]
+    assert [rank["nodes"] for rank in facts["ranks"]] == [[[0, 1], [2, 3]]] * 4
+    moved = facts["ranks"][0]["read_bytes"]
+    assert [rank["received_bytes"] for rank in facts["ranks"]] == [0, moved, moved, moved]
+    assert [rank["network_bytes"] for rank in facts["ranks"]] == [0, 0, moved, 0]
+    _, out, _ = told(capsys, "roles", "tp4", "--ranks-per-node", "2")
+    assert "1 leader(s) get a copy over the network" in out and "0 (net)" in out and "…" not in out
+
+
 def test_roles_of_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = told(capsys, "roles", "tp8-cp4-dp32-pp16", "--json")
     assert len(json.loads(out)["ranks"]) == 16_384
@@ -99,6 +112,7 @@ def test_doctor_says_what_will_be_chosen(
     findings = {finding["topic"]: finding for finding in json.loads(out)["findings"]}
     assert status == 0
     assert "share" in findings["delivery within a node"]["says"]
+    assert findings["delivery across nodes"]["says"].startswith("tree")
     assert "p99" in findings["storage"]["says"]
 
     def refuse(name: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ import world
 from corpus import recipe_of, write_corpus
 from observe import ledger, seen_step, simulated, take
 
-DELIVERIES = ("direct", "broadcast", "share", "auto")
+DELIVERIES = ("direct", "broadcast", "share", "tree", "auto")
 RESET = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 
 
@@ -56,6 +56,15 @@ CASES = {
         Case(parse("tp2-pp4"), {"stage_map": mf.StageMap(pp=4, layout="Et|t|m|L")}, RESET),
         Case(mf.Layout(tp=2, dp=4, ep=4, order="tp-ep-dp-pp")),
         Case(mf.Layout(tp=2, cp=2, pp=2, table=(6, 1, 0, 7, 2, 5, 4, 3)), rule=RESET),
+        Case(parse("tp8", ranks_per_node=4), {"micro_batch_size": 3}, RESET),
+        Case(parse("tp8", ranks_per_node=3)),  # nodes of three, three and two
+        Case(parse("cp4-tp2", ranks_per_node=2), rule=RESET),
+        Case(parse("tp4-dp2", ranks_per_node=3), sequences=13),  # both replicas on the middle node
+        Case(
+            parse("tp4-pp2", ranks_per_node=2), {"stage_map": mf.StageMap(pp=2, vpp=2, mtp=(2,))}, length=31
+        ),
+        Case(parse("tp2-pp4", ranks_per_node=1), {"stage_map": mf.StageMap(pp=4, mtp=(3,))}),
+        Case(replace(mf.Layout(tp=4, cp=2, table=(6, 1, 0, 7, 2, 5, 4, 3)), ranks_per_node=2), rule=RESET),
     ],
     4: [
         Case(parse("tp2-pp2"), rule=RESET),
@@ -221,7 +230,8 @@ def extras_recipe(path: str, **options: Any) -> mf.Recipe:
 def extras(rank: int, path: str) -> list[str]:
     recipe = extras_recipe(path, length=16, sequences=12, epochs=1)
     wrong: list[str] = []
-    for layout in (parse("tp4"), parse("cp2-tp2"), parse("tp2-pp2"), parse("pp2-dp2"), parse("pp4")):
+    plain = [parse("tp4"), parse("cp2-tp2"), parse("tp2-pp2"), parse("pp2-dp2"), parse("pp4")]
+    for layout in (*plain, parse("tp4", ranks_per_node=2), parse("cp2-tp2", ranks_per_node=3)):
         options = {"stage_map": mf.StageMap(pp=layout.pp, mtp=(layout.pp - 1,)), "micro_batch_size": 3}
         expected = simulated(recipe, layout, 10**6, rank, **options)
         for delivery in DELIVERIES:
@@ -384,6 +394,8 @@ POLICIES = [
     ("tp2-pp4", "share", {4}),  # a reader that needs nothing itself
     ("tp2-pp4", "broadcast", {0}),
     ("tp2-dp2-pp2", "auto", {0, 2}),
+    ("tp2-cp2-pp2", "tree", {5}),
+    ("tp2-pp4", "tree", {4}),
     ("pp2-tp4", "direct", set(range(8))),
 ]
 
@@ -391,7 +403,7 @@ POLICIES = [
 def own_readers(rank: int, path: str) -> list[str]:
     recipe, wrong = recipe_of(path, length=32, sequences=8, epochs=1), []
     for text, delivery, readers in POLICIES:
-        layout = parse(text)
+        layout = parse(text, ranks_per_node=2 if delivery == "tree" else None)
         mine = mf.Feed(recipe, layout, rank, delivery=delivery, reads=readers, verify=True, timeout_s=20)
         left_out = not mine.role.reads and mine.role.source is None
         if left_out and rank % 2:  # some that are left out call, some never do
@@ -505,7 +517,8 @@ def deep_prefetch(rank: int, path: str) -> bool:
 
 def broken_column(rank: int, path: str, delivery: str) -> str:
     recipe = extras_recipe(path, length=32, sequences=4)
-    feed = mf.Feed(recipe, parse("tp4"), delivery=delivery, timeout_s=20)
+    layout = parse("tp4", ranks_per_node=2 if delivery == "tree" else None)
+    feed = mf.Feed(recipe, layout, delivery=delivery, timeout_s=20)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("test_deliveries.image_of", lambda index: np.array([object()]))
         with pytest.raises(mf.MeshfeedError) as raised:
@@ -513,7 +526,7 @@ def broken_column(rank: int, path: str, delivery: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("delivery", ["broadcast", "share"])
+@pytest.mark.parametrize("delivery", ["broadcast", "share", "tree"])
 def test_a_column_that_cannot_travel_is_named_on_every_rank(corpus: str, delivery: str) -> None:
     assert all("'image'" in told for told in world.run(broken_column, 4, corpus, delivery))
 

@@ -98,7 +98,8 @@ def test_what_no_wire_can_carry_is_refused_by_name(column: Any) -> None:
 def test_errors_and_ends() -> None:
     buffer = sent(wire.error_message(ValueError("Größe\n" * 3)))
     assert wire.peek(buffer)[0] == wire.ERROR
-    assert wire.decode_error(buffer) == "ValueError: " + "Größe\n" * 3
+    assert type(wire.decode_error(buffer)) is mf.DeliveryError
+    assert str(wire.decode_error(buffer)) == "ValueError: " + "Größe\n" * 3
     assert wire.peek(sent(wire.end_message()))[0] == wire.END
 
 

@@ -92,9 +92,12 @@ def _share() -> Finding:
 
 
 def _broadcast() -> Finding:
-    if dist.is_available() and dist.is_gloo_available():
-        return Finding("delivery across nodes", "ok", "broadcast: torch.distributed has gloo")
-    return Finding("delivery across nodes", "bad", "this torch has no gloo; only direct and share will work")
+    topic = "delivery across nodes"
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return Finding(topic, "bad", "this torch has no gloo; only direct and share will work")
+    if can_share():
+        return Finding(topic, "ok", "broadcast: torch.distributed has gloo")
+    return Finding(topic, "ok", "tree: gloo between the leaders of nodes, share within each")
 
 
 def _descriptors() -> Finding:

@@ -38,7 +38,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("layout", help="such as tp2-cp2-dp2-pp2, the first dimension varying fastest")
     parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks that share a machine (8)")
     parser.add_argument(
-        "--delivery", choices=("auto", "direct", "broadcast", "share"), default="auto", help="(auto)"
+        "--delivery", choices=("auto", "direct", "broadcast", "share", "tree"), default="auto", help="(auto)"
     )
     parser.add_argument("--vpp", type=int, default=1, help="virtual stages per pipeline rank (1)")
     parser.add_argument("--mtp", type=_numbers, default=(), help="stages with an MTP block, such as 6,7")
@@ -55,10 +55,11 @@ def add_parser(subparsers: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Bytes:
-    """What a rank moves in one step of stored tokens: from storage, and from or to its peers."""
+    """What a rank moves in one step of stored tokens: from storage, from peers, and of that by network."""
 
     read: int
     received: int
+    network: int
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,7 +94,9 @@ def _rows(
         slices = {cp_of[peer] for peer in role.peers or (rank,)}
         held = sequence_bytes * len(slices) // layout.cp
         moved = 0 if role.source is None else held
-        yield role, _Bytes(moved if role.reads else 0, 0 if role.reads else moved)
+        received = 0 if role.reads else moved
+        crosses = role.giver is not None and layout.node(role.giver) != layout.node(rank)
+        yield role, _Bytes(moved if role.reads else 0, received, received if crosses else 0)
 
 
 def _json(layout: Layout, role: Role, moved: _Bytes) -> dict[str, Any]:
@@ -103,7 +106,9 @@ def _json(layout: Layout, role: Role, moved: _Bytes) -> dict[str, Any]:
         "coord": coord._asdict(),
         "node": int(layout.node(role.rank)),
         "read_bytes": moved.read,
+        "from": role.giver,
         "received_bytes": moved.received,
+        "network_bytes": moved.network,
     }
 
 
@@ -124,6 +129,12 @@ def _print(
         f"[bold]{delivery}[/bold]: {readers:,} rank(s) open storage, "
         f"{len(roles) - readers - idle:,} receive from them, {idle:,} need nothing that is stored"
     )
+    if delivery == "tree":
+        leaders = sum(role.levels[0] is not None for role in roles) - readers
+        console.print(
+            f"[dim]tree: {max(leaders, 0):,} leader(s) get a copy over the network and share it with their "
+            f"nodes[/dim]"
+        )
     computed = ", ".join(field.name for field in fields if not field.stored)
     console.print(f"[dim]computed by every rank for itself, never sent: {computed}[/dim]")
     table = Table(
@@ -132,13 +143,13 @@ def _print(
     for at, (role, moved) in enumerate(rows):
         if at == most:
             break
-        source = "-" if role.source is None or role.reads else str(role.source)
+        giver = "-" if role.giver is None or role.reads else str(role.giver)
         table.add_row(
             str(role.rank),
             str(layout.node(role.rank)),
             " ".join(str(at) for at in layout.coord(role.rank)),
             "[green]yes[/green]" if role.reads else "-",
-            source,
+            f"{giver} (net)" if moved.network else giver,
             ", ".join(role.fields) or "-",
             f"{moved.read or moved.received:,}",
         )

@@ -1,11 +1,15 @@
 """Columns -> the ranks: four ways to the same bytes."""
 
-from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic, make_delivery
+from meshfeed.deliver.alarm import Alarm
+from meshfeed.deliver.cause import Cause
+from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic, make_delivery, tell
 from meshfeed.deliver.rendezvous import Meeting, default_store
 from meshfeed.deliver.share import can_share
 from meshfeed.deliver.verify import Digester, Digests, Verifier
 
 __all__ = [
+    "Alarm",
+    "Cause",
     "Delivery",
     "Digester",
     "Digests",
@@ -17,4 +21,5 @@ __all__ = [
     "can_share",
     "default_store",
     "make_delivery",
+    "tell",
 ]

@@ -96,7 +96,7 @@ class Broadcast:
             self._surplus += size - room
         self.traffic.messages += 1
         if kind == wire.ERROR:
-            raise DeliveryError(f"rank {self._role.source} could not read: {wire.decode_error(buffer)}")
+            raise wire.decode_error(buffer)
         if kind == wire.END:
             raise EndOfStream
         return wire.decode(buffer)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from meshfeed.columns import Columns
-from meshfeed.errors import DeliveryError
+from meshfeed.deliver.cause import Cause
+from meshfeed.errors import DeliveryError, MeshfeedError
 from meshfeed.roles import DeliveryName, Role
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ class Traffic:
     """What a delivery has moved so far on this rank.
 
     Attributes:
-        messages: microbatches sent or received.
+        messages: microbatches sent or received; twice where a rank passes on what it receives.
         collectives: torch.distributed collectives called.
         num_bytes: bytes sent or received, headers included.
     """
@@ -59,7 +62,7 @@ class Delivery(Protocol):
         """One microbatch. columns: what the reader read, None on the others.
 
         num_bytes: the size of the columns as the plan has it, equal on all peers; a hint.
-        Raises EndOfStream, PeerError (a peer is gone), DeliveryError (the reader failed; says how),
+        Raises EndOfStream, PeerError (a peer is gone), the reader's own MeshfeedError (it failed),
         TimeoutError (a peer is alive, but patience is over).
         """
         ...
@@ -103,6 +106,16 @@ class Direct:
         self._interrupted = True
 
 
+def tell(delivery: Delivery, error: Exception, rank: int, step: int, num_bytes: int) -> MeshfeedError:
+    """Tell the peers, as far as they are there, that `rank` could not read; returns what all are to raise."""
+    cause = Cause.of(error)
+    who = f"rank {rank} (host {socket.gethostname()}) could not read step {step}"
+    named = Cause(cause.kind, f"{who}: {cause.text}", cause.ranks).error().with_traceback(error.__traceback__)
+    with contextlib.suppress(EndOfStream, TimeoutError, DeliveryError):
+        delivery.fail(named, num_bytes)
+    return named
+
+
 def make_delivery(
     name: DeliveryName,
     role: Role,
@@ -118,6 +131,7 @@ def make_delivery(
     """
     from meshfeed.deliver.broadcast import Broadcast
     from meshfeed.deliver.share import ShareFollower, ShareLeader
+    from meshfeed.deliver.tree import Relay
 
     if name == "direct" or not role.peers or role.source is None:
         return Direct()
@@ -126,8 +140,11 @@ def make_delivery(
             f"rank {role.rank} gets its data by {name!r} and needs a way to meet ranks {role.peers}: call "
             f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
         )
-    if name == "broadcast":
-        return Broadcast(role, meeting, patience_s)
-    if role.reads:
-        return ShareLeader(role, meeting, num_slots, patience_s)
-    return ShareFollower(role, meeting, patience_s)
+    across, within = {"broadcast": (role, None), "share": (None, role)}.get(name, role.levels)
+    network = across and Broadcast(across, meeting, patience_s)
+    if within is None:
+        return network or Direct()
+    if not within.reads:
+        return ShareFollower(within, meeting, patience_s)
+    node = ShareLeader(within, meeting, num_slots, patience_s)
+    return Relay(network, node) if network else node

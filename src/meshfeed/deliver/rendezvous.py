@@ -5,9 +5,10 @@ Nothing global: only the members of a group take part, and one that does not com
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -34,12 +35,14 @@ class Meeting:
         timeout_s: how long to wait for the others.
         topic: what every member must agree on, such as a recipe's fingerprint.
         start: the step from which this rank goes on; the others must too.
+        ranks: all of the job.
     """
 
     store: Store
     timeout_s: float
     topic: str
     start: int = 0
+    ranks: Sequence[int] = ()
 
     def meet(self, purpose: str, rank: int, peers: tuple[int, ...]) -> str:
         """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
@@ -71,8 +74,17 @@ class Meeting:
 
         All ranks that resume must call it equally often. Raises StateError.
         """
-        key = f"meshfeed/start/{next(_meetings[self.topic, ()])}"
+        key = f"meshfeed/start/{self._digest}/{next(_meetings[self.topic, ()])}"
         self._check_start(rank, self.store.compare_set(key, "", str(self.start)).decode(), "another rank")
+
+    def turn(self, purpose: str) -> str:
+        """A key prefix that the same run of the same feed has on all ranks of the job; waits for nobody."""
+        prefix = f"meshfeed/{purpose}/{self._digest}/{self.start}"
+        return f"{prefix}/{next(_meetings[prefix, ()])}"
+
+    @property
+    def _digest(self) -> str:
+        return hashlib.blake2b(self.topic.encode(), digest_size=8).hexdigest()
 
     def _check_start(self, rank: int, start: str, peer: str) -> None:
         if start != str(self.start):

@@ -95,6 +95,7 @@ class ShareLeader:
         self._peers: dict[int, socket.socket] = {}
         self._returned: dict[int, int] = {}
         self._next = 0
+        self._wake = -1
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -124,6 +125,7 @@ class ShareLeader:
             _part(peer)
         self._peers.clear()
         self._slots.clear()
+        self._wake = -1  # the number may soon be another file's
         self._resources.close()
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
@@ -144,7 +146,7 @@ class ShareLeader:
 
     def interrupt(self) -> None:
         """See Delivery."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):  # it has parted already
             os.eventfd_write(self._wake, 1)
 
     def _accept_all(self, listener: socket.socket, stack: contextlib.ExitStack) -> None:
@@ -298,7 +300,7 @@ class ShareFollower:
         self.traffic.num_bytes += size
         kind, _ = wire.peek(buffer)
         if kind == wire.ERROR:
-            raise DeliveryError(f"rank {leader} could not read: {wire.decode_error(buffer)}")
+            raise wire.decode_error(buffer)
         return wire.decode(buffer)
 
     def fail(self, error: BaseException, num_bytes: int) -> None:

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Columns
-from meshfeed.errors import DeliveryError
+from meshfeed.deliver.cause import Cause
+from meshfeed.errors import DeliveryError, MeshfeedError
 
 DATA, ERROR, END = 0, 1, 2
 TABLE_ROOM = 4096
@@ -76,8 +77,7 @@ def encode(columns: Columns) -> Message:
 
 def error_message(error: BaseException) -> Message:
     """A message that says why there will be no data."""
-    text = f"{type(error).__name__}: {error}".encode(errors="replace")
-    return _message(ERROR, text[: TABLE_ROOM - _HEADER.size], [])
+    return _message(ERROR, Cause.of(error).encode(TABLE_ROOM - _HEADER.size), [])
 
 
 def end_message() -> Message:
@@ -106,9 +106,9 @@ def decode(buffer: Bytes) -> Columns:
         ) from foreign
 
 
-def decode_error(buffer: Bytes) -> str:
-    """The text of an error message."""
-    return _table(buffer)[0].decode(errors="replace")
+def decode_error(buffer: Bytes) -> MeshfeedError:
+    """The error that an error message tells of."""
+    return Cause.decode(_table(buffer)[0]).error()
 
 
 def _columns(buffer: Bytes) -> Columns:

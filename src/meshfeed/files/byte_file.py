@@ -111,8 +111,11 @@ class ByteFile(Protocol):
 
     def __exit__(self, *exc: object) -> None: ...
 
-    def read_into(self, out: Bytes, begins: I64, sizes: I64) -> None:
-        """Fill `out`, uint8 [sum(sizes)], with `sizes` bytes from each of `begins`; int64 [m] twice."""
+    def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
+        """Bring `sizes` bytes from each of `begins` to each of `places` of `out`; int64 [m] each, uint8.
+
+        places: None lays the ranges back to back, and then they fill `out`.
+        """
         ...
 
     def will_need(self, begins: I64, ends: I64) -> None:

@@ -109,17 +109,17 @@ class CachedFile:
     def __repr__(self) -> str:
         return f"CachedFile({self.url!r})"
 
-    def read_into(self, out: Bytes, begins: I64, sizes: I64) -> None:
+    def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
         """See ByteFile."""
         if out.size == 0:
             return
         if not self._depth:
             raise StoreError(f"{self.url}: not entered; read from it inside `with`")
         blocks = self._blocks_of(begins, begins + sizes)
-        self._steadily(blocks, lambda: fill(self._data_fd(), out, begins, sizes, self.url))
+        self._steadily(blocks, lambda: fill(self._data_fd(), out, begins, sizes, places, self.url))
         with self._lock:
             self.stats.reads += sizes.size
-            self.stats.bytes_read += out.size
+            self.stats.bytes_read += int(sizes.sum())
         self._note_read(begins, sizes)
 
     def will_need(self, begins: I64, ends: I64) -> None:

@@ -68,14 +68,14 @@ class LocalFile:
         self.__init__(state["url"])
         self.__dict__.update(state)
 
-    def read_into(self, out: Bytes, begins: I64, sizes: I64) -> None:
+    def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
         """See ByteFile."""
         if out.size == 0:
             return
-        fill(self._opened(), out, begins, sizes, self.url)
+        fill(self._opened(), out, begins, sizes, places, self.url)
         with self._lock:
             self.stats.reads += sizes.size
-            self.stats.bytes_read += out.size
+            self.stats.bytes_read += int(sizes.sum())
 
     def will_need(self, begins: I64, ends: I64) -> None:
         """Ask the system to fetch the ranges; does nothing on systems without such advice."""
@@ -151,11 +151,12 @@ def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
         raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
-def fill(fd: int, out: Bytes, begins: I64, sizes: I64, url: str) -> None:
-    """Fill `out` with `sizes` bytes from each of `begins`, back to back. Raises StoreError naming `url`."""
-    preadv, buffer, at, begin = os.preadv, out.data, 0, 0
+def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> None:
+    """What `ByteFile.read_into` does, from an open file. Raises StoreError naming `url`."""
+    places = sizes.cumsum() - sizes if places is None else places
+    preadv, buffer, begin = os.preadv, out.data, 0
     try:
-        for begin, size in zip(begins.tolist(), sizes.tolist()):
+        for begin, size, at in zip(begins.tolist(), sizes.tolist(), places.tolist()):
             end = at + size
             got = preadv(fd, (buffer[at:end],), begin)
             while got != size:  # cut short, past 2 GiB or at a signal
@@ -166,7 +167,6 @@ def fill(fd: int, out: Bytes, begins: I64, sizes: I64, url: str) -> None:
                         f"after it was opened"
                     )
                 got += more
-            at = end
     except StoreError:
         raise
     except OSError as error:

@@ -230,17 +230,14 @@ class MDSStore:
         out = checked_out(self.path, out, self.dtype, int((stops - starts).sum()))
         documents, skip, take = pieces_of(self._offsets, starts, stops)
         shards = self.shard_ends.searchsorted(documents, side="right")
-        ends = take.cumsum()
-        turns = np.flatnonzero(np.diff(shards)) + 1
-        for run in np.split(np.arange(documents.size), turns):
-            if not run.size:
-                continue
-            first, last = int(run[0]), int(run[-1])
-            part = out[ends[first] - take[first] : ends[last]]
+        sizes = take * self.dtype.itemsize
+        places = sizes.cumsum() - sizes
+        for number in np.unique(shards).tolist():
+            mine = np.flatnonzero(shards == number)
             with self._lock:
-                shard = self._shard(int(shards[first]))
-                begins = self._begins(shard, int(shards[first]), documents[run], skip[run], take[run])
-                shard.file.read_into(part.view(np.uint8), begins, take[run] * self.dtype.itemsize)
+                shard = self._shard(number)
+                begins = self._begins(shard, number, documents[mine], skip[mine], take[mine])
+                shard.file.read_into(out.view(np.uint8), begins, sizes[mine], places[mine])
         return out
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:

@@ -48,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--kill-at", type=int, default=12, help="step after which all ranks are killed (12)")
     parser.add_argument("--steps", type=int, default=30, help="steps in all (30)")
     parser.add_argument(
-        "--delivery", choices=("auto", "direct", "broadcast", "share"), default="auto", help="(auto)"
+        "--delivery", choices=("auto", "direct", "broadcast", "share", "tree"), default="auto", help="(auto)"
     )
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where everything goes (demo-out)")
     parser.set_defaults(run=run)

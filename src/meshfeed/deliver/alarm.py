@@ -1,0 +1,201 @@
+"""One error for the whole job: what ends one rank's run for good ends the same run of every rank.
+
+A rank that fails leaves a *word* in the rendezvous store: its cause, and the step at which it strikes. Every
+run has a thread that waits for it, asleep, on a connection of its own.
+
+All ranks go on until that step and raise there, so that none waits in a collective for one that stopped
+earlier. Where another rank fails at an earlier step, its word follows; the cause stays that of the first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import threading
+import weakref
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NoReturn, Self, cast
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from meshfeed.deliver.cause import Cause
+from meshfeed.deliver.rendezvous import Meeting
+from meshfeed.errors import PeerError
+
+_FOR_EVER = timedelta(days=30)
+_LOOK_EVERY_S = 2.0  # where the store cannot wait without polling
+_JOIN_S = 5.0
+_MOST_BYTES = 4096
+_FAILURES = (RuntimeError, dist.DistError)  # of a store: its host is gone, or was never reached
+
+_idle: weakref.WeakKeyDictionary[Store, list[tuple[int, Store]]] = weakref.WeakKeyDictionary()
+
+
+class Alarm:
+    """One run's ear and voice in the job.
+
+    Without a way to meet, or alone, it does nothing. A store that is lost, because the rank that hosts it has
+    ended, is no error of this run: what the delivery group notices by itself remains.
+
+    Args:
+        meeting: where the ranks meet; None for one process.
+        rank: this one.
+        wake: called, from another thread, when a word has come.
+    """
+
+    def __init__(self, meeting: Meeting | None, rank: int, wake: Callable[[], None]) -> None:
+        self._meeting = None if meeting is None or len(meeting.ranks) < 2 else meeting
+        self._rank, self._wake = rank, wake
+        self._first: Cause | None = None
+        self._step = 0
+        self._words = 0
+        self._prefix = ""
+        self._lock = threading.Lock()
+        self._asleep = False
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._process = 0
+
+    def __enter__(self) -> Self:
+        if self._meeting is not None:
+            self._process = os.getpid()
+            self._prefix = self._meeting.turn("alarm")
+            self._thread = threading.Thread(
+                target=self._listen, args=(self._meeting.store,), name="meshfeed-alarm", daemon=True
+            )
+            self._thread.start()
+            atexit.register(self._end)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is None or self._meeting is None or self._process != os.getpid():
+            return
+        with self._lock:
+            self._ending.set()
+            asleep, self._asleep = self._asleep, False
+        if asleep:
+            with contextlib.suppress(*_FAILURES):
+                self._meeting.store.set(self._bell(self._rank), "1")
+            self._thread.join(_JOIN_S)
+            with contextlib.suppress(*_FAILURES):
+                self._meeting.store.delete_key(self._bell(self._rank))
+        # One that is still connecting ends by itself; only the interpreter's end waits for it.
+        if not self._thread.is_alive():
+            atexit.unregister(self._end)
+
+    def struck(self, step: int) -> BaseException | None:
+        """The job's error, where it strikes at this step or before."""
+        if self._first is None:
+            return None
+        if self._step > step:
+            self._hear()  # the job is ending anyway: see whether another rank has failed earlier
+        return self._first.error() if self._step <= step else None
+
+    def sound(self, error: Exception, step: int) -> NoReturn:
+        """Tell the job that this rank ends at `step`, and end it: with the job's error.
+
+        That is `error`, unless another rank was first. A lost peer strikes at once, since the next collective
+        would wait for it.
+        """
+        cause = Cause.of(error)
+        if not cause.text.startswith("rank "):
+            cause = replace(cause, text=f"rank {self._rank} ended at step {step}: {cause.text}")
+        try:
+            self._publish(cause, 0 if isinstance(error, PeerError) else step)
+        except _FAILURES:
+            raise error from None
+        if self._first is None or self._first.text == cause.text:
+            raise error
+        raise self._first.error() from error
+
+    def _publish(self, cause: Cause, step: int) -> None:
+        """Leave a word, unless there is one that strikes no later."""
+        if self._thread is None or self._meeting is None or self._process != os.getpid():
+            return
+        store: Any = self._meeting.store
+        ranks = self._meeting.ranks
+        word = json.dumps([step, cause.encode(_MOST_BYTES).decode()])
+        for turn in itertools.count():
+            winner = store.compare_set(f"{self._prefix}/word/{turn}", "", word).decode()
+            if winner == word:
+                store.multi_set([self._bell(rank) for rank in ranks], ["1"] * len(ranks))
+            if winner == word or json.loads(winner)[0] <= step:
+                break
+        self._hear()
+
+    def _hear(self) -> None:
+        """Take in the words that have come since."""
+        if self._meeting is None or self._process != os.getpid():
+            return
+        store = self._meeting.store
+        with self._lock:
+            try:
+                while store.check([key := f"{self._prefix}/word/{self._words}"]):
+                    step, told = json.loads(store.get(key))
+                    self._step = step if self._first is None else min(self._step, step)
+                    self._first = self._first or Cause.decode(told.encode())
+                    self._words += 1
+            except _FAILURES:
+                return
+
+    def _listen(self, store: Store) -> None:
+        with contextlib.suppress(*_FAILURES), _own_connection(store) as own:
+            if own is None:
+                while self._first is None and not self._ending.wait(_LOOK_EVERY_S):
+                    self._hear()
+            elif self._may_sleep():
+                own.wait([self._bell(self._rank)], _FOR_EVER)
+        if not self._ending.is_set():
+            self._hear()
+            self._wake()
+
+    def _may_sleep(self) -> bool:
+        with self._lock:
+            self._asleep = not self._ending.is_set()
+            return self._asleep
+
+    def _end(self) -> None:
+        """Before the interpreter ends: a thread that woke up in the middle of that would end it badly."""
+        self.__exit__(None, None, None)
+        if self._thread is not None and self._process == os.getpid():
+            self._thread.join(_JOIN_S)
+
+    def _bell(self, rank: int) -> str:
+        return f"{self._prefix}/bell/{rank}"
+
+
+@contextlib.contextmanager
+def _own_connection(store: Store) -> Generator[Store | None]:
+    """A connection on which one may wait without keeping others from theirs; None where there is none.
+
+    Connecting may take seconds where names resolve slowly, so it is kept for the next run.
+    """
+    idle = _idle.setdefault(store, [])
+    process, own = idle.pop() if idle else (0, None)
+    if process != os.getpid():  # a fork's parent goes on using its own
+        process, own = os.getpid(), _clone(store)
+    yield own
+    if own is not None:
+        idle.append((process, own))
+
+
+def _clone(store: Store) -> Store | None:
+    base: Any = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    # a FileStore waits in a busy loop
+    if isinstance(base, dist.FileStore) or not hasattr(store, "clone"):  # pyright: ignore[reportPrivateImportUsage]
+        return None
+    try:
+        return cast(Any, store).clone()
+    except _FAILURES:
+        return None

@@ -1,0 +1,296 @@
+"""One rank's run ends for good: every rank of the job ends with the same error, at the same step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfeed as mf
+import world
+from corpus import recipe_of, write_corpus
+from meshfeed.deliver import Cause
+from observe import take
+
+AT = 3  # the step that cannot be read
+KINDS = [mf.MissingError, mf.ChecksumError, mf.UnavailableError, ValueError]
+WAYS = [("direct", 2), ("direct", 0), ("broadcast", 2), ("share", 2), ("share", 0), ("tree", 2)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(path, num_tokens=5_000)
+    return str(path)
+
+
+def fail_at(recipe: mf.Recipe, step: int, error: Exception, replicas: int = 2) -> None:
+    """From its reads of one step on, the recipe's storage is gone."""
+    load, per_step = recipe.sequence.load, 8 // replicas
+
+    def broken(recipe: mf.Recipe, portion: Any, allocate: Any) -> Any:
+        broken.read += len(portion.draws)  # type: ignore[attr-defined]
+        if broken.read > step * per_step:  # type: ignore[attr-defined]
+            raise error
+        return load(recipe, portion, allocate)
+
+    broken.read = 0  # type: ignore[attr-defined]
+    object.__setattr__(recipe.sequence, "load", broken)
+
+
+def train(feed: mf.Feed, lockstep_until: int | None = None) -> tuple[str, str, int]:
+    """A trainer: how it ended, and after how many steps.
+
+    lockstep_until: its ranks meet at the end of each step, and in this one (long enough for news to go
+    round) the next is known to be spoilt.
+    """
+    steps = 0
+    try:
+        with feed:
+            for step in feed:
+                list(step.microbatches)
+                if step.index == lockstep_until:
+                    wait_until(lambda: feed._run._alarm.struck(lockstep_until + 1))  # type: ignore[union-attr]
+                if lockstep_until is not None:
+                    dist.barrier()
+                steps += 1
+    except mf.MeshfeedError as error:
+        return type(error).__name__, str(error), steps
+    return "done", "", steps
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        threading.Event().wait(0.01)
+
+
+def one_storage_fails(rank: int, path: str, kind: int) -> list[Any]:
+    told = []
+    for delivery, prefetch in WAYS:
+        recipe = recipe_of(path, sequences=8)
+        if rank == 2:
+            fail_at(recipe, AT, KINDS[kind]("s3://bucket/shard-7: no such object"))
+        layout = mf.Layout.parse("tp2-dp2", ranks_per_node=2 if delivery == "share" else 1)
+        feed = mf.Feed(recipe, layout, delivery=delivery, prefetch=prefetch, timeout_s=90)
+        told.append(train(feed, AT - 1 if prefetch else None))
+    return told
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_every_rank_ends_with_the_readers_error_at_the_step_that_it_spoils(corpus: str, kind: int) -> None:
+    told = world.run(one_storage_fails, 4, corpus, kind)
+    name = KINDS[kind].__name__ if issubclass(KINDS[kind], mf.MeshfeedError) else "DeliveryError"
+    for (delivery, prefetch), ends in zip(WAYS, zip(*told)):
+        assert len({(kind, text) for kind, text, _ in ends}) == 1, (delivery, prefetch, ends)
+        assert not prefetch or {steps for *_, steps in ends} == {AT}, (delivery, prefetch, ends)
+        assert ends[0][0] == name
+        assert "rank 2 (host " in ends[0][1] and f"could not read step {AT}: " in ends[0][1]
+        assert "s3://bucket/shard-7" in ends[0][1]
+
+
+def two_storages_fail(rank: int, path: str) -> Any:
+    recipe = recipe_of(path, sequences=8)
+    if rank in (1, 2):
+        fail_at(recipe, {1: 9, 2: 5}[rank], mf.MissingError(f"shard of {rank}"), replicas=4)
+    prefetch = {1: 60}.get(rank, 2)  # rank 1 finds early what strikes late
+    return train(mf.Feed(recipe, mf.Layout.parse("dp4"), prefetch=prefetch, timeout_s=90), 4)
+
+
+def test_of_two_failures_the_earlier_step_ends_the_job(corpus: str) -> None:
+    told = world.run(two_storages_fail, 4, corpus)
+    assert len({(kind, text) for kind, text, _ in told}) == 1 and told[0][0] == "MissingError"
+    assert {steps for *_, steps in told} == {5}, "nobody waits for one that stopped earlier"
+
+
+def truncated(rank: int, folder: str) -> Any:
+    recipe = recipe_of(f"{folder}/{'far' if rank == 2 else 'near'}/text", sequences=8, length=256)
+    feed, steps = mf.Feed(recipe, mf.Layout.parse("tp2-dp2"), delivery="share", timeout_s=90), 0
+    try:
+        with feed:
+            for step in feed:
+                list(step.microbatches)
+                steps += 1
+                if rank == 2 and steps == 2:
+                    os.truncate(f"{folder}/far/text.bin", 1_000)
+    except mf.MeshfeedError as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_corpus_that_is_cut_under_one_reader_ends_all_ranks(tmp_path: Path) -> None:
+    for where in ("near", "far"):
+        (tmp_path / where).mkdir()
+        write_corpus(tmp_path / where / "text", num_tokens=40_000)
+    told = world.run(truncated, 4, str(tmp_path))
+    assert len(set(told)) == 1, told
+    kind, text = told[0]
+    assert issubclass(getattr(mf, kind), mf.StoreError) and "far/text.bin" in text and "rank 2" in text
+
+
+def a_peer_dies(rank: int, path: str) -> Any:
+    """Rank 1 dies; ranks 2 and 3 share nothing with it but the job."""
+    store = dist.distributed_c10d._get_default_store().underlying_store
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2-dp2"), delivery="share", timeout_s=90)
+    try:
+        for step in feed:
+            list(step.microbatches)
+            if step.index == 2:
+                store.set(f"at{rank}", "1")
+    except mf.PeerError as lost:
+        return lost.ranks
+
+
+def test_a_dead_rank_is_named_in_every_replica(corpus: str) -> None:
+    jobs = world.start(a_peer_dies, 4, corpus, distributed=True)
+    wait_until(lambda: jobs.store.check([f"at{rank}" for rank in range(4)]))
+    jobs.kill([1])
+    outcomes = jobs.join(60)
+    assert [outcomes[rank].result for rank in (0, 2, 3)] == [(1,)] * 3, outcomes
+
+
+def host_dies(rank: int, path: str, where: str) -> Any:
+    """The store lives in rank 0's process, which is killed."""
+    meeting = Path(where)
+    if rank == 0:
+        store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        (meeting / "port.new").write_text(str(store.port))
+        (meeting / "port.new").rename(meeting / "port")
+    else:
+        while not (meeting / "port").exists():
+            threading.Event().wait(0.02)
+        port = int((meeting / "port").read_text())
+        store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60))
+    feed = mf.Feed(
+        recipe_of(path), mf.Layout.parse("tp2-dp2"), rank, delivery="share", rendezvous=store, timeout_s=90
+    )
+    try:
+        with feed:
+            for step in itertools.islice(feed, 400):
+                list(step.microbatches)
+                if step.index == 5:
+                    if rank == 0:
+                        store.wait(["at1", "at2", "at3"], timedelta(seconds=60))
+                        os.kill(os.getpid(), 9)
+                    store.set(f"at{rank}", "1")
+    except mf.PeerError as lost:
+        return lost.ranks
+    return "done"
+
+
+def test_a_rank_that_hosts_the_store_dies(corpus: str, tmp_path: Path) -> None:
+    outcomes = world.start(host_dies, 4, corpus, str(tmp_path), distributed=False).join(90)
+    assert outcomes[0].exitcode == -9
+    assert [outcome.result for outcome in outcomes[1:]] == [(0,), "done", "done"], outcomes
+
+
+def runs_apart(rank: int, path: str) -> list[Any]:
+    """A validation feed that fails, while a training feed goes on; then the same feed once more."""
+    recipe, valid = recipe_of(path, sequences=8), recipe_of(path, sequences=8, seed=9)
+    whole = valid.sequence.load
+    if rank == 2:
+        fail_at(valid, 1, mf.MissingError("valid shard"))
+    layout, told = mf.Layout.parse("tp2-dp2"), []
+    with mf.Feed(recipe, layout, delivery="share", timeout_s=90) as feed:
+        steps = iter(feed)
+        list(next(steps).microbatches)
+        check = mf.Feed(valid, layout, delivery="broadcast", timeout_s=90)
+        told.append(train(check)[0])
+        object.__setattr__(valid.sequence, "load", whole)
+        told.append(len(take(steps, 5)))
+    with mf.Feed(valid, layout, delivery="broadcast", timeout_s=90) as again:
+        told.append(len(take(again, 4)))
+    return told
+
+
+def test_an_error_ends_the_runs_of_its_own_feed_alone(corpus: str) -> None:
+    assert world.run(runs_apart, 4, corpus) == [["MissingError", 5, 4]] * 4
+
+
+def alarm_threads() -> int:
+    return sum(thread.name == "meshfeed-alarm" for thread in threading.enumerate())
+
+
+def many_runs(rank: int, path: str) -> Any:
+    """Runs that come and go, one forked in the middle: nothing is left, no close takes long."""
+    closes = []
+    for _ in range(12):
+        feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=90)
+        with feed:
+            steps = iter(feed)
+            list(next(steps).microbatches)
+            child = os.fork()
+            if child == 0:
+                feed.close()  # a child that unwinds must not touch what its parent waits on
+                os._exit(0)
+            os.waitpid(child, 0)
+            list(next(steps).microbatches)
+            began = time.monotonic()
+        closes.append(time.monotonic() - began)
+    return sorted(closes)[6], len(os.listdir("/proc/self/fd")), alarm_threads()
+
+
+def test_runs_that_come_and_go_leave_no_thread(corpus: str) -> None:
+    for close_s, _, threads in world.run(many_runs, 2, corpus):
+        assert close_s < 3.0 and threads == 0
+
+
+def test_one_process_listens_to_nobody(corpus: str) -> None:
+    with mf.Feed(recipe_of(corpus), rendezvous=dist.HashStore()) as feed:
+        list(next(iter(feed)).microbatches)
+        assert alarm_threads() == 0
+
+
+def left_open(rank: int, path: str) -> None:
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=90)
+    list(next(iter(feed)).microbatches)
+    left_open.feed = feed  # type: ignore[attr-defined]
+
+
+def test_a_feed_that_is_never_closed_keeps_no_process_alive(corpus: str) -> None:
+    outcomes = world.start(left_open, 2, corpus).join(60)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0], [outcome.trace for outcome in outcomes]
+
+
+ERRORS = [kind for kind in vars(mf).values() if isinstance(kind, type) and issubclass(kind, mf.MeshfeedError)]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.sampled_from(ERRORS), st.text(max_size=300), st.lists(st.integers(0, 2**40), max_size=5))
+def test_an_error_travels(kind: type[mf.MeshfeedError], text: str, ranks: list[int]) -> None:
+    blame = issubclass(kind, mf.PeerError | mf.VerifyError)
+    error = kind(text, ranks) if blame else kind(text)  # type: ignore[call-arg]
+    again = Cause.decode(Cause.of(error).encode(4096)).error()
+    assert type(again) is kind and getattr(again, "ranks", None) == (tuple(ranks) if blame else None)
+    assert str(again) == text.encode(errors="replace").decode()
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.text(max_size=3_000), st.integers(200, 900))
+def test_a_long_text_loses_its_end(text: str, room: int) -> None:
+    encoded = Cause.of(mf.StoreError(text)).encode(room)
+    assert len(encoded) <= room
+    assert text.encode(errors="replace").decode().startswith(str(Cause.decode(encoded).error()))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    st.one_of(st.binary(max_size=80), st.tuples(st.text(), st.text()).map(lambda pair: repr(pair).encode()))
+)
+def test_bad_news_that_cannot_be_read_is_still_bad_news(foreign: bytes) -> None:
+    assert isinstance(Cause.decode(foreign).error(), mf.MeshfeedError)
+
+
+@pytest.mark.parametrize("kind", ["os", "Iterable", "KeyboardInterrupt", "__builtins__", "", "Exception"])
+def test_no_other_class_is_made(kind: str) -> None:
+    assert type(Cause(kind, "x").error()) is mf.DeliveryError
