@@ -22,10 +22,10 @@ import pytest
 
 import world
 from meshfeed.errors import CacheError, ChangedError, MissingError
-from meshfeed.files import Cache, Folder
+from meshfeed.files import Cache, Folder, table
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.link import link_of, retried
-from meshfeed.files.table import DATA, ENTRY, TABLE, is_valid
+from meshfeed.files.table import DATA, ENTRY, TABLE, is_valid, make_files
 from services.needs import needs, needs_root
 from services.nginx import Nginx
 
@@ -78,10 +78,10 @@ def leader_of(file: CachedFile) -> int:
 def check_folder(cache: Path) -> int:
     """Every valid block of a cache folder holds the true bytes; returns how many there are."""
     found = 0
-    for table in cache.glob(f"u{os.getuid()}/*/{TABLE}"):
-        facts = json.loads((table.parent / "object.json").read_text())
-        entries = np.frombuffer(table.read_bytes(), ENTRY)
-        data = np.fromfile(table.parent / DATA, np.uint8)
+    for path in cache.glob(f"u{os.getuid()}/*/{TABLE}"):
+        facts = json.loads((path.parent / "object.json").read_text())
+        entries = np.frombuffer(path.read_bytes(), ENTRY)
+        data = np.fromfile(path.parent / DATA, np.uint8)
         for block in np.flatnonzero(is_valid(entries["generation"])).tolist():
             begin, end = block * facts["block_bytes"], min((block + 1) * facts["block_bytes"], SIZE)
             assert np.array_equal(data[begin:end], DATA_BYTES[begin:end]), f"block {block}"
@@ -192,6 +192,26 @@ def test_a_forked_child_has_a_link_of_its_own(server: Nginx, tmp_path: Path) -> 
         read_some(file, np.random.default_rng(7))
 
 
+def test_a_forked_child_knows_nothing_of_its_parents_objects(tmp_path: Path) -> None:
+    """Files that a child opens anew are not taken for those that its parent had opened."""
+    needs("nginx")
+    (tmp_path / "served").mkdir()
+    for name in "abcd":
+        (tmp_path / "served" / name).write_bytes(name.encode() * 100)
+    with Nginx(tmp_path / "served") as own:
+        folder = Folder(own.url, Cache(tmp_path / "cache"))
+        files = {name: folder.file(name) for name in "abcd"}
+        assert files["a"].peek([(0, 2)]) == [b"aa"] and files["b"].peek([(0, 2)]) == [b"bb"]
+        child = os.fork()
+        if child == 0:
+            try:
+                told = [files[name].peek([(2, 4)])[0] for name in "cdba"]
+                os._exit(0 if told == [b"cc", b"dd", b"bb", b"aa"] else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 # -- restarts and deaths --------------------------------------------------------------------------------------
 
 
@@ -292,11 +312,11 @@ def test_a_hundred_deaths(server: Nginx, tmp_path: Path) -> None:
 
 def check_folder_between(cache: Path) -> None:
     """As `check_folder`, while leaders live: by the rule that readers keep."""
-    for table in cache.glob(f"u{os.getuid()}/*/{TABLE}"):
+    for path in cache.glob(f"u{os.getuid()}/*/{TABLE}"):
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            before = np.frombuffer(table.read_bytes(), ENTRY)["generation"]
-            data = np.fromfile(table.parent / DATA, np.uint8)
-            after = np.frombuffer(table.read_bytes(), ENTRY)["generation"]
+            before = np.frombuffer(path.read_bytes(), ENTRY)["generation"]
+            data = np.fromfile(path.parent / DATA, np.uint8)
+            after = np.frombuffer(path.read_bytes(), ENTRY)["generation"]
             for block in np.flatnonzero(is_valid(before) & (before == after)).tolist():
                 begin, end = block * BLOCK, min((block + 1) * BLOCK, SIZE)
                 assert np.array_equal(data[begin:end], DATA_BYTES[begin:end]), f"block {block}"
@@ -383,6 +403,27 @@ def test_two_users_share_a_folder(server: Nginx, tmp_path_factory: pytest.TempPa
         assert as_nobody(make_own_part, cache, cache / "u0") == 0
         read_some(file, np.random.default_rng(2))
     assert sorted(path.name for path in cache.iterdir()) == ["u0", "u65534"]
+
+
+def test_another_users_part_is_not_believed(tmp_path: Path) -> None:
+    needs_root()
+    cache = Cache(tmp_path / "cache")
+    cache.path.mkdir()
+    cache.own_path.mkdir(mode=0o777)
+    os.chown(cache.own_path, 65534, 65534)
+    with pytest.raises(CacheError, match="is of another user"):
+        cache.make()
+
+
+def test_a_disk_without_holes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoHoles:
+        def fallocate(self, *args: Any) -> int:
+            return -1
+
+    make_files(tmp_path, 10_000, 3)
+    monkeypatch.setattr(table, "_libc", NoHoles())
+    with pytest.raises(CacheError, match="block by block"):
+        table.Blocks(tmp_path, 10_000, 4096).check_holes()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path_factory: pytest.TempPathFactory) -> None:

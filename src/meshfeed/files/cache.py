@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,9 +55,11 @@ class Cache:
         """Make the folder and this user's part of it; returns the latter. Raises CacheError."""
         try:
             if not self.path.exists():
-                self.path.mkdir(parents=True, exist_ok=True)
-                self.path.chmod(0o1777)  # as /tmp: other users make parts of their own
+                self._make_for_all()
             self.own_path.mkdir(mode=0o700, exist_ok=True)
+            found = self.own_path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                raise PermissionError(13, "is of another user, who could put anything there")
             if not os.access(self.own_path, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(13, "not to be written by this user")
         except OSError as error:
@@ -65,3 +68,15 @@ class Cache:
                 f"user can write, on a disk of the node"
             ) from error
         return self.own_path
+
+    def _make_for_all(self) -> None:
+        """The folder, as /tmp is: other users make parts of their own. It is there when it is ready."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
+        part.chmod(0o1777)
+        try:
+            part.rename(self.path)
+        except OSError:
+            part.rmdir()  # somebody else has just made it
+            if not self.path.is_dir():
+                raise

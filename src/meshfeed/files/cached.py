@@ -6,6 +6,7 @@ import mmap
 import operator
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from meshfeed.errors import CacheError, ChangedError, StoreError
 from meshfeed.files.byte_file import I64, Bytes, Content, FileStats, Vector
 from meshfeed.files.cache import Cache
-from meshfeed.files.link import Link, LostError, link_of, retried
+from meshfeed.files.link import Link, LostError, Session, link_of, retried
 from meshfeed.files.local import fill
 from meshfeed.files.refusals import options_of_environment
 from meshfeed.files.table import DATA, Entries, is_valid, map_table, num_blocks_of
@@ -57,11 +58,19 @@ class CachedFile:
         self.stats = FileStats()
         self._lock = threading.RLock()
         self._known: _Opened | None = None
-        self._session = self._number = -1
+        self._session: Session | None = None
+        self._number = -1
         self._fd: int | None = None
         self._depth = 0
         self._wished: Counter[int] = Counter()
         self._read: list[int] = []
+        _files.add(self)
+
+    def forget_parent(self) -> None:
+        """In a forked child: what the parent told its leader, the child's does not know."""
+        self._lock = threading.RLock()
+        self._session = None
+        self._wished, self._read = Counter(), []
 
     @property
     def size_bytes(self) -> int:
@@ -161,8 +170,8 @@ class CachedFile:
         generations = self._table["generation"]
         while True:
             before = generations[blocks]
-            missing = blocks[~is_valid(before)]
-            needed: list[int] = missing.tolist()
+            # all of them: those that are there must stay while the others come
+            needed: list[int] = [] if is_valid(before).all() else blocks.tolist()
             if needed:
                 self._ask("need", blocks=needed)
                 before = generations[blocks]
@@ -226,7 +235,7 @@ class CachedFile:
             raise StoreError(f"{self.url}: could not be opened")
         return known
 
-    def _open(self) -> tuple[int, int]:
+    def _open(self) -> tuple[Session, int]:
         """(session, number) of this object with today's leader."""
         session = self._link.connected()
         with self._lock:
@@ -244,7 +253,7 @@ class CachedFile:
             if self._session != session:
                 self._session, self._number = session, answer["object"]
                 self._link.listen(session, self._number, self._count_fetched)
-            return self._session, self._number
+            return session, self._number
 
     def _place(self) -> dict[str, Any]:
         if not is_remote(self._given):
@@ -273,7 +282,8 @@ class CachedFile:
         try:
             if do == "wish":
                 self._open()
-            self._link.say(self._session, do=do, object=self._number, **said)
+            if self._session is not None:
+                self._link.say(self._session, do=do, object=self._number, **said)
         except LostError:
             pass
 
@@ -331,3 +341,15 @@ class _Entries:
             raise IndexError(f"{self._file.url}: an entry of {self.size} that is not there")
         found = self._file.gathered(self._dtype, self._begin, wrapped.ravel()).reshape(wrapped.shape)
         return found[()] if array.ndim == 0 else found
+
+
+_files: weakref.WeakSet[CachedFile] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for file in list(_files):
+        file.forget_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_parent)

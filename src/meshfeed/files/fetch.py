@@ -26,6 +26,7 @@ from meshfeed.files.table import Blocks
 _RANGE_BYTES = 16 << 20
 _THREADS = 24
 _ATTEMPTS = 3
+_DISK_ATTEMPTS, _DISK_PAUSE_S = 20, 0.2
 
 Done = Callable[[MeshfeedError | None], None]
 
@@ -188,7 +189,7 @@ class Fetcher:
                 if first in self._flying or first not in self._asked_by:
                     queue.popleft()  # somebody has it, or had it
                     continue
-                if not urgent and not self._shelf.is_wanted(first):
+                if not self._shelf.is_wanted(first):
                     queue.popleft()
                     del self._asked_by[first]
                     continue
@@ -321,25 +322,28 @@ class Fetcher:
             at += size
 
     def _publish(self, one: CachedObject, number: int, data: memoryview) -> None:
-        for last in (False, True):
+        for attempt in range(_DISK_ATTEMPTS):
             try:
                 one.blocks.publish(number, data)
                 return
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                if last or not full or not self._drop_something(len(data)):
+                if not full or attempt + 1 == _DISK_ATTEMPTS:
                     raise CacheError(
                         f"{one.blocks.folder}: {error.strerror or error}, {self._shelf.held_bytes} bytes "
                         f"held; free room on this disk, or lower limit_bytes of the cache"
                     ) from error
+                self._shrink(len(data))
 
-    def _drop_something(self, num_bytes: int) -> bool:
-        """Give back what nobody needs, where the disk is full before the limit is reached."""
+    def _shrink(self, num_bytes: int) -> None:
+        """The disk is full before the limit is reached: hold less from now on, and give something back."""
         with self._changed:
             shelf = self._shelf
-            going = shelf.make_room(shelf.limit_bytes - shelf.held_bytes + num_bytes, over_wishes=True)
+            shelf.limit_bytes = max(min(shelf.limit_bytes, shelf.held_bytes) - num_bytes, num_bytes)
+            going = shelf.make_room(0, over_wishes=True)
             self._drop(going or [])
-            return bool(going)
+            if not going:
+                self._changed.wait(_DISK_PAUSE_S)  # what others are bringing may be let go then
 
 
 def _whole(one: CachedObject, content: Content) -> tuple[bytes, int]:

@@ -245,10 +245,13 @@ class Leader:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             make_files(folder, size, num_blocks_of(size, block_bytes))
+            Blocks(folder, size, block_bytes).check_holes()
             part = folder / f"{OBJECT}.part"
             part.write_text(json.dumps(facts))
             part.rename(folder / OBJECT)
             return Blocks(folder, size, block_bytes)
+        except CacheError:
+            raise
         except (OSError, ValueError) as error:
             raise CacheError(
                 f"{folder}: {getattr(error, 'strerror', None) or error}; see to the disk, or choose another "

@@ -22,6 +22,7 @@ from meshfeed.files.cache import Cache
 from meshfeed.files.leader import LOG, socket_name
 
 Answer = tuple[dict[str, Any], bytes]
+Session = tuple[int, int]
 
 _START_S = 60.0
 _PAUSE_S = 0.01
@@ -35,7 +36,8 @@ class Link:
     """Requests to the leader, from any thread. Raises CacheError where no leader can be had.
 
     Attributes:
-        session: counts the leaders that this process has met; what one was told, the next does not know.
+        session: (process, how many leaders it has met); what one was told, the next does not know, and a
+            forked child knows nothing.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -44,21 +46,21 @@ class Link:
         _links.add(self)
 
     def _reset(self) -> None:
-        self.session = 0
+        self.session: Session = (os.getpid(), 0)
         self._connecting, self._sending, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._socket: socket.socket | None = None
         self._ids = itertools.count()
         self._futures: dict[int, Future[Answer]] = {}
-        self._listeners: dict[tuple[int, int], Callable[[int], None]] = {}
+        self._listeners: dict[tuple[Session, int], Callable[[int], None]] = {}
 
-    def connected(self) -> int:
+    def connected(self) -> Session:
         """The session, a new one where the last leader is gone. Raises LostError where it goes at once."""
         with self._connecting:
             if self._socket is None:
                 self._connect()
             return self.session
 
-    def ask(self, session: int, **said: Any) -> Answer:
+    def ask(self, session: Session, **said: Any) -> Answer:
         """An answer of the leader of one session. Raises LostError where it is gone, or its own error."""
         future: Future[Answer] = Future()
         number = next(self._ids)
@@ -72,13 +74,13 @@ class Link:
             raise message.untold(answer["error"])
         return answer, payload
 
-    def say(self, session: int, **said: Any) -> None:
+    def say(self, session: Session, **said: Any) -> None:
         """Something that has no answer; nothing where that leader is gone."""
         if session == self.session:
             with contextlib.suppress(LostError):
                 self._send(said)
 
-    def listen(self, session: int, number: int, fetched: Callable[[int], None]) -> None:
+    def listen(self, session: Session, number: int, fetched: Callable[[int], None]) -> None:
         """Call `fetched` with bytes that were fetched of an object for this process."""
         self._listeners[session, number] = fetched
 
@@ -108,7 +110,7 @@ class Link:
         future: Future[Answer] = Future()
         number = next(self._ids)
         with self._lock:
-            self.session += 1
+            self.session = (os.getpid(), self.session[1] + 1)
             self._socket = link
             self._futures[number] = future
         hears = threading.Thread(target=_hear, args=(weakref.ref(self), link), daemon=True)
@@ -222,7 +224,9 @@ def _start_leader(folder: Path) -> str:
 
 
 def _forget_links() -> None:
-    """In a forked child: its parent's connections are not its own."""
+    """In a forked child: its parent's connections are not its own, nor what threads of the parent held."""
+    global _making
+    _making = threading.Lock()
     for link in list(_links):
         inherited = link._socket  # pyright: ignore[reportPrivateUsage]
         link._reset()  # pyright: ignore[reportPrivateUsage]

@@ -11,6 +11,7 @@ is held in place while it is needed saves work, and nothing depends on it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -116,10 +117,16 @@ class Blocks:
         return False
 
     def drop(self, block: int) -> None:
-        """Take a block away, and give its room back. Raises CacheError where the disk cannot."""
+        """Take a block away, and give its room back."""
         self._begin_change(block)
         self._entries["sum"][block] = 0
-        self._punch(block)
+        with contextlib.suppress(CacheError, OSError):  # the disk could, when the object was made
+            self._punch(block)
+
+    def check_holes(self) -> None:
+        """Raises CacheError where the disk cannot give room back block by block."""
+        if self.num_blocks:
+            self._punch(0)
 
     def _held_bytes(self) -> int:
         return (self.folder / DATA).stat().st_blocks * 512
