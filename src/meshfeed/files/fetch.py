@@ -328,7 +328,7 @@ class Fetcher:
                 return
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                if not full or attempt + 1 == _DISK_ATTEMPTS:
+                if not full or attempt + 1 == _DISK_ATTEMPTS or not self._shelf.is_wanted((one.key, number)):
                     raise CacheError(
                         f"{one.blocks.folder}: {error.strerror or error}, {self._shelf.held_bytes} bytes "
                         f"held; free room on this disk, or lower limit_bytes of the cache"
@@ -340,10 +340,10 @@ class Fetcher:
         with self._changed:
             shelf = self._shelf
             shelf.limit_bytes = max(min(shelf.limit_bytes, shelf.held_bytes) - num_bytes, num_bytes)
-            going = shelf.make_room(0, over_wishes=True)
-            self._drop(going or [])
-            if not going:
-                self._changed.wait(_DISK_PAUSE_S)  # what others are bringing may be let go then
+            self._drop(shelf.make_room(0, over_wishes=True) or [])
+            self._changed.wait_for(
+                lambda: False, _DISK_PAUSE_S
+            )  # others bring blocks too, and may take the room first
 
 
 def _whole(one: CachedObject, content: Content) -> tuple[bytes, int]:
