@@ -15,9 +15,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from meshfeed.errors import MeshfeedError
-from meshfeed.store import IndexedStore, MDSStore, open_store
+from meshfeed.store import IndexedStore, JsonlStore, MDSStore, open_store
 
 I64 = npt.NDArray[np.int64]
+AnyStore = IndexedStore | MDSStore | JsonlStore
 
 _LOOKED_AT_WHOLE = 1 << 20
 _NUM_BLOCKS = 64
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         facts["document_lengths"] = lengths.facts()
         if not args.json:
             _print_tables(facts, lengths)
-        if args.verify:
+        if args.verify and not isinstance(store, JsonlStore):  # whose every line was parsed to open it
             _verify(store, quiet=args.json)
             facts["verified"] = True
     except MeshfeedError as error:
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def facts_of(store: IndexedStore | MDSStore) -> dict[str, Any]:
+def facts_of(store: AnyStore) -> dict[str, Any]:
     """What the store says of itself, as JSON-able values."""
     if isinstance(store, MDSStore):
         return {
@@ -82,6 +83,10 @@ def facts_of(store: IndexedStore | MDSStore) -> dict[str, Any]:
             "columns": ", ".join(f"{name}: {encoding}" for name, encoding in store.columns.items()),
             "fingerprint": store.fingerprint,
         }
+    if isinstance(store, JsonlStore):
+        names = ("path", "num_tokens", "num_documents", "fingerprint")
+        facts = {name: getattr(store, name) for name in names}
+        return facts | {"format": "JSONL", "dtype": store.dtype.name}
     header = store.header
     return {
         "path": store.path,
@@ -146,7 +151,7 @@ class Lengths:
         return [(1 << b >> 1, (1 << b) - 1, int(counts[b])) for b in bits]
 
 
-def look_at_lengths(store: IndexedStore | MDSStore) -> Lengths:
+def look_at_lengths(store: AnyStore) -> Lengths:
     """The lengths of all documents up to 2**20, of 64 blocks of 4,096 in longer stores."""
     size = store.num_documents
     documents = np.arange(min(size, _LOOKED_AT_WHOLE))

@@ -2,6 +2,7 @@
 
 from meshfeed.store.indexed import IndexedStore
 from meshfeed.store.indexed_writer import IndexedWriter, best_dtype
+from meshfeed.store.jsonl import JsonlStore
 from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.store.mds import MDSStore
 from meshfeed.store.mock import Lengths
@@ -14,6 +15,7 @@ __all__ = [
     "IndexedStore",
     "IndexedWriter",
     "Item",
+    "JsonlStore",
     "Lengths",
     "MDSStore",
     "Mapped",

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, FileStats, Folder
 from meshfeed.order import EpochIndex
-from meshfeed.store.index_cache import cached_arrays, key_of_parts
+from meshfeed.store.lengths import lengths_index
 from meshfeed.store.mds_index import INDEX, Column, Shard, parse_index
 from meshfeed.store.mds_sample import DTYPE_CODES, decode, ndarray_of
 from meshfeed.store.mds_shard import ShardFile, Tokens
@@ -316,10 +316,13 @@ class MDSStore:
         fixed = self._tokens.fixed
         if fixed is not None:
             return np.arange(len(self) + 1, dtype=np.int64) * fixed
-        if not self._folder.is_remote:
-            return self._build_offsets()["offsets"]
-        key = key_of_parts(kind="mds lengths", version=1, fingerprint=self.fingerprint)
-        return cached_arrays(self._folder.kept, key, self._build_offsets)["offsets"]
+        if not self._folder.is_remote or not self._parsed[2]:
+            parts = [self._part(number)["lengths"] for number in range(len(self._parsed[2]))]
+            return np.concatenate([np.zeros(1, np.int64), *parts]).cumsum()
+        index = lengths_index(
+            self._folder.kept, len(self._parsed[2]), self._part, kind="mds", version=1, of=self.fingerprint
+        )
+        return np.concatenate((np.zeros(1, np.int64), index["lengths"].cumsum(dtype=np.int64)))
 
     @cached_property
     def _distinct(self) -> I64:
@@ -327,16 +330,11 @@ class MDSStore:
         offsets = self._offsets
         return offsets[:-1][np.diff(offsets) > 0]
 
-    def _build_offsets(self) -> dict[str, npt.NDArray[Any]]:
-        offsets = np.zeros(len(self) + 1, np.int64)
-        _, columns, shards = self._parsed
-        at = 0
-        for number, shard in enumerate(shards):
-            with ShardFile(shard, columns, self._file_of(number)) as file:
-                _, counts = file.token_spans(np.arange(shard.num_samples), self._tokens)
-            offsets[at + 1 : at + 1 + shard.num_samples] = counts
-            at += shard.num_samples
-        return {"offsets": offsets.cumsum()}
+    def _part(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        """Tokens of each document of one shard."""
+        shard = self._parsed[2][number]
+        with ShardFile(shard, self._parsed[1], self._file_of(number)) as file:
+            return {"lengths": file.token_spans(np.arange(shard.num_samples), self._tokens)[1]}
 
     # -- shards -------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from meshfeed.errors import MissingError, StoreError
 from meshfeed.files import Cache, Folder
 from meshfeed.files.url import local_path, parent, without_secrets
 from meshfeed.store.indexed import IndexedStore
+from meshfeed.store.jsonl import JsonlStore
 from meshfeed.store.mds import MDSStore
 from meshfeed.store.mds_index import INDEX
 
@@ -25,12 +26,15 @@ def open_store(
     options: Mapping[str, str] | None = None,
     column: str | None = None,
     dtype: npt.DTypeLike | None = None,
-) -> IndexedStore | MDSStore:
+    tokenizer: str | None = None,
+) -> IndexedStore | MDSStore | JsonlStore:
     """The token store at `path`, recognised and checked; no file stays open.
 
-    path: of a Megatron store, with or without .bin or .idx, or of a folder with an MDS dataset; or its URL:
-    s3://, gs://, az://, https://.
-    column, dtype: which column of an MDS dataset holds tokens, and of which kind, where that is not plain.
+    path: of a Megatron store, with or without .bin or .idx, of a folder with an MDS dataset, or of a .jsonl
+    file; or its URL: s3://, gs://, az://, https://.
+    column, dtype: which column of an MDS dataset holds tokens, and of which kind, where that is not plain;
+    column: which key of JSONL.
+    tokenizer: of JSONL with text: "bytes", or the path of a file of the `tokenizers` package.
     cache: where a node keeps what it fetches of a remote store, or that folder alone; None for the default.
     options: for the storage client, such as {"endpoint": ..., "region": ...}; what they leave open, the
     cloud's usual chain of environment variables, files and services decides.
@@ -51,6 +55,8 @@ def open_store(
             without_secrets(given).rpartition(name)[0] + stem if where.is_remote else _beside(given, stem)
         )
         return IndexedStore(prefix, where.file(f"{stem}.idx"), where.file(f"{stem}.bin")).check()
+    if name.endswith(".jsonl") and where.holds(name):
+        return JsonlStore(where, name, column=column, tokenizer=tokenizer)
     inside = Folder(given, where.cache, where.options)
     if (where.is_remote or Path(local_path(given)).is_dir()) and inside.holds(INDEX):
         return MDSStore(inside, column=column, dtype=dtype)

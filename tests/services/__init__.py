@@ -1,1 +1,0 @@
-"""Real servers for tests, each a context manager that leaves nothing behind."""
