@@ -311,7 +311,7 @@ def peers_of_a_failure(rank: int, delivery: str) -> tuple[str, str]:
 @pytest.mark.parametrize("delivery", ["broadcast", "share"])
 def test_peers_hear_what_the_dataset_raised(delivery: str) -> None:
     results = world.run(peers_of_a_failure, 2, delivery)
-    assert [kind for kind, _ in results] == ["StoreError", "DeliveryError"]
+    assert [kind for kind, _ in results] == ["StoreError", "StoreError"]
     assert all("index=5) failed: ZeroDivisionError" in said for _, said in results)
 
 

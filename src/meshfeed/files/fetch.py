@@ -56,6 +56,10 @@ class CachedObject:
     doubted: set[int] = field(default_factory=set)
 
 
+class _DiskFullError(CacheError):
+    """The disk took no more of a run."""
+
+
 @dataclass(eq=False)
 class _Need:
     """A reader that waits for blocks."""
@@ -263,15 +267,22 @@ class Fetcher:
         ended: list[_Need] = []
         with self._changed:
             self._ahead -= not urgent
+            again = isinstance(error, _DiskFullError) and len(run) > 1
             for block in run:
                 self._flying.discard(block)
-                self._asked_by.pop(block, None)
                 if error is not None:
                     self._drop_failed(block)
+                if again and block in self._needs and not self._is_there(block):
+                    self._urgent.append(block)  # by itself it may fit
+                    continue
+                self._asked_by.pop(block, None)
                 for need in self._needs.pop(block, []):
                     need.missing.discard(block)
-                    if error is not None or not need.missing:
+                    if (error is not None and not again) or not need.missing:
                         ended.append(need)
+            if again:
+                self._pace = Pace(_RANGE_BYTES)  # which begins with single blocks
+                error = None
             if error is not None:
                 for need in ended:
                     self._give_up(need)
@@ -281,11 +292,13 @@ class Fetcher:
             need.done(error)
 
     def _drop_failed(self, block: Block) -> None:
-        blocks = self._objects[block[0]].blocks
-        if not blocks.valid([block[1]])[0]:  # those of its run that came before may be there
+        if not self._is_there(block):  # those of its run that came before may be
             self._shelf.remove(block)
             with contextlib.suppress(OSError):  # there is an error to tell already
-                blocks.drop(block[1])
+                self._objects[block[0]].blocks.drop(block[1])
+
+    def _is_there(self, block: Block) -> bool:
+        return self._objects[block[0]].blocks.valid([block[1]])[0]
 
     def _give_up(self, need: _Need) -> None:
         for block in need.missing:
@@ -329,7 +342,7 @@ class Fetcher:
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
                 if not full or attempt + 1 == _DISK_ATTEMPTS or not self._shelf.is_wanted((one.key, number)):
-                    raise CacheError(
+                    raise _DiskFullError(
                         f"{one.blocks.folder}: {error.strerror or error}, {self._shelf.held_bytes} bytes "
                         f"held; free room on this disk, or lower limit_bytes of the cache"
                     ) from error
@@ -339,8 +352,8 @@ class Fetcher:
         """The disk is full before the limit is reached: hold less from now on, and give something back."""
         with self._changed:
             shelf = self._shelf
-            shelf.limit_bytes = max(min(shelf.limit_bytes, shelf.held_bytes) - num_bytes, num_bytes)
-            self._drop(shelf.make_room(0, over_wishes=True) or [])
+            self._drop(shelf.to_free(num_bytes, over_wishes=True))
+            shelf.limit_bytes = min(shelf.limit_bytes, max(shelf.held_bytes, num_bytes))
             self._changed.wait_for(
                 lambda: False, _DISK_PAUSE_S
             )  # others bring blocks too, and may take the room first

@@ -35,7 +35,8 @@ def receive(link: socket.socket) -> tuple[dict[str, Any], bytes] | None:
 
 def told(error: MeshfeedError) -> dict[str, str]:
     """An error as it travels."""
-    return {"kind": type(error).__name__, "text": str(error)}
+    known = next(kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
+    return {"kind": known.__name__, "text": str(error)}
 
 
 def untold(error: dict[str, str]) -> MeshfeedError:

@@ -92,18 +92,22 @@ class Shelf:
         over_wishes: blocks that are only wished for go too, those last that were wished for first. None
         where it cannot be done; the caller removes the blocks.
         """
-        excess, going = self.held_bytes + num_bytes - self.limit_bytes, list[Block]()
-        if excess <= 0:
-            return going
+        excess = self.held_bytes + num_bytes - self.limit_bytes
+        going = self.to_free(excess, over_wishes=over_wishes)
+        return going if sum(self._sizes[block] for block in going) >= excess else None
+
+    def to_free(self, num_bytes: int, *, over_wishes: bool) -> list[Block]:
+        """The blocks that go for so many bytes less, or for as many as can be."""
+        going = list[Block]()
         loose = [block for block in self._sizes if block not in self.busy and block not in self._firm_sizes]
         free = (block for block in loose if not self.is_wanted(block))
         wishes = (block for block in reversed(loose) if self.is_wanted(block))
         for block in chain(free, wishes if over_wishes else ()):
+            if num_bytes <= 0:
+                break
             going.append(block)
-            excess -= self._sizes[block]
-            if excess <= 0:
-                return going
-        return None
+            num_bytes -= self._sizes[block]
+        return going
 
     def _unpin(self, block: Block, count: int, firm: bool) -> None:
         self._num_pins[firm][block] -= count
