@@ -405,6 +405,16 @@ def test_two_users_share_a_folder(server: Nginx, tmp_path_factory: pytest.TempPa
     assert sorted(path.name for path in cache.iterdir()) == ["u0", "u65534"]
 
 
+def test_a_folder_that_two_make_at_once_is_made_once(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache")
+    cache._make_for_all()  # what another process did since this one looked
+    found = cache.path.stat().st_ino
+    cache._make_for_all()
+    assert cache.path.stat().st_ino == found
+    assert cache.make().is_dir()
+    assert os.listdir(tmp_path) == ["cache"]
+
+
 def test_another_users_part_is_not_believed(tmp_path: Path) -> None:
     needs_root()
     cache = Cache(tmp_path / "cache")

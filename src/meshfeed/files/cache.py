@@ -70,13 +70,20 @@ class Cache:
         return self.own_path
 
     def _make_for_all(self) -> None:
-        """The folder, as /tmp is: other users make parts of their own. It is there when it is ready."""
+        """The folder, as /tmp is: other users make parts of their own. It is there when it is ready.
+
+        It comes with this user's part in it, because a rename may replace a folder that is empty, and then
+        whoever had just made that one would hold a folder that is gone.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
-        part.chmod(0o1777)
+        made = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
+        made.chmod(0o1777)
+        own = made / self.own_path.name
+        own.mkdir(mode=0o700)
         try:
-            part.rename(self.path)
+            made.rename(self.path)
         except OSError:
-            part.rmdir()  # somebody else has just made it
+            own.rmdir()
+            made.rmdir()  # somebody else has just made it
             if not self.path.is_dir():
                 raise
