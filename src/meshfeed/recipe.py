@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
@@ -285,6 +285,14 @@ class Recipe:
     def source_names(self) -> tuple[str, ...]:
         """The sources' names in a mixture; one empty name for a store alone."""
         return self.data.names if isinstance(self.data, Mixture) else ("",)
+
+    def with_stores(self, stores: Sequence[Store]) -> Recipe:
+        """The same with other stores in the sources' places, such as a column of each."""
+        if not isinstance(self.data, Mixture):
+            return replace(self, data=stores[0])
+        data = copy(self.data)
+        data.stores = tuple(stores)
+        return replace(self, data=data)
 
     def summary(self, until: int | None = None) -> dict[str, str]:
         """Part -> what it is, of all that decides the steps before `until` (None: all steps).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +27,7 @@ from meshfeed.plan import (
 )
 from meshfeed.plan.account import exact_sum
 from meshfeed.recipe import Blocks, Recipe
-from meshfeed.sequence import Portion, SequenceRule, portions_of
+from meshfeed.sequence import Portion, SequenceRule, portions_of, rule_of
 
 _TOKENS_TOGETHER = 1 << 17  # 32 windows of 4,096: beyond, the fixed cost of a read is lost in its size
 
@@ -87,6 +87,7 @@ class Stepping:
         packing: how sequences of different lengths become microbatches; None for rows of one length.
         vpp: virtual stages per pipeline rank.
         cp_split: how context parallelism splits a sequence.
+        rule: the recipe's sequence rule, bound to the columns of its stores.
     """
 
     recipe: Recipe
@@ -95,17 +96,14 @@ class Stepping:
     cp_split: CpSplit
     packing: Packing | None = None
     vpp: int = 1
+    rule: SequenceRule = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", rule_of(self.recipe))
         if self.rule.packed and self.packing is None:
             raise RecipeError(f"{self.rule.summary()} needs packing=mf.Packing(capacity=...)")
         if self.packing is not None and not self.rule.packed:
             raise RecipeError(f"{self.rule.summary()} has sequences of one length; leave packing out")
-
-    @property
-    def rule(self) -> SequenceRule:
-        """The recipe's sequence rule."""
-        return cast(SequenceRule, self.recipe.sequence)
 
     def global_batch(self, step: int) -> GlobalBatch | None:
         """One step; None past the end of the stream."""

@@ -15,10 +15,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from meshfeed.errors import MeshfeedError
-from meshfeed.store import IndexedStore, JsonlStore, MDSStore, open_store
+from meshfeed.store import OpenedStore, open_store
 
 I64 = npt.NDArray[np.int64]
-AnyStore = IndexedStore | MDSStore | JsonlStore
 
 _LOOKED_AT_WHOLE = 1 << 20
 _NUM_BLOCKS = 64
@@ -34,12 +33,14 @@ def add_parser(subparsers: Any) -> None:
         description="Show format, counts, fingerprint and document lengths of a token store.",
     )
     parser.add_argument(
-        "path", help="a Megatron .bin/.idx pair, or a folder with an MDS dataset; path or URL"
+        "path", help="path or URL of a .bin/.idx pair, a folder with dataset.json or MDS, JSONL, or Parquet"
     )
+    parser.add_argument("--column", help="of the tokens or the text, in MDS, JSONL and Parquet")
+    parser.add_argument("--tokenizer", help="for text: 'bytes', or the path of a tokenizers JSON file")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="check every entry of the index, every hash of MDS; exit 1 and name what is broken",
+        help="check every entry, hash and, in JSONL and Parquet, token; exit 1 and name what is broken",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
@@ -50,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
     broken: str | None = None
     facts: dict[str, Any] = {}
     try:
-        store = open_store(args.path)
+        store = open_store(args.path, column=args.column, tokenizer=args.tokenizer)
         facts = facts_of(store)
         lengths = look_at_lengths(store)
         facts["document_lengths"] = lengths.facts()
         if not args.json:
             _print_tables(facts, lengths)
-        if args.verify and not isinstance(store, JsonlStore):  # whose every line was parsed to open it
+        if args.verify:
             _verify(store, quiet=args.json)
             facts["verified"] = True
     except MeshfeedError as error:
@@ -66,41 +67,19 @@ def run(args: argparse.Namespace) -> int:
     elif broken:
         print(f"broken: {broken}", file=sys.stderr)
     elif args.verify:
-        print("verified: sound")
+        print("verified: every entry is sound")
     return 1 if broken else 0
 
 
-def facts_of(store: AnyStore) -> dict[str, Any]:
+def facts_of(store: OpenedStore) -> dict[str, Any]:
     """What the store says of itself, as JSON-able values."""
-    if isinstance(store, MDSStore):
-        return {
-            "path": store.path,
-            "format": "MDS, version 2",
+    with store:
+        counts = {
             "dtype": store.dtype.name,
             "num_tokens": store.num_tokens,
             "num_documents": store.num_documents,
-            "num_shards": store.shard_ends.size,
-            "columns": ", ".join(f"{name}: {encoding}" for name, encoding in store.columns.items()),
-            "fingerprint": store.fingerprint,
         }
-    if isinstance(store, JsonlStore):
-        names = ("path", "num_tokens", "num_documents", "fingerprint")
-        facts = {name: getattr(store, name) for name in names}
-        return facts | {"format": "JSONL", "dtype": store.dtype.name}
-    header = store.header
-    return {
-        "path": store.path,
-        "format": "megatron .bin/.idx, version 1",
-        "dtype": store.dtype.name,
-        "num_tokens": store.num_tokens,
-        "num_sequences": store.num_sequences,
-        "num_documents": store.num_documents,
-        "has_modes": store.has_modes,
-        "is_stream": store.is_stream,
-        "bin_size_bytes": header.bin_size_bytes,
-        "idx_size_bytes": header.idx_size_bytes,
-        "fingerprint": store.fingerprint,
-    }
+        return {"path": store.path} | counts | store.facts() | {"fingerprint": store.fingerprint}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +130,7 @@ class Lengths:
         return [(1 << b >> 1, (1 << b) - 1, int(counts[b])) for b in bits]
 
 
-def look_at_lengths(store: AnyStore) -> Lengths:
+def look_at_lengths(store: OpenedStore) -> Lengths:
     """The lengths of all documents up to 2**20, of 64 blocks of 4,096 in longer stores."""
     size = store.num_documents
     documents = np.arange(min(size, _LOOKED_AT_WHOLE))
@@ -163,7 +142,7 @@ def look_at_lengths(store: AnyStore) -> Lengths:
         return Lengths(tokens=store.lengths(documents), num_documents=size)
 
 
-def _verify(store: IndexedStore | MDSStore, *, quiet: bool) -> None:
+def _verify(store: OpenedStore, *, quiet: bool) -> None:
     with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
         task = progress.add_task("checking", total=1.0)
         for done in store.verify():

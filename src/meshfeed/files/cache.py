@@ -51,6 +51,11 @@ class Cache:
         """This user's part of it."""
         return self.path / f"u{os.getuid()}"
 
+    @property
+    def kept_path(self) -> Path:
+        """What is worked out of files and kept, in this user's part: lengths of documents, and the like."""
+        return self.own_path / "kept"
+
     def make(self) -> Path:
         """Make the folder and this user's part of it; returns the latter. Raises CacheError."""
         try:

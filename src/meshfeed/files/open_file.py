@@ -40,7 +40,9 @@ class Folder:
     @property
     def kept(self) -> Path:
         """Where to keep what is worked out of its files, on this node; made if missing. Raises CacheError."""
-        return (self.cache or Cache()).make() / "kept"
+        cache = self.cache or Cache()
+        cache.make()
+        return cache.kept_path
 
     def file(self, name: str, content: Content | None = None) -> ByteFile:
         """A file in it, by a relative name. content: what must hold of its bytes; None where nobody says.

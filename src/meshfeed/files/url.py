@@ -27,6 +27,11 @@ def is_remote(url: str) -> bool:
     return True
 
 
+def is_http(url: str) -> bool:
+    """Whether a URL is of a web server, which has no listing."""
+    return url.lower().startswith(("http://", "https://"))
+
+
 def local_path(url: str) -> str:
     """The path of a local URL: file:///data/x -> /data/x, and a path as it is."""
     return unquote(urlsplit(url).path) if url.startswith("file://") else url

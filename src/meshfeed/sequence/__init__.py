@@ -1,6 +1,7 @@
 """Draws and slices -> tensors: what a sequence is, and which of its bytes are read."""
 
 from meshfeed.columns import Arrays, Columns
+from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.documents import Documents
 from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.megatron import MegatronGPT
@@ -19,4 +20,5 @@ __all__ = [
     "SequenceRule",
     "Windows",
     "portions_of",
+    "rule_of",
 ]

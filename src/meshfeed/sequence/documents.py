@@ -93,6 +93,15 @@ class Documents:
         ends = starts + lengths == self.lengths(recipe, draws)
         return np.maximum(lengths - ends, 0)
 
+    def stream_ranges(
+        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
+    ) -> tuple[Longs, Longs, Longs]:
+        """See `RuleOfTokens`."""
+        first = _stores(recipe)[source].offsets(draws.index)
+        begins = first + starts + ahead
+        ends = np.minimum(begins + lengths, first + self.lengths(recipe, draws))
+        return begins, np.maximum(ends, begins), np.arange(len(draws))
+
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
         sizes, ahead = self._held_sizes(recipe, portion)

@@ -70,14 +70,24 @@ class Windows(Rows):
         starts_in, stops_in = np.array(cut, np.int64).reshape(-1, 2).T
         total = stores_of(recipe)[source].num_tokens
         first = self._first_tokens(recipe, source, draws)[:, None]
-        starts = (first + starts_in) % total
-        starts, stops = starts.ravel(), (starts + (stops_in - starts_in + 1)).ravel()
-        if starts.size and stops.max() > total:
-            over = np.flatnonzero(stops > total)
-            tails = stops[over] - total
-            stops[over] = total
-            starts, stops = np.insert(starts, over + 1, 0), np.insert(stops, over + 1, tails)
-        return starts, stops
+        sizes = np.broadcast_to(stops_in - starts_in + 1, (len(draws), len(cut)))
+        return _around((first + starts_in).ravel(), sizes.ravel(), total)[:2]
+
+    def stream_ranges(
+        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
+    ) -> tuple[Longs, Longs, Longs]:
+        """See `RuleOfTokens`; windows are always whole."""
+        begins = self._first_tokens(recipe, source, draws) + ahead
+        ends, of = begins + self.length, np.arange(len(draws))
+        if self.eod_mask_loss and ahead:
+            # A label that starts a document parts its window in two: 3..9 without 5 -> 3..5, 6..9.
+            row, offset = self._document_starts(recipe, draws)
+            without = begins[row] - ahead + offset
+            of = np.sort(np.concatenate((of, row)))
+            begins = _by_row(begins, row, without + 1)
+            ends = _by_row(ends, row, without)
+        begins, stops, part = _around(begins, ends - begins, stores_of(recipe)[source].num_tokens)
+        return begins, stops, of[part]
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         """(window, offset in it) of every document start in (0, length]; ascending."""
@@ -101,3 +111,22 @@ class Windows(Rows):
         offset = np.concatenate(offsets) if offsets else np.zeros(0, np.int64)
         ascending = np.lexsort((offset, window))
         return window[ascending], offset[ascending]
+
+
+def _around(starts: Longs, sizes: Longs, total: int) -> tuple[Longs, Longs, Longs]:
+    """Ranges of a ring of `total` tokens, cut in two where they pass its end, and which each was."""
+    starts = starts % total
+    stops, of = starts + sizes, np.arange(starts.size)
+    if starts.size and stops.max() > total:
+        over = np.flatnonzero(stops > total)
+        tails = stops[over] - total
+        stops[over] = total
+        starts, stops = np.insert(starts, over + 1, 0), np.insert(stops, over + 1, tails)
+        of = np.insert(of, over + 1, over)
+    return starts, stops, of
+
+
+def _by_row(one_of_each: Longs, rows: Longs, more: Longs) -> Longs:
+    """One place of each row and some more of some rows, row after row, ascending in each."""
+    places, of = np.concatenate((one_of_each, more)), np.concatenate((np.arange(one_of_each.size), rows))
+    return places[np.lexsort((places, of))]

@@ -1,5 +1,7 @@
 """Bytes -> tokens: stores of documents, opened by path."""
 
+from meshfeed.store.dataset import DatasetStore
+from meshfeed.store.dataset_writer import DatasetWriter
 from meshfeed.store.indexed import IndexedStore
 from meshfeed.store.indexed_writer import IndexedWriter, best_dtype
 from meshfeed.store.jsonl import JsonlStore
@@ -7,11 +9,13 @@ from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.store.mds import MDSStore
 from meshfeed.store.mock import Lengths
 from meshfeed.store.open import open_store
-from meshfeed.store.protocol import Store, StreamStore
+from meshfeed.store.protocol import OpenedStore, Store, StreamStore
 from meshfeed.store.views import Resampled, SameEveryEpoch
 
 __all__ = [
     "NUMBERS",
+    "DatasetStore",
+    "DatasetWriter",
     "IndexedStore",
     "IndexedWriter",
     "Item",
@@ -19,6 +23,7 @@ __all__ = [
     "Lengths",
     "MDSStore",
     "Mapped",
+    "OpenedStore",
     "Refused",
     "Resampled",
     "SameEveryEpoch",

@@ -125,6 +125,17 @@ class IndexedStore:
         """Check every entry of the index in bounded memory, yielding the part done, in (0, 1]."""
         return look_up(self.header, self._idx, in_order=True).check(whole=True)
 
+    def facts(self) -> dict[str, Any]:
+        """What the header says, as JSON-able values."""
+        return {
+            "format": "megatron .bin/.idx, version 1",
+            "num_sequences": self.num_sequences,
+            "has_modes": self.has_modes,
+            "is_stream": self.is_stream,
+            "bin_size_bytes": self.header.bin_size_bytes,
+            "idx_size_bytes": self.header.idx_size_bytes,
+        }
+
     # -- entering and leaving -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:

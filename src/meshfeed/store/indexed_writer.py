@@ -203,7 +203,7 @@ class IndexedWriter:
             except OSError:
                 data.unlink()
                 raise
-            _sync_directory(data.parent)
+            sync_directory(data.parent)
 
     def _finish_index(self, files: _Files) -> None:
         index = files.index
@@ -267,7 +267,7 @@ class _Files:
         return stack.enter_context(stream)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     """Make the renames last: a file's own fsync does not cover its name."""
     fd = os.open(directory, os.O_RDONLY)
     try:

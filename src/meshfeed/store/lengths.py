@@ -1,50 +1,62 @@
-"""The lengths index: how long documents are and where they lie, for formats that do not say.
+"""The lengths index: where each document lies and how long it is, for formats that do not say.
 
-Made once per node, by whoever comes first, while the others wait on a file lock, and kept under a digest of
-all that decides it. Each part (a shard, a stretch of a file) is an entry of its own, so that a builder that
-is killed leaves what it has finished to the next.
+One process of a node makes it, once, while the others wait on a file lock (see `index_cache`); all map it. It
+is made part by part, and a part is an entry of its own until the whole is published: who comes after a killed
+builder goes on where that one was.
+
+    <key>.parts/<i>/   part i, until the whole is there
+    <key>/             the whole
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
-from meshfeed.store.index_cache import Array, cached_arrays, key_of_parts
+from meshfeed.columns import Array
+from meshfeed.store.index_cache import cached_arrays
+
+Part = TypeVar("Part")
 
 _SAY_EVERY_S = 10.0
 _log = logging.getLogger("meshfeed")
 
 
-def lengths_index(
-    folder: str | os.PathLike[str],
-    num_parts: int,
-    build: Callable[[int], Mapping[str, Array]],
-    **decides: int | float | str | bool | None,
+def built_in_parts(
+    folder: Path,
+    key: str,
+    parts: Callable[[], Sequence[Part]],
+    build: Callable[[Part], Mapping[str, Array]],
+    join: Callable[[Sequence[Part], Sequence[Mapping[str, Array]]], Mapping[str, Array]],
 ) -> dict[str, Array]:
-    """The arrays of all parts, one after the other, mapped.
+    """The arrays of `key`, mapped read-only: each part built on its own, then joined.
 
-    build: the arrays of one part, the same names for each. decides: everything that the arrays depend on,
-    such as the content's fingerprint, the column, the tokenizer's digest and a version of the code.
-
-    Raises what `build` raises, and StoreError for a folder that cannot be written.
+    Everything that the arrays depend on is in the key, how it is cut into parts too. What `build` raises
+    passes through, and finished parts stay for the next process. Raises StoreError as `cached_arrays` does.
     """
+    of_parts = folder / f"{key}.parts"
 
     def whole() -> Mapping[str, Array]:
-        parts: list[dict[str, Array]] = []
-        said = time.monotonic()
-        for part in range(num_parts):
-            key = key_of_parts(part=part, num_parts=num_parts, **decides)
-            parts.append(cached_arrays(folder, key, lambda part=part: build(part)))
+        cut, arrays, said = parts(), list[Mapping[str, Array]](), time.monotonic()
+        for i, part in enumerate(cut):
+            arrays.append(cached_arrays(of_parts, str(i), lambda part=part: build(part)))
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
-                _log.info("lengths index of %s: %d of %d parts", decides, part + 1, num_parts)
-        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+                _log.info("%s: made %d of %d parts", of_parts, i + 1, len(cut))
+        return join(cut, arrays)
 
-    if num_parts == 1:
-        return cached_arrays(folder, key_of_parts(part=0, num_parts=1, **decides), lambda: build(0))
-    return cached_arrays(folder, key_of_parts(**decides), whole)
+    arrays = cached_arrays(folder, key, whole)
+    if of_parts.exists():
+        shutil.rmtree(of_parts, ignore_errors=True)  # another process may be at it, too
+    return arrays
+
+
+def joined(arrays: Sequence[Mapping[str, Array]], name: str, dtype: Any = np.int64) -> Array:
+    """One array of all parts, back to back; empty where there is no part."""
+    return np.concatenate([part[name] for part in arrays] or [np.zeros(0, dtype)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -15,18 +15,12 @@ import numpy.typing as npt
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, FileStats, Folder
 from meshfeed.order import EpochIndex
-from meshfeed.store.lengths import lengths_index
+from meshfeed.store.index_cache import Array, key_of_parts
+from meshfeed.store.lengths import built_in_parts, joined
 from meshfeed.store.mds_index import INDEX, Column, Shard, parse_index
 from meshfeed.store.mds_sample import DTYPE_CODES, decode, ndarray_of
 from meshfeed.store.mds_shard import ShardFile, Tokens
-from meshfeed.store.stream import (
-    I64,
-    checked_out,
-    checked_places,
-    checked_ranges,
-    document_starts_between,
-    pieces_of,
-)
+from meshfeed.store.stream import I64, LengthsIndex, Pieces, checked_out, checked_places, checked_ranges
 
 _TOKENS = ("tokens", "input_ids")
 _OPEN_SHARDS = 128
@@ -71,7 +65,7 @@ class MDSStore:
         return text, *parse_index(index.url, text)
 
     @property
-    def columns(self) -> Mapping[str, str]:
+    def encodings(self) -> Mapping[str, str]:
         """Name -> encoding of every column."""
         return {column.name: column.encoding for column in self._parsed[1]}
 
@@ -95,7 +89,7 @@ class MDSStore:
     @property
     def num_tokens(self) -> int:
         """Tokens of all documents."""
-        return int(self._offsets[-1])
+        return self._documents.num_tokens
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -207,49 +201,48 @@ class MDSStore:
 
     def lengths(self, documents: I64) -> I64:
         """Tokens of each document; int64 [n] -> int64 [n]."""
-        documents = checked_places(self.path, documents, len(self), "document")
-        return self._offsets[documents + 1] - self._offsets[documents]
+        return self._documents.lengths(checked_places(self.path, documents, len(self), "document"))
 
     def offsets(self, documents: I64) -> I64:
         """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
-        return self._offsets[checked_places(self.path, documents, len(self), "document")]
+        return self._documents.offsets(checked_places(self.path, documents, len(self), "document"))
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
         """Tokens start..stop of one document; [stop - start] of `dtype`."""
-        (length,) = self.lengths(np.array([document])).tolist()
+        at = np.array([document])
+        first, length = int(self.offsets(at)[0]), int(self.lengths(at)[0])
         if not 0 <= start <= stop <= length:
             raise StoreError(
                 f"{self.path}: tokens {start}..{stop} of document {document} asked for, it has {length}"
             )
-        first = int(self._offsets[document])
         return self.read_stream(np.array([first + start]), np.array([first + stop]))
 
     def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
         """Tokens of the stream's ranges, back to back; see IndexedStore."""
         starts, stops = checked_ranges(self.path, self.num_tokens, starts, stops)
         out = checked_out(self.path, out, self.dtype, int((stops - starts).sum()))
-        documents, skip, take = pieces_of(self._offsets, starts, stops)
-        shards = self.shard_ends.searchsorted(documents, side="right")
-        sizes = take * self.dtype.itemsize
+        pieces = self._documents.pieces(starts, stops)
+        shards = self.shard_ends.searchsorted(pieces.documents, side="right")
+        sizes = pieces.lengths * self.dtype.itemsize
         places = sizes.cumsum() - sizes
         for number in np.unique(shards).tolist():
             mine = np.flatnonzero(shards == number)
             with self._lock:
                 shard = self._shard(number)
-                begins = self._begins(shard, number, documents[mine], skip[mine], take[mine])
+                begins = self._begins(shard, number, pieces.take(mine))
                 shard.file.read_into(out.view(np.uint8), begins, sizes[mine], places[mine])
         return out
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         """Offsets of documents strictly inside each range, and how many each has; see IndexedStore."""
         starts, stops = checked_ranges(self.path, self.num_tokens, starts, stops)
-        return document_starts_between(self._distinct, starts, stops)
+        return self._documents.document_starts(starts, stops)
 
     def will_need(self, starts: I64, stops: I64) -> None:
         """Announce ranges of the stream that will be read, each once; whole shards where they are checked."""
         starts, stops = checked_ranges(self.path, self.num_tokens, starts, stops)
-        documents, skip, take = pieces_of(self._offsets, starts, stops)
-        shards = self.shard_ends.searchsorted(documents, side="right")
+        pieces = self._documents.pieces(starts, stops)
+        shards = self.shard_ends.searchsorted(pieces.documents, side="right")
         for number in np.unique(shards).tolist():
             mine = np.flatnonzero(shards == number)
             with self._lock:
@@ -258,8 +251,9 @@ class MDSStore:
                     self._file_of(number).will_need(np.zeros(1, np.int64), np.ones(1, np.int64))
                     continue
                 shard = self._shard(number)
-                begins = self._begins(shard, number, documents[mine], skip[mine], take[mine])
-                shard.file.will_need(begins, begins + take[mine] * self.dtype.itemsize)
+                some = pieces.take(mine)
+                begins = self._begins(shard, number, some)
+                shard.file.will_need(begins, begins + some.lengths * self.dtype.itemsize)
 
     def forget_needs(self) -> None:
         """What was announced and is not read yet will not be."""
@@ -267,17 +261,17 @@ class MDSStore:
             for file in self._files.values():
                 file.forget_needs()
 
-    def _begins(self, shard: ShardFile, number: int, documents: I64, skip: I64, take: I64) -> I64:
+    def _begins(self, shard: ShardFile, number: int, pieces: Pieces) -> I64:
         """Byte of the shard where each piece starts."""
-        samples = documents - (self.shard_ends[number] - self._parsed[2][number].num_samples)
+        samples = pieces.documents - (self.shard_ends[number] - self._parsed[2][number].num_samples)
         begins, counts = shard.token_spans(samples, self._tokens)
-        wrong = skip + take > counts
+        wrong = pieces.end > counts
         if wrong.any():
             raise StoreError(
                 f"{shard.file.url}: sample {samples[wrong.argmax()]} has {counts[wrong.argmax()]} tokens, "
                 f"fewer than when its lengths were noted; clear the cache folder, or copy the shard again"
             )
-        return begins + skip * self.dtype.itemsize
+        return begins + pieces.begin * self.dtype.itemsize
 
     # -- samples ------------------------------------------------------------------------------------------
 
@@ -299,6 +293,11 @@ class MDSStore:
                 for at, column in enumerate(self._parsed[1])
             }
 
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON-able values."""
+        columns = ", ".join(f"{name}: {encoding}" for name, encoding in self.encodings.items())
+        return {"format": "MDS, version 2", "num_shards": self.shard_ends.size, "columns": columns}
+
     def verify(self) -> Iterator[float]:
         """Check hashes, offsets and sizes of values, shard by shard, yielding the part done, in (0, 1]."""
         _, columns, shards = self._parsed
@@ -311,24 +310,16 @@ class MDSStore:
     # -- lengths ------------------------------------------------------------------------------------------
 
     @cached_property
-    def _offsets(self) -> I64:
-        """Stream offset of each document, and the stream's end; int64 [num_documents + 1]."""
-        fixed = self._tokens.fixed
+    def _documents(self) -> LengthsIndex:
+        fixed, shards = self._tokens.fixed, range(len(self._parsed[2]))
         if fixed is not None:
-            return np.arange(len(self) + 1, dtype=np.int64) * fixed
-        if not self._folder.is_remote or not self._parsed[2]:
-            parts = [self._part(number)["lengths"] for number in range(len(self._parsed[2]))]
-            return np.concatenate([np.zeros(1, np.int64), *parts]).cumsum()
-        index = lengths_index(
-            self._folder.kept, len(self._parsed[2]), self._part, kind="mds", version=1, of=self.fingerprint
+            return LengthsIndex(np.arange(len(self) + 1, dtype=np.int64) * fixed)
+        if not self._folder.is_remote:
+            return LengthsIndex(_joined(shards, [self._part(number) for number in shards])["starts"])
+        key = key_of_parts(kind="mds", version=2, content=self.fingerprint)
+        return LengthsIndex(
+            built_in_parts(self._folder.kept, key, lambda: shards, self._part, _joined)["starts"]
         )
-        return np.concatenate((np.zeros(1, np.int64), index["lengths"].cumsum(dtype=np.int64)))
-
-    @cached_property
-    def _distinct(self) -> I64:
-        """Offsets of documents that hold tokens."""
-        offsets = self._offsets
-        return offsets[:-1][np.diff(offsets) > 0]
 
     def _part(self, number: int) -> dict[str, npt.NDArray[Any]]:
         """Tokens of each document of one shard."""
@@ -361,3 +352,7 @@ class MDSStore:
     def _close_oldest(self) -> None:
         _, shard = self._open.popitem(last=False)
         shard.__exit__()
+
+
+def _joined(shards: Sequence[int], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    return {"starts": np.concatenate(([0], joined(arrays, "lengths").cumsum(dtype=np.int64)))}

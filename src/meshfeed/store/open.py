@@ -3,74 +3,195 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy.typing as npt
 
 from meshfeed.errors import MissingError, StoreError
-from meshfeed.files import Cache, Folder
-from meshfeed.files.url import local_path, parent, without_secrets
+from meshfeed.files import ByteFile, Cache, Folder
+from meshfeed.files.url import is_http, local_path, parent, without_secrets
+from meshfeed.store.dataset import NAME, DatasetStore, open_dataset
+from meshfeed.store.documents import DocumentFiles
 from meshfeed.store.indexed import IndexedStore
 from meshfeed.store.jsonl import JsonlStore
 from meshfeed.store.mds import MDSStore
 from meshfeed.store.mds_index import INDEX
+from meshfeed.store.parquet import ParquetStore
+from meshfeed.store.protocol import OpenedStore
+from meshfeed.store.tokens import Column
 
 _SUFFIXES = (".bin", ".idx")
+_KINDS: Mapping[str, type[DocumentFiles]] = {".jsonl": JsonlStore, ".parquet": ParquetStore}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A path or URL that may be a store.
+
+    Attributes:
+        given: as the user gave it.
+        beside: the folder that it lies in, and `name` its name there; "" for what ends in a slash.
+        within: itself, as a folder.
+        column, dtype, tokenizer: how tokens are found in records; None where the user does not say.
+    """
+
+    given: str
+    beside: Folder
+    name: str
+    within: Folder
+    column: str | None
+    dtype: npt.DTypeLike | None
+    tokenizer: str | None
+
+    @property
+    def shown(self) -> str:
+        """As messages show it."""
+        return without_secrets(self.given) if self.beside.is_remote else local_path(self.given)
 
 
 def open_store(
     path: str | os.PathLike[str],
     *,
-    cache: Cache | str | os.PathLike[str] | None = None,
-    options: Mapping[str, str] | None = None,
     column: str | None = None,
     dtype: npt.DTypeLike | None = None,
-    tokenizer: str | None = None,
-) -> IndexedStore | MDSStore | JsonlStore:
+    tokenizer: str | os.PathLike[str] | None = None,
+    cache: Cache | str | os.PathLike[str] | None = None,
+    options: Mapping[str, str] | None = None,
+) -> OpenedStore:
     """The token store at `path`, recognised and checked; no file stays open.
 
-    path: of a Megatron store, with or without .bin or .idx, of a folder with an MDS dataset, or of a .jsonl
-    file; or its URL: s3://, gs://, az://, https://.
-    column, dtype: which column of an MDS dataset holds tokens, and of which kind, where that is not plain;
-    column: which key of JSONL.
-    tokenizer: of JSONL with text: "bytes", or the path of a file of the `tokenizers` package.
-    cache: where a node keeps what it fetches of a remote store, or that folder alone; None for the default.
+    path: of a Megatron store, with or without .bin or .idx; of a folder with dataset.json, or with an MDS
+    dataset; of a .jsonl or .parquet file, or a folder of such; or the URL: s3://, gs://, az://, https://.
+    column: of MDS, JSONL or Parquet: what holds each document's tokens, "tokens" or "input_ids" if there; or
+    its text, "text", if there is a tokenizer. dtype: of MDS: of tokens in a column of plain bytes.
+    tokenizer: of JSONL or Parquet: "bytes" for UTF-8, or a `tokenizers` JSON file on this machine, used
+    without special tokens.
+    cache: where a node keeps what it fetches of a remote store, and the lengths of documents where the format
+    does not tell them; or that folder alone; None for the default.
     options: for the storage client, such as {"endpoint": ..., "region": ...}; what they leave open, the
     cloud's usual chain of environment variables, files and services decides.
 
     Raises StoreError where there is none, or where its header, sizes or entries cannot be.
     """
     given = os.fspath(path)
+    where = cache if isinstance(cache, Cache) else Cache(cache)
     try:
         folder, name = parent(given)
-        where = Folder(folder, cache if isinstance(cache, Cache) else Cache(cache), options or {})
-        stem = _stem_of(where, name)
+        place = Place(
+            given=given,
+            beside=Folder(folder, where, options or {}),
+            name=name,
+            within=Folder(given, where, options or {}),
+            column=column,
+            dtype=dtype,
+            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
+        )
+        for recognise in _RECOGNISERS:
+            store = recognise(place)
+            if store is not None:
+                return store
     except (OSError, ValueError) as error:
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"{given!r}: {error}") from error
-    if stem is not None:
-        prefix = (
-            without_secrets(given).rpartition(name)[0] + stem if where.is_remote else _beside(given, stem)
-        )
-        return IndexedStore(prefix, where.file(f"{stem}.idx"), where.file(f"{stem}.bin")).check()
-    if name.endswith(".jsonl") and where.holds(name):
-        return JsonlStore(where, name, column=column, tokenizer=tokenizer)
-    inside = Folder(given, where.cache, where.options)
-    if (where.is_remote or Path(local_path(given)).is_dir()) and inside.holds(INDEX):
-        return MDSStore(inside, column=column, dtype=dtype)
-    if where.is_remote:
-        raise MissingError(
-            f"{without_secrets(given)}: no token store; give the URL of a Megatron .bin/.idx pair, with or "
-            f"without the suffix, or of a folder with an MDS dataset"
-        )
-    at = Path(local_path(given))
-    found = "a directory" if at.is_dir() else "a file" if at.exists() else "nothing"
-    raise StoreError(
-        f"{given}: found {found}, no token store; give the path of a Megatron .bin/.idx pair, with or "
-        f"without the suffix"
+    raise _none_there(place)
+
+
+def _none_there(place: Place) -> StoreError:
+    known = (
+        "a Megatron .bin/.idx pair, with or without the suffix, of a folder with dataset.json or MDS, or of "
+        "a file or folder of .jsonl or .parquet"
     )
+    if place.beside.is_remote:
+        return MissingError(
+            f"{place.shown}: no token store; give the URL of {known} (over HTTP, which lists none, a file)"
+        )
+    at = Path(local_path(place.given))
+    found = "a directory" if at.is_dir() else "a file" if at.exists() else "nothing"
+    return StoreError(f"{place.given}: found {found}, no token store; give the path of {known}")
+
+
+# -- recognisers: each gives its store, or None for what is not of its format ---------------------------
+
+
+def _indexed(place: Place) -> IndexedStore | None:
+    stem = _stem_of(place.beside, place.name)
+    if stem is None:
+        return None
+    _refuse(place, "a Megatron store", "column", "dtype", "tokenizer")
+    prefix = f"{place.shown[: len(place.shown) - len(place.name)]}{stem}"
+    folder = place.beside
+    return IndexedStore(prefix, folder.file(f"{stem}.idx"), folder.file(f"{stem}.bin")).check()
+
+
+def _dataset(place: Place) -> DatasetStore | None:
+    inside = place.name == NAME
+    folder = place.beside if inside else place.within
+    if not folder.holds(NAME):
+        return None
+    _refuse(place, "a dataset.json", "column", "dtype", "tokenizer")
+    shown = place.shown.removesuffix(NAME) if inside else place.shown
+    return open_dataset(folder, shown.rstrip("/") or shown or ".", _cache(place))
+
+
+def _mds(place: Place) -> MDSStore | None:
+    if not place.within.holds(INDEX):
+        return None
+    _refuse(place, "MDS", "tokenizer")
+    return MDSStore(place.within, column=place.column, dtype=place.dtype)
+
+
+def _file_of_documents(place: Place) -> DocumentFiles | None:
+    kind = _KINDS.get(Path(place.name).suffix)
+    if kind is None or not place.beside.holds(place.name):
+        return None
+    return _documents(kind, place, [place.beside.file(place.name)])
+
+
+def _folder_of_documents(place: Place) -> DocumentFiles | None:
+    folder = place.within
+    is_folder = not is_http(place.given) if folder.is_remote else Path(local_path(place.given)).is_dir()
+    if not is_folder:
+        return None
+    names = [name for name, _ in folder.names() if not any(part[:1] in "._" for part in name.split("/"))]
+    found = {suffix: some for suffix in _KINDS if (some := [name for name in names if name.endswith(suffix)])}
+    if not found:
+        return None
+    if len(found) > 1:
+        raise StoreError(
+            f"{place.shown}: both {' and '.join(found)} files; keep each kind in a folder of its own"
+        )
+    (suffix, some), *_ = found.items()
+    return _documents(_KINDS[suffix], place, [folder.file(name) for name in some])
+
+
+def _documents(kind: type[DocumentFiles], place: Place, files: Sequence[ByteFile]) -> DocumentFiles:
+    _refuse(place, kind.format, "dtype")
+    return kind(place.shown, files, Column(place.column, place.tokenizer), _cache(place)).check()
+
+
+_RECOGNISERS: tuple[Callable[[Place], OpenedStore | None], ...] = (
+    _indexed,
+    _file_of_documents,
+    _dataset,
+    _mds,
+    _folder_of_documents,
+)
+"""In the order in which they are asked; the first that knows its format wins."""
+
+
+def _refuse(place: Place, what: str, *options: str) -> None:
+    """Refuse options that say nothing about such a format."""
+    for name in options:
+        if getattr(place, name) is not None:
+            said = f"{name}={getattr(place, name)!r}"
+            raise StoreError(f"{place.shown}: {said} says nothing about {what}; leave it out")
+
+
+def _cache(place: Place) -> Cache:
+    return place.beside.cache or Cache()
 
 
 def _stem_of(folder: Folder, name: str) -> str | None:
@@ -81,8 +202,3 @@ def _stem_of(folder: Folder, name: str) -> str | None:
         if any(folder.holds(f"{stem}{suffix}") for suffix in _SUFFIXES):
             return stem
     return None
-
-
-def _beside(given: str, stem: str) -> str:
-    path = local_path(given)
-    return path[: len(path) - len(os.path.basename(path))] + stem  # noqa: PTH119

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+
+from meshfeed.files import FileStats
 
 I64 = npt.NDArray[np.int64]
 
@@ -67,4 +70,30 @@ class StreamStore(Store, Protocol):
 
     def will_need(self, starts: I64, stops: I64) -> None:
         """Announce ranges that are going to be read, each once; reading one with `read_stream` settles it."""
+        ...
+
+
+class OpenedStore(StreamStore, Protocol):
+    """What `mf.open` gives, whatever lies at a path."""
+
+    @property
+    def path(self) -> str:
+        """Where it lies, as messages name it."""
+        ...
+
+    @property
+    def stats(self) -> FileStats:
+        """What reading has cost so far."""
+        ...
+
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset of each document's first token; int64 [n] -> int64 [n]."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What its format says of it beside counts, as JSON-able values; "format" is one."""
+        ...
+
+    def verify(self) -> Iterator[float]:
+        """Check all that can be checked, yielding the part done, in (0, 1]."""
         ...

@@ -1,7 +1,8 @@
-"""Documents laid end to end whose starts are known: what token stores of several formats share."""
+"""Documents laid end to end whose lengths are known: what token stores of several formats share."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,33 +13,81 @@ from meshfeed.errors import StoreError
 I64 = npt.NDArray[np.int64]
 
 
-def document_starts_between(bounds: I64, starts: I64, stops: I64) -> tuple[I64, I64]:
-    """Offsets o of documents with start < o < stop, range after range, and how many each range has.
+@dataclass(frozen=True, eq=False)
+class LengthsIndex:
+    """Documents back to back as one stream of tokens, by array look-ups.
 
-    bounds: the distinct offsets of documents, ascending; int64.
+    Attributes:
+        starts: stream offset of each document's first token, then the end; int64 [num_documents + 1].
     """
-    first = np.searchsorted(bounds, starts, side="right")
-    counts = np.maximum(np.searchsorted(bounds, stops, side="left") - first, 0)
-    places = np.arange(int(counts.sum())) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    return bounds[places], counts
+
+    starts: I64
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones too."""
+        return self.starts.size - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.starts[-1])
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each document; int64 [n]."""
+        return self.starts[documents + 1] - self.starts[documents]
+
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset of each document's first token; int64 [n]."""
+        return self.starts[documents]
+
+    def document_starts(self, begins: I64, ends: I64) -> tuple[I64, I64]:
+        """Offsets of documents strictly inside each range, int64 [total], and their counts, int64 [m].
+
+        A document without tokens shares its offset with the next and adds none.
+        """
+        first = self.starts.searchsorted(begins, side="right")
+        counts = (self.starts.searchsorted(ends, side="left") - first).clip(0)
+        found = self.starts[_runs(first, counts)]
+        of_range = np.arange(counts.size).repeat(counts)
+        new = np.ones(found.size, np.bool_)
+        new[1:] = (of_range[1:] != of_range[:-1]) | (found[1:] != found[:-1])
+        return found[new], np.bincount(of_range[new], minlength=counts.size)
+
+    def pieces(self, begins: I64, ends: I64) -> Pieces:
+        """The documents that stream ranges go through, range after range."""
+        first = self.starts.searchsorted(begins, side="right") - 1
+        stop = self.starts.searchsorted(ends, side="left")
+        counts = np.where(ends > begins, stop - first, 0)
+        documents = _runs(first, counts)
+        starts = self.starts[documents]
+        begin = np.maximum(begins.repeat(counts) - starts, 0)
+        end = np.minimum(ends.repeat(counts), self.starts[documents + 1]) - starts
+        some = end > begin
+        return Pieces(documents[some], begin[some], end[some])
 
 
-def pieces_of(offsets: I64, starts: I64, stops: I64) -> tuple[I64, I64, I64]:
-    """Stream ranges as pieces of documents: (document, tokens skipped, tokens taken), int64 each, in order.
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Some tokens of some documents: begin..end of each; int64 [k] three times, no piece empty."""
 
-    offsets: where each document starts, and the stream's end; int64 [num_documents + 1].
-    """
-    some = stops > starts
-    starts, stops = starts[some], stops[some]
-    first = np.searchsorted(offsets, starts, side="right") - 1
-    last = np.searchsorted(offsets, stops, side="left")
-    counts = last - first
-    which = np.arange(starts.size).repeat(counts)
-    document = np.arange(which.size) + (first - counts.cumsum() + counts).repeat(counts)
-    begin = np.maximum(offsets[document], starts[which])
-    take = np.minimum(offsets[document + 1], stops[which]) - begin
-    full = take > 0  # documents without tokens lie between
-    return document[full], (begin - offsets[document])[full], take[full]
+    documents: I64
+    begin: I64
+    end: I64
+
+    @property
+    def lengths(self) -> I64:
+        """Tokens of each; int64 [k]."""
+        return self.end - self.begin
+
+    def take(self, which: I64) -> Pieces:
+        """Some of them."""
+        return Pieces(self.documents[which], self.begin[which], self.end[which])
+
+
+def _runs(first: I64, counts: I64) -> I64:
+    """first 5 9, counts 2 3 -> 5 6 9 10 11."""
+    return np.arange(counts.sum()) + (first - counts.cumsum() + counts).repeat(counts)
 
 
 def checked_ranges(name: str, num_tokens: int, starts: I64, stops: I64) -> tuple[I64, I64]:

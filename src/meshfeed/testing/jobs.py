@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Field, StageMap, assign_roles
-from meshfeed.sequence import SequenceRule, Windows
+from meshfeed.sequence import Windows, rule_of
 from meshfeed.simulate import SimulatedStep, simulate
 from meshfeed.testing.difference import difference
 
@@ -78,7 +78,7 @@ def _sequences(
     recipe: Recipe, made: Sequence[SimulatedStep], cp_split: CpSplit
 ) -> dict[Draw, dict[str, Any]]:
     """Every sequence's fields, whole, from the ranks of one tensor-parallel and pipeline place."""
-    rule = cast(SequenceRule, recipe.sequence)
+    rule = rule_of(recipe)
     fields = {field.name: field for field in rule.fields if field.name not in _BY_PACK}
     pieces: dict[Draw, dict[str, dict[int, Any]]] = {}
     lengths: dict[Draw, int] = {}

@@ -1,0 +1,234 @@
+"""A folder with dataset.json: several .bin/.idx pairs of the same documents, tokens and columns beside them.
+
+    {"format": "meshfeed", "version": 1, "columns": {"tokens": "tokens", "loss_mask": "mask"}}
+
+A column's value is the relative prefix of its pair. All have the same documents with the same lengths: what
+is of a token lies at the token's place in each column's stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+from meshfeed.files import Cache, FileStats, Folder
+from meshfeed.store.indexed import IndexedStore
+from meshfeed.store.marks import Marks, marks_of
+
+I64 = npt.NDArray[np.int64]
+
+NAME = "dataset.json"
+FORMAT, VERSION = "meshfeed", 1
+_MOST_BYTES = 1 << 20
+_BLOCK = 1 << 18
+
+
+class DatasetStore:
+    """The tokens of a folder with dataset.json as a token store, and its further columns.
+
+    Making one only remembers. It is read as its tokens are (see `IndexedStore`); entered, its columns are,
+    too. Pickled or copied, it arrives not entered.
+
+    Attributes:
+        path: of the folder.
+        tokens: the store of the column "tokens".
+        columns: name -> store of each other column.
+    """
+
+    def __init__(
+        self, path: str, tokens: IndexedStore, columns: Mapping[str, IndexedStore], cache: Cache
+    ) -> None:
+        self.path, self.tokens, self._cache = path, tokens, cache
+        self._columns = dict(columns)
+        self._marks: dict[str, Marks] = {}
+
+    @property
+    def columns(self) -> Mapping[str, IndexedStore]:
+        """Name -> store of each column but the tokens."""
+        return MappingProxyType(self._columns)
+
+    def check(self) -> Self:
+        """Check each index as `IndexedStore.check` does, and that all have as many documents and tokens."""
+        expected = self.tokens.check()
+        for name, store in self._columns.items():
+            found = store.check()
+            for what in ("num_documents", "num_tokens"):
+                if getattr(found, what) != getattr(expected, what):
+                    raise StoreError(
+                        f"{self.path}/{NAME}: column {name!r} has {what}={getattr(found, what)}, tokens have "
+                        f"{getattr(expected, what)}; write both from the same documents"
+                    )
+        for name, store in {"tokens": self.tokens, **self._columns}.items():
+            if not store.is_stream:
+                raise StoreError(
+                    f"{self.path}/{NAME}: column {name!r} does not fill its .bin in order; write it again"
+                )
+        return self
+
+    def verify(self) -> Iterator[float]:
+        """Check every entry of each index, and every length against the tokens', yielding the part done."""
+        stores = [self.tokens, *self._columns.values()]
+        total = len(stores) + len(self._columns)
+        for done, store in enumerate(stores):
+            yield from ((done + part) / total for part in store.verify())
+        for done, (name, store) in enumerate(self._columns.items(), start=len(stores) + 1):
+            self._compare(name, store)
+            yield done / total
+
+    def _compare(self, name: str, store: IndexedStore) -> None:
+        with self.tokens, store:
+            for first in range(0, self.num_documents, _BLOCK):
+                documents = np.arange(first, min(first + _BLOCK, self.num_documents))
+                lengths, expected = store.lengths(documents), self.tokens.lengths(documents)
+                for i in np.flatnonzero(lengths != expected)[:1]:
+                    raise StoreError(
+                        f"{self.path}/{NAME}: document {documents[i]} has {lengths[i]} values in column "
+                        f"{name!r}, {expected[i]} tokens; write both from the same documents"
+                    )
+
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON-able values."""
+        columns = {name: store.dtype.name for name, store in self._columns.items()}
+        return {
+            "format": f"meshfeed {NAME}, version {VERSION}",
+            "columns": ", ".join(f"{name} ({dtype})" for name, dtype in columns.items()) or "none but tokens",
+            "size_bytes": sum(s.header.bin_size_bytes for s in (self.tokens, *self._columns.values())),
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the columns' names and fingerprints, the same wherever the folder lies."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        told = {name: store.fingerprint for name, store in sorted(self._columns.items())}
+        text = json.dumps({"tokens": self.tokens.fingerprint, "columns": told})
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def stats(self) -> FileStats:
+        """What reading tokens and columns has cost so far."""
+        return sum((store.stats for store in self._columns.values()), self.tokens.stats)
+
+    def count_marked(self, column: str, starts: I64, stops: I64) -> I64:
+        """Values of a column that are not 0, in stream ranges; int64 [m] twice -> int64 [m].
+
+        By an index of one bit for each token, made from the whole column once per node, at the first call.
+        """
+        if column not in self._marks:
+            self._marks[column] = marks_of(self._columns[column], self._cache)
+        return self._marks[column].count(starts, stops)
+
+    # -- the face of its tokens -------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the tokens."""
+        return self.tokens.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the stream."""
+        return self.tokens.num_tokens
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones too."""
+        return self.tokens.num_documents
+
+    @property
+    def wants_ahead(self) -> bool:
+        """Whether it lies far away."""
+        return self.tokens.wants_ahead
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each document; int64 [n]."""
+        return self.tokens.lengths(documents)
+
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset of each document's first token; int64 [n]."""
+        return self.tokens.offsets(documents)
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens start..stop of one document."""
+        return self.tokens.read(document, start, stop)
+
+    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Tokens of the stream's ranges, back to back; a column's: `columns[name].read_stream`."""
+        return self.tokens.read_stream(starts, stops, out)
+
+    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """Offsets of documents strictly inside each range, and how many each has."""
+        return self.tokens.document_starts(starts, stops)
+
+    def will_need(self, starts: I64, stops: I64) -> None:
+        """Announce ranges of the tokens; a column's are announced to it."""
+        self.tokens.will_need(starts, stops)
+
+    def forget_needs(self) -> None:
+        """What was announced and is not read yet, of any column, will not be."""
+        for store in (self.tokens, *self._columns.values()):
+            store.forget_needs()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            for store in (self.tokens, *self._columns.values()):
+                stack.enter_context(store)
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for store in (self.tokens, *self._columns.values()):
+            store.__exit__(*exc)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_marks": {}}
+
+    def __repr__(self) -> str:
+        return f"DatasetStore({self.path!r}, columns {', '.join(self._columns) or 'none'})"
+
+
+def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
+    """The store of a folder that has a dataset.json, checked. Raises StoreError where it cannot be."""
+    where = f"{shown}/{NAME}"
+    file = folder.file(NAME)
+    if file.size_bytes > _MOST_BYTES:
+        raise StoreError(f"{where}: {file.size_bytes} bytes, at most {_MOST_BYTES}; it is no dataset.json")
+    try:
+        told: Any = json.loads(file.peek([(0, file.size_bytes)])[0])
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{where}: no JSON: {error}; write it again") from error
+    stores = {
+        name: IndexedStore(f"{shown}/{prefix}", folder.file(f"{prefix}.idx"), folder.file(f"{prefix}.bin"))
+        for name, prefix in _columns_of(told, where).items()
+    }
+    return DatasetStore(shown, stores.pop("tokens"), stores, cache).check()
+
+
+def _columns_of(told: Any, where: str) -> dict[str, str]:
+    if not isinstance(told, dict):
+        raise StoreError(f"{where}: a JSON object belongs there; write it again")
+    said = cast(dict[str, Any], told)
+    if said.get("format") != FORMAT:
+        raise StoreError(f'{where}: "format" is {said.get("format")!r}, where {FORMAT!r} belongs')
+    if said.get("version") != VERSION or type(said["version"]) is not int:
+        raise StoreError(f'{where}: "version" is {said.get("version")!r}; only {VERSION} is known')
+    columns = said.get("columns")
+    if not isinstance(columns, dict) or "tokens" not in columns:
+        raise StoreError(f'{where}: "columns" is no object with "tokens" in it; write it again')
+    for name, prefix in cast(dict[str, Any], columns).items():
+        if not name or not isinstance(prefix, str):
+            raise StoreError(
+                f"{where}: column {name!r} is {prefix!r}; give the relative prefix of a .bin/.idx pair"
+            )
+    return cast(dict[str, str], columns)

@@ -1,0 +1,109 @@
+"""Write a folder with dataset.json: several .bin/.idx pairs of the same documents."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+from meshfeed.files import typed_errors
+from meshfeed.store.dataset import FORMAT, NAME, VERSION
+from meshfeed.store.indexed_writer import IndexedWriter, sync_directory
+
+
+class DatasetWriter:
+    """Writes a folder of columns; its dataset.json appears, last and whole, at a clean end of `with`.
+
+        with DatasetWriter("chats", {"tokens": "u2", "loss_mask": "u1"}) as writer:
+            writer.add_document(tokens=[5, 7, 9], loss_mask=[0, 1, 1])
+
+    Args:
+        folder: made if missing; its parent must exist.
+        columns: name -> dtype, as `IndexedWriter` takes it; "tokens" is one. Names are file names, too.
+        overwrite: whether an existing dataset may be replaced.
+
+    All methods raise StoreError.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], columns: Mapping[str, npt.DTypeLike], *, overwrite: bool = False
+    ) -> None:
+        self.folder = Path(folder)
+        self._overwrite = overwrite
+        if "tokens" not in columns or not all(name.isidentifier() for name in columns):
+            raise StoreError(
+                f"{self.folder}: columns {list(columns)}; one is 'tokens', and all are names as in Python"
+            )
+        self._writers = {
+            name: IndexedWriter(self.folder / name, dtype, overwrite=overwrite)
+            for name, dtype in columns.items()
+        }
+        self._stack: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> Self:
+        with typed_errors(self.folder):
+            self.folder.mkdir(exist_ok=True)
+            if (self.folder / NAME).exists() and not self._overwrite:
+                raise StoreError(
+                    f"{self.folder / NAME}: exists already; take another path or pass overwrite=True"
+                )
+        with contextlib.ExitStack() as stack:
+            for writer in self._writers.values():
+                stack.enter_context(writer)
+            self._stack = stack.pop_all()
+        return self
+
+    def add_document(self, **columns: npt.ArrayLike) -> None:
+        """Add a document: one value per token in each column, [n] each, that its dtype can hold."""
+        document = self._writers["tokens"].num_documents
+        if columns.keys() != self._writers.keys():
+            raise StoreError(
+                f"{self.folder}: document {document} has columns {sorted(columns)}, where "
+                f"{sorted(self._writers)} belong"
+            )
+        for name, writer in self._writers.items():
+            writer.add_document(columns[name])
+        self._refuse_apart(document)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack, self._stack = self._stack, None
+        if stack is None:
+            raise StoreError(f"{self.folder}: not writing; use it inside `with`")
+        if kind is not None:
+            stack.__exit__(kind, error, trace)  # the writers remove what they wrote
+            return
+        with stack:
+            self._refuse_apart(self._writers["tokens"].num_documents - 1)
+            with typed_errors(self.folder):  # at no moment does it name files that are not its own
+                (self.folder / NAME).unlink(missing_ok=True)
+        self._publish()
+
+    def _refuse_apart(self, document: int) -> None:
+        tokens = self._writers["tokens"]
+        for name, writer in self._writers.items():
+            if (writer.num_documents, writer.num_tokens) != (tokens.num_documents, tokens.num_tokens):
+                raise StoreError(
+                    f"{self.folder}: document {document}: {name} and tokens differ in length; give one value "
+                    f"of {name} for each token, and write the dataset again"
+                )
+
+    def _publish(self) -> None:
+        told = {"format": FORMAT, "version": VERSION, "columns": {name: name for name in self._writers}}
+        path = self.folder / NAME
+        part = path.with_suffix(".part")
+        with typed_errors(path):
+            with part.open("w") as stream:
+                json.dump(told, stream, indent=2)
+                stream.flush()
+                os.fsync(stream.fileno())
+            part.replace(path)
+            sync_directory(self.folder)

@@ -1,0 +1,330 @@
+"""Files of documents that say nowhere how long these are, as a token store; jsonl and parquet build on it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Array
+from meshfeed.errors import ChangedError, StoreError
+from meshfeed.files import ByteFile, Cache, FileStats
+from meshfeed.store.index_cache import key_of_parts
+from meshfeed.store.lengths import built_in_parts, joined
+from meshfeed.store.stream import I64, LengthsIndex, Pieces, checked_out, checked_places, checked_ranges
+from meshfeed.store.tokens import Column
+
+VERSION = 1
+"""Of the index: part of its key, so that a change here never meets an old one."""
+
+MOST_OPEN = 256
+"""Files on this machine that an entered store keeps open; a process may have 1,024 as a rule."""
+
+_BLOCK_BYTES = 1 << 12
+_NUM_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a file that is indexed as one: what begin and end count, the format says."""
+
+    file: int
+    begin: int
+    end: int
+
+
+class DocumentFiles(ABC):
+    """Records in files, each a document, as one stream of tokens.
+
+    Making one only remembers. What counts documents or tokens reads the files through once per node, one
+    process for all, and keeps what it finds in the cache; the rest wants `with store:`. Threads may share an
+    entered store. Pickled or copied, it arrives not entered.
+
+    Args:
+        path: what messages call it.
+        files: of the records, in order.
+        column: which one is the tokens, and how.
+        cache: where the lengths index is kept.
+
+    All methods raise StoreError, naming file and record.
+    """
+
+    format = "documents"
+
+    def __init__(self, path: str, files: Sequence[ByteFile], column: Column, cache: Cache) -> None:
+        self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
+        self._depth = 0
+        self._lock = threading.Lock()
+        self._kept_open: OrderedDict[int, ByteFile] = OrderedDict()
+        self._kept_lock = threading.Lock()
+
+    # -- what a format says -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _spans(self) -> list[Span]:
+        """The parts to index, each in some seconds; a function of the files alone."""
+
+    @abstractmethod
+    def _scan(self, span: Span) -> Mapping[str, Array]:
+        """Of the documents of a part: `lengths` int64 [n], `most` int64 [1] (greatest token), and its own."""
+
+    @abstractmethod
+    def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        """Its own arrays, of all parts."""
+
+    @abstractmethod
+    def _tokens(self, documents: I64) -> list[Array]:
+        """All tokens of each document, as often as it is named."""
+
+    @abstractmethod
+    def _announce(self, pieces: Pieces) -> None:
+        """Tell the files which of their bytes `_tokens` will read."""
+
+    @property
+    @abstractmethod
+    def shard_ends(self) -> I64:
+        """Where shards end, in documents; int64 [num_shards], the last one num_documents."""
+
+    # -- what it is -------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> FileStats:
+        """What reading has cost so far, making the index too."""
+        return sum((file.stats for file in self._files), FileStats())
+
+    @property
+    def wants_ahead(self) -> bool:
+        """Whether a file lies far away, so that ranges should be announced many steps before."""
+        return any(file.is_remote for file in self._files)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of what decides the tokens: sizes and sampled blocks of the files, column, tokenizer.
+
+        The same wherever the files lie. It tells two corpora apart, not a single changed token.
+        """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.blake2b(f"{self.format} {VERSION} {self._column.digest}".encode(), digest_size=16)
+        for file in self._files:
+            last = max(file.size_bytes - _BLOCK_BYTES, 0)
+            places = sorted({last * i // (_NUM_BLOCKS - 1) for i in range(_NUM_BLOCKS)})
+            digest.update(file.size_bytes.to_bytes(8, "little"))
+            digest.update(b"".join(file.peek([(at, at + _BLOCK_BYTES) for at in places])))
+        return digest.hexdigest()
+
+    @cached_property
+    def _index(self) -> dict[str, Array]:
+        key = key_of_parts(kind=self.format, version=VERSION, content=self.fingerprint)
+        self._cache.make()
+        return built_in_parts(self._cache.kept_path, key, self._spans, self._scanned, self._whole)
+
+    def _scanned(self, span: Span) -> Mapping[str, Array]:
+        with self._files[span.file]:
+            return self._scan(span)
+
+    def _whole(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        own = dict(self._joined(spans, arrays))
+        counts = np.zeros(len(self._files), np.int64)
+        np.add.at(counts, [span.file for span in spans], [part["lengths"].size for part in arrays])
+        starts = np.concatenate(([0], joined(arrays, "lengths").cumsum()))
+        most = joined(arrays, "most").max(initial=0, keepdims=True)
+        return own | {"starts": starts, "file_ends": counts.cumsum(), "most": most}
+
+    @cached_property
+    def _documents(self) -> LengthsIndex:
+        return LengthsIndex(self._index["starts"])
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The tokenizer's; of token lists, the least of uint16, int32 and int64 that holds them all."""
+        return self._column.dtype(int(self._index["most"][0]))
+
+    @property
+    def num_documents(self) -> int:
+        """Records in all files, empty ones too."""
+        return self._documents.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return self._documents.num_tokens
+
+    def check(self) -> Self:
+        """Load the tokenizer, and look whether the files are there."""
+        self._column.check()
+        for file in self._files:
+            _ = file.size_bytes
+        return self
+
+    def verify(self) -> Iterator[float]:
+        """Read every token anew, yielding the part done, in (0, 1]."""
+        count, step = self.num_documents, 256
+        with self:
+            for first in range(0, count, step):
+                documents = np.arange(first, min(first + step, count))
+                self._checked(documents)
+                yield min(first + step, count) / count
+
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON-able values."""
+        return {
+            "format": f"{self.format}, {len(self._files)} files",
+            "column": " or ".join(self._column.names),
+            "tokenizer": self._column.tokenizer or "none, token lists",
+            "num_shards": self.shard_ends.size,
+            "size_bytes": sum(file.size_bytes for file in self._files),
+        }
+
+    # -- entering and leaving ---------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            if self._depth == 0:
+                with contextlib.ExitStack() as stack:
+                    for file in self._files:
+                        if file.is_remote:
+                            stack.enter_context(file)
+                    stack.callback(self._close_local)
+                    self._entered = stack.pop_all()
+            self._depth += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._entered.close()
+
+    @contextlib.contextmanager
+    def _file(self, f: int) -> Generator[ByteFile, None, None]:
+        """File f, to read from; of those on this machine, the ones used last stay open."""
+        file = self._files[f]
+        if file.is_remote:  # entered with the store: leaving it would take back what was announced
+            yield file
+            return
+        with file:
+            surplus: list[ByteFile] = []
+            with self._kept_lock:
+                if self._depth and f not in self._kept_open:
+                    self._kept_open[f] = file.__enter__()
+                if f in self._kept_open:
+                    self._kept_open.move_to_end(f)
+                while len(self._kept_open) > MOST_OPEN:
+                    surplus.append(self._kept_open.popitem(last=False)[1])
+            for other in surplus:  # whoever reads from it has entered it, too
+                other.__exit__(None, None, None)
+            yield file
+
+    def _close_local(self) -> None:
+        with self._kept_lock:
+            kept, self._kept_open = self._kept_open, OrderedDict[int, ByteFile]()
+        for file in kept.values():
+            file.__exit__(None, None, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        known = ("path", "_files", "_column", "_cache", "_fingerprint")
+        return {name: self.__dict__[name] for name in known if name in self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"], state["_files"], state["_column"], state["_cache"])
+        vars(self).update(state)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
+
+    # -- documents, and the stream ----------------------------------------------------------------------
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each document; int64 [n] -> int64 [n]."""
+        return self._documents.lengths(self._existing(documents))
+
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
+        return self._documents.offsets(self._existing(documents))
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens start..stop of one document; [stop - start] of `dtype`."""
+        at = np.array([document])
+        first, length = int(self.offsets(at)[0]), int(self.lengths(at)[0])
+        if not 0 <= start <= stop <= length:
+            raise StoreError(
+                f"{self.path}: tokens {start}..{stop} of document {document} asked for, it has {length}"
+            )
+        return self.read_stream(np.array([first + start]), np.array([first + stop]))
+
+    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Tokens of the stream's ranges, back to back: [sum(stops - starts)] of `dtype`.
+
+        starts, stops: int64 [m], stream offsets in tokens, in any order and overlapping at will.
+        out: 1-D, contiguous and of exactly that size to read into and return; None for a new array.
+        """
+        starts, stops = self._ranges(starts, stops)
+        out = checked_out(self.path, out, self.dtype, int((stops - starts).sum()))
+        if not self._depth:
+            raise StoreError(f"{self.path}: not entered; read from it inside `with store:`")
+        pieces, at = self._documents.pieces(starts, stops), 0
+        tokens = self._checked(pieces.documents)
+        for some, begin, end in zip(tokens, pieces.begin.tolist(), pieces.end.tolist()):
+            out[at : at + end - begin] = some[begin:end]
+            at += end - begin
+        return out
+
+    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """Stream offsets o of documents with start < o < stop, range after range, each once, and how many."""
+        return self._documents.document_starts(*self._ranges(starts, stops))
+
+    def will_need(self, starts: I64, stops: I64) -> None:
+        """Ask for the bytes of documents in ranges that are going to be read; returns at once."""
+        self._announce(self._documents.pieces(*self._ranges(starts, stops)))
+
+    def forget_needs(self) -> None:
+        """What was announced and is not read yet will not be."""
+        for file in self._files:
+            file.forget_needs()
+
+    # -- below ------------------------------------------------------------------------------------------
+
+    def _checked(self, documents: I64) -> list[Array]:
+        """All tokens of each document: as many as the index says."""
+        tokens = self._tokens(documents)
+        most = int(self._index["most"][0])
+        for document, found, expected in zip(documents.tolist(), tokens, self.lengths(documents).tolist()):
+            if found.size != expected or found.max(initial=0) > most:
+                raise ChangedError(
+                    f"{self.path}: document {document} has {found.size} tokens up to "
+                    f"{found.max(initial=0)}; when it was indexed it had {expected}, none above {most}; the "
+                    f"file was changed: put the old one back, or remove {self._cache.kept_path} to "
+                    f"index it anew"
+                )
+        return tokens
+
+    def _existing(self, documents: I64) -> I64:
+        return checked_places(self.path, documents, self.num_documents, "document")
+
+    def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        return checked_ranges(self.path, self.num_tokens, starts, stops)
+
+
+def by_file(files: I64) -> Iterator[tuple[int, I64]]:
+    """(file, which of some things are in it) for each file there is."""
+    for file in np.unique(files).tolist():
+        yield file, np.flatnonzero(files == file)
+
+
+def read_bytes(file: ByteFile, begin: int, end: int) -> bytes:
+    """Bytes begin..end of an entered file."""
+    out = np.empty(end - begin, np.uint8)
+    file.read_into(out, np.array([begin]), np.array([out.size]))
+    return out.tobytes()

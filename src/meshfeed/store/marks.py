@@ -1,0 +1,71 @@
+"""Which values of a column are not 0: a bit for each, so that any range is counted by array look-ups.
+
+bits     uint8 [bytes], value i is bit i % 8 of byte i // 8, zeros at the end
+counts   int64 [blocks], marked values before each block of 256
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Array
+from meshfeed.files import Cache
+from meshfeed.store.index_cache import key_of_parts
+from meshfeed.store.indexed import IndexedStore
+from meshfeed.store.lengths import built_in_parts, joined
+
+I64 = npt.NDArray[np.int64]
+
+VERSION = 1
+_BLOCK = 256
+_SPAN = 1 << 24
+_ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Marks:
+    """Marked places of a stream; see the module for its arrays."""
+
+    bits: npt.NDArray[np.uint8]
+    counts: I64
+
+    def count(self, starts: I64, stops: I64) -> I64:
+        """Marked values in each range; int64 [m] twice -> int64 [m]."""
+        before = self._before(np.concatenate((starts, stops)))
+        return before[len(starts) :] - before[: len(starts)]
+
+    def _before(self, places: I64) -> I64:
+        """Marked values before each place; int64 [n]."""
+        block, inside = np.divmod(places, _BLOCK)
+        first = np.arange(0, _BLOCK, 8)
+        # Of the block's 32 bytes, as many bits of each as lie before the place: 0 to 8.
+        kept = (inside[:, None] - first).clip(0, 8)
+        held = self.bits[block[:, None] * first.size + first // 8] & ((1 << kept) - 1).astype(np.uint8)
+        return self.counts[block] + _ONES[held].sum(1, dtype=np.int64)
+
+
+def marks_of(store: IndexedStore, cache: Cache) -> Marks:
+    """The marks of a column, made once per node; reads all of it then. Raises StoreError."""
+    key = key_of_parts(kind="marks", version=VERSION, content=store.fingerprint)
+    total = store.num_tokens
+
+    def scan(span: range) -> Mapping[str, Array]:
+        with store:
+            marked = store.read_stream(np.array([span.start]), np.array([span.stop])) != 0
+        blocks = np.concatenate((marked, np.zeros(-len(span) % _BLOCK, np.bool_))).reshape(-1, _BLOCK)
+        return {"bits": np.packbits(blocks, bitorder="little"), "counts": blocks.sum(1)}
+
+    def join(spans: Sequence[range], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        # One block more, of none, for the place at the end.
+        bits = np.concatenate((joined(arrays, "bits", np.uint8), np.zeros(_BLOCK // 8, np.uint8)))
+        return {"bits": bits, "counts": np.concatenate(([0], joined(arrays, "counts").cumsum()))}
+
+    def spans() -> list[range]:
+        return [range(first, min(first + _SPAN, total)) for first in range(0, total, _SPAN)]
+
+    cache.make()
+    return Marks(**built_in_parts(cache.kept_path, key, spans, scan, join))

@@ -1,0 +1,324 @@
+"""Parquet as a token store: a document per row, decoded a row group at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections import OrderedDict
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+
+from meshfeed.columns import Array
+from meshfeed.errors import StoreError
+from meshfeed.files import ByteFile, Cache
+from meshfeed.store.documents import DocumentFiles, Span
+from meshfeed.store.lengths import joined
+from meshfeed.store.stream import I64, Pieces
+from meshfeed.store.tokens import Column
+
+_SPAN_BYTES = 1 << 26
+_ROWS_TOGETHER = 1024
+MOST_HELD_BYTES = 1 << 30
+"""Decoded row groups that a store keeps at most, unless a single one is larger."""
+
+
+class ParquetStore(DocumentFiles):
+    """Parquet files; each row is a document, its tokens in one column of lists or of text.
+
+    A row group is a shard, and is decoded as a whole: up to 1 GiB of them stay in memory. Shuffle with
+    `mf.Blocks()`, which goes through a bounded number of them at a time (`window` times `lanes`: choose few
+    lanes); a global shuffle over large row groups decodes one for almost every document, which is slow. Needs
+    pyarrow. See `DocumentFiles`.
+    """
+
+    format = "parquet"
+
+    def __init__(self, path: str, files: Sequence[ByteFile], column: Column, cache: Cache) -> None:
+        super().__init__(path, files, column, cache)
+        self._open: dict[int, Any] = {}
+        self._held: OrderedDict[int, _Rows] = OrderedDict()
+        self._announced: set[int] = set()
+
+    def check(self) -> Self:
+        """Load tokenizer and pyarrow, and look whether the files are there."""
+        _ = _arrow(self.path)
+        return super().check()
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        with self._lock:
+            if not self._depth:
+                self._held.clear()
+                self._open.clear()
+
+    @property
+    def shard_ends(self) -> I64:
+        """Where row groups end, in documents; int64 [row groups]."""
+        return self._group_ends
+
+    @cached_property
+    def _group_ends(self) -> I64:
+        return self._index["rows"].cumsum()
+
+    # -- the index --------------------------------------------------------------------------------------
+
+    def _spans(self) -> list[Span]:
+        """Row groups of files."""
+        spans: list[Span] = []
+        for f, file in enumerate(self._files):
+            with file:
+                parquet = self._parquet(f)
+                sizes = [b - a for a, b in (_extent(parquet, g, self._name(f)) for g in _groups(parquet))]
+            first = size = 0
+            for group, more in enumerate(sizes):
+                size += more
+                if size >= _SPAN_BYTES or group == len(sizes) - 1:
+                    spans.append(Span(f, first, group + 1))
+                    first, size = group + 1, 0
+        return spans
+
+    def _scan(self, span: Span) -> Mapping[str, Array]:
+        rows: list[int] = []
+        lengths: list[I64] = []
+        most = 0
+        for group in range(span.begin, span.end):
+            held = self._decoded(span.file, group)
+            rows.append(held.count)
+            for first in range(0, held.count, _ROWS_TOGETHER):
+                some = held.tokens(self._column, range(first, min(first + _ROWS_TOGETHER, held.count)))
+                lengths.append(np.array([found.size for found in some], np.int64))
+                most = max(most, *(int(found.max(initial=0)) for found in some))
+        return {
+            "lengths": np.concatenate(lengths or [np.zeros(0, np.int64)]),
+            "rows": np.array(rows, np.int64),
+            "most": np.array([most]),
+        }
+
+    def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        pairs = [(span.file, group) for span in spans for group in range(span.begin, span.end)]
+        return {"rows": joined(arrays, "rows"), "groups": np.array(pairs, np.int64).reshape(-1, 2)}
+
+    # -- reading ----------------------------------------------------------------------------------------
+
+    def _tokens(self, documents: I64) -> list[Array]:
+        found: list[Array] = [np.zeros(0, np.int64)] * documents.size
+        group_of = self._group_ends.searchsorted(documents, side="right")
+        for group in np.unique(group_of).tolist():
+            mine = np.flatnonzero(group_of == group)
+            rows, inverse = np.unique(documents[mine], return_inverse=True)
+            held = self._group(group)
+            tokens = held.tokens(self._column, (rows - self._group_ends[group] + held.count).tolist())
+            for i, place in zip(mine.tolist(), inverse.tolist()):
+                found[i] = tokens[place]
+        return found
+
+    def _announce(self, pieces: Pieces) -> None:
+        groups = np.unique(self._group_ends.searchsorted(pieces.documents, side="right")).tolist()
+        with self._lock:
+            for group in groups:
+                # Announced once for all the documents that will come out of one decoding.
+                if group not in self._held and group not in self._announced:
+                    self._announced.add(group)
+                    f, g = self._index["groups"][group].tolist()
+                    with self._file(f) as file:
+                        begin, end = _extent(self._parquet(f), g, self._name(f))
+                        file.will_need(np.array([begin]), np.array([end]))
+
+    def forget_needs(self) -> None:
+        """What was announced and is not read yet will not be."""
+        super().forget_needs()
+        with self._lock:
+            self._announced.clear()
+
+    def _group(self, group: int) -> _Rows:
+        with self._lock:
+            self._announced.discard(group)
+            held = self._held.get(group)
+            if held is None:
+                f, g = self._index["groups"][group].tolist()
+                held = self._held[group] = self._decoded(f, g)
+                room = MOST_HELD_BYTES - held.num_bytes
+                for other in [each for each in self._held if each != group][::-1]:
+                    room -= self._held[other].num_bytes
+                    if room < 0:
+                        del self._held[other]
+            self._held.move_to_end(group)
+            return held
+
+    def _decoded(self, f: int, group: int) -> _Rows:
+        with self._file(f) as file, _typed(f"{file.url}: row group {group}"):
+            parquet, name = self._parquet(f), self._name(f)
+            table = parquet.read_row_group(group, columns=[name], use_threads=False)
+            first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
+            place = _Place(file.url, name, group, first)
+            return _rows_of(table.column(name), place, is_text=self._column.is_text)
+
+    def _parquet(self, f: int) -> Any:
+        """The opened file, its footer read; the file must be entered."""
+        if f not in self._open:
+            arrow, file = _arrow(self.path), self._files[f]
+            parquet = importlib.import_module("pyarrow.parquet")
+            with _typed(file.url):
+                self._open[f] = parquet.ParquetFile(arrow.PythonFile(_Stream(file), mode="r"))
+        return self._open[f]
+
+    def _name(self, f: int) -> str:
+        names = self._parquet(f).schema_arrow.names
+        for name in self._column.names:
+            if name in names:
+                return name
+        raise StoreError(
+            f"{self._files[f].url}: no column {' or '.join(map(repr, self._column.names))}, found "
+            f"{', '.join(map(repr, names[:8])) or 'nothing'}; name it by column="
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a message says of a value: file, column, row group, and the first of its rows in the file."""
+
+    url: str
+    column: str
+    group: int
+    first_row: int
+
+    def of(self, row: int) -> str:
+        """A row of the group."""
+        return f"{self.url}: row {self.first_row + row} (row group {self.group}, column {self.column!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One decoded row group: lists of tokens, flat, or texts.
+
+    Attributes:
+        place: where they come from.
+        count: rows.
+        num_bytes: that it takes.
+        ends: where each row's tokens end; None for text.
+        values: all tokens, int64, or an Arrow array of text.
+    """
+
+    place: _Place
+    count: int
+    num_bytes: int
+    ends: I64 | None
+    values: Any
+
+    def tokens(self, column: Column, rows: Sequence[int]) -> list[Array]:
+        """All tokens of some rows."""
+        if self.ends is None:
+            texts = self.values.take(list(rows)).to_pylist()
+            return column.encoded(texts, lambda i: self.place.of(rows[i]))
+        ends = self.ends
+        return [self.values[int(ends[row - 1]) if row else 0 : int(ends[row])] for row in rows]
+
+
+def _rows_of(column: Any, place: _Place, *, is_text: bool) -> _Rows:
+    arrow = _arrow(place.url)
+    kinds = arrow.types
+    if kinds.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    lists = kinds.is_list(column.type) or kinds.is_large_list(column.type)
+    if kinds.is_fixed_size_list(column.type):
+        column, lists = column.cast(arrow.large_list(column.type.value_type)), True
+    text = kinds.is_string(column.type) or kinds.is_large_string(column.type)
+    if not (text if is_text else lists and kinds.is_integer(column.type.value_type)):
+        raise StoreError(
+            f"{place.url}: column {place.column!r} is {column.type}, where "
+            f"{'text' if is_text else 'lists of whole numbers'} belong; name the right column= and, for "
+            f"text, a tokenizer="
+        )
+    # Text in chunks of less than 2 GiB cannot always be one array of 32-bit offsets.
+    wide = column.cast(arrow.large_string() if text else arrow.large_list(column.type.value_type))
+    array = arrow.concat_arrays(wide.chunks) if wide.num_chunks else arrow.array([], wide.type)
+    for row in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) if array.null_count else ():
+        raise StoreError(f"{place.of(int(row))}: null where {'text' if text else 'a list of tokens'} belongs")
+    if text:
+        return _Rows(place, len(array), array.nbytes, None, array)
+    offsets = array.offsets.to_numpy()
+    ends, values = offsets[1:] - offsets[0], array.flatten()
+    at = ends.searchsorted
+    if values.null_count:
+        bad = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
+        raise StoreError(f"{place.of(int(at(bad, side='right')))}: a null among its tokens; leave it out")
+    numbers = values.to_numpy()
+    unfit = (numbers < 0) | (numbers > np.iinfo(np.int64).max)
+    if unfit.any():
+        bad = int(unfit.argmax())
+        raise StoreError(
+            f"{place.of(int(at(bad, side='right')))}: token {numbers[bad]}; tokens are whole numbers from 0 "
+            f"below 2**63"
+        )
+    return _Rows(place, len(array), array.nbytes, ends, numbers)
+
+
+class _Stream(io.RawIOBase):
+    """An entered ByteFile as Python's file objects are."""
+
+    def __init__(self, file: ByteFile) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """The byte that is read next."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Read from there next."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size_bytes}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer, but for what lies past the end."""
+        out = np.frombuffer(buffer, np.uint8)
+        size = max(min(out.size, self._file.size_bytes - self._at), 0)
+        self._file.read_into(out[:size], np.array([self._at]), np.array([size]))
+        self._at += size
+        return size
+
+
+def _groups(parquet: Any) -> range:
+    return range(parquet.num_row_groups)
+
+
+def _extent(parquet: Any, group: int, name: str) -> tuple[int, int]:
+    """Bytes begin..end of a column in a row group; its leaves lie side by side."""
+    facts = parquet.metadata.row_group(group)
+    chunks = [facts.column(i) for i in range(facts.num_columns)]
+    spans = [
+        (chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size)
+        for chunk in chunks
+        if chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}.")
+    ]
+    return min(begin for begin, _ in spans), max(begin + size for begin, size in spans)
+
+
+def _arrow(path: str) -> Any:
+    try:
+        return importlib.import_module("pyarrow")
+    except ImportError as missing:
+        raise StoreError(f"{path}: Parquet needs pyarrow: pip install 'meshfeed[tables]'") from missing
+
+
+@contextlib.contextmanager
+def _typed(where: str) -> Generator[None, None, None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:  # pyarrow raises ValueError, OSError and kinds of its own
+        raise StoreError(f"{where}: no Parquet that can be read: {error}; copy it again") from error

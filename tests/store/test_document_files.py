@@ -1,0 +1,472 @@
+"""Documents in JSONL and Parquet: the same stream as a .bin/.idx of the same tokens, wherever the files lie."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfeed as mf
+from meshfeed.errors import ChangedError, MissingError, StoreError
+from meshfeed.store import IndexedWriter, jsonl, open_store, parquet
+from meshfeed.store import documents as document_files
+from services.needs import needs
+from services.nginx import Nginx
+
+LENGTHS = [0, 5, 0, 0, 130, 1, 40, 77, 0, 3, 250, 60, 2, 0, 88, 31, 9, 64, 5, 0]
+TEXTS = ["", "plain words", "ünïcödé ☃ 🎉", "", "a b c d", 'quote " and \\ and \n newline', "x" * 300]
+
+Writer = Callable[[Path, str, list[Any]], Path]
+
+
+def write_jsonl(path: Path, column: str, values: list[Any]) -> Path:
+    lines = [json.dumps({"id": i, column: value}, ensure_ascii=i % 2 == 0) for i, value in enumerate(values)]
+    path.with_suffix(".jsonl").write_bytes("\n \r\n".join(lines).encode())  # no newline at the end
+    return path.with_suffix(".jsonl")
+
+
+def write_parquet(path: Path, column: str, values: list[Any]) -> Path:
+    kind = pa.string() if values and all(isinstance(value, str) for value in values) else pa.list_(pa.int32())
+    table = pa.table({"id": list(range(len(values))), column: pa.array(values, kind)})
+    pq.write_table(table, path.with_suffix(".parquet"), row_group_size=3)
+    return path.with_suffix(".parquet")
+
+
+WRITERS: list[Writer] = [write_jsonl, write_parquet]
+formats = pytest.mark.parametrize("write", WRITERS, ids=["jsonl", "parquet"])
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[list[int]]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, 60_000, n).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Spans and steps that cut lines and files many times over."""
+    monkeypatch.setattr(jsonl, "_SPAN_BYTES", 97)
+    monkeypatch.setattr(jsonl, "_STEP_BYTES", 41)
+    monkeypatch.setattr(jsonl, "_LINES_TOGETHER", 3)
+    monkeypatch.setattr(parquet, "_SPAN_BYTES", 1)
+    monkeypatch.setattr(parquet, "MOST_HELD_BYTES", 1000)
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
+
+
+def write_indexed(path: Path, documents: list[list[int]], dtype: str = "u2") -> Any:
+    with IndexedWriter(path, dtype) as writer:
+        for tokens in documents:
+            writer.add_document(np.array(tokens, dtype))
+    return open_store(path)
+
+
+def assert_same(store: Any, expected: Any) -> None:
+    rng = np.random.default_rng(0)
+    everything = np.arange(expected.num_documents)
+    with store, expected:
+        assert (store.num_documents, store.num_tokens) == (expected.num_documents, expected.num_tokens)
+        assert store.shard_ends[-1:].tolist() == [store.num_documents]
+        for name in ("lengths", "offsets"):
+            assert np.array_equal(getattr(store, name)(everything), getattr(expected, name)(everything))
+        for _ in range(20):
+            ranges = np.sort(rng.integers(0, store.num_tokens + 1, (5, 2)))
+            begins, ends = ranges.T.copy()
+            store.will_need(begins, ends)
+            out = np.empty(int((ends - begins).sum()), store.dtype)
+            assert store.read_stream(begins, ends, out) is out
+            assert np.array_equal(out, expected.read_stream(begins, ends))
+            for got, wanted in zip(
+                store.document_starts(begins, ends), expected.document_starts(begins, ends), strict=True
+            ):
+                assert got.tolist() == wanted.tolist()
+        longest = int(expected.lengths(everything).argmax())
+        assert np.array_equal(store.read(longest, 3, 9), expected.read(longest, 3, 9))
+        store.will_need(begins, ends)
+        store.forget_needs()
+    assert list(store.verify())[-1] == 1
+
+
+@formats
+def test_token_lists(tmp_path: Path, documents: list[list[int]], write: Writer) -> None:
+    path = write(tmp_path / "c", "input_ids", documents)
+    expected = write_indexed(tmp_path / "d", documents)
+    store = open_store(path)
+    assert store.dtype == np.uint16
+    assert_same(store, expected)
+    for other in (pickle.loads(pickle.dumps(store)), copy.copy(store), open_store(path, column="input_ids")):
+        assert_same(other, expected)
+
+
+@formats
+def test_a_folder_of_files_is_one_store(tmp_path: Path, documents: list[list[int]], write: Writer) -> None:
+    folder = tmp_path / "many"
+    (folder / "deeper").mkdir(parents=True)
+    (folder / "_meta").mkdir()
+    write(folder / "b", "tokens", documents[7:])
+    write(folder / "a", "tokens", documents[:3])
+    write(folder / "deeper" / "c", "tokens", [])
+    write(folder / "aa", "tokens", documents[3:7])
+    write(folder / "_meta" / "x", "tokens", documents)
+    write(folder / ".hidden", "tokens", documents)
+    store = open_store(folder)
+    assert_same(store, write_indexed(tmp_path / "d", documents))
+    assert {3, 7, len(documents)} <= set(store.shard_ends.tolist())
+    assert open_store(f"{folder}/").fingerprint == store.fingerprint
+    (other := "c.parquet" if write is write_jsonl else "c.jsonl")
+    (folder / other).write_text("")
+    with pytest.raises(StoreError, match=r"many/?: both \.jsonl and \.parquet"):
+        open_store(folder)
+
+
+@formats
+def test_few_files_are_open_at_a_time(
+    tmp_path: Path, documents: list[list[int]], write: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def num_open() -> int:
+        links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        return sum(link.startswith(f"{tmp_path / 'many'}/") for link in links)
+
+    monkeypatch.setattr(document_files, "MOST_OPEN", 2)
+    (tmp_path / "many").mkdir()
+    for i in range(6):
+        write(tmp_path / "many" / str(i), "tokens", documents[i * 3 : i * 3 + 3])
+    store = open_store(tmp_path / "many")
+    with store:
+        assert num_open() == 0
+        for document in (0, 17, 5, 9, 13, 0, 4):
+            found = store.read(document, 0, len(documents[document]))
+            assert found.tolist() == documents[document]
+            assert num_open() <= 2
+        assert num_open() == 2
+        with store:
+            everything = np.array([0]), np.array([store.num_tokens])
+            store.will_need(*everything)
+            assert store.read_stream(*everything).tolist() == list(chain.from_iterable(documents[:18]))
+        assert num_open() == 2
+    assert num_open() == 0
+
+
+@formats
+def test_text_as_bytes(tmp_path: Path, write: Writer) -> None:
+    path = write(tmp_path / "c", "text", TEXTS)
+    store = open_store(path, tokenizer="bytes")
+    assert store.dtype == np.uint8
+    assert_same(store, write_indexed(tmp_path / "d", [list(text.encode()) for text in TEXTS], "u1"))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    words = {word: i for i, word in enumerate(["?", *sorted({w for t in TEXTS for w in t.split()}), "[CLS]"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.post_processor = tokenizers.processors.BertProcessing(("[CLS]", 1), ("[CLS]", 1))
+    made.enable_truncation(3)
+    made.enable_padding(length=9)
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+@formats
+def test_text_through_a_tokenizer(tmp_path: Path, tokenizer: Path, write: Writer) -> None:
+    path = write(tmp_path / "c", "words", TEXTS)
+    store = open_store(path, column="words", tokenizer=tokenizer)
+    words = sorted({w for t in TEXTS for w in t.split()})
+    expected = write_indexed(tmp_path / "d", [[words.index(w) + 1 for w in t.split()] for t in TEXTS])
+    with expected:
+        assert store.dtype == np.uint16
+        everything = np.array([0]), np.array([expected.num_tokens])
+        for one in (store, pickle.loads(pickle.dumps(store))):
+            with one:
+                assert one.read_stream(*everything).tolist() == expected.read_stream(*everything).tolist()
+    as_bytes = open_store(path, column="words", tokenizer="bytes")
+    told = {store.fingerprint, as_bytes.fingerprint}
+    tokenizer.write_text(tokenizer.read_text().replace("[CLS]", "[XXX]"))
+    told.add(open_store(path, column="words", tokenizer=tokenizer).fingerprint)
+    assert len(told) == 3, "what decides the tokens decides the fingerprint"
+
+
+@formats
+def test_nothing_in_it(tmp_path: Path, write: Writer) -> None:
+    store = open_store(write(tmp_path / "c", "tokens", []))
+    with store:
+        assert (store.num_documents, store.num_tokens, store.dtype) == (0, 0, np.uint16)
+        assert store.read_stream(np.zeros(1, np.int64), np.zeros(1, np.int64)).size == 0
+    (tmp_path / "e.jsonl").write_bytes(b"")
+    assert open_store(tmp_path / "e.jsonl").num_documents == 0
+    (tmp_path / "w.jsonl").write_bytes(b"\n \n\n")
+    assert open_store(tmp_path / "w.jsonl").num_documents == 0
+
+
+@pytest.mark.parametrize(
+    ("most", "dtype"), [(65_535, "u2"), (65_536, "i4"), (2**31, "i8"), (2**63 - 1, "i8")]
+)
+def test_the_least_dtype_that_holds_all_tokens(tmp_path: Path, most: int, dtype: str) -> None:
+    path = write_jsonl(tmp_path / "c", "tokens", [[1], [0, most], []])
+    with open_store(path) as store:
+        assert store.dtype == np.dtype(dtype)
+        assert store.read(1, 0, 2).tolist() == [0, most]
+
+
+@settings(derandomize=True, max_examples=30, deadline=None)
+@given(
+    lines=st.lists(
+        st.sampled_from([b"", b" ", b'{"tokens": [1]}', b'{"tokens": []}', b'{"tokens":[1,2,3,4]}'])
+    ),
+    span=st.integers(1, 40),
+    step=st.integers(1, 40),
+)
+def test_every_line_is_of_one_span(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], span: int, step: int
+) -> None:
+    folder = tmp_path_factory.mktemp("lines")
+    (folder / "c.jsonl").write_bytes(b"\n".join(lines))
+    expected = [len(json.loads(line)["tokens"]) for line in lines if line.strip()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jsonl, "_SPAN_BYTES", span)
+        patch.setattr(jsonl, "_STEP_BYTES", step)
+        with open_store(folder / "c.jsonl", cache=folder / "cache") as store:
+            assert store.lengths(np.arange(store.num_documents)).tolist() == expected
+
+
+# -- shuffled and fed -----------------------------------------------------------------------------------
+
+
+@formats
+@pytest.mark.parametrize("rule", ["windows", "documents"])
+def test_a_feed_gives_what_it_gives_of_an_indexed_store(
+    tmp_path: Path, documents: list[list[int]], write: Writer, rule: str
+) -> None:
+    packing = None if rule == "windows" else mf.Packing(capacity=256)
+
+    def seen(store: Any) -> list[Any]:
+        sequence = mf.Windows(16) if rule == "windows" else mf.Documents()
+        recipe = mf.Recipe(data=store, sequence=sequence, batch=mf.Batch(sequences=5), seed=3, epochs=2)
+        with mf.Feed(recipe, packing=packing) as feed:
+            return [[m["tokens"].tolist(), m["labels"].tolist()] for step in feed for m in step.microbatches]
+
+    expected = seen(write_indexed(tmp_path / "d", documents))
+    assert seen(open_store(write(tmp_path / "c", "tokens", documents))) == expected
+
+
+def test_blocks_go_through_row_groups_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parquet, "MOST_HELD_BYTES", 1 << 20)
+    documents = [[d] * (d % 5 + 1) for d in range(60)]
+    store = open_store(write_parquet(tmp_path / "c", "tokens", documents))
+    decoded: list[tuple[int, int]] = []
+    decode = parquet.ParquetStore._decoded
+
+    def decode_and_tell(self: Any, f: int, group: int) -> Any:
+        decoded.append((f, group))
+        return decode(self, f, group)
+
+    assert store.shard_ends.tolist() == list(range(3, 61, 3))
+    monkeypatch.setattr(parquet.ParquetStore, "_decoded", decode_and_tell)
+    recipe = mf.Recipe(
+        data=store,
+        sequence=mf.Documents(),
+        batch=mf.Batch(sequences=6),
+        shuffle=mf.Blocks(window=2, lanes=1),
+        epochs=1,
+    )
+    with mf.Feed(recipe, packing=mf.Packing(capacity=64)) as feed:
+        tokens = [
+            t for step in feed for m in step.microbatches for t in m["tokens"][~m["padding_mask"]].tolist()
+        ]
+    assert sorted(tokens) == sorted(chain.from_iterable(documents))
+    assert len(decoded) == len(set(decoded)) == 20, "each row group once"
+
+
+# -- far away -------------------------------------------------------------------------------------------
+
+
+@formats
+def test_over_http(tmp_path: Path, documents: list[list[int]], write: Writer) -> None:
+    needs("nginx")
+    (tmp_path / "www").mkdir()
+    path = write(tmp_path / "www" / "c", "tokens", documents)
+    expected = write_indexed(tmp_path / "d", documents)
+    with Nginx(tmp_path / "www") as server:
+        store = open_store(f"{server.url}/{path.name}", cache=mf.Cache(tmp_path / "far", block_bytes=4096))
+        assert store.wants_ahead
+        assert_same(store, expected)
+        assert store.fingerprint == open_store(path).fingerprint
+        with store:
+            everything = np.array([0]), np.array([store.num_tokens])
+            store.will_need(*everything)
+            (file,) = store._files
+            assert file._wished, "announced, and kept until it is read"
+            store.read_stream(*everything)
+            assert not file._wished
+        with pytest.raises(MissingError, match=r"nothing\.jsonl: no token store"):
+            open_store(f"{server.url}/nothing.jsonl")
+
+
+# -- what is wrong --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"tokens": [1, 2', "no JSON"),
+        (b"\xff\xfe", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b"[1, 2]", "list where a JSON object belongs"),
+        (b'{"text": "x"}', r"no 'tokens' or 'input_ids', found 'text'; name it by column="),
+        (b'{"tokens": null}', "null where a list of tokens belongs"),
+        (b'{"tokens": "text"}', "str where a list of tokens belongs"),
+        (b'{"tokens": [1, -2]}', "token 1 is -2; tokens are whole numbers from 0"),
+        (b'{"tokens": [1, true]}', "token 1 is True"),
+        (b'{"tokens": [1.5]}', "token 0 is 1.5"),
+        (b'{"tokens": [[1]]}', r"token 0 is \[1\]"),
+        (b'{"tokens": [9223372036854775808]}', "token 0 is 9223372036854775808"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
+    path = tmp_path / "c.jsonl"
+    before = b'{"tokens": [1]}\n\n{"tokens": []}\n' * 20
+    path.write_bytes(before + line + b'\n{"tokens": [2]}\n')
+    with pytest.raises(StoreError, match=rf"c\.jsonl: line 61 \(byte {len(before)}\): .*{said}"):
+        _ = open_store(path).num_documents
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [(b'{"text": [1]}', "list where text belongs"), (b'{"text": "\\ud800"}', "text that is no Unicode")],
+)
+def test_a_wrong_text_is_named(tmp_path: Path, line: bytes, said: str) -> None:
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "a"}\n' + line)
+    with pytest.raises(StoreError, match=rf"line 2 \(byte 14\): {said}"):
+        _ = open_store(tmp_path / "c.jsonl", tokenizer="bytes").num_documents
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "tokenizer", "said"),
+    [
+        ([[1]] * 4 + [None], pa.list_(pa.int32()), None, r"row 4 \(row group 1, .*null where a list"),
+        ([[1]] * 4 + [[2, -3]], pa.list_(pa.int32()), None, r"row 4 \(row group 1, .*token -3"),
+        ([[1]] * 4 + [[2, None]], pa.list_(pa.int32()), None, r"row 4 \(row group 1, .*a null among"),
+        ([[], [1, 2**63]], pa.list_(pa.uint64()), None, r"row 1 .*token 9223372036854775808"),
+        ([[1.5]], pa.list_(pa.float32()), None, "is list.*, where lists of whole numbers belong"),
+        (["x"], pa.string(), None, "is string, where lists of whole numbers belong"),
+        ([[1]], pa.list_(pa.int32()), "bytes", "is list.*, where text belong"),
+        (["x", None], pa.string(), "bytes", "row 1 .*null where text belongs"),
+    ],
+)
+def test_a_wrong_row_is_named(
+    tmp_path: Path, values: list[Any], kind: Any, tokenizer: str | None, said: str
+) -> None:
+    pq.write_table(pa.table({"tokens": pa.array(values, kind)}), tmp_path / "c.parquet", row_group_size=3)
+    with pytest.raises(StoreError, match=rf"c\.parquet: {said}|c\.parquet: column 'tokens' {said}"):
+        _ = open_store(tmp_path / "c.parquet", column="tokens", tokenizer=tokenizer).num_documents
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.large_list(pa.int64()),
+        pa.list_(pa.uint8()),
+        pa.list_(pa.int16(), 2),
+        pa.list_(pa.uint64()),
+    ],
+    ids=str,
+)
+def test_lists_of_other_types(tmp_path: Path, kind: Any) -> None:
+    pq.write_table(pa.table({"tokens": pa.array([[1, 2], [3, 4], [5, 6]], kind)}), tmp_path / "c.parquet")
+    with open_store(tmp_path / "c.parquet") as store:
+        assert store.read_stream(np.array([1]), np.array([6])).tolist() == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
+def test_text_of_other_types(tmp_path: Path, kind: Any) -> None:
+    pq.write_table(pa.table({"text": pa.array(["ab", "", "ab"]).cast(kind)}), tmp_path / "c.parquet")
+    with open_store(tmp_path / "c.parquet", tokenizer="bytes") as store:
+        assert store.read_stream(np.array([1]), np.array([4])).tobytes() == b"bab"
+
+
+def test_no_parquet(tmp_path: Path) -> None:
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 but no more than that PAR1")
+    with pytest.raises(StoreError, match=r"c\.parquet: no Parquet that can be read"):
+        _ = open_store(tmp_path / "c.parquet").num_documents
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "d.parquet")
+    with pytest.raises(StoreError, match=r"d\.parquet: no column 'text', found 'x'; name it by column="):
+        _ = open_store(tmp_path / "d.parquet", tokenizer="bytes").num_documents
+
+
+def test_tokenizers_that_are_none(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "c", "text", TEXTS)
+    with pytest.raises(MissingError, match="nowhere: missing"):
+        open_store(path, tokenizer=tmp_path / "nowhere")
+    with pytest.raises(StoreError, match=r"c\.jsonl: no tokenizer"):
+        open_store(path, tokenizer=path)
+    write_indexed(tmp_path / "d", [[1]])
+    with pytest.raises(StoreError, match="says nothing about a Megatron store"):
+        open_store(tmp_path / "d", column="text")
+
+
+@formats
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, write: Writer, monkeypatch: pytest.MonkeyPatch, tokenizer: Path
+) -> None:
+    path = write(tmp_path / "c", "text", TEXTS)
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(StoreError, match=r"pip install 'meshfeed\[tables\]'"):
+        open_store(path, tokenizer=tokenizer)
+
+
+def test_a_file_that_changes_under_its_index_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "_SPAN_BYTES", 1 << 20)
+    lines = [json.dumps({"tokens": [i] * 40}) for i in range(100, 999)]
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(lines))
+    with open_store(path) as store:
+        assert store.num_documents == 899
+    lines[450] = json.dumps({"tokens": [7] * 66}).ljust(len(lines[450]))[: len(lines[450])]
+    lines[460] = json.dumps({"tokens": [999] * 40})
+    path.write_text("\n".join(lines))
+    with open_store(path) as again:
+        assert again.fingerprint == store.fingerprint, "too small a change to be seen at once"
+        with pytest.raises(
+            ChangedError, match="document 450 has 66 tokens up to 7; when it was indexed it had 40"
+        ):
+            again.read(450, 0, 1)
+        with pytest.raises(ChangedError, match=r"document 460 has 40 tokens up to 999; .* none above 998"):
+            again.read(460, 0, 1)
+        with pytest.raises(ChangedError):
+            list(again.verify())
+
+
+@formats
+def test_what_is_asked_wrongly(tmp_path: Path, documents: list[list[int]], write: Writer) -> None:
+    store = open_store(write(tmp_path / "c", "tokens", documents))
+    with pytest.raises(StoreError, match="not entered"):
+        store.read(4, 0, 1)
+    with store:
+        for ask, said in (
+            (lambda: store.lengths(np.array([len(documents)])), "document 20 asked for, it has 20"),
+            (lambda: store.offsets(np.array([-1])), "document -1 asked for"),
+            (lambda: store.read(1, 2, 9), r"tokens 2\.\.9 of document 1 asked for, it has 5"),
+            (lambda: store.read_stream(np.array([3]), np.array([2])), "range 0"),
+            (lambda: store.read_stream(np.array([0]), np.array([10**6])), "the stream has 765"),
+            (lambda: store.read_stream(np.array([0]), np.array([2, 3])), "both must be"),
+            (lambda: store.read_stream(np.array([0]), np.array([2]), np.zeros(2)), "out is float64"),
+        ):
+            with pytest.raises(StoreError, match=said):
+                ask()
