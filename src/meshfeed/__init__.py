@@ -40,7 +40,7 @@ from meshfeed.roles import Field, Role, StageMap, assign_roles
 from meshfeed.sequence import Documents, Masked, MegatronGPT, Samples, Windows
 from meshfeed.simulate import simulate
 from meshfeed.state import State
-from meshfeed.store import Lengths, Mapped, Resampled, SameEveryEpoch
+from meshfeed.store import DatasetWriter, IndexedWriter, Lengths, Mapped, Resampled, SameEveryEpoch
 from meshfeed.store import open_store as open
 
 __all__ = [
@@ -54,12 +54,14 @@ __all__ = [
     "ChecksumError",
     "Coord",
     "CostModel",
+    "DatasetWriter",
     "DeliveryError",
     "Documents",
     "Draws",
     "EpochIndex",
     "Feed",
     "Field",
+    "IndexedWriter",
     "Layout",
     "LayoutError",
     "Lengths",

@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 import resource
+import shutil
 import struct
 import sys
 import tempfile
@@ -19,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet
 
 import meshfeed as mf
-from meshfeed.store import IndexedWriter
+from meshfeed.store import DatasetWriter, IndexedWriter
 
 _NUMBERS = (0, 1, -1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
 _VALUES: tuple[Any, ...] = (
@@ -174,7 +176,81 @@ class Mds:
         list(store.verify())
 
 
-TARGETS: dict[str, Callable[[Path], Any]] = {".idx": Indexed, "MDS": Mds}
+class Dataset:
+    """A folder with dataset.json: tokens, and a column of another dtype beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        with DatasetWriter(folder / "d", {"tokens": "u2", "loss_mask": "u1"}) as writer:
+            for length in (3, 0, 7, 1, 40):
+                values = np.arange(length)
+                writer.add_document(tokens=values, loss_mask=values % 2)
+        self._folder = folder / "d"
+        self._given = json.loads((self._folder / "dataset.json").read_text())
+        self._idx = (self._folder / "loss_mask.idx").read_bytes()
+
+    def damage(self, rng: random.Random) -> None:
+        """Write dataset.json, or the index of its column, damaged."""
+        which = rng.random()
+        given, text = self._given, json.dumps(self._given)
+        if which < 0.6:
+            for _ in range(rng.choice((1, 1, 2, 3))):
+                given = changed_json(given, rng)
+            text = json.dumps(given)
+        elif which < 0.8:
+            text = damaged(text.encode(), rng).decode("latin-1")
+        (self._folder / "dataset.json").write_text(text)
+        (self._folder / "loss_mask.idx").write_bytes(damaged(self._idx, rng) if which > 0.75 else self._idx)
+
+    def use(self) -> None:
+        """Open and read everything."""
+        store: Any = mf.open(self._folder, cache=self._folder / "cache")
+        use_store(store)
+        list(store.verify())
+        with store:
+            for column in store.columns.values():
+                use_store(column)
+
+
+class Jsonl:
+    """Lines of tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._cache = folder / "c.jsonl", folder / "cache"
+        lines = [json.dumps({"id": i, "tokens": list(range(i * 3))}) for i in range(6)]
+        self._data = "\n".join(lines).encode()
+
+    def damage(self, rng: random.Random) -> None:
+        """Write the file, damaged."""
+        self._path.write_bytes(damaged(self._data, rng))
+
+    def use(self) -> None:
+        """Open and read everything, with an index that is made anew."""
+        shutil.rmtree(self._cache, ignore_errors=True)
+        use_store(mf.open(self._path, cache=self._cache))
+
+
+class Parquet(Jsonl):
+    """Rows of tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._cache = folder / "c.parquet", folder / "cache"
+        rows = {"id": range(6), "tokens": [list(range(i * 3)) for i in range(6)]}
+        pyarrow.parquet.write_table(pyarrow.table(rows), self._path, row_group_size=4)
+        self._data = self._path.read_bytes()
+
+    def damage(self, rng: random.Random) -> None:
+        """Write the file, its pages damaged; some damage of the footer ends the process inside pyarrow."""
+        footer = 8 + int.from_bytes(self._data[-8:-4], "little")
+        self._path.write_bytes(damaged(self._data[:-footer], rng) + self._data[-footer:])
+
+
+TARGETS: dict[str, Callable[[Path], Any]] = {
+    ".idx": Indexed,
+    "MDS": Mds,
+    "dataset.json": Dataset,
+    "JSONL": Jsonl,
+    "Parquet": Parquet,
+}
 
 
 def use_store(store: Any) -> None:
@@ -185,7 +261,7 @@ def use_store(store: Any) -> None:
         lengths = store.lengths(documents)
         for document, length in zip(documents.tolist(), lengths.tolist()):
             store.read(document, 0, min(length, 1 << 16))
-        if store.is_stream:
+        if getattr(store, "is_stream", True):  # a .bin/.idx pair may be in any order
             end = min(store.num_tokens, 1 << 16)
             store.offsets(documents)
             store.read_stream(np.array([0]), np.array([end]))

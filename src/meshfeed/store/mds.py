@@ -97,11 +97,6 @@ class MDSStore:
         return self._tokens.dtype
 
     @property
-    def is_stream(self) -> bool:
-        """Documents lie end to end."""
-        return True
-
-    @property
     def wants_ahead(self) -> bool:
         """Whether the shards lie far away, so that ranges should be announced many steps before."""
         return self._folder.is_remote

@@ -71,7 +71,7 @@ class ParquetStore(DocumentFiles):
         """Row groups of files."""
         spans: list[Span] = []
         for f, file in enumerate(self._files):
-            with file:
+            with file, _typed(file.url):
                 parquet = self._parquet(f)
                 sizes = [b - a for a, b in (_extent(parquet, g, self._name(f)) for g in _groups(parquet))]
             first = size = 0
@@ -125,7 +125,7 @@ class ParquetStore(DocumentFiles):
                 if group not in self._held and group not in self._announced:
                     self._announced.add(group)
                     f, g = self._index["groups"][group].tolist()
-                    with self._file(f) as file:
+                    with self._file(f) as file, _typed(file.url):
                         begin, end = _extent(self._parquet(f), g, self._name(f))
                         file.will_need(np.array([begin]), np.array([end]))
 
