@@ -141,3 +141,37 @@ def test_what_step_stats_say(corpus: Path) -> None:
             assert all(seconds >= 0 for seconds in waits.values())
             if step.index == 3:
                 break
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_what_a_loop_writes_into_a_batch_stays_there(corpus: Path, prefetch: int) -> None:
+    """Fields that are the same in every microbatch share memory, but for who writes to one."""
+    recipe = recipe_of(corpus)
+    expected = [
+        made.microbatches for made in mf.simulate(recipe, mf.Layout.parse("dp1"), 4, micro_batch_size=4)
+    ]
+    with mf.Feed(recipe, micro_batch_size=4, prefetch=prefetch) as feed:
+        for step, wanted in zip(feed, expected):
+            batches = list(step.microbatches)
+            for i, (microbatch, other) in enumerate(zip(batches, wanted, strict=True)):
+                for name, tensor in microbatch.items():
+                    assert torch.equal(tensor, other[name]), name
+                    match i:
+                        case 0:
+                            tensor.mul_(3)
+                        case 1:
+                            tensor.view(-1)[::2] = 5
+                        case 2:
+                            tensor.numpy()[:] = 7
+                        case _:
+                            tensor.data.zero_()
+            masks = [microbatch["loss_mask"].unique().tolist() for microbatch in batches]
+            assert masks == [[3], [1, 5], [7], [0]]
+
+
+def test_fields_that_are_always_the_same_are_kept_once(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus), micro_batch_size=4) as feed:
+        for step, _ in zip(feed, range(3)):
+            for microbatch in step.microbatches:
+                shared = {name for name, tensor in microbatch.items() if torch._C._is_cow_tensor(tensor)}
+                assert shared == {"loss_mask", "position_ids"}

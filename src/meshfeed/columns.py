@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
@@ -12,6 +13,18 @@ Columns = Mapping[str, Array | Sequence[Array] | Sequence[bytes]]
 
 Arrays = dict[str, Array | Sequence[Array] | Sequence[bytes]]
 """Fields of a microbatch by name, before they become tensors."""
+
+
+class Constant(np.ndarray[Any, np.dtype[Any]]):
+    """A read-only array that is the same in every microbatch: it is built once, and tensors may share it."""
+
+    @classmethod
+    def of(cls, array: Array) -> "Constant":
+        """An array that nobody writes any more."""
+        made = array.view(cls)
+        made.setflags(write=False)
+        return made
+
 
 Allocate = Callable[[tuple[int, ...], str], Array]
 """(shape, dtype name) -> an uninitialised array; page-locked when it is bound for a GPU."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
 from meshfeed.batch import Microbatch, Value
-from meshfeed.columns import Array, Arrays
+from meshfeed.columns import Array, Arrays, Constant
 from meshfeed.sequence import Portion
 
 _MOST_KEPT = 64
+_MOST_CONSTANTS = 16
 _FREE = 2  # references to an array that only its deque holds: the deque's, and the question's own
 
 
@@ -48,6 +49,7 @@ class OnHost:
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], str], deque[Array]] = {}
+        self._constants = _Constants(torch.tensor)
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """See Placer. Arrays come back into use in the order in which they were given out."""
@@ -62,10 +64,13 @@ class OnHost:
 
     def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
         """See Placer."""
-        return [{name: _tensors(value) for name, value in arrays.items()} for arrays in built], None
+        return [{name: self._placed(value) for name, value in arrays.items()} for arrays in built], None
 
     def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
         """Nothing is under way."""
+
+    def _placed(self, value: Any) -> Value:
+        return _shared(self._constants.of(value)) if isinstance(value, Constant) else _tensors(value)
 
 
 class OnCuda:
@@ -75,6 +80,7 @@ class OnCuda:
         current = torch.device("cuda", torch.cuda.current_device())
         self._device = device if ":" in str(device) else current
         self._stream = torch.cuda.Stream(self._device)
+        self._constants = _Constants(lambda array: torch.tensor(array).pin_memory())
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Page-locked; PyTorch takes it back only once the copy from it is done."""
@@ -98,12 +104,34 @@ class OnCuda:
                     tensor.record_stream(stream)
 
     def _copied(self, value: Any) -> Value:
-        host = _tensors(value)
+        host = self._constants.of(value) if isinstance(value, Constant) else _tensors(value)
         if isinstance(host, torch.Tensor):
             return host.to(self._device, non_blocking=True)
         return cast(
             Value, [t.to(self._device, non_blocking=True) if isinstance(t, torch.Tensor) else t for t in host]
         )
+
+
+class _Constants:
+    """The tensors of constants that were seen lately."""
+
+    def __init__(self, make: Callable[[Array], torch.Tensor]) -> None:
+        self._make = make
+        self._known: OrderedDict[int, tuple[Constant, torch.Tensor]] = OrderedDict()
+
+    def of(self, array: Constant) -> torch.Tensor:
+        """Its tensor, made at most once; not to be written."""
+        if id(array) not in self._known:
+            self._known[id(array)] = array, self._make(array.view(np.ndarray))
+            if len(self._known) > _MOST_CONSTANTS:
+                self._known.popitem(last=False)
+        return self._known[id(array)][1]
+
+
+def _shared(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory, until either is written: then it gets a copy of its own."""
+    lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: copy on write has no other name yet
+    return cast(torch.Tensor, lazy_clone(tensor))
 
 
 def microbatches_of(

@@ -29,7 +29,7 @@ from meshfeed.plan.account import exact_sum
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import Portion, SequenceRule, portions_of, rule_of
 
-_TOKENS_TOGETHER = 1 << 17  # 32 windows of 4,096: beyond, the fixed cost of a read is lost in its size
+_TOKENS_TOGETHER = 1 << 18  # 64 windows of 4,096: beyond, the fixed cost of a read is lost in its size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -285,8 +285,8 @@ def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def collectives(rank: int, path: str) -> dict[str, Any]:
     layout, told = parse("tp2-cp2-pp2"), {}
     # so long that each microbatch travels by itself
-    plain = recipe_of(path, length=70_000, sequences=4)
-    ragged = extras_recipe(path, length=70_000, sequences=4)
+    plain = recipe_of(path, length=140_000, sequences=4)
+    ragged = extras_recipe(path, length=140_000, sequences=4)
     short = recipe_of(path, length=32, sequences=4)
     with pytest.MonkeyPatch.context() as patch:
         called = count_collectives(patch)
@@ -303,7 +303,7 @@ def collectives(rank: int, path: str) -> dict[str, Any]:
 
 
 def test_collectives_per_microbatch(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "text", num_tokens=300_000)
+    write_corpus(tmp_path / "text", num_tokens=600_000)
     for told in world.run(collectives, 8, str(tmp_path / "text")):
         for delivery, name in told:
             counts, called = told[delivery, name]

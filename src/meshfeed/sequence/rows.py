@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.columns import Allocate, Array, Arrays, Columns, Constant
 from meshfeed.errors import RecipeError
 from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
@@ -140,8 +140,9 @@ class Rows:
         own, held = self._cut(portion.own), self._cut(portion.held)
         starts = self._document_starts(recipe, portion.draws) if self._minds_documents else _NO_STARTS
         whole: dict[str, Array] = {}
+        fixed = self._fixed(recipe, portion) & set(names)
         for field in self.fields:
-            if field.name not in names or field in _DOCUMENT_FIELDS:
+            if field.name not in names or field.name in fixed or field in _DOCUMENT_FIELDS:
                 continue
             out = whole[field.name] = allocate(shape, field.dtype)
             if field.name == "loss_mask":
@@ -156,6 +157,9 @@ class Rows:
         for m in range(len(portion.microbatches)):
             rows = slice(m * portion.rows, (m + 1) * portion.rows)
             made.append({name: array[rows] for name, array in whole.items()})
+            for field in (field for field in self.fields if field.name in fixed):
+                shape_of_one = (portion.rows, shape[1])
+                made[m][field.name] = _fixed_rows(field, shape_of_one, tuple(own), self.length)
         if self.reset_attention_mask and "cu_seqlens" in names:
             width = shape[1] * portion.pack.cp_size
             for arrays, cu_seqlens in zip(made, self._cu_seqlens(starts, portion, width)):
@@ -198,6 +202,18 @@ class Rows:
             return rows, int(portion.pack.cu_seqlens_padded[1]) // cp_size
         return rows, int(Align().padded(np.array(self.length), cp_size)) // cp_size
 
+    def _fixed(self, recipe: Recipe, portion: Portion) -> set[str]:
+        """Fields that are the same in every microbatch of whole rows."""
+        if len(portion.draws) < portion.rows * len(portion.microbatches):
+            return set()
+        fixed = set[str]() if self.reset_position_ids else {"position_ids"}
+        if (
+            not self.eod_mask_loss
+            and self._tokens_in(recipe, portion.draws).min(initial=self.length + 1) > self.length
+        ):
+            fixed.add("loss_mask")
+        return fixed
+
     # -- what document ends decide ---------------------------------------------------------------------
 
     @property
@@ -237,6 +253,17 @@ class Rows:
         ends = np.arange(num_microbatches + 1) * rows * width
         for end, mine in zip(ends[1:], np.split(places, np.searchsorted(places, ends[1:-1]))):
             yield (np.append(mine, end) - (end - rows * width)).astype(np.int32)
+
+
+@lru_cache(maxsize=8)
+def _fixed_rows(
+    field: Field, shape: tuple[int, int], own: tuple[tuple[int, int], ...], length: int
+) -> Constant:
+    """Rows of a field that no document has a say in: loss everywhere, positions from 0."""
+    out = np.empty(shape, field.dtype)
+    whole = np.ones(length) if field.name == "loss_mask" else np.arange(length)
+    _fill(whole[None], list(own), 0, out, shape[0], field.pad)
+    return Constant.of(out)
 
 
 def width_of(cut: Cut) -> int:

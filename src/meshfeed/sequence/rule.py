@@ -161,5 +161,7 @@ class SequenceRule(Rule, Protocol):
 
 def dtype_of(recipe: Recipe, draws: Draws) -> np.dtype[Any]:
     """The type that holds the tokens of all stores which some draws are of; the first store's without any."""
+    if len(recipe.sources) == 1:
+        return recipe.sources[0].dtype
     sources = np.unique(draws.source).tolist() or [0]
     return np.result_type(*(recipe.sources[source].dtype for source in sources))
