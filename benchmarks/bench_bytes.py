@@ -29,14 +29,15 @@ AIM = 1.02
 
 def main() -> None:
     """Run and print."""
+    import meshfeed as mf
     import world
     from corpus import write_corpus
     from services.nginx import Nginx
     from test_far import NUM_TOKENS, one_epoch
 
-    import meshfeed as mf
-
-    print(f"bytes fetched / bytes consumed, {NUM_TOKENS:,} tokens\n{'':14}" + "".join(f"{w:>26}" for w in WAYS))
+    print(
+        f"bytes fetched / bytes consumed, {NUM_TOKENS:,} tokens\n{'':14}" + "".join(f"{w:>26}" for w in WAYS)
+    )
     found: dict[tuple[str, str], float] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

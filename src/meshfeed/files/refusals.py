@@ -22,7 +22,7 @@ _REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLoc
 _EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|RequestTimeTooSkewed|RequestExpired|expired")
 _STATUS = re.compile(r"\b([345]\d\d)\b (?:[A-Z][a-z]+)")
 _RIGHT_REGION = re.compile(r"<Region>([^<]+)</Region>|expecting '([^']+)'")
-_MISSING_BUCKET = re.compile(r"NoSuchBucket|NoSuchKey")
+_MISSING_BUCKET = re.compile(r"NoSuchBucket|NoSuchKey|ContainerNotFound|BlobNotFound")
 _LONGEST = 300
 
 

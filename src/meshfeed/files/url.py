@@ -45,9 +45,6 @@ def split(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     path = parts.path.lstrip("/")
     root = f"{parts.scheme.lower()}://{parts.netloc}"
-    if parts.scheme.lower() == "az" and path.count("/") >= 1:
-        container, _, path = path.partition("/")
-        root = f"{root}/{container}"
     return root, f"{path}?{parts.query}" if parts.query else path
 
 
