@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Generic, NamedTuple, TypeVar
 
-from meshfeed.errors import PeerError
+from meshfeed.errors import DeliveryError, PeerError
 
 T = TypeVar("T")
 CalledOff = Callable[[], BaseException | None]
@@ -75,6 +76,7 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Iterator[T], clock: StageClock, depth: int) -> None:
         self._items, self._clock, self._depth = items, clock, max(depth, 1)
+        self._process = os.getpid()
         self._queue: deque[tuple[T, list[Span]]] = deque()
         self._changed = threading.Condition()
         self._stopped = False
@@ -94,6 +96,11 @@ class Prefetcher(Generic[T]):
         called_off: an error that forbids to hand it out; looked at again after each `wake`.
         Raises StopIteration at the end, TimeoutError after `timeout_s`, the producer's own error, or that.
         """
+        if os.getpid() != self._process:
+            raise DeliveryError(
+                "this process was forked from the one whose Feed this is, and has no thread that reads; make "
+                "a Feed of its own here"
+            )
         with self._changed:
             came = self._changed.wait_for(lambda: self._has_news() or called_off(), timeout_s)
             if other := called_off():

@@ -118,15 +118,22 @@ def run(args: argparse.Namespace) -> int:
     if not planned:
         raise MeshfeedError(f"--steps {args.steps.start}:{args.steps.stop}: the stream ends before")
     if args.dump:
-        args.dump.write_text(json.dumps(_dump(planned[0].plan)))
+        _write(args.dump, json.dumps(_dump(planned[0].plan)))
     if args.html:
-        args.html.write_text(page(Picture(str(layout), planned[0].step, planned[0].plan, planned[0].account)))
+        _write(args.html, page(Picture(str(layout), planned[0].step, planned[0].plan, planned[0].account)))
     if args.json:
         facts = [each.facts() for each in planned]
         print(json.dumps(facts[0] if args.lengths else {"steps": facts}))
     else:
         _print(planned)
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise MeshfeedError(f"{path}: {error.strerror}; choose another file to write") from error
 
 
 def _cost(args: argparse.Namespace) -> mf.CostModel:

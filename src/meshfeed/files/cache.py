@@ -37,14 +37,17 @@ class Cache:
             raise CacheError(f"Cache(block_bytes={self.block_bytes!r}): a multiple of 4096 bytes")
         if type(self.limit_bytes) is not int or self.limit_bytes < self.block_bytes:
             raise CacheError(
-                f"Cache(limit_bytes={self.limit_bytes!r}): at least one block of {self.block_bytes} bytes"
+                f"Cache(limit_bytes={self.limit_bytes!r}): a whole number of bytes, at least one block of "
+                f"{self.block_bytes}"
             )
 
     @property
     def path(self) -> Path:
         """The folder, absolute."""
         given = self.folder or os.environ.get("MESHFEED_CACHE")
-        return Path(given or Path(tempfile.gettempdir()) / "meshfeed-cache").absolute()
+        if given and "://" in os.fspath(given):
+            raise CacheError(f"{os.fspath(given)}: a cache is a folder on a disk of the node, not a URL")
+        return Path(given or Path(tempfile.gettempdir()) / "meshfeed-cache").expanduser().absolute()
 
     @property
     def own_path(self) -> Path:

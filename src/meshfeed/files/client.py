@@ -9,6 +9,7 @@ Used by the leader alone: obstore's runtime does not survive a fork.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -26,10 +27,12 @@ from meshfeed.errors import (
     StoreError,
     UnavailableError,
 )
-from meshfeed.files.refusals import meaning_of, reason
+from meshfeed.files.refusals import meaning_of, reason, refuses_method
 from meshfeed.files.url import without_secrets
 
 T = TypeVar("T")
+
+_log = logging.getLogger("meshfeed")
 
 _THREADS = 48
 _RECENT = 64  # requests whose time tells what is slow
@@ -61,13 +64,13 @@ class Patience:
     Attributes:
         timeout_s: to one request, its body included.
         give_up_s: to all attempts of a request together, from the first on.
-        attempts: how many there are at most.
+        attempts: how many there are at most; None for as many as fit into that time.
         hedge: whether slow requests are asked a second time.
     """
 
     timeout_s: float = 30.0
     give_up_s: float = 180.0
-    attempts: int = 12
+    attempts: int | None = None
     hedge: bool = True
 
 
@@ -121,7 +124,12 @@ class Client:
         import obstore
 
         def head() -> Stat:
-            found = obstore.head(self._store, path)
+            try:
+                found = obstore.head(self._store, path)
+            except Exception as error:
+                if not refuses_method(error):
+                    raise
+                found = obstore.get(self._store, path, options={"range": (0, 1)}).meta
             return Stat(found["size"], _tag_of(found))
 
         return self._patiently(head, self._name(path))
@@ -169,8 +177,9 @@ class Client:
 
     def _patiently(self, ask: Callable[[], T], where: str) -> T:
         """Ask until there is an answer, or a refusal, or no patience left."""
-        began, pause_s = time.monotonic(), _PAUSE_S
-        for attempt in range(1, self._patience.attempts + 1):
+        began, pause_s, attempt = time.monotonic(), _PAUSE_S, 0
+        while True:
+            attempt += 1
             with self._lock:
                 self.counts.requests += 1
                 self.counts.retries += attempt > 1
@@ -182,13 +191,14 @@ class Client:
                 self._refuse(error, where)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
                 rest_s = self._patience.give_up_s - (time.monotonic() - began) - pause_s
+                if attempt > 1:
+                    _log.warning("%s: attempt %d failed: %s", where, attempt, reason(error))
                 if attempt == self._patience.attempts or rest_s < 0:
                     raise UnavailableError(
                         f"{where}: failed {attempt} times in {time.monotonic() - began:.0f} s, last: "
-                        f"{reason(error)}; see to the storage or the network, then go on from the checkpoint"
+                        f"{reason(error)}; see to the storage, the network or the URL"
                     ) from error
                 time.sleep(random.uniform(pause_s / 2, pause_s))
-        raise UnavailableError(f"{where}: no attempt was allowed; give Patience at least one")
 
     def _refuse(self, error: Exception, where: str) -> None:
         """Raise what no further attempt will change."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ Session = tuple[int, int]
 
 _START_S = 60.0
 _PAUSE_S = 0.01
+_SAY_EVERY_S = 10.0
+_log = logging.getLogger("meshfeed")
 
 
 class LostError(Exception):
@@ -69,7 +72,7 @@ class Link:
                 raise LostError
             self._futures[number] = future
         self._send({"id": number, **said})
-        answer, payload = future.result()
+        answer, payload = self._awaited(future, said)
         if "error" in answer:
             raise message.untold(answer["error"])
         return answer, payload
@@ -91,6 +94,16 @@ class Link:
             _shut(link)
 
     # -- below --------------------------------------------------------------------------------------------
+
+    def _awaited(self, future: Future[Answer], said: Mapping[str, Any]) -> Answer:
+        """An answer; tells the user, now and then, that storage keeps everybody waiting."""
+        began = time.monotonic()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return future.result(_SAY_EVERY_S)
+            waited_s = time.monotonic() - began
+            what = f"{said['root']}/{said['path']}" if "path" in said else f"blocks; see {self._folder / LOG}"
+            _log.warning("waiting for storage since %.0f s: %s", waited_s, what)
 
     def _send(self, said: dict[str, Any]) -> None:
         with self._sending:

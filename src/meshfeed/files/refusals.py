@@ -20,7 +20,9 @@ _KINDS: Mapping[str, Meaning] = {
 }
 _REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|[Rr]egion")
 _EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|RequestTimeTooSkewed|RequestExpired|expired")
-_STATUS = re.compile(r"\b([345]\d\d)\b (?:[A-Z][a-z]+)")
+_STATUS = re.compile(r"\bstatus(?: code)?:? ([345]\d\d)\b")
+_FOR_EVER = re.compile(r"following redirect|Could not parse path|MissingContentLength|InvalidContentType")
+_DETAIL = re.compile(r'(?:message|error): "([^"]+)"')
 _RIGHT_REGION = re.compile(r"<Region>([^<]+)</Region>|expecting '([^']+)'")
 _MISSING_BUCKET = re.compile(r"NoSuchBucket|NoSuchKey|ContainerNotFound|BlobNotFound")
 _LONGEST = 300
@@ -38,6 +40,8 @@ def meaning_of(error: Exception) -> Meaning:
         return "missing"
     if kind is not None:
         return kind
+    if _FOR_EVER.search(text):
+        return "wrong"
     status = _STATUS.search(text)
     if status is None:
         return "wrong" if "credential" in text.lower() and "load" in text.lower() else "passing"
@@ -49,10 +53,23 @@ def meaning_of(error: Exception) -> Meaning:
     return "wrong" if 300 <= code < 500 and code not in (408, 425, 429) else "passing"
 
 
+def refuses_method(error: Exception) -> bool:
+    """Whether a server knows the request's method, such as HEAD, but does not take it."""
+    status = _STATUS.search(str(error))
+    return status is not None and status[1] in ("405", "501")
+
+
 def reason(error: BaseException) -> str:
     """One line of what an exception says, and what to do about it where that is known."""
-    text = " ".join(str(error).partition("Debug source:")[0].split())
+    told, _, debug = str(error).partition("Debug source:")
+    text = " ".join(told.split())
     brief = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    detail = _DETAIL.search(debug)
+    if detail is not None and detail[1] not in brief:
+        brief = f"{brief}: {detail[1]}"
+    for sign, hint in _HINTS.items():
+        if sign in told or sign in debug:
+            return f"{hint} ({brief})"
     if _EXPIRED.search(text):
         return f"the credentials have expired; renew them and start again ({brief})"
     if _is_region(text):
@@ -62,6 +79,15 @@ def reason(error: BaseException) -> str:
     if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
         return f"no permission; look at the credentials and the bucket's policy ({brief})"
     return brief or type(error).__name__
+
+
+_HINTS: Mapping[str, str] = {
+    "InvalidContentType": "the server speaks no TLS; is the URL http://?",
+    "TooManyRedirects": "the server redirects for ever",
+    "MissingContentLength": "the server does not say how long objects are",
+    "Range request not supported": "the server ignores Range; serve it by one that does, as nginx or an "
+    "object store",
+}
 
 
 def _is_region(text: str) -> bool:

@@ -40,12 +40,19 @@ def local_path(url: str) -> str:
 def split(url: str) -> tuple[str, str]:
     """A remote URL as (root, path): s3://bucket and what follows, https://host and what follows.
 
-    A query, such as that of a presigned URL, stays with the path.
+    In a web address %20 is a space; in the name of an object it is itself. Raises StoreError for a query.
     """
     parts = urlsplit(url)
+    if parts.query:
+        raise StoreError(
+            f"{without_secrets(url)}: URLs with a query, such as presigned ones, are not read; give the plain "
+            f"URL and, in options= or the environment, credentials"
+        )
     path = parts.path.lstrip("/")
+    if is_http(url):
+        path = unquote(path)
     root = f"{parts.scheme.lower()}://{parts.netloc}"
-    return root, f"{path}?{parts.query}" if parts.query else path
+    return root, path
 
 
 def join(base: str, name: str) -> str:
