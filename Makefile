@@ -36,7 +36,7 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[demo]"
 	touch $@
 
-$(VENV)/.tested: $(VENV)/.installed requirements-test.txt
+$(VENV)/.tested: $(VENV)/.installed requirements-test.txt requirements-oracles.txt
 	$(BIN)/python -m pip install --quiet --requirement requirements-test.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-oracles.txt
 	touch $@

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
-import sys
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
+
+from hidden import hidden
 
 _UNUSED = (
     "torchvision",
@@ -27,47 +25,10 @@ _UNUSED = (
 )
 
 
-class _Empty(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return sys.modules.get(f"{self.__name__}.{name}") or type(name, (Exception,), {})
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def __init__(self, unused: frozenset[str]) -> None:
-        self.unused = unused
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] in self.unused:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return _Empty(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__path__ = []
-
-
 def imported(keep: Sequence[str] = ()) -> Any:
     """The package `streaming`. keep: packages that are to be imported in earnest."""
-    before = set(sys.modules)
-    finder = _Finder(frozenset(_UNUSED) - set(keep))
-    hidden = {
-        name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in finder.unused
-    }
-    sys.meta_path.insert(0, finder)
-    try:
+    with hidden(set(_UNUSED) - set(keep)):
         import streaming
         import streaming.base.format.mds.reader
         import streaming.base.format.mds.writer
-    finally:
-        sys.meta_path.remove(finder)
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] in finder.unused:
-                del sys.modules[name]
-        sys.modules.update(hidden)
     return streaming

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import numpy as np
 import pyarrow.parquet
 
 import meshfeed as mf
-from meshfeed.store import DatasetWriter, IndexedWriter
+from meshfeed.store import DatasetWriter, IndexedWriter, MDSStore
 
 _NUMBERS = (0, 1, -1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
 _VALUES: tuple[Any, ...] = (
@@ -40,6 +41,10 @@ _VALUES: tuple[Any, ...] = (
     "ndarray:uint16:99999999999999",
     "ndarray:nonsense",
     "pkl",
+    "pickle",
+    "no_header_tensor:16",
+    "no_header_numpy:99",
+    "tensor",
     "zstd:3",
     "a" * 300,
     "\0",
@@ -111,11 +116,51 @@ class Indexed:
         use_store(mf.open(self._folder / "c"))
 
 
-class Mds:
-    """MDS: index.json and shards, columns of every kind of size."""
+class Sharded:
+    """A folder of shards with an index.json.
+
+    Attributes:
+        index: what the index says. shards: name -> bytes.
+    """
+
+    index: Any
+    shards: dict[str, bytes]
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    def damage(self, rng: random.Random) -> None:
+        """Write the files, the index or a shard damaged."""
+        which = rng.random()
+        text = json.dumps(self.index)
+        if which < 0.45:
+            given: Any = self.index
+            for _ in range(rng.choice((1, 1, 2, 3))):
+                given = changed_json(given, rng)
+            text = json.dumps(given)
+        elif which < 0.55:
+            text = damaged(text.encode(), rng).decode("latin-1")
+        (self._folder / "index.json").write_text(text)
+        for i, (name, data) in enumerate(self.shards.items()):
+            hurt = which > 0.5 and i == 0
+            (self._folder / name).write_bytes(damaged(data, rng) if hurt else data)
+
+    def use(self) -> None:
+        """Open and read everything."""
+        store: Any = mf.open(self._folder)
+        use_store(store)
+        if isinstance(store, MDSStore):
+            with store:
+                for i in range(min(store.num_documents, 5)):
+                    store.sample(i)
+        list(store.verify())
+
+
+class Mds(Sharded):
+    """MDS: index.json and shards, columns of every kind of size."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         columns = [("name", "str", None), ("number", "int", 8), ("tokens", "ndarray:uint16", None)]
         shards = [self._shard(columns, count) for count in (3, 1)]
         entries = [
@@ -134,8 +179,8 @@ class Mds:
             }
             for i, (data, count) in enumerate(zip(shards, (3, 1)))
         ]
-        self._index = {"version": 2, "shards": entries}
-        self._shards = shards
+        self.index = {"version": 2, "shards": entries}
+        self.shards = {f"shard.{i:05}.mds": data for i, data in enumerate(shards)}
 
     @staticmethod
     def _shard(columns: list[tuple[str, str, int | None]], count: int) -> bytes:
@@ -150,30 +195,49 @@ class Mds:
         offsets = np.cumsum([first, *map(len, samples)]).astype("<u4")
         return struct.pack("<I", count) + offsets.tobytes() + config + b"".join(samples)
 
-    def damage(self, rng: random.Random) -> None:
-        """Write the files, the index or a shard damaged."""
-        which = rng.random()
-        text = json.dumps(self._index)
-        if which < 0.45:
-            given: Any = self._index
-            for _ in range(rng.choice((1, 1, 2, 3))):
-                given = changed_json(given, rng)
-            text = json.dumps(given)
-        elif which < 0.55:
-            text = damaged(text.encode(), rng).decode("latin-1")
-        (self._folder / "index.json").write_text(text)
-        for i, data in enumerate(self._shards):
-            hurt = which > 0.5 and i == 0
-            (self._folder / f"shard.{i:05}.mds").write_bytes(damaged(data, rng) if hurt else data)
 
-    def use(self) -> None:
-        """Open and read everything."""
-        store: Any = mf.open(self._folder)
-        use_store(store)
-        with store:
-            for i in range(min(store.num_documents, 5)):
-                store.sample(i)
-        list(store.verify())
+class Litdata(Sharded):
+    """litdata: items of a text, a number and an array with a header, or of a bare array."""
+
+    def __init__(self, folder: Path, *, is_bare: bool = False) -> None:
+        super().__init__(folder)
+        forms = ["no_header_numpy:5"] if is_bare else ["str", "int", "numpy"]
+        leaf = {"type": None, "context": None, "children_spec": []}
+        tree = {
+            "type": "builtins.dict",
+            "context": '["name", "number", "tokens"]',
+            "children_spec": [leaf] * 3,
+        }
+        self.shards = {f"chunk-0-{i}.bin": self._chunk(is_bare, count) for i, count in enumerate((3, 1))}
+        self.index = {
+            "chunks": [
+                {
+                    "filename": name,
+                    "chunk_bytes": len(data),
+                    "chunk_size": count,
+                    "dim": dim if is_bare else None,
+                }
+                for (name, data), count, dim in zip(self.shards.items(), (3, 1), (18, 5))
+            ],
+            "config": {
+                "compression": None,
+                "data_format": forms,
+                "data_spec": json.dumps([1, leaf if is_bare else tree]),
+                "encryption": None,
+                "item_loader": "TokensLoader" if is_bare else "PyTreeLoader",
+            },
+        }
+
+    @staticmethod
+    def _chunk(is_bare: bool, count: int) -> bytes:
+        items: list[bytes] = []
+        for i in range(count):
+            tokens = np.arange(5 + i, dtype="<u2")
+            name, array = f"item {i}".encode(), struct.pack("<3I", 5, 1, tokens.size) + tokens.tobytes()
+            sizes = struct.pack("<3I", len(name), 8, len(array))
+            items.append(tokens.tobytes() if is_bare else sizes + name + struct.pack("<q", i) + array)
+        offsets = np.cumsum([4 * (count + 2), *map(len, items)]).astype("<u4")
+        return struct.pack("<I", count) + offsets.tobytes() + b"".join(items)
 
 
 class Dataset:
@@ -250,6 +314,8 @@ TARGETS: dict[str, Callable[[Path], Any]] = {
     "dataset.json": Dataset,
     "JSONL": Jsonl,
     "Parquet": Parquet,
+    "litdata": Litdata,
+    "litdata, bare": partial(Litdata, is_bare=True),
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 import meshfeed as mf
 import mosaic
 from meshfeed.store.mds import MDSStore
+from streams import check_tokens
 
 streaming = mosaic.imported()
 
@@ -51,33 +52,6 @@ def token_samples(rng: np.random.Generator, count: int = 300, most: int = 700) -
         {"tokens": rng.integers(0, 60_000, int(rng.integers(1, most))).astype(np.uint16), "name": f"doc {i}"}
         for i in range(count)
     ]
-
-
-def check_tokens(store: MDSStore, documents: list[np.ndarray]) -> None:
-    """Every question that a sequence rule asks, against the documents themselves."""
-    stream = np.concatenate(documents)
-    lengths = np.array([document.size for document in documents])
-    ends = lengths.cumsum()
-    rng = np.random.default_rng(SEED)
-    assert (store.num_documents, store.num_tokens, store.dtype) == (len(documents), stream.size, stream.dtype)
-    with store:
-        every = np.arange(len(documents))
-        assert np.array_equal(store.lengths(every), lengths)
-        assert np.array_equal(store.offsets(every), ends - lengths)
-        assert np.array_equal(store.read_stream(np.array([0]), np.array([stream.size])), stream)
-        for _ in range(20):
-            starts = rng.integers(0, stream.size, 9)
-            stops = np.minimum(starts + rng.integers(0, 3000, 9), stream.size)
-            store.will_need(starts, stops)
-            expected = [stream[a:b] for a, b in zip(starts.tolist(), stops.tolist())]
-            assert np.array_equal(store.read_stream(starts, stops), np.concatenate(expected))
-            found, counts = store.document_starts(starts, stops)
-            inside = [ends[(ends > a) & (ends < b)] for a, b in zip(starts.tolist(), stops.tolist())]
-            assert np.array_equal(found, np.concatenate(inside)) and counts.tolist() == [
-                len(i) for i in inside
-            ]
-        document = int(rng.integers(len(documents)))
-        assert np.array_equal(store.read(document, 1, lengths[document]), documents[document][1:])
 
 
 @pytest.mark.parametrize(("compression", "hashes"), itertools.product(COMPRESSIONS, HASHES))

@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         description="Show format, counts, fingerprint and document lengths of a token store.",
     )
     parser.add_argument(
-        "path", help="path or URL of a .bin/.idx pair, a folder with dataset.json or MDS, JSONL, or Parquet"
+        "path", help="path or URL: .bin/.idx, JSONL, Parquet, or a folder with dataset.json, MDS or litdata"
     )
     parser.add_argument("--column", help="of the tokens or the text, in MDS, JSONL and Parquet")
     parser.add_argument("--tokenizer", help="for text: 'bytes', or the path of a tokenizers JSON file")

@@ -49,7 +49,8 @@ class Content:
     An object with any of these is fetched as a whole, checked, and only then served.
 
     Attributes:
-        codec: how it is compressed: "zstd", "gz", "bz2", "br" or "snappy"; None where it is not.
+        codec: how it is compressed: "zstd", "gz", "bz2", "br", "snappy", or "litdata" for a
+            chunk of litdata with zstd inside; None where it is not.
         stored_bytes: its size as it lies in storage; None where nobody says.
         raw_bytes: its size uncompressed, which it must have exactly; needed with a codec.
         stored_hashes, raw_hashes: algorithm, of hashlib or xxhash -> hex digest of the bytes as they are

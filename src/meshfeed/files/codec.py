@@ -5,9 +5,12 @@ from __future__ import annotations
 import bz2
 import hashlib
 import importlib
+import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from meshfeed.errors import ChecksumError, StoreError
 
@@ -17,8 +20,8 @@ _STEP_BYTES = 1 << 20
 def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -> bytes:
     """`data` uncompressed, exactly `raw_bytes` of it; no more than a step beyond is ever made.
 
-    codec: "zstd", "gz", "bz2", "br" or "snappy". Raises StoreError for another codec, a package that is
-    missing, or data that grows beyond its declared size; ChecksumError for data that is damaged.
+    codec: one of `Content`. Raises StoreError for another one, a package that is missing, or data that grows
+    beyond its declared size; ChecksumError for data that is damaged.
     """
     if codec not in _STREAMS:
         raise StoreError(f"{url}: codec {codec!r} is unknown; known are {', '.join(_STREAMS)}")
@@ -111,10 +114,34 @@ def _snappy(data: bytes, raw_bytes: int) -> Iterator[bytes]:
     yield bytes(raw.decompress_raw(data))
 
 
+def _litdata(data: bytes, raw_bytes: int) -> Iterator[bytes]:
+    """A chunk of litdata as it would be had its items not been compressed, some at a time, inside it.
+
+    "LDFZ01" 0 0 | u16 version, flags | u32 items, items of a frame, frames |
+    u32 offsets[items + 1] | table | frames
+    in the table, for each frame: u32 first item, items | u64 byte | u32 bytes, bytes uncompressed
+    """
+    magic, version, _, num_items, _, num_frames = struct.unpack_from("<8sHHIII", data)
+    if magic != b"LDFZ01\0\0" or version != 1:
+        raise ValueError("no LDFZ01 of version 1")
+    head = 8 + 4 * num_items
+    offsets = np.frombuffer(data, "<u4", num_items + 1, 24) + np.uint64(head)
+    yield struct.pack("<I", num_items) + offsets.astype("<u4").tobytes()
+    table = range(20 + head, 20 + head + 24 * num_frames, 24)
+    end = table.stop
+    for at in table:
+        begin, size = struct.unpack_from("<QI", data, at + 8)
+        if begin < end:
+            raise ValueError("frames overlap")
+        end = begin + size
+        yield from _zstd(data[begin:end], raw_bytes)
+
+
 _STREAMS: Mapping[str, Callable[[bytes, int], Iterator[bytes]]] = {
     "zstd": _zstd,
     "gz": lambda data, _: _stream(lambda: zlib.decompressobj(31), data),
     "bz2": lambda data, _: _stream(bz2.BZ2Decompressor, data),
     "br": _brotli,
     "snappy": _snappy,
+    "litdata": _litdata,
 }

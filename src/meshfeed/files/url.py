@@ -45,8 +45,8 @@ def split(url: str) -> tuple[str, str]:
     parts = urlsplit(url)
     if parts.query:
         raise StoreError(
-            f"{without_secrets(url)}: URLs with a query, such as presigned ones, are not read; give the plain "
-            f"URL and, in options= or the environment, credentials"
+            f"{without_secrets(url)}: URLs with a query, such as presigned ones, are not read; give the "
+            f"plain URL and, in options= or the environment, credentials"
         )
     path = parts.path.lstrip("/")
     if is_http(url):

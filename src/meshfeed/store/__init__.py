@@ -5,6 +5,7 @@ from meshfeed.store.dataset_writer import DatasetWriter
 from meshfeed.store.indexed import IndexedStore
 from meshfeed.store.indexed_writer import IndexedWriter, best_dtype
 from meshfeed.store.jsonl import JsonlStore
+from meshfeed.store.litdata import LitdataStore
 from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.store.mds import MDSStore
 from meshfeed.store.mock import Lengths
@@ -21,6 +22,7 @@ __all__ = [
     "Item",
     "JsonlStore",
     "Lengths",
+    "LitdataStore",
     "MDSStore",
     "Mapped",
     "OpenedStore",

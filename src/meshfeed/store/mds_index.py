@@ -49,6 +49,11 @@ class Shard:
     num_samples: int
     content: Content | None
 
+    @property
+    def num_documents(self) -> int:
+        """Samples."""
+        return self.num_samples
+
 
 def parse_index(url: str, text: bytes) -> tuple[list[Column], list[Shard]]:
     """Columns, in the order in which samples hold them, and shards. Raises StoreError."""

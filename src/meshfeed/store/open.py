@@ -16,6 +16,7 @@ from meshfeed.store.dataset import NAME, DatasetStore, open_dataset
 from meshfeed.store.documents import DocumentFiles
 from meshfeed.store.indexed import IndexedStore
 from meshfeed.store.jsonl import JsonlStore
+from meshfeed.store.litdata import LitdataStore, recognised
 from meshfeed.store.mds import MDSStore
 from meshfeed.store.mds_index import INDEX
 from meshfeed.store.parquet import ParquetStore
@@ -63,9 +64,10 @@ def open_store(
     """The token store at `path`, recognised and checked; no file stays open.
 
     path: of a Megatron store, with or without .bin or .idx; of a folder with dataset.json, or with an MDS
-    dataset; of a .jsonl or .parquet file, or a folder of such; or the URL: s3://, gs://, az://, https://.
-    column: of MDS, JSONL or Parquet: what holds each document's tokens, "tokens" or "input_ids" if there; or
-    its text, "text", if there is a tokenizer. dtype: of MDS: of tokens in a column of plain bytes.
+    or litdata dataset; of a .jsonl or .parquet file, or a folder of such; or the URL: s3://, gs://, az://,
+    http(s)://.
+    column: of MDS, litdata, JSONL or Parquet: what holds each document's tokens, "tokens" or "input_ids" if
+    there; or its text, "text", if there is a tokenizer. dtype: of MDS: of tokens in a column of plain bytes.
     tokenizer: of JSONL or Parquet: "bytes" for UTF-8, or a `tokenizers` JSON file on this machine, used
     without special tokens.
     cache: where a node keeps what it fetches of a remote store, and the lengths of documents where the format
@@ -101,8 +103,8 @@ def open_store(
 
 def _none_there(place: Place) -> StoreError:
     known = (
-        "a Megatron .bin/.idx pair, with or without the suffix, of a folder with dataset.json or MDS, or of "
-        "a file or folder of .jsonl or .parquet"
+        "a Megatron .bin/.idx pair, with or without the suffix, of a folder with dataset.json, MDS or "
+        "litdata, or of a file or folder of .jsonl or .parquet"
     )
     if place.beside.is_remote:
         return MissingError(
@@ -136,9 +138,12 @@ def _dataset(place: Place) -> DatasetStore | None:
     return open_dataset(folder, shown.rstrip("/") or shown or ".", _cache(place))
 
 
-def _mds(place: Place) -> MDSStore | None:
+def _sharded(place: Place) -> MDSStore | LitdataStore | None:
     if not place.within.holds(INDEX):
         return None
+    if recognised(place.within):
+        _refuse(place, "litdata", "dtype", "tokenizer")
+        return LitdataStore(place.within, column=place.column)
     _refuse(place, "MDS", "tokenizer")
     return MDSStore(place.within, column=place.column, dtype=place.dtype)
 
@@ -176,7 +181,7 @@ _RECOGNISERS: tuple[Callable[[Place], OpenedStore | None], ...] = (
     _indexed,
     _file_of_documents,
     _dataset,
-    _mds,
+    _sharded,
     _folder_of_documents,
 )
 """In the order in which they are asked; the first that knows its format wins."""

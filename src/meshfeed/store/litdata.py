@@ -1,0 +1,182 @@
+"""litdata's datasets as a token store; what is pickled stays so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from meshfeed.errors import StoreError
+from meshfeed.files import Content, Folder
+from meshfeed.store.litdata_chunk import ChunkFile, Items
+from meshfeed.store.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
+from meshfeed.store.sharded import ShardedStore
+from meshfeed.store.stream import I64, Pieces
+
+_TOKENS = ("tokens", "input_ids")
+_ZSTD_HEAD_BYTES = 18
+
+
+class LitdataStore(ShardedStore[ChunkFile]):
+    """A litdata dataset: a document is the tokens of an item as it was written, and documents lie end to end.
+
+    litdata's own TokensLoader knows no items when it reads: it cuts the tokens of each chunk into blocks of
+    one size, leaves out what remains at a chunk's end, and shuffles blocks. Here no token is left out:
+    `Windows` cuts the stream of all chunks, and `Documents` gives the items back.
+
+    Args:
+        folder: holds index.json.
+        column: of the tokens, by its path in the item ("meta.ids"); None takes "tokens", "input_ids", or the
+            only tensor or array of integers. One of several dimensions is read row by row.
+
+    How long documents are is in each chunk's head where nothing but their tokens differs in length. Raises
+    StoreError for what is encrypted, compressed item by item, or no integers.
+    """
+
+    kind = "litdata"
+
+    def __init__(self, folder: Folder, *, column: str | None = None) -> None:
+        super().__init__(folder)
+        self._column = column
+        self._contents: dict[int, Content] = {}
+
+    # -- what it is ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def _index(self) -> Index:
+        index = self._folder.file(INDEX)
+        return parse_index(index.url, index.peek([(0, index.size_bytes)])[0])
+
+    @property
+    def encodings(self) -> Mapping[str, str]:
+        """Path in the item -> litdata's serializer, of every column."""
+        return {column.name: column.form for column in self._index.columns}
+
+    @property
+    def shards(self) -> Sequence[Chunk]:
+        """The chunks."""
+        return self._index.chunks
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the tokens, little-endian."""
+        return self._tokens[1]
+
+    @cached_property
+    def _tokens(self) -> tuple[Items, np.dtype[Any]]:
+        """What items are made of, and the dtype of their tokens."""
+        index = self._index
+        columns = index.columns[:1] if index.is_bare else index.columns  # TokensLoader keeps only the first
+        names = [column.name for column in columns]
+        fit = [column.name for column in columns if column.has_tokens]
+        usual = next((name for name in _TOKENS if name in names), None)
+        name = self._column or usual or (fit[0] if len(fit) == 1 else None)
+        if name not in names:
+            said = ", ".join(f"{column.name} ({column.form})" for column in columns)
+            raise StoreError(
+                f"{self.path}: its columns are {said[:500]}; say which holds tokens: "
+                f"mf.open(path, column=...)"
+            )
+        at = names.index(name)
+        try:
+            family, dtype = columns[at].tokens()
+            items = Items(() if index.is_bare else tuple(c.size_bytes for c in columns), at, family)
+            return items, self._first_dtype(items) if dtype is None else dtype
+        except ValueError as error:
+            raise StoreError(f"{self.path}: column {name!r} {error}") from error
+
+    def _first_dtype(self, items: Items) -> np.dtype[Any]:
+        """What the first value says of its elements; the others must say the same."""
+        for number, chunk in enumerate(self._index.chunks):
+            if chunk.num_documents:
+                with self._chunk_file(number, items) as file:
+                    return file.first_dtype()
+        return np.dtype(np.uint16)
+
+    # -- what ShardedStore asks ---------------------------------------------------------------------------
+
+    def _identity(self) -> bytes:
+        index = asdict(self._index)
+        return json.dumps([index, self._column], sort_keys=True).encode()
+
+    def _content(self, number: int) -> Content | None:
+        content = self._contents.get(number)
+        if content is None and self._index.codec is not None:
+            content = self._contents[number] = self._compressed(self._index.chunks[number], self._index.codec)
+        return content
+
+    def _compressed(self, chunk: Chunk, codec: str) -> Content:
+        if codec == "zstd":
+            head_bytes = chunk.head_bytes if self._leaves_out_heads else 0
+            return Content(codec=codec, raw_bytes=chunk.given_bytes + head_bytes)
+        file = self._folder.file(chunk.name)
+        last = 24 + 4 * chunk.num_documents
+        (end,) = file.peek([(last, last + 4)])  # of the last item, in the chunk's own table
+        if len(end) != 4:
+            raise StoreError(
+                f"{file.url}: byte {last}: no table of {chunk.num_documents} items; copy it again"
+            )
+        raw_bytes = chunk.head_bytes + int.from_bytes(end, "little")
+        return Content(codec=codec, raw_bytes=raw_bytes, stored_bytes=chunk.given_bytes)
+
+    @cached_property
+    def _leaves_out_heads(self) -> bool:
+        """Whether the index gives sizes without heads: what zstd says of the first chunk's decides."""
+        chunk = self._index.chunks[0]
+        file = self._folder.file(chunk.name)
+        (head,) = file.peek([(0, _ZSTD_HEAD_BYTES)])
+        try:
+            size = import_module("zstandard").get_frame_parameters(head).content_size
+        except ImportError as missing:
+            raise StoreError(f"{file.url}: zstd needs zstandard: pip install 'meshfeed[mds]'") from missing
+        except Exception as error:  # zstandard has its own
+            raise StoreError(f"{file.url}: byte 0: no zstd data: {error}; copy it again") from error
+        return size == chunk.given_bytes + chunk.head_bytes
+
+    def _shard_file(self, number: int) -> ChunkFile:
+        return self._chunk_file(number, self._tokens[0])
+
+    def _chunk_file(self, number: int, items: Items) -> ChunkFile:
+        chunk, file = self._index.chunks[number], self._file_of(number)
+        given = chunk.given_bytes
+        if self._index.codec is None and file.size_bytes not in (given, given + chunk.head_bytes):
+            raise StoreError(f"{file.url}: {file.size_bytes} bytes, its index says {given}; copy it again")
+        return ChunkFile(chunk, items, file)
+
+    def _token_spans(self, shard: ChunkFile, documents: I64) -> tuple[I64, I64]:
+        return shard.token_spans(documents, self.dtype)
+
+    def _lengths_in(self, shard: ChunkFile, num_documents: int) -> I64:
+        return shard.lengths(self.dtype)
+
+    def _announced(self, shard: ChunkFile, number: int, pieces: Pieces) -> tuple[I64, I64]:
+        if not shard.items.is_plain:
+            return super()._announced(shard, number, pieces)
+        # no look at the items themselves, which would wait for what is only announced
+        begins = shard.plain_spans(pieces.documents - self._first(number))[0]
+        begins = begins + pieces.begin * self.dtype.itemsize
+        return begins, begins + pieces.lengths * self.dtype.itemsize
+
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON-able values."""
+        columns = ", ".join(f"{name}: {form}" for name, form in self.encodings.items())
+        return {"format": "litdata", "num_shards": self.shard_ends.size, "columns": columns}
+
+    def verify(self) -> Iterator[float]:
+        """Check offsets, sizes and headers of all items, yielding the part done, in (0, 1]."""
+        for number, chunk in enumerate(self._index.chunks):
+            with self._shard_file(number) as shard:
+                shard.lengths(self.dtype)
+                shard.token_spans(np.arange(chunk.num_documents), self.dtype)
+            yield (number + 1) / len(self._index.chunks)
+
+
+def recognised(folder: Folder) -> bool:
+    """Whether a folder's index.json is litdata's."""
+    index = folder.file(INDEX)
+    return is_litdata(index.peek([(0, index.size_bytes)])[0])
