@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,12 +11,14 @@ import meshfeed as mf
 from meshfeed.store import IndexedWriter
 
 
-def write_corpus(path: Path, *, num_tokens: int = 20_000, seed: int = 0, mean: int = 150) -> np.ndarray:
+def write_corpus(
+    path: Path, *, num_tokens: int = 20_000, seed: int = 0, mean: int = 150, **options: Any
+) -> np.ndarray:
     """A store of random documents of 1 to 2 * mean tokens; returns its token stream."""
     rng = np.random.default_rng(seed)
     stream = rng.integers(1, 60_000, num_tokens).astype(np.uint16)
     cuts = np.cumsum(rng.integers(1, 2 * mean, num_tokens // mean * 2))
-    with IndexedWriter(path, np.uint16) as writer:
+    with IndexedWriter(path, np.uint16, **options) as writer:
         for document in np.split(stream, cuts[cuts < num_tokens]):
             writer.add_document(document)
     return stream

@@ -23,12 +23,14 @@ from services.nginx import Nginx
 
 LAYOUT = "tp2-dp2"
 STEPS = 12
+BLOCK_BYTES = 1 << 12
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
-    write_corpus(folder / "corpus", num_tokens=200_000)
+    write_corpus(folder / "corpus", num_tokens=200_000, checksum_bytes=None)
+    write_corpus(folder / "summed", num_tokens=200_000, checksum_bytes=BLOCK_BYTES)
     rng = np.random.default_rng(0)
     streaming = mosaic.imported()
     columns = {"tokens": "ndarray:uint16"}
@@ -42,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe_of(path: str, cache: str | None = None) -> mf.Recipe:
     return mf.Recipe(
-        data=mf.open(path, cache=mf.Cache(cache, block_bytes=1 << 12)),
+        data=mf.open(path, cache=mf.Cache(cache, block_bytes=BLOCK_BYTES)),
         sequence=mf.Windows(128),
         batch=mf.Batch(sequences=16),
         seed=2,
@@ -87,18 +89,33 @@ def test_what_is_survived_changes_nothing(folder: Path, tmp_path: Path, name: st
         assert seen == simulated(near, mf.Layout.parse(LAYOUT), STEPS, rank)
 
 
-def test_a_flipped_bit_is_fetched_again(folder: Path, tmp_path: Path) -> None:
-    """Where the index has hashes, as MDS may."""
+def flipped_twice(*markers: str) -> Callable[[int, str, str], Fault]:
+    """Whatever is asked a third time comes right."""
+    count = iter(range(1 << 30))
+
+    def plan(number: int, method: str, path: str) -> Fault:
+        asked = method == "GET" and any(marker in path for marker in markers)
+        return Fault(flip=5) if asked and next(count) in (0, 9) else NOTHING
+
+    return plan
+
+
+FLIPPED = {
+    "MDS shards with hashes": ("mds", ["shard"]),
+    "a .bin with checksums": ("summed", ["summed.bin"]),
+    "an .idx with checksums": ("summed", ["summed.idx"]),
+    "the checksums, and the .bin": ("summed", ["summed.sums", "summed.bin"]),
+}
+
+
+@pytest.mark.parametrize("name", FLIPPED)
+def test_a_flipped_bit_is_fetched_again(folder: Path, tmp_path: Path, name: str) -> None:
     needs("nginx")
-    plan = by_chance(0.12, Fault(flip=40))
-
-    def flips(number: int, method: str, path: str) -> Fault:
-        return plan(number, method, path) if "shard" in path else NOTHING
-
-    with Nginx(folder) as server, Faults(server.url, flips) as faults:
-        results = world.run(train, 4, f"{faults.url}/mds", str(tmp_path))
-        assert faults.done["flip"] >= 1
-    near = recipe_of(str(folder / "mds"), str(tmp_path / "near"))
+    store, markers = FLIPPED[name]
+    with Nginx(folder) as server, Faults(server.url, flipped_twice(*markers)) as faults:
+        results = world.run(train, 4, f"{faults.url}/{store}", str(tmp_path))
+        assert faults.done["flip"] == 2
+    near = recipe_of(str(folder / store), str(tmp_path / "near"))
     for rank, seen in enumerate(results):
         assert seen == simulated(near, mf.Layout.parse(LAYOUT), STEPS, rank)
 
@@ -137,10 +154,18 @@ def test_what_is_not_survived_ends_every_rank_with_the_reason(
     ends(folder, tmp_path, "corpus", later(fault, "corpus.bin", 14), kind, says)
 
 
-def test_flipped_bits_for_ever(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("store", "marker", "after"), [("mds", "shard.00003", 1), ("summed", "summed.bin", 14)]
+)
+def test_flipped_bits_for_ever(folder: Path, tmp_path: Path, store: str, marker: str, after: int) -> None:
     needs("nginx")
     ends(
-        folder, tmp_path, "mds", later(Fault(flip=40), "shard.00003", 1), "ChecksumError", "(fetched 3 times)"
+        folder,
+        tmp_path,
+        store,
+        later(Fault(flip=40), marker, after),
+        "ChecksumError",
+        "(fetched 3 times)",
     )
 
 

@@ -22,7 +22,7 @@ import pytest
 
 import world
 from meshfeed.errors import CacheError, ChangedError, MissingError
-from meshfeed.files import Cache, Folder, table
+from meshfeed.files import Cache, Folder, message, table
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.link import link_of, retried
 from meshfeed.files.table import DATA, ENTRY, TABLE, is_valid, make_files
@@ -69,7 +69,7 @@ def counts_of(file: CachedFile) -> dict[str, int]:
 def leader_of(file: CachedFile) -> int:
     def ask() -> int:
         link = file._link
-        hello = {"do": "hello", "version": 1, "limit_bytes": file._cache.limit_bytes}
+        hello = {"do": "hello", "version": message.VERSION, "limit_bytes": file._cache.limit_bytes}
         return int(link.ask(link.connected(), **hello)[0]["pid"])
 
     return int(retried(file._cache, ask))

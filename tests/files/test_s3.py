@@ -66,7 +66,7 @@ def test_a_corpus_in_a_bucket(s3: S3, tmp_path: Path, monkeypatch: pytest.Monkey
     with store:
         assert np.array_equal(store.read_stream(np.array([0]), np.array([stream.size])), stream)
     folder = Folder("s3://corpora/text", Cache(tmp_path / "cache"))
-    assert [name for name, _ in folder.names()] == ["corpus.bin", "corpus.idx"]
+    assert [name for name, _ in folder.names()] == ["corpus.bin", "corpus.idx", "corpus.sums"]
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "expired")
     with pytest.raises(AccessError):

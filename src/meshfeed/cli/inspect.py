@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from meshfeed.errors import MeshfeedError
-from meshfeed.store import OpenedStore, open_store
+from meshfeed.errors import MeshfeedError, StoreError
+from meshfeed.store import IndexedStore, OpenedStore, open_store
+from meshfeed.store.checksums import checksums_of, is_of, write_checksums
 
 I64 = npt.NDArray[np.int64]
 
@@ -40,7 +42,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="check every entry, hash and, in JSONL and Parquet, token; exit 1 and name what is broken",
+        help="check every entry, checksum and hash, every token of JSONL; exit 1 and name what is broken",
+    )
+    parser.add_argument(
+        "--write-checksums",
+        action="store_true",
+        help="write PATH.sums, by which the bytes of a .bin/.idx pair are checked when they come from afar",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
@@ -52,13 +59,15 @@ def run(args: argparse.Namespace) -> int:
     facts: dict[str, Any] = {}
     try:
         store = open_store(args.path, column=args.column, tokenizer=args.tokenizer)
+        if args.write_checksums:
+            _show_progress("summing", _written_checksums(store), quiet=args.json)
         facts = facts_of(store)
         lengths = look_at_lengths(store)
         facts["document_lengths"] = lengths.facts()
         if not args.json:
             _print_tables(facts, lengths)
         if args.verify:
-            _verify(store, quiet=args.json)
+            _show_progress("checking", store.verify(), quiet=args.json)
             facts["verified"] = True
     except MeshfeedError as error:
         broken = str(error)
@@ -79,7 +88,10 @@ def facts_of(store: OpenedStore) -> dict[str, Any]:
             "num_tokens": store.num_tokens,
             "num_documents": store.num_documents,
         }
-        return {"path": store.path} | counts | store.facts() | {"fingerprint": store.fingerprint}
+        facts: dict[str, Any] = {"path": store.path} | counts | store.facts()
+        if isinstance(store, IndexedStore):
+            facts["checksums"] = _checksums(store)
+        return facts | {"fingerprint": store.fingerprint}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +154,28 @@ def look_at_lengths(store: OpenedStore) -> Lengths:
         return Lengths(tokens=store.lengths(documents), num_documents=size)
 
 
-def _verify(store: OpenedStore, *, quiet: bool) -> None:
+def _written_checksums(store: OpenedStore) -> Iterator[float]:
+    if not isinstance(store, IndexedStore):
+        raise StoreError(
+            f"{store.path}: only .bin/.idx pairs have such checksums; MDS has hashes, where its writer was "
+            f"told to"
+        )
+    return write_checksums(store)
+
+
+def _checksums(store: IndexedStore) -> str:
+    if store.wants_ahead:
+        return "none" if store.files[0].guarded_by is None else "yes"
+    sums = checksums_of(store)
+    if sums is None:
+        return "none"
+    return "yes" if is_of(sums, store) else "of another store"
+
+
+def _show_progress(what: str, parts: Iterator[float], *, quiet: bool) -> None:
     with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
-        task = progress.add_task("checking", total=1.0)
-        for done in store.verify():
+        task = progress.add_task(what, total=1.0)
+        for done in parts:
             progress.update(task, completed=done)
 
 

@@ -108,6 +108,18 @@ class ByteFile(Protocol):
         """A few short pieces [begin, end), at once and exactly; shorter where the file ends."""
         ...
 
+    @property
+    def guarded_by(self) -> str | None:
+        """Fingerprint of the store with whose checksums its blocks are compared as they come, if any.
+
+        What is peeked is not compared.
+        """
+        ...
+
+    def look_again(self) -> None:
+        """Ask storage anew for what was peeked; others that peeked may have been told something else."""
+        ...
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exc: object) -> None: ...

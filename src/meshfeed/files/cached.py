@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import operator
 import os
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -20,8 +19,10 @@ import numpy.typing as npt
 from meshfeed.errors import CacheError, ChangedError, StoreError
 from meshfeed.files.byte_file import I64, Bytes, Content, FileStats, Vector
 from meshfeed.files.cache import Cache
+from meshfeed.files.descriptors import Descriptor
 from meshfeed.files.link import Link, LostError, Session, link_of, retried
 from meshfeed.files.local import fill
+from meshfeed.files.mapping import mapped
 from meshfeed.files.refusals import options_of_environment
 from meshfeed.files.table import DATA, Entries, is_valid, map_table, num_blocks_of
 from meshfeed.files.url import is_remote, local_path, split, without_secrets
@@ -37,6 +38,7 @@ class _Opened:
     size_bytes: int
     block_bytes: int
     tag: str
+    sums: str | None
 
 
 class CachedFile:
@@ -47,12 +49,19 @@ class CachedFile:
         cache: where its blocks are kept.
         options: for the storage client, beside the environment's.
         content: what must hold of its bytes; then it is fetched and checked as a whole.
+        sums: URL of the checksums of its blocks, beside it, and which of two files there it is; see `sums`.
     """
 
     def __init__(
-        self, url: str, cache: Cache, options: Mapping[str, str] | None = None, content: Content | None = None
+        self,
+        url: str,
+        cache: Cache,
+        options: Mapping[str, str] | None = None,
+        content: Content | None = None,
+        sums: tuple[str, int] | None = None,
     ) -> None:
         self._given, self._cache, self._options, self._content = url, cache, dict(options or {}), content
+        self._sums = sums
         self.url = without_secrets(url)
         self.is_remote = True
         self.stats = FileStats()
@@ -60,7 +69,8 @@ class CachedFile:
         self._known: _Opened | None = None
         self._session: Session | None = None
         self._number = -1
-        self._fd: int | None = None
+        self._file = Descriptor(self._open_data)
+        self._file_id: tuple[int, int] | None = None
         self._depth = 0
         self._wished: Counter[int] = Counter()
         self._read: list[int] = []
@@ -82,6 +92,15 @@ class CachedFile:
         """Of the version that was opened, such as its ETag."""
         return self._opened.tag
 
+    @property
+    def guarded_by(self) -> str | None:
+        """See ByteFile."""
+        return self._opened.sums
+
+    def look_again(self) -> None:
+        """See ByteFile."""
+        self._tell("look again")
+
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See ByteFile. Exact, and asked of storage once for all processes of the node."""
         if self._content is not None:
@@ -101,13 +120,12 @@ class CachedFile:
             self._depth -= 1
             if self._depth:
                 return
-            fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+            self._file_id = None
+        self._file.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "given": (self._given, self._cache, self._options, self._content),
+            "given": (self._given, self._cache, self._options, self._content, self._sums),
             "known": self._known,
         }
 
@@ -125,7 +143,7 @@ class CachedFile:
         if not self._depth:
             raise StoreError(f"{self.url}: not entered; read from it inside `with`")
         blocks = self._blocks_of(begins, begins + sizes)
-        self._steadily(blocks, lambda: fill(self._data_fd(), out, begins, sizes, places, self.url))
+        self._steadily(blocks, lambda: self._fill(out, begins, sizes, places))
         with self._lock:
             self.stats.reads += sizes.size
             self.stats.bytes_read += int(sizes.sum())
@@ -242,7 +260,8 @@ class CachedFile:
             if session == self._session:
                 return session, self._number
         answer, _ = self._link.ask(session, do="open", **self._place(), content=self._content_told())
-        told = _Opened(Path(answer["folder"]), answer["size_bytes"], answer["block_bytes"], answer["tag"])
+        answer["folder"] = Path(answer["folder"])
+        told = _Opened(**{each.name: answer[each.name] for each in fields(_Opened)})
         with self._lock:
             if self._known is not None and self._known != told:
                 raise ChangedError(
@@ -258,10 +277,13 @@ class CachedFile:
     def _place(self) -> dict[str, Any]:
         if not is_remote(self._given):
             path = str(Path(local_path(self._given)).absolute())
-            return {"root": "", "path": path, "options": {}, "block_bytes": self._cache.block_bytes}
-        root, path = split(self._given)
-        options = options_of_environment(root, os.environ) | self._options
-        return {"root": root, "path": path, "options": options, "block_bytes": self._cache.block_bytes}
+            place: dict[str, Any] = {"root": "", "path": path, "options": {}, "sums": None}
+        else:
+            root, path = split(self._given)
+            options = options_of_environment(root, os.environ) | self._options
+            sums = None if self._sums is None else (split(self._sums[0])[1], self._sums[1])
+            place = {"root": root, "path": path, "options": options, "sums": sums}
+        return place | {"block_bytes": self._cache.block_bytes}
 
     def _content_told(self) -> dict[str, Any] | None:
         content = self._content
@@ -303,25 +325,39 @@ class CachedFile:
             ) from error
 
     @cached_property
-    def _pages(self) -> mmap.mmap:
+    def _pages(self) -> Bytes:
         known = self._opened
         try:
             with (known.folder / DATA).open("rb") as stream:
-                return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                return mapped(stream.fileno())
         except (OSError, ValueError) as error:
             raise CacheError(
                 f"{known.folder}: {error}; was the cache folder cleared under this run?"
             ) from error
 
-    def _data_fd(self) -> int:
-        with self._lock:
-            if self._fd is None:
-                try:
-                    self._fd = os.open(self._opened.folder / DATA, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise CacheError(f"{self._opened.folder}: {error}") from error
-                self.stats.opens += 1
-            return self._fd
+    def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None) -> None:
+        fd = self._file.acquire()
+        try:
+            fill(fd, out, begins, sizes, places, self.url)
+        finally:
+            with self._file.lock:
+                self._file.release()
+
+    def _open_data(self) -> int:
+        """See Descriptor. The table stays mapped all the time, so the data must stay the same file, too."""
+        folder = self._opened.folder
+        try:
+            fd = os.open(folder / DATA, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CacheError(f"{folder}: {error}") from error
+        found = os.fstat(fd)
+        file_id = found.st_dev, found.st_ino
+        if self._file_id not in (None, file_id):
+            os.close(fd)
+            raise CacheError(f"{folder}: made anew; was the cache folder cleared under this run?")
+        self._file_id = file_id
+        self.stats.opens += 1
+        return fd
 
 
 class _Entries:

@@ -15,45 +15,15 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from meshfeed.errors import CacheError, ChecksumError, MeshfeedError, StoreError
-from meshfeed.files.byte_file import Content
-from meshfeed.files.client import Reader
-from meshfeed.files.codec import check_hashes, decompress
+from meshfeed.errors import CacheError, MeshfeedError, StoreError
+from meshfeed.files.bring import RANGE_BYTES, CachedObject, part_of, whole_of
 from meshfeed.files.pace import Pace
 from meshfeed.files.shelf import Block, Shelf
-from meshfeed.files.table import Blocks
 
-_RANGE_BYTES = 16 << 20
 _THREADS = 24
-_ATTEMPTS = 3
 _DISK_ATTEMPTS, _DISK_PAUSE_S = 20, 0.2
 
 Done = Callable[[MeshfeedError | None], None]
-
-
-@dataclass(eq=False)
-class CachedObject:
-    """An object as the leader knows it.
-
-    Attributes:
-        key: of its folder.
-        url: as messages name it.
-        blocks: its data and table.
-        reader, path, tag: where its bytes come from, and which version.
-        stored_bytes: its size there.
-        content: what must hold of it; None where nobody says. Then it is not fetched as a whole.
-        doubted: blocks that an earlier leader left, to be verified first.
-    """
-
-    key: str
-    url: str
-    blocks: Blocks
-    reader: Reader
-    path: str
-    tag: str
-    stored_bytes: int
-    content: Content | None = None
-    doubted: set[int] = field(default_factory=set)
 
 
 class _DiskFullError(CacheError):
@@ -89,7 +59,7 @@ class Fetcher:
         self._asked_by: dict[Block, Hashable] = {}  # every block that is queued or under way
         self._flying = shelf.busy
         self._ahead = 0  # requests for wishes under way
-        self._pace = Pace(_RANGE_BYTES)
+        self._pace = Pace(RANGE_BYTES)
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True)
@@ -281,7 +251,7 @@ class Fetcher:
                     if (error is not None and not again) or not need.missing:
                         ended.append(need)
             if again:
-                self._pace = Pace(_RANGE_BYTES)  # which begins with single blocks
+                self._pace = Pace(RANGE_BYTES)  # which begins with single blocks
                 error = None
             if error is not None:
                 for need in ended:
@@ -318,20 +288,19 @@ class Fetcher:
             if one.blocks.verify(numbers[0]):
                 return
         if one.content is not None:
-            data, fetched = _whole(one, one.content)
+            data, fetched = whole_of(one, one.content)
         else:
             begin = numbers[0] * one.blocks.block_bytes
             end = begin + sum(map(one.blocks.num_bytes, numbers))
             began = time.monotonic()
-            data = one.reader.read(one.path, begin, end, one.tag)
-            fetched = end - begin
+            data, fetched = part_of(one, begin, end)
             with self._changed:
                 self._pace.learn(fetched, time.monotonic() - began)
         self._fetched(self._asked_by.get(run[0]), one, fetched)
-        view, at = memoryview(data).cast("B"), 0
+        at = 0
         for number in numbers:
             size = one.blocks.num_bytes(number)
-            self._publish(one, number, view[at : at + size])
+            self._publish(one, number, data[at : at + size])
             at += size
 
     def _publish(self, one: CachedObject, number: int, data: memoryview) -> None:
@@ -357,23 +326,3 @@ class Fetcher:
             self._changed.wait_for(
                 lambda: False, _DISK_PAUSE_S
             )  # others bring blocks too, and may take the room first
-
-
-def _whole(one: CachedObject, content: Content) -> tuple[bytes, int]:
-    """An object's bytes, checked and uncompressed, and how many were fetched for it."""
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            pieces = [
-                bytes(one.reader.read(one.path, begin, min(begin + _RANGE_BYTES, one.stored_bytes), one.tag))
-                for begin in range(0, one.stored_bytes, _RANGE_BYTES)
-            ]
-            data = b"".join(pieces)
-            check_hashes(data, content.stored_hashes, one.url)
-            if content.codec is not None:
-                data = decompress(content.codec, data, one.blocks.size_bytes, one.url)
-            check_hashes(data, content.raw_hashes, one.url)
-            return data, attempt * one.stored_bytes
-        except ChecksumError as error:
-            if attempt == _ATTEMPTS:
-                raise ChecksumError(f"{error} (fetched {attempt} times)") from error
-    raise ChecksumError(f"{one.url}: never fetched")

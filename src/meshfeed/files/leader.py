@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import queue
@@ -26,12 +25,14 @@ from typing import Any, TypeVar
 
 from meshfeed.errors import CacheError, MeshfeedError, MissingError, StoreError
 from meshfeed.files import message
+from meshfeed.files.bring import CachedObject, sums_at
 from meshfeed.files.byte_file import Content
 from meshfeed.files.client import Client, LocalReader, Reader, Stat
-from meshfeed.files.fetch import CachedObject, Fetcher
+from meshfeed.files.facts import facts_of, key_of, name_of
+from meshfeed.files.fetch import Fetcher
 from meshfeed.files.shelf import Shelf
+from meshfeed.files.sums import Sums
 from meshfeed.files.table import Blocks, make_files, num_blocks_of
-from meshfeed.files.url import without_secrets
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -78,6 +79,7 @@ class Leader:
         self._objects: dict[str, CachedObject] = {}
         self._readers: dict[str, Reader] = {}
         self._stats: dict[tuple[str, str], Future[Stat]] = {}
+        self._sums: dict[tuple[str, str], Future[Sums]] = {}
         self._peeked: dict[tuple[str, int, int], Future[bytes]] = {}
         self._clients: set[_Client] = set()
         self._lock = threading.RLock()
@@ -117,8 +119,8 @@ class Leader:
             self._clients.discard(client)
             self._set_limit()
             if not self._clients:
-                self._stats.clear()  # who comes next may find another version
-                self._peeked.clear()
+                for known in (self._stats, self._sums, self._peeked):
+                    known.clear()  # who comes next may find another version
         client.link.close()
 
     def _hear(self, client: _Client, said: dict[str, Any]) -> None:
@@ -135,6 +137,10 @@ class Leader:
                 self._fetcher.release(client, one, said["wishes"], firm=False)
             case "forget" if one is not None:
                 self._fetcher.forget(client, one)
+            case "look again" if one is not None:
+                with self._lock:
+                    for key in [key for key in self._peeked if key[0] == one.key]:
+                        del self._peeked[key]
             case _:
                 self._answerers.submit(self._reply, client, said)
 
@@ -183,7 +189,8 @@ class Leader:
 
     def _open(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         content = None if said["content"] is None else Content(**said["content"])
-        one = self._object_of(said, content)
+        sums = self._sums_of(said)
+        one = self._object_of(said, content, sums)
         with self._lock:
             number = len(client.opened)
             client.opened[number] = one
@@ -194,34 +201,18 @@ class Leader:
             "size_bytes": blocks.size_bytes,
             "block_bytes": blocks.block_bytes,
             "tag": one.tag,
+            "sums": None if sums is None else sums.fingerprint,
         }, b""
 
-    def _object_of(self, said: dict[str, Any], content: Content | None) -> CachedObject:
+    def _object_of(self, said: dict[str, Any], content: Content | None, sums: Sums | None) -> CachedObject:
         reader, stat = self._stat_of(said)
-        if content is not None and content.stored_bytes not in (None, stat.size_bytes):
-            raise StoreError(
-                f"{_name(said)}: {stat.size_bytes} bytes, its index says {content.stored_bytes}; copy it "
-                f"again"
-            )
-        size = stat.size_bytes
-        if content is not None and content.raw_bytes is not None:
-            size = content.raw_bytes
-        block_bytes = said["block_bytes"] if content is None else max(size, 1)
-        facts: dict[str, Any] = {
-            "url": _name(said),
-            "tag": stat.tag,
-            "size_bytes": size,
-            "block_bytes": block_bytes,
-            "content": None if content is None else _plain(content),
-        }
-        secret = [said["options"].get("endpoint"), said["path"]]  # a query may tell objects apart, too
-        text = json.dumps([facts, secret], sort_keys=True)
-        key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        facts = facts_of(said, stat, content, sums)
+        key = key_of(said, facts)
         with self._lock:
             if key not in self._objects:
                 one = CachedObject(
                     key=key,
-                    url=_name(said),
+                    url=name_of(said),
                     blocks=self._blocks_of(key, facts),
                     reader=reader,
                     path=said["path"],
@@ -234,7 +225,17 @@ class Leader:
             one = self._objects[key]
             # the newest credentials; and an earlier leader's object had none at all
             one.reader, one.path, one.stored_bytes = reader, said["path"], stat.size_bytes
+            one.sums = None if sums is None else sums.files[said["sums"][1]]
             return one
+
+    def _sums_of(self, said: dict[str, Any]) -> Sums | None:
+        """The checksums of the object and its neighbour, read once for as long as there are clients."""
+        if said["sums"] is None:
+            return None
+        reader, options = self._reader_of(said)
+        path = said["sums"][0]
+        url = name_of(said | {"path": path})
+        return self._once(self._sums, (path, options), lambda: sums_at(reader, path, url))
 
     def _blocks_of(self, key: str, facts: dict[str, Any]) -> Blocks:
         folder, size, block_bytes = self._folder / key, facts["size_bytes"], facts["block_bytes"]
@@ -352,16 +353,6 @@ def _answer_to(client: _Client, said: dict[str, Any]) -> Callable[[MeshfeedError
         client.send({"id": said["id"]} if error is None else {"id": said["id"], "error": message.told(error)})
 
     return done
-
-
-def _name(said: dict[str, Any]) -> str:
-    return without_secrets(f"{said['root']}/{said['path']}") if said["root"] else said["path"]
-
-
-def _plain(content: Content) -> dict[str, Any]:
-    plain = {name: getattr(content, name) for name in ("codec", "stored_bytes", "raw_bytes")}
-    hashes = {name: dict(getattr(content, name)) for name in ("stored_hashes", "raw_hashes")}
-    return plain | hashes
 
 
 def _same_user(link: socket.socket) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +12,8 @@ import numpy as np
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.files.byte_file import I64, Bytes, FileStats, Vector
+from meshfeed.files.descriptors import Descriptor
+from meshfeed.files.mapping import mapped
 
 _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
 
@@ -22,14 +22,15 @@ class LocalFile:
     """A ByteFile on a disk of this machine. path: absolute or relative, of a regular file."""
 
     is_remote = False
+    guarded_by = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.url = os.fspath(path)
         self.stats = FileStats()
-        self._fd: int | None = None
+        self._file = Descriptor(self._open)
         self._size_bytes: int | None = None
+        self._version: tuple[int, ...] | None = None
         self._depth = 0
-        self._lock = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
@@ -42,24 +43,26 @@ class LocalFile:
                 self._size_bytes = path.stat().st_size
         return self._size_bytes
 
+    def look_again(self) -> None:
+        """Peeks look each time."""
+
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See ByteFile."""
         with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
             return [os.pread(stream.fileno(), end - begin, begin) for begin, end in ranges]
 
     def __enter__(self) -> Self:
-        with self._lock:
+        with self._file.lock:
             self._depth += 1
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._lock:
+        with self._file.lock:
             self._depth -= 1
             if self._depth:
                 return
-            fd, self._fd = self._fd, None
-        if fd is not None:
-            os.close(fd)
+            self._version = None
+        self._file.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self.url, "_size_bytes": self._size_bytes}
@@ -72,8 +75,15 @@ class LocalFile:
         """See ByteFile."""
         if out.size == 0:
             return
-        fill(self._opened(), out, begins, sizes, places, self.url)
-        with self._lock:
+        fd = self._opened()
+        try:
+            fill(fd, out, begins, sizes, places, self.url)
+        except BaseException:
+            with self._file.lock:
+                self._file.release()
+            raise
+        with self._file.lock:
+            self._file.release()
             self.stats.reads += sizes.size
             self.stats.bytes_read += int(sizes.sum())
 
@@ -89,9 +99,13 @@ class LocalFile:
         apart = np.flatnonzero(begins[1:] > ends[:-1] + _NEIGHBOUR_BYTES)
         begins, ends = begins[np.append(0, apart + 1)], ends[np.append(apart, -1)]
         fd = self._opened()
-        with typed_errors(self.url):
-            for begin, end in zip(begins.tolist(), ends.tolist()):
-                advise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+        try:
+            with typed_errors(self.url):
+                for begin, end in zip(begins.tolist(), ends.tolist()):
+                    advise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+        finally:
+            with self._file.lock:
+                self._file.release()
 
     def forget_needs(self) -> None:
         """Advice needs no taking back."""
@@ -99,37 +113,43 @@ class LocalFile:
     def arrays(self, *parts: tuple[str, int, int], in_order: bool = False) -> list[Vector]:
         """The entries, mapped into memory; dropping them all unmaps the file."""
         with typed_errors(self.url), Path(self.url).open("rb") as stream:
-            self._refuse_resized(stream.fileno())
-            pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-            if not in_order and hasattr(mmap, "MADV_RANDOM"):
-                # A cold look-up costs one page then, not a read-ahead of megabytes.
-                pages.madvise(mmap.MADV_RANDOM)
+            self._refuse_resized(os.fstat(stream.fileno()))
+            pages = mapped(stream.fileno(), at_random=not in_order)
             return [np.frombuffer(pages, dtype, count, begin) for dtype, begin, count in parts]
 
     # -- below --------------------------------------------------------------------------------------
 
     def _opened(self) -> int:
-        """The file, opened by the first to ask."""
-        fd = self._fd
-        if fd is not None:
-            return fd
-        with self._lock:
-            if not self._depth:
-                raise StoreError(f"{self.url}: not entered; read from it inside `with`")
-            if self._fd is None:
-                with typed_errors(self.url):
-                    fd = os.open(self.url, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    self._refuse_resized(fd)
-                except StoreError:
-                    os.close(fd)
-                    raise
-                self._fd = fd
-                self.stats.opens += 1
-            return self._fd
+        """The file, opened by the first to ask; to be released."""
+        self._refuse_not_entered()
+        return self._file.acquire()
 
-    def _refuse_resized(self, fd: int) -> None:
-        size = os.fstat(fd).st_size
+    def _open(self) -> int:
+        """See Descriptor: the first time within `with`, or again after it had to make room."""
+        self._refuse_not_entered()  # or left just now: nobody would close it
+        with typed_errors(self.url):
+            fd = os.open(self.url, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = os.fstat(fd)
+                self._refuse_resized(found)
+                version = found.st_dev, found.st_ino, found.st_mtime_ns
+                if self._version not in (None, version):
+                    raise ChangedError(
+                        f"{self.url}: another file than when it was opened; open the store again"
+                    )
+            except BaseException:
+                os.close(fd)
+                raise
+        self._version = version
+        self.stats.opens += 1
+        return fd
+
+    def _refuse_not_entered(self) -> None:
+        if not self._depth:
+            raise StoreError(f"{self.url}: not entered; read from it inside `with`")
+
+    def _refuse_resized(self, found: os.stat_result) -> None:
+        size = found.st_size
         if size != self.size_bytes:
             raise ChangedError(
                 f"{self.url}: {size} bytes, {self.size_bytes} when it was opened; open the store again"

@@ -10,7 +10,7 @@ from typing import Any
 from meshfeed import errors
 from meshfeed.errors import MeshfeedError, StoreError
 
-VERSION = 1
+VERSION = 2
 _HEAD = struct.Struct("<II")
 _MOST_BYTES = 1 << 28
 

@@ -44,15 +44,21 @@ class Folder:
         cache.make()
         return cache.kept_path
 
-    def file(self, name: str, content: Content | None = None) -> ByteFile:
+    def file(
+        self, name: str, content: Content | None = None, sums: tuple[str, int] | None = None
+    ) -> ByteFile:
         """A file in it, by a relative name. content: what must hold of its bytes; None where nobody says.
+
+        sums: name of the file with checksums of its blocks, and which of the two files there it is. Blocks
+        are compared as they come from remote storage; a local file is taken as it is.
 
         Raises StoreError for a name that leaves the folder.
         """
         url = join(self.url, name)
         if not self.is_remote and content is None:
             return LocalFile(url)
-        return CachedFile(url, self.cache or Cache(), self.options, content)
+        beside = None if sums is None else (join(self.url, sums[0]), sums[1])
+        return CachedFile(url, self.cache or Cache(), self.options, content, beside)
 
     def holds(self, name: str) -> bool:
         """Whether there is such a file. Raises StoreError where storage cannot say."""

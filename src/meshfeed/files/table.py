@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import zlib
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import CacheError
+from meshfeed.files.mapping import mapped
 
 I64 = npt.NDArray[np.int64]
 Entries = npt.NDArray[Any]
@@ -50,8 +50,7 @@ def map_table(folder: Path, num_blocks: int, *, write: bool) -> Entries:
     with (folder / TABLE).open("r+b" if write else "rb") as stream:
         if os.fstat(stream.fileno()).st_size != max(size, 1):
             raise ValueError(f"{folder / TABLE}: not of {num_blocks} blocks")
-        access = mmap.ACCESS_WRITE if write else mmap.ACCESS_READ
-        return np.frombuffer(mmap.mmap(stream.fileno(), 0, access=access), ENTRY, num_blocks)
+        return np.frombuffer(mapped(stream.fileno(), write=write), ENTRY, num_blocks)
 
 
 def make_files(folder: Path, size_bytes: int, num_blocks: int) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache, FileStats, Folder
-from meshfeed.store.indexed import IndexedStore
+from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.marks import Marks, marks_of
 
 I64 = npt.NDArray[np.int64]
@@ -209,7 +209,7 @@ def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where}: no JSON: {error}; write it again") from error
     stores = {
-        name: IndexedStore(f"{shown}/{prefix}", folder.file(f"{prefix}.idx"), folder.file(f"{prefix}.bin"))
+        name: indexed_in(folder, prefix, f"{shown}/{prefix}")
         for name, prefix in _columns_of(told, where).items()
     }
     return DatasetStore(shown, stores.pop("tokens"), stores, cache).check()

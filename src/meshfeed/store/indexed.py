@@ -13,8 +13,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import StoreError
-from meshfeed.files import ByteFile, FileStats, LocalFile
+from meshfeed.errors import AccessError, StoreError
+from meshfeed.files import ByteFile, FileStats, Folder, LocalFile
+from meshfeed.files.sums import BIN, IDX, SUFFIX
+from meshfeed.store.checksums import compare, is_guarded, refuse_others
 from meshfeed.store.index import Header, Index, look_up, read_header
 
 I64 = npt.NDArray[np.int64]
@@ -56,6 +58,11 @@ class IndexedStore:
     def stats(self) -> FileStats:
         """What reading tokens has cost so far; index look-ups and header checks are not counted."""
         return self._data.stats
+
+    @property
+    def files(self) -> tuple[ByteFile, ByteFile]:
+        """The .bin and the .idx."""
+        return self._data, self._idx
 
     @property
     def wants_ahead(self) -> bool:
@@ -122,8 +129,15 @@ class IndexedStore:
         return self
 
     def verify(self) -> Iterator[float]:
-        """Check every entry of the index in bounded memory, yielding the part done, in (0, 1]."""
-        return look_up(self.header, self._idx, in_order=True).check(whole=True)
+        """Check every entry of the index, and every block where there are checksums, in bounded memory.
+
+        Yields the part done, in (0, 1].
+        """
+        share = 0.5 if is_guarded(self) else 1.0
+        for done in look_up(self.header, self._idx, in_order=True).check(whole=True):
+            yield done * share
+        for done in compare(self):
+            yield share + done * (1 - share)
 
     def facts(self) -> dict[str, Any]:
         """What the header says, as JSON-able values."""
@@ -332,6 +346,26 @@ class IndexedStore:
         """Read `sizes` tokens at each of `offsets` into `out`, which they fill exactly."""
         self._entered()
         self._data.read_into(out.view(np.uint8), offsets * out.itemsize, sizes * out.itemsize)
+
+
+def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:
+    """The store stem.bin, stem.idx of a folder; guarded by stem.sums where it comes from far away.
+
+    path: what messages call it. Raises StoreError for a .sums of other files.
+    """
+    idx, data = f"{stem}.idx", f"{stem}.bin"
+    sums = stem + SUFFIX
+    if not _holds(folder, sums):
+        return IndexedStore(path, folder.file(idx), folder.file(data))
+    guarded = folder.file(idx, sums=(sums, IDX)), folder.file(data, sums=(sums, BIN))
+    return refuse_others(IndexedStore(path, *guarded))
+
+
+def _holds(folder: Folder, sums: str) -> bool:
+    try:
+        return folder.is_remote and folder.holds(sums)
+    except AccessError:  # what S3 says of a missing object to whoever may not list the bucket
+        return False
 
 
 def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:

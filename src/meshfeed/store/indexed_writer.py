@@ -16,12 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files import typed_errors
+from meshfeed.files import LocalFile, typed_errors
+from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums
+from meshfeed.store.checksums import refuse_block_bytes, write_durably
 from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION
+from meshfeed.store.indexed import IndexedStore
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_LENGTH = 2**31 - 1
 _CHUNK = 1 << 18
+_PIECE_BYTES = 1 << 24
 _SMALL_VOCABULARY = 65500  # Megatron's bound; it leaves uint16 some ids to spare
 
 
@@ -32,19 +36,21 @@ def best_dtype(vocab_size: int | None) -> np.dtype[Any]:
 
 
 class IndexedWriter:
-    """Writes `prefix`.bin and `prefix`.idx; they appear, whole, at a clean end of `with`.
+    """Writes `prefix`.bin and `prefix`.idx, and `prefix`.sums, which Megatron passes over: checksums of both.
 
         with IndexedWriter("corpus", best_dtype(50257)) as writer:
             writer.add_document(tokens)
 
-    Until then the bytes lie in temporary files beside them, and an exception removes those. Memory
-    does not grow with the store.
+    They appear, whole, at a clean end of `with`. Until then the bytes lie in temporary files beside them, and
+    an exception removes those. Memory does not grow with the store, but for 4 bytes per checksum.
 
     Attributes:
         prefix: path without .bin or .idx; its directory must exist.
         dtype: of the tokens: u1, i1, i2, i4, i8, u2, f4 or f8.
         modes: whether to keep a mode per sequence (multimodal stores).
         overwrite: whether existing files may be replaced.
+        checksum_bytes: that each checksum is of, a power of two from 4 KiB to 64 MiB; None writes none. A
+            cache's blocks are rounded up to whole numbers of it.
         num_tokens, num_sequences, num_documents: added so far.
 
     All methods raise StoreError.
@@ -57,14 +63,18 @@ class IndexedWriter:
         *,
         modes: bool = False,
         overwrite: bool = False,
+        checksum_bytes: int | None = BLOCK_BYTES,
     ) -> None:
         self.prefix = os.fspath(prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.modes = modes
         self.overwrite = overwrite
+        self.checksum_bytes = checksum_bytes
         self.num_tokens = self.num_sequences = self.num_documents = 0
         self._ended_sequences = 0
         self._files: _Files | None = None
+        if checksum_bytes is not None:
+            refuse_block_bytes(self.prefix, checksum_bytes)
         if self.dtype not in _CODES:
             names = ", ".join(known.name for known in _CODES)
             raise StoreError(
@@ -77,7 +87,7 @@ class IndexedWriter:
         self.num_tokens = self.num_sequences = self.num_documents = self._ended_sequences = 0
         self._refuse_existing()
         with typed_errors(Path(self.prefix).parent):
-            self._files = _Files(self.prefix)
+            self._files = _Files(self.prefix, self.checksum_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
@@ -110,7 +120,10 @@ class IndexedWriter:
         if not -128 <= mode <= 127 or (mode and not self.modes):
             raise StoreError(f"{self._place()}: mode {mode}; modes are -128..127 and want modes=True")
         with typed_errors(files.data_path):
-            files.data.write(array.view(np.uint8).data)
+            tokens_bytes = array.view(np.uint8).data
+            files.data.write(tokens_bytes)
+            if files.summer is not None:
+                files.summer.update(tokens_bytes)
             files.index.write(struct.pack("<i", array.size))
             if self.modes:
                 files.modes.write(struct.pack("<b", mode))
@@ -136,7 +149,7 @@ class IndexedWriter:
         return f"{self.prefix}: sequence {self.num_sequences} (document {self.num_documents})"
 
     def _refuse_existing(self) -> None:
-        for suffix in (".bin", ".idx"):
+        for suffix in (".bin", ".idx", SUFFIX):
             target = Path(self.prefix + suffix)
             with typed_errors(target):
                 if target.is_dir() or (target.exists() and not self.overwrite):
@@ -192,18 +205,36 @@ class IndexedWriter:
             for stream in (files.data, files.index):
                 stream.flush()
                 os.fsync(stream.fileno())
+        sums = self._sums(files)
+        if sums is not None:
+            with typed_errors(files.sums_path):
+                write_durably(files.sums_path, sums)
         self._refuse_existing()
-        data, index = Path(f"{self.prefix}.bin"), Path(f"{self.prefix}.idx")
-        # At no moment does an index lie beside a .bin that is not its own.
+        data, index, guard = (Path(f"{self.prefix}{suffix}") for suffix in (".bin", ".idx", SUFFIX))
+        # At no moment does an index lie beside a .bin or checksums that are not its own.
         with typed_errors(index):
             index.unlink(missing_ok=True)
+            guard.unlink(missing_ok=True)
             files.data_path.replace(data)
             try:
+                if sums is not None:
+                    files.sums_path.replace(guard)
                 files.index_path.replace(index)
             except OSError:
                 data.unlink()
+                guard.unlink(missing_ok=True)
                 raise
             sync_directory(data.parent)
+
+    def _sums(self, files: _Files) -> Sums | None:
+        if files.summer is None or self.checksum_bytes is None:
+            return None
+        files.index.seek(0)
+        index = Summer(self.checksum_bytes)
+        while piece := files.index.read(_PIECE_BYTES):
+            index.update(piece)
+        written = IndexedStore(self.prefix, LocalFile(files.index_path), LocalFile(files.data_path))
+        return Sums(written.fingerprint, (files.summer.sums(), index.sums()))
 
     def _finish_index(self, files: _Files) -> None:
         index = files.index
@@ -247,11 +278,14 @@ def _bounds(dtype: np.dtype[Any], given: np.dtype[Any]) -> tuple[Any, Any]:
 class _Files:
     """The open temporary files of one store; those with a name go when `removed_at_exit` ends."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, checksum_bytes: int | None) -> None:
         mark = secrets.token_hex(4)
         self.data_path = Path(f"{prefix}.bin.{mark}.tmp")
         self.index_path = Path(f"{prefix}.idx.{mark}.tmp")
+        self.sums_path = Path(f"{prefix}{SUFFIX}.{mark}.tmp")
+        self.summer = None if checksum_bytes is None else Summer(checksum_bytes)
         with ExitStack() as stack:
+            stack.callback(self.sums_path.unlink, missing_ok=True)
             self.data: IO[bytes] = self._named(stack, self.data_path)
             self.index: IO[bytes] = self._named(stack, self.index_path)
             directory = self.data_path.parent

@@ -14,7 +14,7 @@ from meshfeed.files import ByteFile, Cache, Folder
 from meshfeed.files.url import is_http, local_path, parent, without_secrets
 from meshfeed.store.dataset import NAME, DatasetStore, open_dataset
 from meshfeed.store.documents import DocumentFiles
-from meshfeed.store.indexed import IndexedStore
+from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.jsonl import JsonlStore
 from meshfeed.store.litdata import LitdataStore, recognised
 from meshfeed.store.mds import MDSStore
@@ -124,8 +124,7 @@ def _indexed(place: Place) -> IndexedStore | None:
         return None
     _refuse(place, "a Megatron store", "column", "dtype", "tokenizer")
     prefix = f"{place.shown[: len(place.shown) - len(place.name)]}{stem}"
-    folder = place.beside
-    return IndexedStore(prefix, folder.file(f"{stem}.idx"), folder.file(f"{stem}.bin")).check()
+    return indexed_in(place.beside, stem, prefix).check()
 
 
 def _dataset(place: Place) -> DatasetStore | None:

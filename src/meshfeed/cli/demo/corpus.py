@@ -14,6 +14,8 @@ from meshfeed.errors import MeshfeedError
 from meshfeed.store import IndexedWriter, best_dtype
 
 VOCAB = 2048
+BLOCK_BYTES = 1 << 12
+"""What is fetched at one time when the corpus lies far away, and so what each checksum is of."""
 _MOST_BYTES = 6_000_000
 _TRAINED_ON_BYTES = 1_500_000
 _END = "<|eod|>"
@@ -66,7 +68,7 @@ def make_corpus(directory: Path, console: Console) -> Corpus:
     tokenizer.save(str(directory / "tokenizer.json"))
     end = tokenizer.token_to_id(_END)
     num_tokens = 0
-    with IndexedWriter(directory / "stdlib", best_dtype(VOCAB)) as writer:
+    with IndexedWriter(directory / "stdlib", best_dtype(VOCAB), checksum_bytes=BLOCK_BYTES) as writer:
         batches = [texts[at : at + _BATCH] for at in range(0, len(texts), _BATCH)]
         for batch in track(batches, "tokenizing", console=console, transient=True):
             for encoding in tokenizer.encode_batch(batch):

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from meshfeed.cli.demo.corpus import Corpus
+from meshfeed.cli.demo.corpus import BLOCK_BYTES, Corpus
 from meshfeed.cli.demo.runs import Trainer
 from meshfeed.cli.demo.storage import Manners, Served, SlowStorage
 from meshfeed.report.compare import Run
@@ -19,7 +19,6 @@ LAYOUT = "tp2"
 STEPS = {"near": 10, "far": 40, "alone": 26}
 HEADROOM = 1.2
 _OPTIONS = {"window": 64, "sequences": 32, "micro-batch-size": 8, "shuffle": "blocks"}
-_BLOCK_BYTES = 1 << 12
 _TOKEN_BYTES = 2
 
 
@@ -41,7 +40,7 @@ def train_from_afar(trainer: Trainer, corpus: Corpus, out: Path, console: Consol
             cache = out / "cache"
             far: dict[str, Any] = {"corpus": f"{storage.url}/{Path(corpus.prefix).name}", "cache": cache}
             storage.served = served[name] = Served()
-            far |= {"block-bytes": _BLOCK_BYTES, "steps": STEPS[name]}
+            far |= {"block-bytes": BLOCK_BYTES, "steps": STEPS[name]}
             trainer.train(name, LAYOUT, told, options=options | far | further)
             shutil.rmtree(cache, ignore_errors=True)
     return Far(

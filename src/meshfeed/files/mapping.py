@@ -1,0 +1,65 @@
+"""A file's bytes in memory, without a descriptor: `mmap.mmap` keeps one for each map, and they are few."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+def mapped(fd: int, *, write: bool = False, at_random: bool = False) -> npt.NDArray[np.uint8]:
+    """All bytes of an open file where they lie, uint8; `fd` may be closed then.
+
+    Dropping the array, and all that are cut out of it, unmaps them. at_random: they are going to be looked up
+    here and there, so nothing is read ahead. Raises OSError.
+    """
+    size = os.fstat(fd).st_size
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+    address = _libc.mmap(None, size, protection, mmap.MAP_SHARED, fd, 0)
+    if address in (None, _FAILED):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    pages = _Pages(address, size, write)
+    if at_random and hasattr(mmap, "MADV_RANDOM"):
+        # A cold look-up costs one page then, not a read-ahead of megabytes.
+        _libc.madvise(address, size, mmap.MADV_RANDOM)
+    return np.asarray(pages)
+
+
+class _Pages:
+    """What an array of the bytes keeps alive."""
+
+    def __init__(self, address: int, size: int, write: bool) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size,),
+            "data": (address, not write),
+        }
+        # At the end of the process threads may still look; the system unmaps then.
+        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+
+
+def _of_libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+_libc = _of_libc()
+_FAILED = ctypes.c_void_p(-1).value

@@ -1,0 +1,141 @@
+"""Checksums of a token store's two files, block by block, in a small file beside them: PREFIX.sums.
+
+Little-endian:
+
+    byte 0    "MFSUMS" 0 0 | u32 version | u32 bytes of a block | u64 size of the .bin | u64 size of the .idx
+    byte 32   fingerprint of the store, 16 bytes
+    byte 48   u32 crc32 of all the rest of this file
+    byte 52   u32 crc32 of each block of the .bin, then of each of the .idx; the last ones may be short
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import ChecksumError, StoreError
+
+U32 = npt.NDArray[np.uint32]
+
+SUFFIX = ".sums"
+BIN, IDX = 0, 1
+"""Which of the two files."""
+BLOCK_BYTES = 1 << 20
+"""4 MB of checksums for a terabyte; a cache's blocks of 4 MiB are whole numbers of it."""
+ANEW = "make it anew with `meshfeed inspect --write-checksums`, or remove it"
+"""What to do about a file of checksums that cannot be used."""
+
+_MAGIC, _VERSION = b"MFSUMS\0\0", 1
+_HEAD, _SUM = struct.Struct("<8sIIQQ16s"), struct.Struct("<I")
+_FIRST = _HEAD.size + _SUM.size
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 1 << 12, 1 << 26
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileSums:
+    """Of one file.
+
+    Attributes:
+        block_bytes: that each checksum is of, but for the last.
+        size_bytes: of the file.
+        sums: crc32 of each block; uint32 [num_blocks].
+    """
+
+    block_bytes: int
+    size_bytes: int
+    sums: U32
+
+    def wrong(self, data: memoryview, begin: int) -> list[tuple[int, int]]:
+        """Byte ranges of the blocks of `data` that are not what they were.
+
+        data: the file's bytes from `begin`, where a block begins, to where one ends, or the file does.
+        """
+        size, first = self.block_bytes, begin // self.block_bytes
+        starts = range(0, len(data), size)
+        found = (zlib.crc32(data[at : at + size]) for at in starts)
+        told = self.sums[first : first + len(starts)].tolist()
+        return [
+            (begin + at, begin + min(at + size, len(data)))
+            for at, sum_, right in zip(starts, found, told, strict=True)
+            if sum_ != right
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """Of a store's two files.
+
+    Attributes:
+        fingerprint: of the store, which tells whether these are its checksums.
+        files: of the .bin and of the .idx.
+    """
+
+    fingerprint: str
+    files: tuple[FileSums, FileSums]
+
+    def encode(self) -> bytes:
+        """As it lies in a file."""
+        data, idx = self.files
+        sizes = data.size_bytes, idx.size_bytes
+        head = _HEAD.pack(_MAGIC, _VERSION, data.block_bytes, *sizes, bytes.fromhex(self.fingerprint))
+        entries = b"".join(each.sums.astype("<u4").tobytes() for each in self.files)
+        return head + _SUM.pack(zlib.crc32(entries, zlib.crc32(head))) + entries
+
+
+def parse(url: str, told: bytes) -> Sums:
+    """The checksums that a file holds. Raises StoreError, and ChecksumError where it is damaged itself."""
+    if len(told) < _FIRST or not told.startswith(_MAGIC):
+        raise StoreError(f"{url}: no file of checksums of a store; {ANEW}")
+    _, version, block_bytes, *sizes, fingerprint = _HEAD.unpack_from(told)
+    if version != _VERSION:
+        raise StoreError(f"{url}: byte 8: version {version}; only version {_VERSION} is known; {ANEW}")
+    head, entries = memoryview(told)[: _HEAD.size], memoryview(told)[_FIRST:]
+    if zlib.crc32(entries, zlib.crc32(head)) != _SUM.unpack_from(told, _HEAD.size)[0]:
+        raise ChecksumError(
+            f"{url}: its own checksum at byte {_HEAD.size} is wrong; copy it again, or {ANEW}"
+        )
+    if not is_block_size(block_bytes):
+        raise StoreError(f"{url}: byte 12: blocks of {block_bytes} bytes; {ANEW}")
+    counts = [-(-size // block_bytes) for size in sizes]
+    if len(entries) != 4 * sum(counts):
+        raise StoreError(
+            f"{url}: {len(entries) // 4} checksums, for files of {sizes[0]} and {sizes[1]} bytes; {ANEW}"
+        )
+    sums = np.frombuffer(entries, "<u4").astype(np.uint32)
+    data, idx = np.split(sums, [counts[0]])
+    files = FileSums(block_bytes, sizes[0], data), FileSums(block_bytes, sizes[1], idx)
+    return Sums(fingerprint.hex(), files)
+
+
+def is_block_size(block_bytes: int) -> bool:
+    """Whether checksums may be of so many bytes: a power of two from 4 KiB to 64 MiB."""
+    return _LEAST_BLOCK_BYTES <= block_bytes <= _MOST_BLOCK_BYTES and block_bytes.bit_count() == 1
+
+
+class Summer:
+    """Checksums of bytes that come piece by piece."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes, self._room = block_bytes, block_bytes
+        self._ended, self._sum = array("I"), 0
+
+    def update(self, data: memoryview | bytes) -> None:
+        """The next bytes."""
+        if len(data) >= self._room:
+            data = memoryview(data)  # whose slices are no copies
+        while len(data) >= self._room:
+            self._ended.append(zlib.crc32(data[: self._room], self._sum))
+            data, self._room, self._sum = data[self._room :], self._block_bytes, 0
+        self._sum = zlib.crc32(data, self._sum)
+        self._room -= len(data)
+
+    def sums(self) -> FileSums:
+        """Of all that came."""
+        rest = self._block_bytes - self._room
+        sums = np.array([*self._ended, *([self._sum] if rest else [])], np.uint32)
+        return FileSums(self._block_bytes, len(self._ended) * self._block_bytes + rest, sums)

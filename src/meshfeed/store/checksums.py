@@ -1,0 +1,167 @@
+"""Checksums of a Megatron store's blocks: made of what lies there, compared with it, and whose they are.
+
+The format is in `files.sums`. Blocks that come from far away are compared as they come; see `files.bring`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from meshfeed.errors import ChangedError, ChecksumError, MissingError, StoreError
+from meshfeed.files import LocalFile, typed_errors
+from meshfeed.files.sums import ANEW, BLOCK_BYTES, SUFFIX, Summer, Sums, is_block_size, parse
+
+if TYPE_CHECKING:
+    from meshfeed.store.indexed import IndexedStore
+
+_READ_BYTES = 1 << 26  # whole blocks, whatever their size
+_LOOKS = 3
+
+
+def checksums_of(store: IndexedStore) -> Sums | None:
+    """What `path`.sums says, on this machine; None where there is none.
+
+    Raises StoreError for a damaged one. It may be of other files; see `is_of`.
+    """
+    file = LocalFile(store.path + SUFFIX)
+    try:
+        return parse(file.url, file.peek([(0, file.size_bytes)])[0])
+    except MissingError:
+        return None
+
+
+def is_of(sums: Sums, store: IndexedStore) -> bool:
+    """Whether checksums are of a store, by its sizes and its fingerprint."""
+    return _sizes(sums) == [each.size_bytes for each in store.files] and sums.fingerprint == store.fingerprint
+
+
+def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iterator[float]:
+    """Write `path`.sums for a store on this machine, or replace it, yielding the part done, in (0, 1].
+
+    Raises StoreError; the .sums appears whole or not at all.
+    """
+    refuse_block_bytes(store.path, block_bytes)
+    if store.wants_ahead:
+        raise StoreError(f"{store.path}: lies far away; write its checksums where it was made, and copy them")
+    fresh = type(store)(store.path)  # which has not looked at anything yet
+    before = _versions(fresh)
+    summers = Summer(block_bytes), Summer(block_bytes)
+    for number, _, piece, done in _pieces(fresh):
+        summers[number].update(piece)
+        yield done
+    sums = Sums(fresh.fingerprint, (summers[0].sums(), summers[1].sums()))
+    if _versions(fresh) != before:
+        raise ChangedError(f"{store.path}: was written while its checksums were made; make them again")
+    target = Path(store.path + SUFFIX)
+    part = Path(f"{target}.{secrets.token_hex(4)}.tmp")
+    with typed_errors(target):
+        try:
+            write_durably(part, sums)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def write_durably(path: Path, sums: Sums) -> None:
+    """Write checksums to a new file. Raises OSError."""
+    with path.open("xb") as stream:
+        stream.write(sums.encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def is_guarded(store: IndexedStore) -> bool:
+    """Whether a store has checksums, whatever they say."""
+    if store.wants_ahead:
+        return store.files[0].guarded_by is not None
+    return Path(store.path + SUFFIX).is_file()
+
+
+def compare(store: IndexedStore) -> Iterator[float]:
+    """Read every block of a store that has checksums and compare it, yielding the part done, in (0, 1].
+
+    Raises ChecksumError that names the first block that differs; StoreError for checksums of another store.
+    """
+    if not is_guarded(store):
+        return
+    sums = None if store.wants_ahead else checksums_of(store)
+    if sums is None:  # from far away it comes compared
+        yield from (done for *_, done in _pieces(store))
+        return
+    if _sizes(sums) != [each.size_bytes for each in store.files]:
+        raise StoreError(f"{store.path}{SUFFIX}: made for files of other sizes; {ANEW}")
+    wrong: list[str] = []
+    for number, begin, piece, done in _pieces(store):
+        url = store.files[number].url
+        wrong += [f"{url}: bytes {low}..{high}" for low, high in sums.files[number].wrong(piece, begin)]
+        yield done
+    if wrong:
+        num_blocks = sum(each.sums.size for each in sums.files)
+        raise ChecksumError(
+            f"{wrong[0]} are not those that {store.path}{SUFFIX} has a checksum of, {len(wrong)} of "
+            f"{num_blocks} blocks in all; copy the files again, or, where they are newer than it, {ANEW}"
+        )
+    if sums.fingerprint != store.fingerprint:
+        raise StoreError(f"{store.path}{SUFFIX}: made for another store; {ANEW}")
+
+
+def refuse_others(store: IndexedStore) -> IndexedStore:
+    """The store, known to be the one whose checksums guard its files, if any do. Raises StoreError.
+
+    What is peeked for header and fingerprint is not guarded, and may come wrong: it is looked at again before
+    anything that is not as it should be counts.
+    """
+    data, idx = store.files
+    guard = data.guarded_by
+    if guard is None:
+        return store
+    for _ in range(1, _LOOKS):
+        try:
+            if store.fingerprint == guard and store.is_stream:
+                return store
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise  # storage fails, which another look does not change
+        data.look_again()
+        idx.look_again()
+        store = type(store)(store.path, idx, data)
+    if store.fingerprint != guard:
+        raise StoreError(
+            f"{store.path}{SUFFIX}: made for fingerprint {guard}, the files have {store.fingerprint}: they "
+            f"are newer than it, or come damaged each time; copy them again, or {ANEW}"
+        )
+    return store
+
+
+def refuse_block_bytes(path: str, block_bytes: int) -> None:
+    """Raises StoreError for a size that checksums cannot be of."""
+    if not is_block_size(block_bytes):
+        raise StoreError(f"{path}: checksums of {block_bytes!r} bytes each; a power of two, 4 KiB to 64 MiB")
+
+
+def _sizes(sums: Sums) -> list[int]:
+    return [each.size_bytes for each in sums.files]
+
+
+def _pieces(store: IndexedStore) -> Iterator[tuple[int, int, memoryview, float]]:
+    """(which file, first byte, bytes, part done) of both files, from end to end."""
+    total, done = sum(each.size_bytes for each in store.files), 0
+    for number, file in enumerate(store.files):
+        with file:
+            for begin in range(0, file.size_bytes, _READ_BYTES):
+                out = np.empty(min(_READ_BYTES, file.size_bytes - begin), np.uint8)
+                file.read_into(out, np.array([begin]), np.array([out.size]))
+                done += out.size
+                yield number, begin, out.data, done / total
+
+
+def _versions(store: IndexedStore) -> list[tuple[int, ...]]:
+    with typed_errors(store.path):
+        found = [Path(each.url).stat() for each in store.files]
+    return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found]

@@ -1,0 +1,314 @@
+"""PREFIX.sums beside a .bin/.idx pair: whole, of these very files, and what it finds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from raw_index import write_raw
+
+import meshfeed as mf
+from meshfeed.cli import inspect
+from meshfeed.errors import ChangedError, ChecksumError, StoreError
+from meshfeed.files import Cache
+from meshfeed.files.cached import CachedFile
+from meshfeed.store import IndexedStore, IndexedWriter, checksums
+from services.needs import needs
+from services.nginx import Nginx
+
+BLOCK = 1 << 12
+SUFFIXES = (".bin", ".idx", ".sums")
+
+
+def write(prefix: Path, seed: int = 0, checksum_bytes: int | None = BLOCK, **options: Any) -> Path:
+    rng = np.random.default_rng(seed)
+    with IndexedWriter(prefix, np.uint16, checksum_bytes=checksum_bytes, **options) as writer:
+        for _ in range(60):
+            writer.add_document(rng.integers(0, 60_000, 500))
+    return prefix
+
+
+def contents(prefix: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[bytes | None]:
+    paths = [Path(f"{prefix}{suffix}") for suffix in suffixes]
+    return [path.read_bytes() if path.exists() else None for path in paths]
+
+
+def flip(path: Path | str, at: int) -> None:
+    with open(path, "r+b") as stream:
+        stream.seek(at)
+        byte = stream.read(1)[0]
+        stream.seek(at)
+        stream.write(bytes([byte ^ 16]))
+
+
+def verify(prefix: Path) -> None:
+    assert list(mf.open(prefix).verify())[-1] == 1.0
+
+
+def is_guarded(prefix: Path) -> bool:
+    store = mf.open(prefix)
+    sums = checksums.checksums_of(store)
+    return sums is not None and checksums.is_of(sums, store)
+
+
+def run(*words: Any) -> int:
+    parser = argparse.ArgumentParser()
+    inspect.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["inspect", *map(str, words)])
+    return args.run(args)
+
+
+# -- writing ----------------------------------------------------------------------------------------
+
+
+def test_the_pair_is_the_same_with_and_without(tmp_path: Path) -> None:
+    with_sums, without = write(tmp_path / "a"), write(tmp_path / "b", checksum_bytes=None)
+    assert contents(with_sums)[:2] == contents(without)[:2]
+    assert contents(with_sums)[2] is not None and contents(without)[2] is None
+    assert is_guarded(with_sums)
+    verify(with_sums)
+    verify(without)
+
+
+@pytest.mark.parametrize("num_documents", [0, 1, 60])
+@pytest.mark.parametrize("modes", [False, True])
+def test_writer_and_command_agree(tmp_path: Path, num_documents: int, modes: bool) -> None:
+    prefix = tmp_path / "c"
+    with IndexedWriter(prefix, np.uint16, modes=modes, checksum_bytes=BLOCK) as writer:
+        for i in range(num_documents):
+            writer.add_document(np.arange(i * 40) % 60_000)
+    written = contents(prefix)
+    Path(f"{prefix}.sums").unlink()
+    list(checksums.write_checksums(IndexedStore(prefix), BLOCK))
+    assert contents(prefix) == written
+    verify(prefix)
+
+
+@pytest.mark.parametrize("block", [0, -1, 1, 4095, 5000, 1 << 27])
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, block: int) -> None:
+    with pytest.raises(StoreError, match="a power of two"):
+        IndexedWriter(tmp_path / "c", "u2", checksum_bytes=block)
+
+
+def test_overwriting_takes_the_old_checksums_away(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", 0)
+    write(prefix, 1, overwrite=True)
+    assert is_guarded(prefix)
+    verify(prefix)
+    write(prefix, 2, checksum_bytes=None, overwrite=True)
+    assert contents(prefix)[2] is None
+
+
+def test_checksums_alone_are_not_overwritten_either(tmp_path: Path) -> None:
+    Path(tmp_path / "c.sums").write_bytes(b"precious")
+    with pytest.raises(StoreError, match=r"c\.sums: exists already"):
+        write(tmp_path / "c")
+    assert (tmp_path / "c.sums").read_bytes() == b"precious"
+
+
+class Killed(BaseException):
+    """The process ended here."""
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_killed_while_publishing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Wherever it ends, no checksums lie beside a readable pair that is not theirs."""
+    prefix = write(tmp_path / "c", 0)
+    steps = iter(range(100))
+
+    def counted(name: str) -> Callable[..., Any]:
+        whole = getattr(Path, name)
+
+        def act(path: Path, *args: Any, **options: Any) -> Any:
+            if path.name.startswith("c.") and next(steps) >= step:
+                raise Killed
+            return whole(path, *args, **options)
+
+        return act
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", counted("unlink"))
+        patch.setattr(Path, "replace", counted("replace"))
+        with pytest.raises(Killed):  # the sixth is of the temporary files
+            write(prefix, 1, overwrite=True)
+    if Path(f"{prefix}.idx").exists():
+        assert is_guarded(prefix)
+        verify(prefix)
+    else:
+        assert step > 0
+    write(prefix, 2, overwrite=True)
+    verify(prefix)
+
+
+def test_files_that_are_written_meanwhile_get_no_checksums(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", checksum_bytes=None)
+    making = checksums.write_checksums(mf.open(prefix), BLOCK)
+    next(making)
+    flip(f"{prefix}.bin", 0)
+    os.utime(f"{prefix}.bin", (1, 1))
+    with pytest.raises(ChangedError, match="was written while"):
+        list(making)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.bin", "c.idx"]
+
+
+# -- the command --------------------------------------------------------------------------------------
+
+
+def test_inspect_makes_and_verifies_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "c", checksum_bytes=None)
+    assert run(prefix, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["checksums"] == "none"
+    assert run(prefix, "--write-checksums", "--verify", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["checksums"], facts["verified"]) == ("yes", True)
+
+
+@pytest.mark.parametrize(("suffix", "at"), [(".bin", 0), (".bin", 20_000), (".bin", 59_999), (".idx", 400)])
+def test_verify_names_the_bytes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, at: int
+) -> None:
+    prefix = write(tmp_path / "c")
+    flip(f"{prefix}{suffix}", at)
+    assert run(prefix, "--verify") == 1
+    told = capsys.readouterr().err.replace("\n", "")
+    if suffix == ".bin":
+        begin = at // BLOCK * BLOCK
+        assert f"c.bin: bytes {begin}..{min(begin + BLOCK, 60_000)} are not those" in told
+        assert "1 of 16 blocks" in told
+    else:
+        assert "c.idx: byte" in told
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "another"])
+def test_damaged_checksums_are_named_and_made_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    prefix = write(tmp_path / "c")
+    sums = Path(f"{prefix}.sums")
+    match how:
+        case "cut":
+            os.truncate(sums, 60)
+        case "flipped":
+            flip(sums, 70)
+        case _:
+            sums.write_text("a list of sums of somebody's")
+    assert run(prefix, "--verify") == 1
+    assert "c.sums: " in capsys.readouterr().err
+    with mf.open(prefix) as store:  # nothing asks for them here
+        store.read(0, 0, 5)
+    assert run(prefix, "--write-checksums", "--verify") == 0
+
+
+def test_a_pair_that_others_wrote_anew_is_not_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Megatron does, which does not know of checksums: same sizes, same index, other tokens."""
+    prefix = write(tmp_path / "c", 0)
+    other = write(tmp_path / "d", 1)
+    for suffix in (".bin", ".idx"):
+        Path(f"{other}{suffix}").replace(f"{prefix}{suffix}")
+    assert run(prefix, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["checksums"] == "of another store"
+    assert run(prefix, "--verify") == 1
+    assert "where they are newer than it, make it anew" in capsys.readouterr().err
+    assert run(prefix, "--write-checksums", "--verify") == 0
+
+
+# -- from far away ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Nginx]:
+    needs("nginx")
+    (tmp_path / "served").mkdir()
+    with Nginx(tmp_path / "served") as nginx:
+        yield nginx
+
+
+def far(server: Nginx, tmp_path: Path, block_bytes: int = BLOCK) -> IndexedStore:
+    store = mf.open(f"{server.url}/c", cache=Cache(tmp_path / "cache", block_bytes=block_bytes))
+    assert isinstance(store, IndexedStore)
+    return store
+
+
+def read(store: IndexedStore) -> list[int]:
+    with store:
+        return store.read_stream(np.array([0]), np.array([store.num_tokens])).tolist()
+
+
+def test_bytes_that_differ_from_their_checksums_are_not_served(server: Nginx, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "served" / "c")
+    stat = os.stat(f"{prefix}.bin")
+    flip(f"{prefix}.bin", 30_001)  # where no fingerprint looks
+    os.utime(f"{prefix}.bin", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    store = far(server, tmp_path)
+    begin = 30_001 // BLOCK * BLOCK
+    with store:
+        assert store.read(0, 0, 500).size == 500
+        for _ in range(2):  # nor is it kept
+            with pytest.raises(ChecksumError, match=rf"/c\.bin: bytes {begin}\.\.{begin + BLOCK} .*3 times"):
+                store.read_stream(np.array([15_000]), np.array([15_010]))
+    with pytest.raises(ChecksumError, match=rf"bytes {begin}\.\."):
+        list(store.verify())
+
+
+def test_checksums_of_another_store_are_refused_at_once(server: Nginx, tmp_path: Path) -> None:
+    write(tmp_path / "served" / "c", 0)
+    other = write(tmp_path / "d", 1)
+    for suffix in (".bin", ".idx"):
+        Path(f"{other}{suffix}").replace(tmp_path / "served" / f"c{suffix}")
+    with pytest.raises(StoreError, match=r"/c\.sums: made for fingerprint .* or remove it") as caught:
+        far(server, tmp_path)
+    assert type(caught.value) is StoreError
+
+
+def test_checksums_of_files_of_another_size_are_refused_at_once(server: Nginx, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "served" / "c")
+    write_raw(prefix, lengths=[2], pointers=[0], documents=[0, 1], data=b"\1\0\2\0")
+    with pytest.raises(StoreError, match=r"c\.bin: 4 bytes, its \.sums was made for 60000"):
+        far(server, tmp_path)
+
+
+def test_without_checksums_all_is_as_it_was(server: Nginx, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "served" / "c", checksum_bytes=None)
+    store = far(server, tmp_path)
+    assert store.files[0].guarded_by is None
+    assert read(store) == read(mf.open(prefix))
+    list(store.verify())
+
+
+def test_what_was_fetched_unchecked_is_not_taken_for_checked(server: Nginx, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "served" / "c", checksum_bytes=None)
+    read(far(server, tmp_path))
+    list(checksums.write_checksums(mf.open(prefix), BLOCK))
+    guarded = far(server, tmp_path)
+    assert guarded.files[0].guarded_by == guarded.fingerprint
+    with guarded:
+        fetched = guarded.stats.bytes_fetched
+        tokens = guarded.read_stream(np.array([0]), np.array([guarded.num_tokens]))
+        assert tokens.tolist() == read(mf.open(prefix))
+        assert guarded.stats.bytes_fetched - fetched == 60_000
+
+
+@pytest.mark.parametrize(
+    ("block", "becomes"), [(4096, 16384), (12288, 16384), (16384, 16384), (20480, 32768)]
+)
+def test_a_caches_blocks_are_whole_checksums(server: Nginx, tmp_path: Path, block: int, becomes: int) -> None:
+    prefix = write(tmp_path / "served" / "c", checksum_bytes=1 << 14)
+    store = far(server, tmp_path, block)
+    data = store.files[0]
+    assert isinstance(data, CachedFile)
+    assert data._opened.block_bytes == becomes
+    assert read(store) == read(mf.open(prefix))
+
+
+def test_far_checksums_are_made_where_the_files_are(server: Nginx, tmp_path: Path) -> None:
+    write(tmp_path / "served" / "c")
+    with pytest.raises(StoreError, match="lies far away"):
+        list(checksums.write_checksums(far(server, tmp_path)))
