@@ -42,7 +42,8 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule(holder=HOLDERS, blocks=st.sets(BLOCKS), firm=st.booleans())
     def pin(self, holder: int, blocks: set[Block], firm: bool) -> None:
         self.shelf.pin(holder, {block: SIZES[block] for block in blocks}, firm=firm)
-        self.pins.update((holder, firm, block) for block in blocks)
+        for block in blocks:
+            self.pins[holder, firm, block] = self.pins[holder, firm, block] + 1 if firm else 1
 
     @rule(holder=HOLDERS, blocks=st.sets(BLOCKS), firm=st.booleans())
     def release(self, holder: int, blocks: set[Block], firm: bool) -> None:
@@ -63,8 +64,9 @@ class Bookkeeping(RuleBasedStateMachine):
 
     @rule(num_bytes=st.integers(0, 70), over_wishes=st.booleans())
     def make_room(self, num_bytes: int, over_wishes: bool) -> None:
-        excess = sum(SIZES[block] for block in self.held) + num_bytes - 60
         firm = {block for (_, hard, block), count in self.pins.items() if hard and count}
+        limit = max(60, sum(SIZES[block] for block in firm))
+        excess = sum(SIZES[block] for block in self.held) + num_bytes - limit
         wished = {block for (_, hard, block), count in self.pins.items() if not hard and count}
         loose = [block for block in self.held if block not in firm and block not in self.shelf.busy]
         order = [block for block in loose if block not in wished]

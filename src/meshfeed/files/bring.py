@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
-from meshfeed.errors import ChecksumError, StoreError
+from meshfeed.errors import AccessError, ChecksumError, StoreError
 from meshfeed.files.byte_file import Content
 from meshfeed.files.client import Reader
 from meshfeed.files.codec import check_hashes, decompress
@@ -24,7 +28,8 @@ class CachedObject:
         key: of its folder.
         url: as messages name it.
         blocks: its data and table.
-        reader, path, tag: where its bytes come from, and which version.
+        path, tag: where its bytes come from, and which version.
+        readers: by holder and credentials.
         stored_bytes: its size there.
         content: what must hold of it; None where nobody says. Then it is not fetched as a whole.
         sums: what must hold of each part of it; None where nobody says.
@@ -34,28 +39,67 @@ class CachedObject:
     key: str
     url: str
     blocks: Blocks
-    reader: Reader
     path: str
     tag: str
     stored_bytes: int
     content: Content | None = None
     sums: FileSums | None = None
     doubted: set[int] = field(default_factory=set)
+    readers: dict[tuple[Hashable, str], Reader] = field(default_factory=dict)
+
+    def forget(self, holder: Hashable) -> None:
+        """A holder is gone, and with it its credentials."""
+        for key in [key for key in self.readers if key[0] is holder]:
+            del self.readers[key]
+
+    def read(self, begin: int, end: int, holder: Hashable) -> memoryview:
+        """Stored bytes [begin, end), with a holder's own credentials if it has any here. Raises StoreError.
+
+        Where these are refused, those of another may do: it is all one user.
+        """
+        by_holder = sorted(dict(self.readers).items(), key=lambda item: item[0][0] is not holder)
+        readers = list(dict.fromkeys(reader for _, reader in by_holder))
+        for reader in readers[:-1]:
+            with contextlib.suppress(AccessError):
+                return memoryview(reader.read(self.path, begin, end, self.tag)).cast("B")
+        if not readers:
+            raise StoreError(f"{self.url}: nobody has it open any more")
+        return memoryview(readers[-1].read(self.path, begin, end, self.tag)).cast("B")
 
 
-def part_of(one: CachedObject, begin: int, end: int) -> tuple[memoryview, int]:
+class Budget:
+    """Memory for objects that are brought as wholes: so much at a time, or one that is larger."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self._taken, self._changed = most_bytes, 0, threading.Condition()
+
+    @contextlib.contextmanager
+    def room_for(self, num_bytes: int) -> Generator[None, None, None]:
+        """Wait until there is room."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + num_bytes <= self._most)
+            self._taken += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= num_bytes
+                self._changed.notify_all()
+
+
+def part_of(one: CachedObject, begin: int, end: int, holder: Hashable) -> tuple[memoryview, int]:
     """Bytes [begin, end), which are whole blocks of its checksums, and how many were fetched for them.
 
     Raises StoreError; ChecksumError where they are wrong again and again.
     """
-    data, fetched = _read(one, begin, end), end - begin
+    data, fetched = one.read(begin, end, holder), end - begin
     wrong = [] if one.sums is None else one.sums.wrong(data, begin)
     for _ in range(1, _ATTEMPTS):
         if one.sums is None or not wrong:
             break
         data = memoryview(bytearray(data))
         for low, high in wrong:
-            data[low - begin : high - begin] = _read(one, low, high)
+            data[low - begin : high - begin] = one.read(low, high, holder)
             fetched += high - low
         wrong = one.sums.wrong(data, begin)
     for low, high in wrong:
@@ -67,14 +111,14 @@ def part_of(one: CachedObject, begin: int, end: int) -> tuple[memoryview, int]:
     return data, fetched
 
 
-def whole_of(one: CachedObject, content: Content) -> tuple[memoryview, int]:
+def whole_of(one: CachedObject, content: Content, holder: Hashable) -> tuple[memoryview, int]:
     """An object's bytes, checked and uncompressed, and how many were fetched for it.
 
     Raises StoreError; ChecksumError where they are wrong again and again.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            data = _pieces(one.reader, one.path, one.stored_bytes, one.tag)
+            data = _joined(one.stored_bytes, lambda begin, end: one.read(begin, end, holder))
             check_hashes(data, content.stored_hashes, one.url)
             if content.codec is not None:
                 data = decompress(content.codec, data, one.blocks.size_bytes, one.url)
@@ -90,7 +134,7 @@ def sums_at(reader: Reader, path: str, url: str) -> Sums:
     """The file of checksums at a path of storage. Raises StoreError where it stays damaged, or is another."""
     stat = reader.stat(path)
     for attempt in range(1, _ATTEMPTS + 1):
-        told = _pieces(reader, path, stat.size_bytes, stat.tag)
+        told = _joined(stat.size_bytes, lambda begin, end: reader.read(path, begin, end, stat.tag))
         try:
             return parse(url, told)
         except StoreError as error:
@@ -99,11 +143,7 @@ def sums_at(reader: Reader, path: str, url: str) -> Sums:
     raise ChecksumError(f"{url}: never fetched")
 
 
-def _read(one: CachedObject, begin: int, end: int) -> memoryview:
-    return memoryview(one.reader.read(one.path, begin, end, one.tag)).cast("B")
-
-
-def _pieces(reader: Reader, path: str, size: int, tag: str) -> bytes:
-    """All bytes of an object."""
+def _joined(size: int, read: Callable[[int, int], Any]) -> bytes:
+    """All bytes of an object of some size."""
     spans = ((begin, min(begin + RANGE_BYTES, size)) for begin in range(0, size, RANGE_BYTES))
-    return b"".join(bytes(reader.read(path, begin, end, tag)) for begin, end in spans)
+    return b"".join(bytes(read(begin, end)) for begin, end in spans)

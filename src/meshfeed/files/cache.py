@@ -22,20 +22,22 @@ class Cache:
 
     Attributes:
         folder: None takes $MESHFEED_CACHE, else meshfeed-cache in the system's folder for temporary files.
-        limit_bytes: that a user's part may hold. It must hold the blocks that are needed at one time.
+        limit_bytes: that a user's part may hold; of several jobs' limits the largest counts. It must hold the
+            blocks that are needed at one time. None takes what the folder was last given, else 64 GiB.
         block_bytes: what is fetched and dropped as one; a multiple of 4096.
 
     Raises CacheError for sizes that cannot be.
     """
 
     folder: str | os.PathLike[str] | None = None
-    limit_bytes: int = 64 << 30
+    limit_bytes: int | None = None
     block_bytes: int = 4 * _MIB
 
     def __post_init__(self) -> None:
         if type(self.block_bytes) is not int or self.block_bytes < 4096 or self.block_bytes % 4096:
             raise CacheError(f"Cache(block_bytes={self.block_bytes!r}): a multiple of 4096 bytes")
-        if type(self.limit_bytes) is not int or self.limit_bytes < self.block_bytes:
+        limit = self.limit_bytes
+        if limit is not None and (type(limit) is not int or limit < self.block_bytes):
             raise CacheError(
                 f"Cache(limit_bytes={self.limit_bytes!r}): a whole number of bytes, at least one block of "
                 f"{self.block_bytes}"

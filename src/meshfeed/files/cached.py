@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -20,14 +19,15 @@ from meshfeed.errors import CacheError, ChangedError, StoreError
 from meshfeed.files.byte_file import I64, Bytes, Content, FileStats, Vector
 from meshfeed.files.cache import Cache
 from meshfeed.files.descriptors import Descriptor
+from meshfeed.files.entries import EntriesOf
+from meshfeed.files.facts import told_of
 from meshfeed.files.link import Link, LostError, Session, link_of, retried
 from meshfeed.files.local import fill
 from meshfeed.files.mapping import mapped
-from meshfeed.files.refusals import options_of_environment
 from meshfeed.files.table import DATA, Entries, is_valid, map_table, num_blocks_of
-from meshfeed.files.url import is_remote, local_path, split, without_secrets
+from meshfeed.files.url import without_secrets
 
-_RELEASED_TOGETHER = 64
+_RELEASED_TOGETHER, _RELEASED_BYTES = 64, 16 << 20  # of what was read, said to the leader at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class _Opened:
     block_bytes: int
     tag: str
     sums: str | None
+    birth: int
+
+    def same_version(self, other: _Opened) -> bool:
+        """Whether another leader has the same object, though maybe in a folder that it had to make anew."""
+        return replace(self, birth=0) == replace(other, birth=0)
 
 
 class CachedFile:
@@ -118,10 +123,8 @@ class CachedFile:
         self.forget_needs()
         with self._lock:
             self._depth -= 1
-            if self._depth:
-                return
-            self._file_id = None
-        self._file.close()
+            if not self._depth:
+                self._let_go()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -171,27 +174,38 @@ class CachedFile:
 
     def arrays(self, *parts: tuple[str, int, int], in_order: bool = False) -> list[Vector]:
         """See ByteFile. Looking entries up brings their blocks here first, and copies them out."""
-        return [_Entries(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
+        return [EntriesOf(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
 
     def gathered(self, dtype: np.dtype[Any], begin: int, places: I64) -> npt.NDArray[Any]:
         """Entries of `dtype` that lie one after the other from byte `begin` on, at some places."""
         if not places.size:
             return np.zeros(0, dtype)
         at = begin + places * dtype.itemsize
-        entries = np.frombuffer(self._pages, dtype, (self.size_bytes - begin) // dtype.itemsize, begin)
-        return self._steadily(self._blocks_of(at, at + dtype.itemsize), lambda: entries[places])
+        blocks = self._blocks_of(at, at + dtype.itemsize)
+        return self._steadily(blocks, lambda: self._entries(dtype, begin)[places])
+
+    def between(self, dtype: np.dtype[Any], begin: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Entries start..stop of `dtype` that lie one after the other from byte `begin` on."""
+        if stop <= start:
+            return np.zeros(0, dtype)
+        ends = np.array([begin + start * dtype.itemsize]), np.array([begin + stop * dtype.itemsize])
+        return self._steadily(self._blocks_of(*ends), lambda: self._entries(dtype, begin)[start:stop].copy())
+
+    def _entries(self, dtype: np.dtype[Any], begin: int) -> npt.NDArray[Any]:
+        return np.frombuffer(self._pages, dtype, (self.size_bytes - begin) // dtype.itemsize, begin)
 
     # -- the blocks ---------------------------------------------------------------------------------------
 
     def _steadily(self, blocks: I64, read: Any) -> Any:
         """`read()` while all of the blocks are there, from before to after."""
-        generations = self._table["generation"]
         while True:
+            generations = self._table["generation"]
             before = generations[blocks]
             # all of them: those that are there must stay while the others come
             needed: list[int] = [] if is_valid(before).all() else blocks.tolist()
             if needed:
-                self._ask("need", blocks=needed)
+                self._need(needed)
+                generations = self._table["generation"]  # of a folder that a new leader may have made anew
                 before = generations[blocks]
             try:
                 if is_valid(before).all():
@@ -201,6 +215,16 @@ class CachedFile:
             finally:
                 if needed:
                     self._tell("release", needs=needed, wishes=[])
+
+    def _need(self, blocks: list[int]) -> None:
+        """Wait until blocks are there; they stay until they are released."""
+        try:
+            self._ask("need", blocks=blocks)
+        except StoreError:
+            raise
+        except BaseException:  # interrupted, and nobody will read what comes
+            self._tell("abandon", blocks=blocks)
+            raise
 
     def _blocks_of(self, begins: I64, ends: I64) -> I64:
         return np.unique(self._each_block(begins, ends))
@@ -227,7 +251,8 @@ class CachedFile:
                 if self._wished[block] == 0:
                     del self._wished[block]
                     self._read.append(block)
-            if len(self._read) < _RELEASED_TOGETHER and self._wished:
+            few = min(_RELEASED_TOGETHER, _RELEASED_BYTES // self._opened.block_bytes)
+            if len(self._read) < few and self._wished:
                 return
             read, self._read = self._read, []
         self._tell("release", needs=[], wishes=read)
@@ -259,38 +284,30 @@ class CachedFile:
         with self._lock:
             if session == self._session:
                 return session, self._number
-        answer, _ = self._link.ask(session, do="open", **self._place(), content=self._content_told())
+        told = told_of(self._given, self._cache.block_bytes, self._options, self._content, self._sums)
+        answer, _ = self._link.ask(session, do="open", **told)
         answer["folder"] = Path(answer["folder"])
         told = _Opened(**{each.name: answer[each.name] for each in fields(_Opened)})
         with self._lock:
-            if self._known is not None and self._known != told:
+            if self._known is not None and not self._known.same_version(told):
                 raise ChangedError(
                     f"{self.url}: version {told.tag}, {told.size_bytes} bytes, was {self._known.tag} of "
                     f"{self._known.size_bytes} when this run opened it; put the old one back, or start anew"
                 )
+            if self._known is not None and self._known.birth != told.birth:
+                self._let_go()
             self._known = told
             if self._session != session:
                 self._session, self._number = session, answer["object"]
                 self._link.listen(session, self._number, self._count_fetched)
             return session, self._number
 
-    def _place(self) -> dict[str, Any]:
-        if not is_remote(self._given):
-            path = str(Path(local_path(self._given)).absolute())
-            place: dict[str, Any] = {"root": "", "path": path, "options": {}, "sums": None}
-        else:
-            root, path = split(self._given)
-            options = options_of_environment(root, os.environ) | self._options
-            sums = None if self._sums is None else (split(self._sums[0])[1], self._sums[1])
-            place = {"root": root, "path": path, "options": options, "sums": sums}
-        return place | {"block_bytes": self._cache.block_bytes}
-
-    def _content_told(self) -> dict[str, Any] | None:
-        content = self._content
-        if content is None:
-            return None
-        plain = {name: getattr(content, name) for name in ("codec", "stored_bytes", "raw_bytes")}
-        return plain | {name: dict(getattr(content, name)) for name in ("stored_hashes", "raw_hashes")}
+    def _let_go(self) -> None:
+        """Look at the folder anew, when it is needed."""
+        for name in ("_table", "_pages"):
+            self.__dict__.pop(name, None)
+        self._file_id = None
+        self._file.close()
 
     def _ask(self, do: str, **said: Any) -> tuple[dict[str, Any], bytes]:
         def ask() -> tuple[dict[str, Any], bytes]:
@@ -358,25 +375,6 @@ class CachedFile:
         self._file_id = file_id
         self.stats.opens += 1
         return fd
-
-
-class _Entries:
-    """A Vector in a CachedFile."""
-
-    def __init__(self, file: CachedFile, dtype: np.dtype[Any], begin: int, count: int) -> None:
-        self._file, self._dtype, self._begin, self.size = file, dtype, begin, count
-
-    def __getitem__(self, places: Any, /) -> Any:
-        if isinstance(places, slice):
-            return self._file.gathered(self._dtype, self._begin, np.arange(*places.indices(self.size)))
-        array = np.asarray(places)
-        if array.dtype.kind == "b" or array.ndim == 0:
-            array = np.flatnonzero(array) if array.ndim else np.array(operator.index(places))
-        wrapped = np.where(array < 0, array + self.size, array).astype(np.int64)
-        if wrapped.size and not 0 <= wrapped.min() <= wrapped.max() < self.size:
-            raise IndexError(f"{self._file.url}: an entry of {self.size} that is not there")
-        found = self._file.gathered(self._dtype, self._begin, wrapped.ravel()).reshape(wrapped.shape)
-        return found[()] if array.ndim == 0 else found
 
 
 _files: weakref.WeakSet[CachedFile] = weakref.WeakSet()

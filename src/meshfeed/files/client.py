@@ -13,7 +13,7 @@ import logging
 import random
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _RECENT = 64  # requests whose time tells what is slow
 _ENOUGH = 8
 _SLOW = 3.0  # times the ninth decile
 _LEAST_S = 0.25
-_HEDGES_PER_REQUEST = 0.05
+_HEDGES_PER_REQUEST = 0.02  # at most so many bytes more than are needed
 _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 
@@ -100,6 +100,10 @@ class Reader(Protocol):
         """(path, size) of all objects below a prefix, sorted. Raises StoreError."""
         ...
 
+    def close(self) -> None:
+        """Start no more requests."""
+        ...
+
 
 class Client:
     """A Reader of the objects under one root.
@@ -115,7 +119,7 @@ class Client:
         self._root, self._patience = root.rstrip("/"), patience or Patience()
         self._store = _store_of(root, options, self._patience)
         self.counts = Counts()
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._recent = defaultdict[int, deque[float]](lambda: deque(maxlen=_RECENT))
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="meshfeed-client")
 
@@ -132,7 +136,7 @@ class Client:
                 found = obstore.get(self._store, path, options={"range": (0, 1)}).meta
             return Stat(found["size"], _tag_of(found))
 
-        return self._patiently(head, self._name(path))
+        return self._patiently(head, path, self._name(path))
 
     def read(self, path: str, begin: int, end: int, tag: str) -> Any:
         """See Reader."""
@@ -141,7 +145,8 @@ class Client:
         import obstore
 
         where = f"{self._name(path)}: bytes {begin}..{end}"
-        condition = {} if tag.startswith("modified ") else {"if_match": tag}
+        # A weak tag never matches (RFC 9110, 13.1.1); it is compared when the answer is there.
+        condition = {} if tag.startswith(("modified ", "W/")) else {"if_match": tag}
 
         def get() -> Any:
             options: Any = {"range": (begin, end), **condition}
@@ -155,7 +160,7 @@ class Client:
                 self.counts.bytes_fetched += len(body)
             return body
 
-        return self._patiently(lambda: self._hedged(get), where)
+        return self._patiently(lambda: self._hedged(get, end - begin), path, where)
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
         """See Reader."""
@@ -167,7 +172,7 @@ class Client:
             pages = obstore.list(self._store, prefix)
             return sorted((item["path"], item["size"]) for page in pages for item in page)
 
-        return self._patiently(listed, self._name(prefix))
+        return self._patiently(listed, prefix, self._name(prefix))
 
     def close(self) -> None:
         """Start no more requests."""
@@ -175,7 +180,7 @@ class Client:
 
     # -- patience -------------------------------------------------------------------------------------
 
-    def _patiently(self, ask: Callable[[], T], where: str) -> T:
+    def _patiently(self, ask: Callable[[], T], path: str, where: str) -> T:
         """Ask until there is an answer, or a refusal, or no patience left."""
         began, pause_s, attempt = time.monotonic(), _PAUSE_S, 0
         while True:
@@ -188,7 +193,7 @@ class Client:
             except StoreError:
                 raise
             except Exception as error:
-                self._refuse(error, where)
+                self._refuse(error, path, where)
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
                 rest_s = self._patience.give_up_s - (time.monotonic() - began) - pause_s
                 if attempt > 1:
@@ -200,28 +205,29 @@ class Client:
                     ) from error
                 time.sleep(random.uniform(pause_s / 2, pause_s))
 
-    def _refuse(self, error: Exception, where: str) -> None:
+    def _refuse(self, error: Exception, path: str, where: str) -> None:
         """Raise what no further attempt will change."""
-        match meaning_of(error):
+        match meaning_of(error, path):
             case "missing":
                 raise MissingError(f"{where}: no such object; look at the URL") from error
             case "changed":
                 raise ChangedError(f"{where}: {_REPLACED}") from error
             case "refused":
-                raise AccessError(f"{where}: {reason(error)}") from error
+                raise AccessError(f"{where}: {reason(error, path)}") from error
             case "wrong":
-                raise StoreError(f"{where}: {reason(error)}") from error
+                raise StoreError(f"{where}: {reason(error, path)}") from error
             case _:
                 return
 
-    def _hedged(self, ask: Callable[[], T]) -> T:
-        """The first good answer of one request, or of two where the first is slow."""
-        first = self._pool.submit(self._timed, ask)
-        slow_s = self._slow_s()
+    def _hedged(self, ask: Callable[[], T], num_bytes: int) -> T:
+        """The first good answer of one request, or of two where the first is slow among those of its size."""
+        recent = self._recent[num_bytes.bit_length()]
+        first = self._pool.submit(self._timed, ask, recent)
+        slow_s = self._slow_s(recent)
         done, _ = wait([first], slow_s)
         if done or not self._may_hedge():
             return first.result()
-        second = self._pool.submit(self._timed, ask)
+        second = self._pool.submit(self._timed, ask, recent)
         asked: set[Future[T]] = {first, second}
         while asked:
             done, asked = wait(asked, return_when=FIRST_COMPLETED)
@@ -232,17 +238,17 @@ class Client:
                 return good.result()
         return first.result()
 
-    def _timed(self, ask: Callable[[], T]) -> T:
+    def _timed(self, ask: Callable[[], T], recent: deque[float]) -> T:
         began = time.monotonic()
         answer = ask()
         with self._lock:
-            self._recent.append(time.monotonic() - began)
+            recent.append(time.monotonic() - began)
         return answer
 
-    def _slow_s(self) -> float | None:
+    def _slow_s(self, recent: deque[float]) -> float | None:
         """Seconds after which a request is slow; None while too few have told."""
         with self._lock:
-            times = sorted(self._recent)
+            times = sorted(recent)
         if not self._patience.hedge or len(times) < _ENOUGH:
             return None
         return max(_SLOW * times[len(times) * 9 // 10], _LEAST_S)
@@ -299,6 +305,9 @@ class LocalReader:
         except OSError as error:
             raise StoreError(f"{prefix}: {error}") from error
 
+    def close(self) -> None:
+        """Nothing is under way."""
+
 
 _REPLACED = (
     "it was replaced after this run had opened it; put the old one back, or start anew with the new one"
@@ -314,14 +323,31 @@ def _store_of(root: str, options: Mapping[str, str], patience: Patience) -> Any:
         from obstore.store import from_url
     except ImportError as missing:
         raise StoreError(f"{root}: remote storage needs obstore: pip install 'meshfeed[remote]'") from missing
-    given: Any = {name.lower(): value for name, value in options.items()}
+    lower = {name.lower(): value for name, value in options.items()}
+    given: Any = {name: value for name, value in lower.items() if _plain(name) not in _OF_CLIENT}
     endpoint = next((value for name, value in given.items() if "endpoint" in name), root)
     client: Any = {
         "timeout": f"{patience.timeout_s * 1e3:.0f}ms",
         "connect_timeout": f"{min(patience.timeout_s, 5.0) * 1e3:.0f}ms",
         "allow_http": endpoint.startswith("http://"),
-    }
+    } | {_plain(name): value for name, value in lower.items() if _plain(name) in _OF_CLIENT}
     try:
         return from_url(root, config=given or None, client_options=client, retry_config={"max_retries": 0})
-    except Exception as error:
+    except BaseException as error:  # where it does not know an option, it panics
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise StoreError(f"{root}: {reason(error)}; look at the URL and the storage options") from error
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("aws_").removeprefix("azure_").removeprefix("google_")
+
+
+_OF_CLIENT = (
+    "allow_http",
+    "allow_invalid_certificates",
+    "connect_timeout",
+    "timeout",
+    "proxy_url",
+    "user_agent",
+)

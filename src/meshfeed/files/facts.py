@@ -1,16 +1,20 @@
-"""What tells a cached object from any other, and so names its folder."""
+"""What is said of an object: to open it, and what tells it from any other and so names its folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import StoreError
 from meshfeed.files.byte_file import Content
 from meshfeed.files.client import Stat
+from meshfeed.files.refusals import options_of_environment
 from meshfeed.files.sums import ANEW, Sums
-from meshfeed.files.url import without_secrets
+from meshfeed.files.url import is_remote, local_path, split, without_secrets
 
 
 def name_of(said: dict[str, Any]) -> str:
@@ -42,6 +46,29 @@ def facts_of(said: dict[str, Any], stat: Stat, content: Content | None, sums: Su
         block_bytes = -(-block_bytes // guard.block_bytes) * guard.block_bytes  # whole checksums
         facts["sums"] = hashlib.blake2b(guard.sums.tobytes(), digest_size=16).hexdigest()
     return facts | {"block_bytes": block_bytes, "content": None if content is None else _plain(content)}
+
+
+def told_of(
+    url: str,
+    block_bytes: int,
+    options: Mapping[str, str],
+    content: Content | None,
+    sums: tuple[str, int] | None,
+) -> dict[str, Any]:
+    """What a client says to open an object, its environment's credentials included. Raises StoreError."""
+    told: dict[str, Any] = {
+        "block_bytes": block_bytes,
+        "content": None if content is None else _plain(content),
+        "sums": None if sums is None else (split(sums[0])[1], sums[1]),
+    }
+    if not is_remote(url):
+        return told | {"root": "", "path": str(Path(local_path(url)).absolute()), "options": {}}
+    root, path = split(url)
+    return told | {
+        "root": root,
+        "path": path,
+        "options": options_of_environment(root, os.environ) | dict(options),
+    }
 
 
 def key_of(said: dict[str, Any], facts: dict[str, Any]) -> str:

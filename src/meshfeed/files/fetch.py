@@ -16,11 +16,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
-from meshfeed.files.bring import RANGE_BYTES, CachedObject, part_of, whole_of
+from meshfeed.files.bring import RANGE_BYTES, Budget, CachedObject, part_of, whole_of
 from meshfeed.files.pace import Pace
 from meshfeed.files.shelf import Block, Shelf
 
 _THREADS = 24
+_MOST_WHOLE_BYTES = 1 << 30
 _DISK_ATTEMPTS, _DISK_PAUSE_S = 20, 0.2
 
 Done = Callable[[MeshfeedError | None], None]
@@ -60,6 +61,7 @@ class Fetcher:
         self._flying = shelf.busy
         self._ahead = 0  # requests for wishes under way
         self._pace = Pace(RANGE_BYTES)
+        self._wholes = Budget(_MOST_WHOLE_BYTES)
         self._closed = False
         self._threads = [
             threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True)
@@ -80,18 +82,24 @@ class Fetcher:
         """Call `done` once all blocks are there, or with what went wrong; until `release` they stay."""
         sizes = {(one.key, block): one.blocks.num_bytes(block) for block in blocks}
         with self._changed:
-            limit = self._shelf.limit_bytes
-            if sum(sizes.values()) > limit:
-                error = CacheError(
-                    f"{one.url}: {sum(sizes.values())} bytes in {len(sizes)} blocks are needed at one time, "
-                    f"the cache {one.blocks.folder.parent} is limited to {limit}; raise limit_bytes, or "
-                    f"lower block_bytes or the batch"
-                )
-            else:
-                self._waiting.append(_Need(holder, one, sizes, done))
-                self._admit()
-                return
-        done(error)
+            self._waiting.append(_Need(holder, one, sizes, done))
+            self._admit()
+
+    def abandon(self, holder: Hashable, one: CachedObject, blocks: Sequence[int]) -> None:
+        """The reader of a need was interrupted: release it, whether it was let in already or not."""
+        with self._changed:
+            for need in self._waiting:
+                if need.holder == holder and need.sizes.keys() == {(one.key, block) for block in blocks}:
+                    self._waiting.remove(need)
+                    return
+        self.release(holder, one, blocks, firm=True)
+
+    def limit(self, limit_bytes: int) -> None:
+        """Hold at most so much from now on."""
+        with self._changed:
+            self._shelf.limit_bytes = limit_bytes
+            self._admit()
+            self._changed.notify_all()
 
     def wish(self, holder: Hashable, one: CachedObject, blocks: Sequence[int]) -> None:
         """Blocks that will be needed, in this order."""
@@ -136,8 +144,14 @@ class Fetcher:
     def _admit(self) -> None:
         """Let waiting needs in, in their order, while the cache can hold them all."""
         shelf = self._shelf
-        while self._waiting and shelf.firm_bytes_with(self._waiting[0].sizes) <= shelf.limit_bytes:
-            need = self._waiting.popleft()
+        while self._waiting:
+            need = self._waiting[0]
+            if sum(need.sizes.values()) > shelf.limit_bytes:
+                self._waiting.popleft().done(self._too_large(need))
+                continue
+            if shelf.firm_bytes_with(need.sizes) > shelf.limit_bytes:
+                return
+            self._waiting.popleft()
             shelf.pin(need.holder, need.sizes, firm=True)
             shelf.touch(need.sizes)
             for block, there in self._valid(need.of, list(need.sizes)):
@@ -151,6 +165,13 @@ class Fetcher:
             if not need.missing:
                 need.done(None)
             self._changed.notify_all()
+
+    def _too_large(self, need: _Need) -> CacheError:
+        return CacheError(
+            f"{need.of.url}: {sum(need.sizes.values())} bytes in {len(need.sizes)} blocks are needed at one "
+            f"time, the cache {need.of.blocks.folder.parent} is limited to {self._shelf.limit_bytes}; raise "
+            f"limit_bytes, or lower block_bytes or what is read at one time"
+        )
 
     def _next_run(self) -> tuple[list[Block], bool] | None:
         """(neighbouring blocks to bring next, whether they are needed now), with room made for them.
@@ -229,7 +250,7 @@ class Fetcher:
                 self._bring(run)
             except MeshfeedError as known:
                 error = known
-            except Exception as unknown:  # a thread that dies would leave its readers waiting for ever
+            except BaseException as unknown:  # a thread that dies would leave its readers waiting for ever
                 error = StoreError(f"{self._objects[run[0][0]].url}: {type(unknown).__name__}: {unknown}")
             self._finish(run, urgent, error)
 
@@ -287,16 +308,20 @@ class Fetcher:
             one.doubted.discard(numbers[0])
             if one.blocks.verify(numbers[0]):
                 return
+        holder = self._asked_by.get(run[0])
         if one.content is not None:
-            data, fetched = whole_of(one, one.content)
-        else:
-            begin = numbers[0] * one.blocks.block_bytes
-            end = begin + sum(map(one.blocks.num_bytes, numbers))
-            began = time.monotonic()
-            data, fetched = part_of(one, begin, end)
-            with self._changed:
-                self._pace.learn(fetched, time.monotonic() - began)
-        self._fetched(self._asked_by.get(run[0]), one, fetched)
+            with self._wholes.room_for(one.stored_bytes + one.blocks.size_bytes):
+                data, fetched = whole_of(one, one.content, holder)
+                self._fetched(holder, one, fetched)
+                self._publish(one, numbers[0], data)
+            return
+        begin = numbers[0] * one.blocks.block_bytes
+        end = begin + sum(map(one.blocks.num_bytes, numbers))
+        began = time.monotonic()
+        data, fetched = part_of(one, begin, end, holder)
+        with self._changed:
+            self._pace.learn(fetched, time.monotonic() - began)
+        self._fetched(holder, one, fetched)
         at = 0
         for number in numbers:
             size = one.blocks.num_bytes(number)
@@ -310,7 +335,12 @@ class Fetcher:
                 return
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                if not full or attempt + 1 == _DISK_ATTEMPTS or not self._shelf.is_wanted((one.key, number)):
+                if not full:
+                    raise CacheError(
+                        f"{one.blocks.folder}: {error.strerror or error}; was the cache folder cleared under "
+                        f"this run, or is its disk broken?"
+                    ) from error
+                if attempt + 1 == _DISK_ATTEMPTS or not self._shelf.is_wanted((one.key, number)):
                     raise _DiskFullError(
                         f"{one.blocks.folder}: {error.strerror or error}, {self._shelf.held_bytes} bytes "
                         f"held; free room on this disk, or lower limit_bytes of the cache"
@@ -323,6 +353,5 @@ class Fetcher:
             shelf = self._shelf
             self._drop(shelf.to_free(num_bytes, over_wishes=True))
             shelf.limit_bytes = min(shelf.limit_bytes, max(shelf.held_bytes, num_bytes))
-            self._changed.wait_for(
-                lambda: False, _DISK_PAUSE_S
-            )  # others bring blocks too, and may take the room first
+            self._admit()
+            self._changed.wait(_DISK_PAUSE_S)  # others bring blocks too, and may take the room first

@@ -17,30 +17,31 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from meshfeed.errors import CacheError, MeshfeedError, MissingError, StoreError
+from meshfeed.errors import CacheError, ChangedError, MeshfeedError, MissingError, StoreError
 from meshfeed.files import message
 from meshfeed.files.bring import CachedObject, sums_at
 from meshfeed.files.byte_file import Content
 from meshfeed.files.client import Client, LocalReader, Reader, Stat
 from meshfeed.files.facts import facts_of, key_of, name_of
 from meshfeed.files.fetch import Fetcher
+from meshfeed.files.once import Once
 from meshfeed.files.shelf import Shelf
 from meshfeed.files.sums import Sums
-from meshfeed.files.table import Blocks, make_files, num_blocks_of
+from meshfeed.files.table import TABLE, Blocks, make_files, num_blocks_of
 
-K = TypeVar("K")
-T = TypeVar("T")
-
-LOCK, LOG, OBJECT = "leader.lock", "leader.log", "object.json"
+LOCK, LOG, LIMIT, OBJECT = "leader.lock", "leader.log", "limit", "object.json"
 _LINGER_S = 5.0
 _ANSWERERS = 32
-_NO_LIMIT = 1 << 62
+_DEFAULT_LIMIT_BYTES = 64 << 30
+_STATS_KEPT_S = 30.0
+_PAUSE_S = 0.1
 
 
 def socket_name(folder: Path) -> str:
@@ -54,8 +55,10 @@ class _Client:
     """A process that is connected, and what it has open."""
 
     link: socket.socket
-    limit_bytes: int = _NO_LIMIT
+    limit_bytes: int | None = None
     opened: dict[int, CachedObject] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)  # of an object's key, in `opened`
+    readers: set[str] = field(default_factory=set)
     outgoing: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
 
     def send(self, say: dict[str, Any], payload: bytes = b"") -> None:
@@ -74,13 +77,13 @@ class Leader:
 
     def __init__(self, folder: Path, listener: socket.socket) -> None:
         self._folder, self._listener = folder, listener
-        self._shelf = Shelf(_NO_LIMIT)
+        self._shelf = Shelf(self._last_limit())
         self._fetcher = Fetcher(self._shelf, self._tell_fetched)
         self._objects: dict[str, CachedObject] = {}
         self._readers: dict[str, Reader] = {}
-        self._stats: dict[tuple[str, str], Future[Stat]] = {}
-        self._sums: dict[tuple[str, str], Future[Sums]] = {}
-        self._peeked: dict[tuple[str, int, int], Future[bytes]] = {}
+        self._stats = Once[Stat](_STATS_KEPT_S)
+        self._sums = Once[Sums](_STATS_KEPT_S)
+        self._peeked = Once[bytes]()
         self._clients: set[_Client] = set()
         self._lock = threading.RLock()
         self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
@@ -88,7 +91,7 @@ class Leader:
 
     def serve(self) -> None:
         """Serve until nobody has been there for some seconds."""
-        self._find_leftovers()
+        threading.Thread(target=self._find_leftovers, daemon=True).start()
         self._listener.settimeout(_LINGER_S)
         while True:
             try:
@@ -98,7 +101,10 @@ class Leader:
                     if not self._clients:
                         return
                 continue
-            if not _same_user(link):
+            except OSError:  # no descriptor is free just now
+                time.sleep(_PAUSE_S)
+                continue
+            if not same_user(link):
                 link.close()
                 continue
             client = _Client(link)
@@ -110,18 +116,26 @@ class Leader:
     # -- clients ------------------------------------------------------------------------------------------
 
     def _listen(self, client: _Client) -> None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, StoreError):
             while (heard := message.receive(client.link)) is not None:
                 self._hear(client, heard[0])
         client.outgoing.put(None)
         self._fetcher.forget(client)
         with self._lock:
             self._clients.discard(client)
+            for one in client.opened.values():
+                one.forget(client)
+            used = set[str]().union(*(other.readers for other in self._clients))
+            for unused in self._readers.keys() - used:
+                self._readers.pop(unused).close()
             self._set_limit()
             if not self._clients:
-                for known in (self._stats, self._sums, self._peeked):
-                    known.clear()  # who comes next may find another version
+                self._ask_again()  # who comes next may find another version
         client.link.close()
+
+    def _ask_again(self) -> None:
+        for known in (self._stats, self._sums, self._peeked):
+            known.forget()
 
     def _hear(self, client: _Client, said: dict[str, Any]) -> None:
         one = client.opened.get(said.get("object", -1))
@@ -129,7 +143,9 @@ class Leader:
             case "hello":
                 self._greet(client, said)
             case "need" if one is not None:
-                self._fetcher.need(client, one, said["blocks"], _answer_to(client, said))
+                self._fetcher.need(client, one, said["blocks"], self._answer_to(client, said))
+            case "abandon" if one is not None:
+                self._fetcher.abandon(client, one, said["blocks"])
             case "wish" if one is not None:
                 self._fetcher.wish(client, one, said["blocks"])
             case "release" if one is not None:
@@ -138,11 +154,18 @@ class Leader:
             case "forget" if one is not None:
                 self._fetcher.forget(client, one)
             case "look again" if one is not None:
-                with self._lock:
-                    for key in [key for key in self._peeked if key[0] == one.key]:
-                        del self._peeked[key]
+                self._peeked.forget(lambda key: key[0] == one.key)
             case _:
                 self._answerers.submit(self._reply, client, said)
+
+    def _answer_to(self, client: _Client, said: dict[str, Any]) -> Callable[[MeshfeedError | None], None]:
+        def done(error: MeshfeedError | None) -> None:
+            if isinstance(error, ChangedError):
+                self._ask_again()
+            told = {} if error is None else {"error": message.told(error)}
+            client.send({"id": said["id"], **told})
+
+        return done
 
     def _reply(self, client: _Client, said: dict[str, Any]) -> None:
         """What has to ask storage first, or to read the disk."""
@@ -157,8 +180,8 @@ class Leader:
             answer, payload = answers[said["do"]](client, said)
             client.send({"id": said["id"], **answer}, payload)
         except MeshfeedError as error:
-            client.send({"id": said["id"], "error": message.told(error)})
-        except Exception as error:  # said to the client, which else would wait for ever
+            self._answer_to(client, said)(error)
+        except BaseException as error:  # said to the client, which else would wait for ever
             text = f"{self._folder}: the leader failed: {type(error).__name__}: {error}"
             client.send({"id": said["id"], "error": message.told(StoreError(text))})
 
@@ -176,24 +199,38 @@ class Leader:
         client.send({"id": said["id"], "pid": os.getpid()})
 
     def _set_limit(self) -> None:
-        self._shelf.limit_bytes = min((each.limit_bytes for each in self._clients), default=_NO_LIMIT)
+        """The largest of what those who are here say; nobody's job ends for another's sake."""
+        last = self._last_limit()
+        limit = max(
+            (each.limit_bytes for each in self._clients if each.limit_bytes is not None), default=last
+        )
+        if limit != last:
+            with contextlib.suppress(OSError):
+                (self._folder / LIMIT).write_text(str(limit))
+        self._fetcher.limit(limit)
+
+    def _last_limit(self) -> int:
+        """What the folder was limited to last."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._folder / LIMIT).read_text())
+        return _DEFAULT_LIMIT_BYTES
 
     def _tell_fetched(self, holder: Any, one: CachedObject, num_bytes: int) -> None:
         if isinstance(holder, _Client):
-            for number, opened in list(holder.opened.items()):
-                if opened is one:
-                    holder.send({"fetched": num_bytes, "object": number})
-                    return
+            number = holder.numbers.get(one.key)
+            if number is not None:
+                holder.send({"fetched": num_bytes, "object": number})
 
     # -- answers ------------------------------------------------------------------------------------------
 
     def _open(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         content = None if said["content"] is None else Content(**said["content"])
-        sums = self._sums_of(said)
-        one = self._object_of(said, content, sums)
+        sums = self._sums_of(client, said)
+        one = self._object_of(client, said, content, sums)
         with self._lock:
             number = len(client.opened)
             client.opened[number] = one
+            client.numbers[one.key] = number
         blocks = one.blocks
         return {
             "object": number,
@@ -201,11 +238,14 @@ class Leader:
             "size_bytes": blocks.size_bytes,
             "block_bytes": blocks.block_bytes,
             "tag": one.tag,
+            "birth": (blocks.folder / TABLE).stat().st_ino,
             "sums": None if sums is None else sums.fingerprint,
         }, b""
 
-    def _object_of(self, said: dict[str, Any], content: Content | None, sums: Sums | None) -> CachedObject:
-        reader, stat = self._stat_of(said)
+    def _object_of(
+        self, client: _Client, said: dict[str, Any], content: Content | None, sums: Sums | None
+    ) -> CachedObject:
+        reader, stat = self._stat_of(client, said)
         facts = facts_of(said, stat, content, sums)
         key = key_of(said, facts)
         with self._lock:
@@ -214,7 +254,6 @@ class Leader:
                     key=key,
                     url=name_of(said),
                     blocks=self._blocks_of(key, facts),
-                    reader=reader,
                     path=said["path"],
                     tag=stat.tag,
                     stored_bytes=stat.size_bytes,
@@ -223,19 +262,19 @@ class Leader:
                 self._objects[key] = one
                 self._fetcher.add(one, one.blocks.doubt_all())
             one = self._objects[key]
-            # the newest credentials; and an earlier leader's object had none at all
-            one.reader, one.path, one.stored_bytes = reader, said["path"], stat.size_bytes
+            one.readers[client, json.dumps(said["options"], sort_keys=True)] = reader
+            one.path, one.stored_bytes = said["path"], stat.size_bytes  # an earlier leader's had none
             one.sums = None if sums is None else sums.files[said["sums"][1]]
             return one
 
-    def _sums_of(self, said: dict[str, Any]) -> Sums | None:
-        """The checksums of the object and its neighbour, read once for as long as there are clients."""
+    def _sums_of(self, client: _Client, said: dict[str, Any]) -> Sums | None:
+        """The checksums of the object and its neighbour."""
         if said["sums"] is None:
             return None
-        reader, options = self._reader_of(said)
+        reader, options = self._reader_of(client, said)
         path = said["sums"][0]
         url = name_of(said | {"path": path})
-        return self._once(self._sums, (path, options), lambda: sums_at(reader, path, url))
+        return self._sums.answer((path, options), lambda: sums_at(reader, path, url))
 
     def _blocks_of(self, key: str, facts: dict[str, Any]) -> Blocks:
         folder, size, block_bytes = self._folder / key, facts["size_bytes"], facts["block_bytes"]
@@ -259,31 +298,16 @@ class Leader:
                 f"cache folder"
             ) from error
 
-    def _stat_of(self, said: dict[str, Any]) -> tuple[Reader, Stat]:
-        """Asked once of each object, for as long as there are clients."""
-        reader, options = self._reader_of(said)
+    def _stat_of(self, client: _Client, said: dict[str, Any]) -> tuple[Reader, Stat]:
+        """Asked once by all ranks of a job that starts; a later one may find another version."""
+        reader, options = self._reader_of(client, said)
         path = said["path"]
-        return reader, self._once(self._stats, (path, options), lambda: reader.stat(path))
+        return reader, self._stats.answer((path, options), lambda: reader.stat(path))
 
-    def _once(self, known: dict[K, Future[T]], key: K, ask: Callable[[], T]) -> T:
-        """What `ask` answers, asked once however many clients want it at a time. Raises what it raises."""
-        with self._lock:
-            future = known.get(key)
-            first = future is None
-            if future is None:
-                future = known[key] = Future()
-        if first:
-            try:
-                future.set_result(ask())
-            except BaseException as error:
-                with self._lock:
-                    known.pop(key, None)  # who comes later asks again
-                future.set_exception(error)
-        return future.result()
-
-    def _reader_of(self, said: dict[str, Any]) -> tuple[Reader, str]:
+    def _reader_of(self, client: _Client, said: dict[str, Any]) -> tuple[Reader, str]:
         options = json.dumps([said["root"], said["options"]], sort_keys=True)
         with self._lock:
+            client.readers.add(options)
             if options not in self._readers:
                 self._readers[options] = (
                     Client(said["root"], said["options"]) if said["root"] else LocalReader()
@@ -292,13 +316,13 @@ class Leader:
 
     def _exists(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         try:
-            self._stat_of(said)
+            self._stat_of(client, said)
         except MissingError:
             return {"exists": False}, b""
         return {"exists": True}, b""
 
     def _list(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        return {"found": self._reader_of(said)[0].list(said["path"])}, b""
+        return {"found": self._reader_of(client, said)[0].list(said["path"])}, b""
 
     def _peek(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         one = client.opened[said["object"]]
@@ -306,14 +330,13 @@ class Leader:
             raise StoreError(f"{one.url}: is checked as a whole, so no part of it is to be had before")
         ranges = [(begin, max(begin, min(end, one.stored_bytes))) for begin, end in said["ranges"]]
         begins, ends = zip(*ranges)
-        pieces = list(self._peekers.map(self._piece, [one] * len(ranges), begins, ends))
+        pieces = list(
+            self._peekers.map(self._piece, [client] * len(ranges), [one] * len(ranges), begins, ends)
+        )
         return {"sizes": [len(piece) for piece in pieces]}, b"".join(pieces)
 
-    def _piece(self, one: CachedObject, begin: int, end: int) -> bytes:
-        def read() -> bytes:
-            return bytes(one.reader.read(one.path, begin, end, one.tag))
-
-        return self._once(self._peeked, (one.key, begin, end), read)
+    def _piece(self, client: _Client, one: CachedObject, begin: int, end: int) -> bytes:
+        return self._peeked.answer((one.key, begin, end), lambda: bytes(one.read(begin, end, client)))
 
     def _counts(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         counts: dict[str, int] = {"held_bytes": self._shelf.held_bytes, "clients": len(self._clients)}
@@ -330,7 +353,9 @@ class Leader:
         with contextlib.suppress(OSError):
             found = [(each.stat().st_mtime, each) for each in self._folder.iterdir() if each.is_dir()]
         for _, folder in sorted(found):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with self._lock, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                if folder.name in self._objects:
+                    continue  # somebody has it open already
                 facts = json.loads((folder / OBJECT).read_text())
                 blocks = Blocks(folder, facts["size_bytes"], facts["block_bytes"])
                 content = None if facts["content"] is None else Content(**facts["content"])
@@ -338,24 +363,21 @@ class Leader:
                     key=folder.name,
                     url=facts["url"],
                     blocks=blocks,
-                    reader=LocalReader(),  # until somebody opens it
                     path="",
                     tag=facts["tag"],
                     stored_bytes=blocks.size_bytes,
                     content=content,
                 )
+                doubted = blocks.doubt_all()
+                if not doubted:
+                    shutil.rmtree(folder)
+                    continue
                 self._objects[folder.name] = one
-                self._fetcher.add(one, blocks.doubt_all())
+                self._fetcher.add(one, doubted)
 
 
-def _answer_to(client: _Client, said: dict[str, Any]) -> Callable[[MeshfeedError | None], None]:
-    def done(error: MeshfeedError | None) -> None:
-        client.send({"id": said["id"]} if error is None else {"id": said["id"], "error": message.told(error)})
-
-    return done
-
-
-def _same_user(link: socket.socket) -> bool:
+def same_user(link: socket.socket) -> bool:
+    """Whether the process at the other end of a connection is of this user."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1] == os.getuid()
 

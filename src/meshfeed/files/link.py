@@ -20,7 +20,8 @@ from typing import Any
 from meshfeed.errors import CacheError, MeshfeedError
 from meshfeed.files import message
 from meshfeed.files.cache import Cache
-from meshfeed.files.leader import LOG, socket_name
+from meshfeed.files.leader import LOG, same_user, socket_name
+from meshfeed.files.refusals import without_credentials
 
 Answer = tuple[dict[str, Any], bytes]
 Session = tuple[int, int]
@@ -54,7 +55,7 @@ class Link:
         self._socket: socket.socket | None = None
         self._ids = itertools.count()
         self._futures: dict[int, Future[Answer]] = {}
-        self._listeners: dict[tuple[Session, int], Callable[[int], None]] = {}
+        self._listeners: dict[tuple[Session, int], weakref.WeakMethod[Callable[[int], None]]] = {}
 
     def connected(self) -> Session:
         """The session, a new one where the last leader is gone. Raises LostError where it goes at once."""
@@ -68,10 +69,11 @@ class Link:
         future: Future[Answer] = Future()
         number = next(self._ids)
         with self._lock:
-            if session != self.session or self._socket is None:
+            link = self._socket
+            if session != self.session or link is None:
                 raise LostError
             self._futures[number] = future
-        self._send({"id": number, **said})
+        self._send(link, {"id": number, **said})
         answer, payload = self._awaited(future, said)
         if "error" in answer:
             raise message.untold(answer["error"])
@@ -79,13 +81,15 @@ class Link:
 
     def say(self, session: Session, **said: Any) -> None:
         """Something that has no answer; nothing where that leader is gone."""
-        if session == self.session:
+        with self._lock:
+            link = self._socket if session == self.session else None
+        if link is not None:
             with contextlib.suppress(LostError):
-                self._send(said)
+                self._send(link, said)
 
     def listen(self, session: Session, number: int, fetched: Callable[[int], None]) -> None:
-        """Call `fetched` with bytes that were fetched of an object for this process."""
-        self._listeners[session, number] = fetched
+        """Call the method `fetched` with bytes that were fetched of an object, while its owner lives."""
+        self._listeners[session, number] = weakref.WeakMethod(fetched)
 
     def close(self) -> None:
         """Let the leader go; asking again connects anew."""
@@ -105,11 +109,8 @@ class Link:
             what = f"{said['root']}/{said['path']}" if "path" in said else f"blocks; see {self._folder / LOG}"
             _log.warning("waiting for storage since %.0f s: %s", waited_s, what)
 
-    def _send(self, said: dict[str, Any]) -> None:
+    def _send(self, link: socket.socket, said: dict[str, Any]) -> None:
         with self._sending:
-            link = self._socket
-            if link is None:
-                raise LostError
             try:
                 link.sendall(message.encode(said))
             except OSError as gone:
@@ -130,21 +131,24 @@ class Link:
         hears.start()
         hello = {"do": "hello", "version": message.VERSION, "limit_bytes": self._cache.limit_bytes}
         try:
-            self._send({"id": number, **hello})
+            self._send(link, {"id": number, **hello})
             answer, _ = future.result(_START_S)
         except TimeoutError as late:
+            self.lost(link)
             raise CacheError(
                 f"{self._folder}: its leader does not answer; see {self._folder / LOG}"
             ) from late
         if "error" in answer:
+            self.lost(link)
             raise message.untold(answer["error"])
 
     def heard(self, answer: dict[str, Any], payload: bytes) -> None:
         """Hand an answer to who waits for it."""
         if "fetched" in answer:
             listener = self._listeners.get((self.session, answer["object"]))
-            if listener is not None:
-                listener(answer["fetched"])
+            fetched = None if listener is None else listener()
+            if fetched is not None:
+                fetched(answer["fetched"])
             return
         future = self._futures.pop(answer["id"], None)
         if future is not None:
@@ -184,17 +188,20 @@ def _shut(link: socket.socket) -> None:
 
 def _hear(of: weakref.ref[Link], link: socket.socket) -> None:
     """The thread that listens to a leader, until either end is gone."""
-    with contextlib.suppress(OSError, ValueError):
+    try:
         while (heard := message.receive(link)) is not None:
             one = of()
             if one is None:
                 break
             one.heard(*heard)
             del one
-    one = of()
-    if one is not None:
-        one.lost(link)
-    link.close()
+    except OSError:
+        pass
+    finally:  # whatever went wrong: nobody may wait for what will not be heard
+        one = of()
+        if one is not None:
+            one.lost(link)
+        link.close()
 
 
 def _met_leader(folder: Path) -> socket.socket:
@@ -204,7 +211,6 @@ def _met_leader(folder: Path) -> socket.socket:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             link.connect(socket_name(folder))
-            return link
         except OSError as error:
             link.close()
             if time.monotonic() - began > _START_S:
@@ -212,6 +218,14 @@ def _met_leader(folder: Path) -> socket.socket:
                     f"{folder}: no leader answers ({error}; {started or 'started'}); is it held from another "
                     f"container or network namespace? See {folder / LOG}, or give each its own cache folder"
                 ) from error
+        else:
+            if same_user(link):
+                return link
+            link.close()
+            raise CacheError(
+                f"{folder}: a process of another user answers in its leader's place; tell your administrator, "
+                f"and use another cache folder"
+            )
         started = _start_leader(folder)
         time.sleep(_PAUSE_S)  # one that is ending still holds the lock for a moment
 
@@ -227,7 +241,7 @@ def _start_leader(folder: Path) -> str:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                env={**os.environ, "PYTHONPATH": path},
+                env=without_credentials(os.environ) | {"PYTHONPATH": path},
                 timeout=_START_S,
                 check=False,
             )

@@ -10,7 +10,7 @@ from typing import Any
 from meshfeed import errors
 from meshfeed.errors import MeshfeedError, StoreError
 
-VERSION = 2
+VERSION = 3
 _HEAD = struct.Struct("<II")
 _MOST_BYTES = 1 << 28
 
@@ -18,6 +18,11 @@ _MOST_BYTES = 1 << 28
 def encode(message: dict[str, Any], payload: bytes = b"") -> bytes:
     """A message as it travels."""
     text = json.dumps(message).encode()
+    if max(len(text), len(payload)) > _MOST_BYTES:
+        raise StoreError(
+            f"{max(len(text), len(payload))} bytes in one message between a process and its node's leader, "
+            f"at most {_MOST_BYTES}; split what is listed or peeked at"
+        )
     return _HEAD.pack(len(text), len(payload)) + text + payload
 
 

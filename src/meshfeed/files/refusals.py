@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
+from meshfeed.files.url import without_secrets
+
 Meaning = Literal["missing", "changed", "refused", "wrong", "passing"]
 
 _KINDS: Mapping[str, Meaning] = {
@@ -21,16 +23,24 @@ _KINDS: Mapping[str, Meaning] = {
 _REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|[Rr]egion")
 _EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|RequestTimeTooSkewed|RequestExpired|expired")
 _STATUS = re.compile(r"\bstatus(?: code)?:? ([345]\d\d)\b")
-_FOR_EVER = re.compile(r"following redirect|Could not parse path|MissingContentLength|InvalidContentType")
+_URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s\"'<>),]+")
+_CLOUDS = ("AWS_", "GOOGLE_", "AZURE_")
+_FOR_EVER = re.compile(
+    r"following redirect|builder error|Could not parse path|MissingContentLength|InvalidContentType"
+)
 _DETAIL = re.compile(r'(?:message|error): "([^"]+)"')
 _RIGHT_REGION = re.compile(r"<Region>([^<]+)</Region>|expecting '([^']+)'")
 _MISSING_BUCKET = re.compile(r"NoSuchBucket|NoSuchKey|ContainerNotFound|BlobNotFound")
 _LONGEST = 300
 
 
-def meaning_of(error: Exception) -> Meaning:
-    """What an exception of obstore says; "passing" for what another attempt may mend."""
-    text = str(error)
+def meaning_of(error: BaseException, path: str = "") -> Meaning:
+    """What an exception of obstore says; "passing" for what another attempt may mend.
+
+    path: of the object, whose name must not be taken for the service's words.
+    """
+    text = _URL.sub("", str(error))
+    text = text.replace(path, "") if path else text
     kind = _KINDS.get(type(error).__name__)
     if kind in ("missing", "changed"):
         return kind
@@ -53,15 +63,20 @@ def meaning_of(error: Exception) -> Meaning:
     return "wrong" if 300 <= code < 500 and code not in (408, 425, 429) else "passing"
 
 
+def _shown(url: re.Match[str]) -> str:
+    """A URL without passwords and signatures."""
+    return without_secrets(url[0])
+
+
 def refuses_method(error: Exception) -> bool:
     """Whether a server knows the request's method, such as HEAD, but does not take it."""
     status = _STATUS.search(str(error))
     return status is not None and status[1] in ("405", "501")
 
 
-def reason(error: BaseException) -> str:
+def reason(error: BaseException, path: str = "") -> str:
     """One line of what an exception says, and what to do about it where that is known."""
-    told, _, debug = str(error).partition("Debug source:")
+    told, _, debug = _URL.sub(_shown, str(error)).partition("Debug source:")
     text = " ".join(told.split())
     brief = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     detail = _DETAIL.search(debug)
@@ -70,6 +85,8 @@ def reason(error: BaseException) -> str:
     for sign, hint in _HINTS.items():
         if sign in told or sign in debug:
             return f"{hint} ({brief})"
+    if meaning_of(error, path) != "refused":
+        return brief or type(error).__name__
     if _EXPIRED.search(text):
         return f"the credentials have expired; renew them and start again ({brief})"
     if _is_region(text):
@@ -127,6 +144,11 @@ ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
 }
 """By scheme, the variables of the cloud's usual chain. A rank hands its own on to the leader, which may have
 been started by another job."""
+
+
+def without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a leader, which serves jobs that have others: they bring theirs along."""
+    return {name: value for name, value in environ.items() if not name.startswith(_CLOUDS)}
 
 
 def options_of_environment(root: str, environ: Mapping[str, str]) -> dict[str, str]:

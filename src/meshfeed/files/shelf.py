@@ -16,7 +16,7 @@ class Shelf:
     A pin is *firm* where somebody is about to read the block, else a wish for later, which gives way.
 
     Attributes:
-        limit_bytes: what it may hold.
+        limit_bytes: what it may hold, or what somebody is about to read, if that is more.
         held_bytes: what it holds.
         firm_bytes: bytes of the blocks that somebody is about to read, there or not.
         busy: blocks that are just being brought, and stay.
@@ -54,9 +54,14 @@ class Shelf:
         return self.firm_bytes + sum(size for block, size in sizes.items() if block not in self._firm_sizes)
 
     def pin(self, holder: Hashable, sizes: Mapping[Block, int], *, firm: bool) -> None:
-        """A holder needs blocks, there or not; as often as it says so, it must release them."""
+        """A holder needs blocks, there or not. Firmly, it must release them as often as it says so; a wish is
+        one, however often it is said.
+        """
+        pins = self._pins[holder, firm]
         for block, size in sizes.items():
-            self._pins[holder, firm][block] += 1
+            if not firm and pins[block]:
+                continue
+            pins[block] += 1
             self._num_pins[firm][block] += 1
             if firm and block not in self._firm_sizes:
                 self._firm_sizes[block] = size
@@ -92,21 +97,20 @@ class Shelf:
         over_wishes: blocks that are only wished for go too, those last that were wished for first. None
         where it cannot be done; the caller removes the blocks.
         """
-        excess = self.held_bytes + num_bytes - self.limit_bytes
+        excess = self.held_bytes + num_bytes - max(self.limit_bytes, self.firm_bytes)
         going = self.to_free(excess, over_wishes=over_wishes)
         return going if sum(self._sizes[block] for block in going) >= excess else None
 
     def to_free(self, num_bytes: int, *, over_wishes: bool) -> list[Block]:
         """The blocks that go for so many bytes less, or for as many as can be."""
         going = list[Block]()
-        loose = [block for block in self._sizes if block not in self.busy and block not in self._firm_sizes]
-        free = (block for block in loose if not self.is_wanted(block))
-        wishes = (block for block in reversed(loose) if self.is_wanted(block))
-        for block in chain(free, wishes if over_wishes else ()):
-            if num_bytes <= 0:
-                break
-            going.append(block)
-            num_bytes -= self._sizes[block]
+        free = (block for block in self._sizes if not self.is_wanted(block))
+        wished = (block for block in reversed(self._sizes) if self.is_wanted(block))
+        blocks = chain(free, wished) if over_wishes else free
+        while num_bytes > 0 and (block := next(blocks, None)) is not None:
+            if block not in self.busy and block not in self._firm_sizes:
+                going.append(block)
+                num_bytes -= self._sizes[block]
         return going
 
     def _unpin(self, block: Block, count: int, firm: bool) -> None:

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
+import threading
 import zlib
+from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ ENTRY = np.dtype([("generation", "<u4"), ("sum", "<u4")])
 DATA, TABLE = "data", "table"
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 _LAST = 0xFFFF_FFFE
+_MOST_TABLES = 8192  # a process may have 65,530 maps in all
 
 
 def num_blocks_of(size_bytes: int, block_bytes: int) -> int:
@@ -58,21 +62,34 @@ def make_files(folder: Path, size_bytes: int, num_blocks: int) -> None:
     for name, size in ((DATA, size_bytes), (TABLE, max(num_blocks * ENTRY.itemsize, 1))):
         with (folder / name).open("wb") as stream:
             os.truncate(stream.fileno(), size)
+            if name == TABLE:  # a full disk is told here, and not by a signal when the map is written
+                os.posix_fallocate(stream.fileno(), 0, size)
 
 
 class Blocks:
     """The writing end: publish, doubt, verify and drop blocks. One process has it, the leader.
 
-    No file stays open. Making one raises OSError where data or table cannot be opened, ValueError where they
-    are not of the object's size.
+    No file stays open, and of all tables those used last stay mapped. Making one raises OSError where data or
+    table cannot be opened, ValueError where they are not of the object's size.
     """
 
     def __init__(self, folder: Path, size_bytes: int, block_bytes: int) -> None:
         self.folder, self.size_bytes, self.block_bytes = folder, size_bytes, block_bytes
         self.num_blocks = num_blocks_of(size_bytes, block_bytes)
-        self._entries = map_table(folder, self.num_blocks, write=True)
+        _ = self._entries
         if (folder / DATA).stat().st_size != size_bytes:
             raise ValueError(f"{folder / DATA}: not of {size_bytes} bytes")
+
+    @property
+    def _entries(self) -> Entries:
+        with _mapping:
+            entries = _tables.pop(self.folder, None)
+            if entries is None:
+                entries = map_table(self.folder, self.num_blocks, write=True)
+                while len(_tables) >= _MOST_TABLES:
+                    _tables.popitem(last=False)
+            _tables[self.folder] = entries
+            return entries
 
     def num_bytes(self, block: int) -> int:
         """Bytes of a block; the last one may be short."""
@@ -108,8 +125,10 @@ class Blocks:
     def verify(self, block: int) -> bool:
         """Show a doubted block again if its bytes are those of its sum; else drop it."""
         with (self.folder / DATA).open("rb", buffering=0) as stream:
-            data = os.pread(stream.fileno(), self.num_bytes(block), block * self.block_bytes)
-        if zlib.crc32(data) == int(self._entries["sum"][block]):
+            stream.seek(block * self.block_bytes)
+            data = bytearray(self.num_bytes(block))
+            filled = io.BufferedReader(stream).readinto(data)
+        if filled == len(data) and zlib.crc32(data) == int(self._entries["sum"][block]):
             self._end_change(block)
             return True
         self.drop(block)
@@ -151,5 +170,8 @@ class Blocks:
     def _end_change(self, block: int) -> None:
         self._entries["generation"][block] += 1
 
+
+_tables: OrderedDict[Path, Entries] = OrderedDict()
+_mapping = threading.Lock()
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
