@@ -30,6 +30,7 @@ from meshfeed.errors import (
     UnavailableError,
     VerifyError,
 )
+from meshfeed.exchange import Exchange
 from meshfeed.feed import Feed
 from meshfeed.files import Cache
 from meshfeed.layout import Coord, Layout
@@ -59,6 +60,7 @@ __all__ = [
     "Documents",
     "Draws",
     "EpochIndex",
+    "Exchange",
     "Feed",
     "Field",
     "IndexedWriter",

@@ -11,7 +11,7 @@ import torch
 from meshfeed.order import Draws
 from meshfeed.plan import ModelShape, StepPlan, flops
 
-Value = torch.Tensor | Sequence[torch.Tensor] | Sequence[bytes]
+Value = torch.Tensor | Sequence[torch.Tensor | None] | Sequence[bytes | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -72,7 +72,7 @@ class Step:
         sum_sq: sum of squared sequence lengths of the global batch.
         stats: what the step has cost this rank so far; complete once its microbatches are consumed.
             exposed_wait_s: seconds that the loop was kept waiting, by stage (start, plan, read,
-            deliver, build, copy, other); bytes_read: from storage; opens: of data files;
+            exchange, deliver, build, copy, other); bytes_read: from storage; opens: of data files;
             collectives; delivered_bytes: sent or received. Where sequences are packed also efficiency,
             objective_over_bound, max_over_mean, padding, and the (source, epoch, index) of those that were
             oversize or empty.

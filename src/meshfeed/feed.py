@@ -7,14 +7,12 @@ hands what it makes to the training loop, and the rest of this file says who thi
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Self, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from meshfeed.ahead import Ahead, forget
@@ -32,13 +30,14 @@ from meshfeed.deliver import (
 )
 from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
 from meshfeed.errors import DeliveryError, RecipeError
+from meshfeed.launch import this_layout, this_rank
 from meshfeed.layout import Layout
 from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.prefetch import StageClock
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Role, Roles, StageMap, assign_roles, choose_delivery
-from meshfeed.run import COUNTERS, Item, Made, Meter, Run, StepEnd, StepStart
+from meshfeed.run import COUNTERS, Item, Made, Meter, Run, StepEnd, StepStart, VirtualStage, views_of
 from meshfeed.sequence import Columns, Portion, SequenceRule
 from meshfeed.state import State
 from meshfeed.stepping import Stepping
@@ -119,29 +118,19 @@ class Feed:
         self._entered = False
         self._next_step, self._loaded = 0, False
         self._run: Run | None = None
-        self.virtual_stages = tuple(VirtualStage(self, v) for v in range(self.stage_map.vpp))
+        self.virtual_stages = tuple(VirtualStage(self._steps, v) for v in range(self.stage_map.vpp))
 
     # -- what this rank is ----------------------------------------------------------------------------
 
     @cached_property
     def rank(self) -> int:
         """This process's global rank."""
-        if self._given_rank is not None:
-            return self._given_rank
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank()
-        return int(os.environ.get("RANK", "0"))
+        return this_rank(self._given_rank)
 
     @cached_property
     def layout(self) -> Layout:
         """The layout, its node size taken from the launcher where it was not given."""
-        layout = self._given_layout
-        if dist.is_available() and dist.is_initialized():
-            layout.check_world(dist.get_world_size())
-        if layout.ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
-            layout = replace(layout, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-        layout.coord(self.rank)  # refuses a rank that is not in it
-        return layout
+        return this_layout(self._given_layout, self.rank)
 
     @cached_property
     def stage_map(self) -> StageMap:
@@ -264,12 +253,6 @@ class Feed:
             patience_s=None if self._prefetch else self._timeout_s,
         )
         placer = placer_of(self._device)
-        views: list[frozenset[str] | None] = [None]
-        if by_stage is not None:
-            pp_rank = self.layout.coord(self.rank).pp
-            views = [
-                frozenset(f.name for f in by_stage.fields_of(fields, pp_rank, v)) for v in range(by_stage.vpp)
-            ]
         return Run(
             start=self._next_step,
             items=self._items(self._next_step, delivery, placer, clock),
@@ -280,7 +263,7 @@ class Feed:
             check=self._new_check(meeting),
             placer=placer,
             role=role,
-            views=views,
+            views=views_of(fields, by_stage, self.layout.coord(self.rank).pp),
             prefetch=self._prefetch,
             timeout_s=self._timeout_s,
         )
@@ -383,17 +366,3 @@ class Feed:
             columns = self._rule.load(self.recipe, alone, host.allocate)
             digester.add(self._rule.build(self.recipe, alone, columns, self.role.fields, host.allocate))
         return digester.digests()
-
-
-class VirtualStage:
-    """The stream as one virtual pipeline stage needs it; `Feed.virtual_stages[i]`.
-
-    Iterate all virtual stages of a rank, in any interleaving: each microbatch is made once and kept
-    until the last of them has taken it.
-    """
-
-    def __init__(self, feed: Feed, index: int) -> None:
-        self._feed, self.index = feed, index
-
-    def __iter__(self) -> Iterator[Step]:
-        return self._feed._steps(self.index)  # pyright: ignore[reportPrivateUsage]

@@ -15,7 +15,7 @@ from meshfeed.deliver import Alarm, Delivery, Digests, EndOfStream, Meeting, Tra
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
 from meshfeed.prefetch import Inline, Prefetcher, StageClock
-from meshfeed.roles import Role
+from meshfeed.roles import Field, Role, StageMap
 from meshfeed.stepping import GlobalBatch
 
 COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
@@ -28,7 +28,7 @@ _JOIN_S = 10.0  # how long a producer may take to end with its peers
 class Meter:
     """What was read and delivered, by counter, from one `take` to the next."""
 
-    def __init__(self, sources: Sequence[Any], traffic: Traffic) -> None:
+    def __init__(self, sources: Sequence[Any], *traffic: Traffic) -> None:
         self._sources, self._traffic = sources, traffic
         self._before = self._now()
 
@@ -43,8 +43,8 @@ class Meter:
             sum(stats.bytes_read for stats in stores),
             sum(stats.bytes_fetched for stats in stores),
             sum(stats.opens for stats in stores),
-            self._traffic.collectives,
-            self._traffic.num_bytes,
+            sum(traffic.collectives for traffic in self._traffic),
+            sum(traffic.num_bytes for traffic in self._traffic),
         )
 
 
@@ -79,9 +79,9 @@ Item = StepStart | Made | StepEnd
 
 @dataclass(slots=True)
 class _View:
-    """A consumer's place: fields it wants (None for all), items kept for it, the step it is to get next."""
+    """A consumer's place: fields it does not want, items kept for it, the step it is to get next."""
 
-    names: frozenset[str] | None
+    hidden: frozenset[str]
     step: int
     items: deque[StepStart | Microbatch | None] = field(default_factory=deque)
     joined: bool = False
@@ -96,7 +96,7 @@ class Run:
         delivery, verifier: entered at the first item, left at `stop`.
         meeting: where all ranks of the job hear of what ends one of them; None for one process.
         check: called when they are entered; raises where this run must not begin.
-        views: names of the fields of each consumer; None for all. Every one of them gets every step.
+        views: names of the fields that each consumer does not want. Every one of them gets every step.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class Run:
         check: Callable[[], None],
         placer: Placer,
         role: Role,
-        views: Sequence[frozenset[str] | None],
+        views: Sequence[frozenset[str]],
         prefetch: int,
         timeout_s: float,
     ) -> None:
         self._check = check
         self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
         self._clock, self._timeout_s = clock, timeout_s
-        self._views = [_View(names, start) for names in views]
+        self._views = [_View(hidden, start) for hidden in views]
         items = self._told(items, start)
         self._prefetcher = Prefetcher(items, clock, prefetch) if prefetch else Inline(items, clock)
         self._alarm = Alarm(meeting, role.rank, self._prefetcher.wake)
@@ -203,8 +203,8 @@ class Run:
         except StopIteration:
             self._hand_out(None)
             return
-        except EndOfStream:
-            self._alarm.sound(self._deserted(), self._due)
+        except EndOfStream as end:
+            self._alarm.sound(self._deserted(end), self._due)
         except TimeoutError:
             self._alarm.sound(self._late(), self._due)
         except PeerError as lost:
@@ -253,9 +253,8 @@ class Run:
 
     def _hand_out(self, item: StepStart | Microbatch | None) -> None:
         for view in self._views:
-            names = view.names
-            if isinstance(item, Microbatch) and names is not None:
-                wanted = {name: value for name, value in item.fields.items() if name in names}
+            if isinstance(item, Microbatch) and view.hidden:
+                wanted = {name: value for name, value in item.fields.items() if name not in view.hidden}
                 view.items.append(replace(item, fields=wanted))
             else:
                 view.items.append(item)
@@ -276,11 +275,12 @@ class Run:
         self._started = True
         self._prefetcher.start()
 
-    def _deserted(self) -> PeerError:
+    def _deserted(self, end: EndOfStream) -> PeerError:
+        ended = end.args or (self._role.source,)
         return PeerError(
-            f"rank {self._role.source} has closed its feed, and rank {self._role.rank} wants more; "
+            f"rank {', '.join(map(str, ended))} has closed its feed, and rank {self._role.rank} wants more; "
             f"all ranks of a group take the same steps",
-            [] if self._role.source is None else [self._role.source],
+            [rank for rank in ended if rank is not None],
         )
 
     def _late(self) -> DeliveryError:
@@ -292,3 +292,29 @@ class Run:
         if role.source is None or role.reads:
             return DeliveryError(f"{waited}, and its own storage has not given it; look at the storage")
         return PeerError(f"{waited} from rank {role.source}, which is alive but sends nothing", [role.source])
+
+
+def views_of(fields: Sequence[Field], by_stage: StageMap | None, pp_rank: int) -> list[frozenset[str]]:
+    """The fields that each virtual stage of a pipeline rank does not want; one view of all without stages."""
+    if by_stage is None:
+        return [frozenset()]
+    every = frozenset(field.name for field in fields)
+    return [every - {f.name for f in by_stage.fields_of(fields, pp_rank, v)} for v in range(by_stage.vpp)]
+
+
+class VirtualStage:
+    """The stream as one virtual pipeline stage needs it; `virtual_stages[i]` of a Feed.
+
+    Iterate all virtual stages of a rank, in any interleaving: each microbatch is made once and kept
+    until the last of them has taken it.
+
+    Args:
+        steps: virtual stage -> its steps.
+        index: which one this is.
+    """
+
+    def __init__(self, steps: Callable[[int], Iterator[Step]], index: int) -> None:
+        self._steps, self.index = steps, index
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._steps(self.index)

@@ -190,24 +190,12 @@ class Stepping:
             rows=0 if self.packing else self.micro_batch_size,
             split=self.cp_split,
             together=self._together(batch),
-            rank_of_dp_cp=self._ranks_beside(coord),
+            rank_of_dp_cp=ranks_beside(self.layout, coord),
         )
 
     def cp_groups(self, coord: Coord) -> dict[int, tuple[int, ...]]:
         """The cp groups that the rank at a coordinate can be in: size -> global ranks."""
-        packing, cp = self.packing, self.layout.cp
-        sizes = None if packing is not None and not self.shares_packs else (cp,)
-        if packing is not None and packing.cp_sizes is not None:
-            sizes = packing.cp_sizes
-        at, beside = coord.dp * cp + coord.cp, self._ranks_beside(coord)
-        blocks = cp_groups(beside.size, sizes)
-        return {size: tuple(beside[block[at // size]].tolist()) for size, block in blocks.items()}
-
-    def _ranks_beside(self, coord: Coord) -> npt.NDArray[np.int64]:
-        """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp]."""
-        beside = self.layout.group_of(self.layout.rank_of(coord), "dp-cp")
-        places = self.layout.coords(beside)
-        return beside[np.lexsort((places[:, 1], places[:, 2]))]
+        return cp_groups_of(self.layout, self.packing, coord)
 
     def _together(self, batch: GlobalBatch) -> int:
         """Microbatches to read and deliver at a time; the same on every rank."""
@@ -221,3 +209,21 @@ class Stepping:
         rows = f"micro_batch_size={self.micro_batch_size}" if self.packing is None else str(self.packing)
         places = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not tell its table
         return f"{self.layout} with ranks {places:08x}, {rows}, cp_split={self.cp_split}"
+
+
+def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[int, tuple[int, ...]]:
+    """The cp groups that the rank at a coordinate can be in: size -> global ranks."""
+    cp = layout.cp
+    sizes = None if packing is not None and packing.policy == "dynamic_cp" else (cp,)
+    if packing is not None and packing.cp_sizes is not None:
+        sizes = packing.cp_sizes
+    at, beside = coord.dp * cp + coord.cp, ranks_beside(layout, coord)
+    blocks = cp_groups(beside.size, sizes)
+    return {size: tuple(beside[block[at // size]].tolist()) for size, block in blocks.items()}
+
+
+def ranks_beside(layout: Layout, coord: Coord) -> npt.NDArray[np.int64]:
+    """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp]."""
+    beside = layout.group_of(layout.rank_of(coord), "dp-cp")
+    places = layout.coords(beside)
+    return beside[np.lexsort((places[:, 1], places[:, 2]))]

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class EndOfStream(Exception):
-    """The source has closed its feed, or this rank has: nothing more will come. Not an error."""
+    """The source has closed its feed, or this rank has: nothing more will come. Not an error.
+
+    args: the ranks that ended, where it is not the source.
+    """
 
 
 @dataclass(slots=True)

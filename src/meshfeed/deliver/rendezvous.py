@@ -163,6 +163,11 @@ class GlooGroup:
         self._gloo.allgather([rows], [row]).wait()
         return torch.stack(rows)
 
+    @property
+    def backend(self) -> Any:
+        """What torch calls a backend: collectives among the peers, in their order."""
+        return self._gloo
+
     def close(self) -> None:
         """Close the connections, which tells the peers."""
         self._gloo = None

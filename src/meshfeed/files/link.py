@@ -223,8 +223,8 @@ def _met_leader(folder: Path) -> socket.socket:
                 return link
             link.close()
             raise CacheError(
-                f"{folder}: a process of another user answers in its leader's place; tell your administrator, "
-                f"and use another cache folder"
+                f"{folder}: a process of another user answers in its leader's place; tell your "
+                f"administrator, and use another cache folder"
             )
         started = _start_leader(folder)
         time.sleep(_PAUSE_S)  # one that is ending still holds the lock for a moment

@@ -1,0 +1,116 @@
+"""The two collectives of an exchange, on bytes of any number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllToAllOptions
+
+from meshfeed.deliver import Traffic
+from meshfeed.errors import PeerError
+from meshfeed.exchange.census import Bytes
+
+_SIZE = 8  # before each message stands how long it is
+_ROOM = 4096
+_NO_TIMEOUT = timedelta(days=30)
+
+
+class Group:
+    """The members of an exchange.
+
+    Args:
+        process_group: a torch ProcessGroup, or a backend of one, that takes tensors on the CPU (gloo); None
+            for a single member, who needs none.
+        patience_s: how long to wait for a member; None for ever, since a dead one is noticed.
+
+    Attributes:
+        traffic: counters of this rank.
+    """
+
+    def __init__(self, process_group: Any = None, *, patience_s: float | None = None) -> None:
+        self.traffic = Traffic()
+        self._group: Any = process_group
+        self._timeout = _NO_TIMEOUT if patience_s is None else timedelta(seconds=patience_s)
+        self._room = _ROOM
+        self._kept = {name: np.zeros(0, np.uint8) for name in ("out", "in", "row", "rows")}
+
+    def join(self, process_group: Any) -> None:
+        """Use this process group from now on."""
+        self._group = process_group
+
+    def leave(self) -> None:
+        """Use none any more."""
+        self._group = None
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return 1 if self._group is None else int(self._group.size())
+
+    @property
+    def member(self) -> int:
+        """This rank's place among them."""
+        return 0 if self._group is None else int(self._group.rank())
+
+    def buffer(self, name: str, num_bytes: int) -> Bytes:
+        """Bytes to write in, the same again for the same name: fresh memory costs a fault per page."""
+        if self._kept[name].size < num_bytes:
+            self._kept[name] = np.empty(num_bytes * 5 // 4, np.uint8)
+        return self._kept[name][:num_bytes]
+
+    def all_gather(self, message: bytes) -> list[Bytes]:
+        """Every member's message, in order; one collective where none is much longer than those before.
+
+        Raises PeerError where a member is gone.
+        """
+        if self.size == 1:
+            return [np.frombuffer(message, np.uint8)]
+        framed = np.frombuffer(len(message).to_bytes(_SIZE, "little") + message, np.uint8)
+        rows = self._gather_room(framed)
+        sizes = rows[:, :_SIZE].copy().view(np.int64)[:, 0]
+        if _SIZE + int(sizes.max()) > self._room:
+            # all see the same sizes, so all make the same room and ask again
+            self._room = -(-(_SIZE + int(sizes.max()) * 5 // 4) // _ROOM) * _ROOM
+            rows = self._gather_room(framed)
+        return [row[_SIZE : _SIZE + size] for row, size in zip(rows, sizes.tolist())]
+
+    def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> Bytes:
+        """What the members send to this one, one after the other, good until the next call; one collective.
+
+        outgoing: what goes to each, one after the other. out_sizes, in_sizes: bytes to and from each member.
+        Raises PeerError where a member is gone.
+        """
+        if self.size == 1:
+            return outgoing
+        return self._collective(outgoing, out_sizes, self.buffer("in", sum(in_sizes)), in_sizes)
+
+    def _gather_room(self, framed: Bytes) -> Bytes:
+        row = self.buffer("row", self._room * self.size).reshape(self.size, self._room)
+        row[:, : framed.size] = framed[: self._room]
+        # gloo's all-gather passes a ring, hop after hop; its all-to-all has all members send at once
+        sizes = [self._room] * self.size
+        rows = self.buffer("rows", self._room * self.size)
+        return self._collective(row.reshape(-1), sizes, rows, sizes).reshape(self.size, self._room)
+
+    def _collective(
+        self, outgoing: Bytes, out_sizes: Sequence[int], incoming: Bytes, in_sizes: Sequence[int]
+    ) -> Bytes:
+        options = AllToAllOptions()
+        options.timeout = self._timeout
+        sent, got = torch.from_numpy(outgoing), torch.from_numpy(incoming)
+        try:
+            self._group.alltoall_base(got, sent, list(in_sizes), list(out_sizes), options).wait(self._timeout)
+        except (RuntimeError, dist.DistError) as broken:
+            raise self._lost(broken) from broken
+        self.traffic.messages += 1
+        self.traffic.collectives += 1
+        self.traffic.num_bytes += outgoing.size + incoming.size - 2 * out_sizes[self.member]
+        return incoming
+
+    def _lost(self, broken: Exception) -> PeerError:
+        return PeerError(f"member {self.member} of {self.size} lost the group that exchanges items: {broken}")

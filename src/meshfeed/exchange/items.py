@@ -1,0 +1,174 @@
+"""Users' items -> bytes, and arrays back -> tensors of every type that torch has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from meshfeed.columns import Array
+from meshfeed.errors import StoreError
+from meshfeed.exchange.census import Bytes, Report, Schema
+from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier
+from meshfeed.exchange.keys import ANY, RESERVED, Keys
+from meshfeed.exchange.routing import Encoded
+from meshfeed.roles import Field
+from meshfeed.store import NUMBERS, Refused
+from meshfeed.store.mapped import plain
+
+_NOTHING = np.zeros(0, np.uint8)
+# complex ones go by way of `plain`, which resolves what torch keeps as a flag
+_NAME_OF_TYPE = {
+    getattr(torch, name): name
+    for name in (*NUMBERS, *CARRIED)
+    if hasattr(torch, name) and "complex" not in name
+}
+_CARRIER_OF_TYPE = {name: getattr(torch, carrier(name)) for name in CARRIED}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The items that one rank gives to a step.
+
+    Attributes:
+        report: what the others must know of them.
+        encoded: their bytes, views of what the user gave as far as possible.
+    """
+
+    report: Report
+    encoded: tuple[Encoded, ...]
+
+
+def encode(
+    items: Iterable[Mapping[str, Any]],
+    keys: Keys,
+    *,
+    first: int = 0,
+    ended: bool = False,
+    wanted: frozenset[str] | None = None,
+    rank: int = 0,
+) -> Given:
+    """Measure some items, and take them apart into bytes.
+
+    first: number of the first one. ended: whether no more will come. wanted: the declared keys that any
+    receiver needs; None for all. rank: whose items they are, for the text of errors.
+    Raises StoreError naming rank, item and key: without the length key, of an unequal number of tokens, of
+    another type than declared, or of none that can travel.
+    """
+    rows: list[tuple[int, int, int, int]] = []
+    schemas: dict[Schema, int] = {}
+    encoded: list[Encoded] = []
+    declared = keys.by_name()
+    for number, item in enumerate(items, first):
+        try:
+            length, valid, schema, its_bytes = _encoded(item, keys, declared, wanted)
+        except StoreError as error:
+            raise StoreError(f"rank {rank}: item {number}: {error}") from error
+        encoded.append(its_bytes)
+        rows.append((length, valid, its_bytes.rest.size, schemas.setdefault(schema, len(schemas))))
+    table = np.array(rows, np.int64).reshape(len(rows), 4)
+    return Given(Report(first=first, rows=table, schemas=tuple(schemas), ended=ended), tuple(encoded))
+
+
+def nothing() -> Given:
+    """What a rank without an iterator gives."""
+    return Given(Report(rows=np.zeros((0, 4), np.int64), owns=False), ())
+
+
+def elements_of(element: Any) -> list[Mapping[str, Any]]:
+    """What an iterator gave, as a list of items. Raises StoreError for neither an item nor several."""
+    if isinstance(element, Mapping):
+        return [cast(Mapping[str, Any], element)]
+    if isinstance(element, Sequence) and all(isinstance(each, Mapping) for each in element):
+        return list(cast(Sequence[Mapping[str, Any]], element))
+    raise StoreError(
+        f"the iterator gave {type(element).__name__}; give a dict of key -> array, or a list of them"
+    )
+
+
+def _encoded(
+    item: Mapping[str, Any], keys: Keys, declared: Mapping[str, Field], wanted: frozenset[str] | None
+) -> tuple[int, int, Schema, Encoded]:
+    for name in (keys.length, keys.valid):
+        if name is not None and item.get(name) is None:
+            there = sorted(str(each) for each, value in item.items() if value is not None)
+            raise StoreError(f"key {name!r} is missing, there are only {there}; give it in every item")
+    length_value = value_of(keys.length, item[keys.length])
+    if not length_value[1].ndim:
+        raise StoreError(f"key {keys.length!r} is a single number; its first dimension would be the length")
+    length = length_value[1].shape[0]
+    split: list[tuple[str, str, tuple[int, ...]]] = []
+    rest: list[tuple[str, str, int]] = []
+    entries: list[Bytes] = []
+    dims: list[int] = []
+    others: list[Bytes] = []
+    if not all(isinstance(name, str) for name in item):
+        raise StoreError(f"keys {list(item)} are not all text; name them")
+    for name in sorted(item):
+        value, field = item[name], declared.get(name)
+        if value is None or (field is not None and wanted is not None and name not in wanted):
+            continue
+        if name in RESERVED:
+            raise StoreError(f"key {name!r} is made from lengths; leave it out, or name yours otherwise")
+        dtype, array = length_value if name == keys.length else value_of(name, value)
+        if field is not None and field.dtype not in (ANY, dtype):
+            raise StoreError(f"key {name!r} is {dtype}, declared {field.dtype}; make them one")
+        flat = array.reshape(-1).view(np.uint8)
+        if field is not None and field.split:
+            if dtype == BYTES or array.shape[:1] != (length,):
+                has = f"{array.shape[0]} tokens" if array.ndim else "a single number"
+                has = "bytes" if dtype == BYTES else has
+                raise StoreError(f"key {name!r} has {has}, {keys.length!r} {length} tokens; make them agree")
+            split.append((name, dtype, array.shape[1:]))
+            entries.append(flat)
+        else:
+            rest.append((name, dtype, array.ndim))
+            dims += array.shape
+            others.append(flat)
+    whole = np.concatenate([np.array(dims, np.int64).view(np.uint8), *others]) if others else _NOTHING
+    valid = length if keys.valid is None else num_nonzero(item[keys.valid])
+    return length, valid, Schema(tuple(split), tuple(rest)), Encoded(whole, tuple(entries), length)
+
+
+def value_of(name: str, value: Any) -> tuple[str, Array]:
+    """(type, array that holds the bits) of a value. Raises StoreError for what cannot travel."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            value = value.detach()
+        if not value.is_cpu:
+            value = value.cpu()
+        dtype = _NAME_OF_TYPE.get(value.dtype)
+        if dtype is not None and value.layout == torch.strided:
+            carried = _CARRIER_OF_TYPE.get(dtype)
+            return dtype, (value if carried is None else value.view(carried)).numpy()
+    elif isinstance(value, np.ndarray) and value.dtype.name in CARRIED:  # of the package ml_dtypes
+        return value.dtype.name, value.view(carrier(value.dtype.name))
+    made = plain(value)
+    if isinstance(made, Refused):
+        raise StoreError(f"key {name!r} {made.why}")
+    return (BYTES, np.frombuffer(made, np.uint8)) if isinstance(made, bytes) else (made.dtype.name, made)
+
+
+def num_nonzero(value: Any) -> int:
+    """Entries other than zero."""
+    return int(torch.count_nonzero(torch.as_tensor(value)))
+
+
+def tensor_of(array: Array, dtype: str) -> torch.Tensor:
+    """An array's tensor, of the type whose bits it holds."""
+    return seen_as(torch.from_numpy(array), dtype)
+
+
+def seen_as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The same bits as another type, where NumPy could not hold that."""
+    return tensor.view(getattr(torch, dtype)) if dtype in CARRIED else tensor
+
+
+def bits_of(value: float, dtype: str) -> Any:
+    """A number of some type, as a NumPy scalar that has its bits."""
+    if dtype not in CARRIED:
+        return np.array(value).astype(dtype)
+    return torch.tensor([value], dtype=getattr(torch, dtype)).view(getattr(torch, carrier(dtype))).numpy()[0]

@@ -1,0 +1,226 @@
+"""Which bytes of which item go where, and where they lie on arrival. Pure.
+
+A *piece* is what one member takes of one row of the plan: all that is beside the item's tokens, then of
+each split key the tokens that the member's ranks hold. Both sides compute the same pieces from census and
+plan, so nothing but their bytes is sent, each member's in the order of its microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.exchange.census import Census
+from meshfeed.exchange.seats import Seats
+from meshfeed.plan import CpSplit, StepPlan
+from meshfeed.plan.split import chunk_runs
+
+Bytes = npt.NDArray[np.uint8]
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """An item as bytes.
+
+    Attributes:
+        rest: all that is beside its tokens.
+        split: each split key, in the order of its schema; uint8 [tokens x bytes of an entry].
+        length: its tokens.
+    """
+
+    rest: Bytes
+    split: tuple[Bytes, ...]
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """Pieces, member by member, microbatch by microbatch, in the order of the packs.
+
+    Attributes:
+        item: the item in the census that each piece is of; int64 [n].
+        source, member: who sends it, and who takes it; int64 [n].
+        microbatch: in which it is; int64 [n].
+        start, stop: its token ranges of the item, some of them empty; int64 [n, runs].
+        num_bytes: of each; int64 [n].
+    """
+
+    item: Longs
+    source: Longs
+    member: Longs
+    microbatch: Longs
+    start: Longs
+    stop: Longs
+    num_bytes: Longs
+
+    def __len__(self) -> int:
+        return self.item.size
+
+    @classmethod
+    def to(cls, census: Census, plan: StepPlan, seats: Seats, member: int, split: CpSplit | None) -> Self:
+        """All that a member takes, sources one after the other on arrival.
+
+        split: how context parallelism cuts; None takes rows whole.
+        """
+        served = np.zeros(plan.num_ranks + 1, np.int64)
+        served[np.array(seats.served[member]) + 1] = 1
+        before = np.cumsum(served)  # ranks below r that the member serves
+        first = plan.first_rank
+        rows = np.flatnonzero((plan.microbatch >= 0) & (before[first + plan.cp_size] > before[first]))
+        return cls._of(census, plan, seats, rows, split)._only(lambda pieces: pieces.member == member)
+
+    @classmethod
+    def by(cls, census: Census, plan: StepPlan, seats: Seats, member: int, split: CpSplit | None) -> Self:
+        """All that a member sends."""
+        holds = np.array([member in held for held in census.holders])
+        mine = holds[census.draws.source[plan.sequence]]
+        rows = np.flatnonzero((plan.microbatch >= 0) & mine)
+        return cls._of(census, plan, seats, rows, split)._only(lambda pieces: pieces.source == member)
+
+    @classmethod
+    def _of(cls, census: Census, plan: StepPlan, seats: Seats, rows: Longs, split: CpSplit | None) -> Self:
+        rows, members = takers(plan, seats, rows)
+        start, stop = ranges_of(plan, seats, rows, members, split)
+        item = plan.sequence[rows].astype(np.int64)
+        tokens = (stop - start).sum(axis=1)
+        return cls(
+            item=item,
+            source=seats.sources(census.holders, census.draws.source[item], members),
+            member=members,
+            microbatch=plan.microbatch[rows].astype(np.int64),
+            start=start + plan.start[rows, None],
+            stop=stop + plan.start[rows, None],
+            num_bytes=census.rest_bytes[item] + tokens * census.token_bytes[item],
+        )
+
+    def _only(self, which: Callable[[Self], npt.NDArray[np.bool_]]) -> Self:
+        kept = which(self)
+        return type(self)(**{each.name: getattr(self, each.name)[kept] for each in fields(self)})
+
+    def sizes(self, members: Longs, num_members: int) -> list[int]:
+        """Bytes by source, or by member."""
+        sums = np.zeros(num_members, np.int64)
+        np.add.at(sums, members, self.num_bytes)
+        return sums.tolist()
+
+    def offsets(self) -> Longs:
+        """Where each piece lies on arrival; int64 [n]."""
+        offset, order = np.empty_like(self.num_bytes), np.argsort(self.source, kind="stable")
+        offset[order] = np.cumsum(self.num_bytes[order]) - self.num_bytes[order]
+        return offset
+
+    def tokens_at(self, pieces: Longs, first: Longs) -> Longs:
+        """How many tokens a piece has before token `first` of its item, which it has; int64 [n].
+
+        pieces: places in this shipment; int64 [n].
+        """
+        start, stop = self.start[pieces], self.stop[pieces]
+        sizes = stop - start
+        before = np.cumsum(sizes, axis=1) - sizes
+        run = ((first[:, None] >= stop) | (sizes == 0)).argmin(axis=1)  # the first that ends after it
+        rows = np.arange(pieces.size)
+        return before[rows, run] + first - start[rows, run]
+
+
+def takers(plan: StepPlan, seats: Seats, rows: Longs) -> tuple[Longs, Longs]:
+    """(row, member) for every member that takes some of these rows, by member, microbatch and row."""
+    size = plan.cp_size[rows].astype(np.int64)
+    row = np.repeat(rows, size)
+    place = np.arange(row.size) - np.repeat(np.cumsum(size) - size, size)
+    member = seats.member_of_place()[plan.first_rank[row] + place]
+    order = np.lexsort((row, plan.microbatch[row], member))
+    row, member = row[order], member[order]
+    fresh = np.ones(row.size, bool)  # a member that serves several ranks of the group takes a row once
+    fresh[1:] = (row[1:] != row[:-1]) | (member[1:] != member[:-1])
+    return row[fresh], member[fresh]
+
+
+def ranges_of(
+    plan: StepPlan, seats: Seats, rows: Longs, members: Longs, split: CpSplit | None
+) -> tuple[Longs, Longs]:
+    """The real tokens of each row that a member's ranks hold: start and stop, int64 [n, runs].
+
+    Those of `plan.slices_of`, for rows of any packs at once.
+    """
+    lengths = plan.lengths[rows]
+    if split is None:
+        return np.zeros((rows.size, 1), np.int64), lengths[:, None].copy()
+    padded, origin, total = _padding(plan, whole=split == "pack_zigzag")
+    size, first = plan.cp_size[rows].astype(np.int64), plan.first_rank[rows].astype(np.int64)
+    start, stop = np.zeros((rows.size, 2), np.int64), np.zeros((rows.size, 2), np.int64)
+    cases, case = np.unique(np.stack([size, first, members]), axis=1, return_inverse=True)
+    for at, (cp_size, first_rank, member) in enumerate(cases.T.tolist()):
+        some = np.flatnonzero(case.reshape(-1) == at)
+        cp_ranks = [rank - first_rank for rank in seats.served[member]]
+        num_chunks, begin, end = chunk_runs(cp_ranks, cp_size, split)
+        chunk = (total[rows[some]] // num_chunks)[:, None]
+        edge, limit = origin[rows[some]][:, None], padded[rows[some]][:, None]
+        start[some, : begin.size] = np.clip(chunk * begin - edge, 0, limit)
+        stop[some, : end.size] = np.clip(chunk * end - edge, 0, limit)
+    return np.minimum(start, lengths[:, None]), np.minimum(stop, lengths[:, None])
+
+
+def _padding(plan: StepPlan, *, whole: bool) -> tuple[Longs, Longs, Longs]:
+    """Of each row: its padded tokens, where it begins in what is cut into chunks, and the tokens of that.
+
+    whole: packs are cut, not rows.
+    """
+    placed = np.flatnonzero(plan.microbatch >= 0)
+    order = placed[np.lexsort((placed, plan.first_rank[placed], plan.microbatch[placed]))]
+    padded = np.zeros(plan.lengths.size, np.int64)
+    origin, total = np.zeros_like(padded), np.zeros_like(padded)
+    if not order.size:
+        return padded, origin, total
+    sizes = plan.align.padded(plan.lengths[order], plan.cp_size[order])
+    where = np.stack([plan.microbatch[order], plan.first_rank[order]])
+    opens = np.append(True, (where[:, 1:] != where[:, :-1]).any(axis=0))
+    pack, starts = np.cumsum(opens) - 1, np.flatnonzero(opens)
+    sums = np.add.reduceat(sizes, starts)
+    last = np.append(starts[1:], order.size) - 1  # a pack's own padding is its last row's
+    sizes[last] += -sums % plan.align.pack_multiple(plan.cp_size[order[last]])
+    padded[order] = total[order] = sizes
+    if whole:
+        ends = np.cumsum(sizes)
+        base = ends[starts] - sizes[starts]
+        origin[order] = ends - sizes - base[pack]
+        total[order] = np.add.reduceat(sizes, starts)[pack]
+    return padded, origin, total
+
+
+def write_pieces(buffer: Bytes, shipment: Shipment, encoded: Mapping[int, Encoded]) -> None:
+    """Lay out what one member sends, receivers one after the other. encoded: items by place in the census."""
+    at = 0
+    rows = zip(shipment.item.tolist(), shipment.start.tolist(), shipment.stop.tolist())
+    for place, starts, stops in rows:
+        item = encoded[place]
+        if item.rest.size:
+            buffer[at : at + item.rest.size] = item.rest
+            at += item.rest.size
+        for flat in item.split:
+            entry = flat.size // item.length if item.length else 0
+            for start, stop in zip(starts, stops):
+                if start < stop:
+                    size = (stop - start) * entry
+                    buffer[at : at + size] = flat[start * entry : stop * entry]
+                    at += size
+
+
+def read_rest(data: Bytes, ndims: Sequence[int], sizes: Sequence[int]) -> list[tuple[tuple[int, ...], Bytes]]:
+    """(shape, bytes) of each key beside the tokens of a piece.
+
+    data: the piece, of which they are the beginning. ndims, sizes: dimensions of each, bytes of an element.
+    """
+    at, values = 8 * sum(ndims), list[tuple[tuple[int, ...], Bytes]]()
+    dims = data[:at].copy().view(np.int64).tolist()
+    for (first, last), size in zip(pairwise(np.cumsum([0, *ndims]).tolist()), sizes):
+        shape = tuple(dims[first:last])
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * size
+        values.append((shape, data[at : at + num_bytes]))
+        at += num_bytes
+    return values

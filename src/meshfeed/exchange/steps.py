@@ -1,0 +1,322 @@
+"""The steps of an exchange as separate calls: gather lengths, plan, reroute, pack.
+
+A framework that keeps its own loop uses them one by one; `Exchange` is nothing but their sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshfeed.batch import Microbatch, Value
+from meshfeed.columns import Allocate, Array, Arrays
+from meshfeed.deliver import Cause, EndOfStream
+from meshfeed.device import OnHost, Placer, microbatches_of
+from meshfeed.errors import PlanError
+from meshfeed.exchange.census import END, ERROR, Bytes, Census, Report
+from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier, item_bytes
+from meshfeed.exchange.group import Group
+from meshfeed.exchange.items import Given, bits_of, seen_as, tensor_of
+from meshfeed.exchange.keys import ANY, Keys
+from meshfeed.exchange.routing import Longs, Shipment, read_rest, write_pieces
+from meshfeed.exchange.seats import Seats
+from meshfeed.layout import Layout
+from meshfeed.plan import CpSplit, Packing, StepPlan, account_of, plan_step
+from meshfeed.plan.account import exact_sum
+from meshfeed.sequence import Portion, portions_of
+from meshfeed.sequence.packed import PLAN_FIELDS, Pieces, fields_of_plan
+from meshfeed.stepping import GlobalBatch, ranks_beside
+
+
+def gather_reports(report: Report, group: Group) -> list[Report]:
+    """What every member reports; one collective.
+
+    Raises the error that a member reports, EndOfStream with the members that want no more.
+    """
+    reports = [Report.decode(message)[0] for message in group.all_gather(report.encode())]
+    for each in reports:
+        if each.status == ERROR:
+            raise Cause.decode(each.cause).error()
+    if left := [member for member, each in enumerate(reports) if each.status == END]:
+        raise EndOfStream(*left)
+    return reports
+
+
+def gather_lengths(given: Given, seats: Seats, group: Group) -> Census:
+    """Who has which items, and how long they are: one collective, exact integers.
+
+    given: this rank's own, by `encode`. Raises MeshfeedErrors; see `Census.of`.
+    """
+    return Census.of(gather_reports(given.report, group), seats)
+
+
+def plan(
+    census: Census,
+    packing: Packing,
+    seats: Seats,
+    *,
+    layout: Layout,
+    vpp: int = 1,
+    step: int = 0,
+    length: str = "tokens",
+) -> GlobalBatch:
+    """Which item goes where: a pure function, equal on every rank, and that of a Feed for the same lengths.
+
+    length: the key that told the lengths, for the text of errors. Raises PlanError naming rank, item and key.
+    """
+    try:
+        made = plan_step(census.lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=vpp)
+    except PlanError as error:
+        told = f"step {step}: {error}"
+        if len(census):
+            longest = int(census.lengths.argmax())
+            told = (
+                f"{census.item(longest, seats)}: key {length!r} has {census.lengths[longest]} tokens: {told}"
+            )
+        raise PlanError(told) from error
+    kept = np.flatnonzero(made.microbatch >= 0)
+    lengths = made.lengths[kept]
+    if packing.oversize == "truncate" and made.oversize.size and (census.valid != census.lengths).any():
+        raise PlanError(
+            f"{census.item(int(made.oversize[0]), seats)} is cut to {lengths.max()} tokens, and "
+            f"its loss-bearing tokens are known of the whole only; cut it in the iterator, or set "
+            f"oversize='split' or 'drop'"
+        )
+    valid = census.valid if (census.valid != census.lengths).any() else None
+    return GlobalBatch(
+        step=step,
+        draws=census.draws,
+        plan=made,
+        tokens=int(lengths.sum()),
+        valid_tokens=int(lengths.sum() if valid is None else valid[np.unique(made.sequence[kept])].sum()),
+        sum_sq=exact_sum(lengths, lengths),
+        account=account_of(made, packing, pp=layout.pp, vpp=vpp),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What one member has of a step.
+
+    Attributes:
+        census, shipment: what it is.
+        data: its bytes, one source after the other, good until the group's next call; uint8 [n].
+        offsets: where each piece of the shipment lies in them; int64 [n].
+    """
+
+    census: Census
+    shipment: Shipment
+    data: Bytes
+    offsets: Longs = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", self.shipment.offsets())
+
+    def rows(self, microbatch: int) -> Longs:
+        """Places in the shipment of a microbatch's pieces, in the order of its pack; int64 [k]."""
+        return np.flatnonzero(self.shipment.microbatch == microbatch)
+
+    def begins(self, pieces: Longs, name: str) -> tuple[Longs, int]:
+        """Where in `data` a split key begins in some pieces, -1 where it is not; and bytes of one entry."""
+        its, census = self.shipment, self.census
+        before, entry = np.full(len(census.schemas), -1), 0
+        for at, schema in enumerate(census.schemas):
+            names = [each for each, _, _ in schema.split]
+            if name in names:
+                key = names.index(name)
+                before[at], entry = sum(schema.entry_bytes[:key]), schema.entry_bytes[key]
+        item = its.item[pieces]
+        tokens = (its.stop[pieces] - its.start[pieces]).sum(axis=1)
+        prefix = before[census.schema[item]]
+        begin = self.offsets[pieces] + census.rest_bytes[item] + tokens * prefix
+        return np.where(prefix < 0, -1, begin), entry
+
+    def rest(self, piece: int) -> list[tuple[str, str, Array | bytes]]:
+        """(name, type, value) of every key of a piece that is not split; arrays of their own."""
+        its, census = self.shipment, self.census
+        schema = census.schemas[int(census.schema[its.item[piece]])]
+        if not schema.rest:
+            return []
+        ndims, sizes = zip(*((ndim, item_bytes(dtype)) for _, dtype, ndim in schema.rest))
+        found = read_rest(self.data[int(self.offsets[piece]) :], ndims, sizes)
+        return [
+            (
+                name,
+                dtype,
+                data.tobytes() if dtype == BYTES else data.copy().view(carrier(dtype)).reshape(shape),
+            )
+            for (name, dtype, _), (shape, data) in zip(schema.rest, found)
+        ]
+
+    def items(self, microbatch: int) -> list[tuple[int, dict[str, torch.Tensor | bytes]]]:
+        """(place in the census, item) of a microbatch, as its owner gave it but cut as it was rerouted."""
+        rows, its = self.rows(microbatch), self.shipment
+        found = [(int(its.item[row]), dict[str, torch.Tensor | bytes]()) for row in rows]
+        types = {
+            name: (dtype, shape) for schema in self.census.schemas for name, dtype, shape in schema.split
+        }
+        tokens = (its.stop[rows] - its.start[rows]).sum(axis=1).tolist()
+        for name, (dtype, shape) in types.items():
+            begins, entry = self.begins(rows, name)
+            for (_, item), begin, size in zip(found, begins.tolist(), tokens):
+                if begin >= 0:
+                    flat = self.data[begin : begin + size * entry].copy()
+                    item[name] = tensor_of(flat.view(carrier(dtype)).reshape(size, *shape), dtype)
+        for (_, item), row in zip(found, rows.tolist()):
+            for name, dtype, value in self.rest(row):
+                item[name] = value if isinstance(value, bytes) else tensor_of(value, dtype)
+        return found
+
+
+def reroute(
+    given: Given,
+    census: Census,
+    step_plan: StepPlan,
+    seats: Seats,
+    group: Group,
+    *,
+    split: CpSplit | None = "zigzag",
+) -> Received:
+    """Send every item, or its slices, to where the plan has it: one collective on one buffer, for all keys.
+
+    split: how context parallelism cuts; None sends rows whole to each rank of a cp group.
+    """
+    member = group.member
+    coming = Shipment.to(census, step_plan, seats, member, split)
+    if not census.rest_bytes.any() and not (census.token_bytes * census.lengths).any():
+        return Received(census, coming, np.zeros(0, np.uint8))  # nobody needs a byte, and all know it
+    going = Shipment.by(census, step_plan, seats, member, split)
+    out_sizes = going.sizes(going.member, group.size)
+    mine = np.array([member in held for held in census.holders])[census.draws.source]
+    outgoing = group.buffer("out", sum(out_sizes))
+    write_pieces(outgoing, going, dict(zip(np.flatnonzero(mine).tolist(), given.encoded)))
+    in_sizes = coming.sizes(coming.source, group.size)
+    return Received(census, coming, group.all_to_all(outgoing, out_sizes, in_sizes))
+
+
+def pack(
+    received: Received,
+    batch: GlobalBatch,
+    layout: Layout,
+    rank: int,
+    keys: Keys,
+    *,
+    split: CpSplit = "zigzag",
+    names: Sequence[str] | None = None,
+    placer: Placer | None = None,
+) -> list[Microbatch]:
+    """The microbatches of one rank, from what its member has received.
+
+    split: as it was rerouted. names: the fields to make; None for all. placer: where to; None leaves them
+    here.
+    """
+    placer = placer or OnHost()
+    made: list[Microbatch] = []
+    for portion in portions(batch, layout, rank, split):
+        made += packed(received, portion, keys, names, placer)[0]
+    return made
+
+
+def portions(batch: GlobalBatch, layout: Layout, rank: int, split: CpSplit) -> list[Portion]:
+    """What one rank works on, microbatch by microbatch."""
+    coord = layout.coord(rank)
+    at = coord.dp * layout.cp + coord.cp
+    return portions_of(
+        batch.plan,
+        batch.draws,
+        at,
+        group=[at],
+        rows=0,
+        split=split,
+        together=1,
+        rank_of_dp_cp=ranks_beside(layout, coord),
+    )
+
+
+def packed(
+    received: Received, portion: Portion, keys: Keys, names: Sequence[str] | None, placer: Placer
+) -> tuple[list[Microbatch], Any]:
+    """The one microbatch of a portion on its device, and the placer's ticket for it."""
+    types: dict[str, str] = {}
+    arrays = fields_of_pack(received, portion, keys, names, placer.allocate, types)
+    made, ticket = microbatches_of(portion, [arrays], placer)
+    carried = {name: dtype for name, dtype in types.items() if dtype in CARRIED}
+    return [replace(each, fields=_retyped(each.fields, carried)) for each in made], ticket
+
+
+def fields_of_pack(
+    received: Received,
+    portion: Portion,
+    keys: Keys,
+    names: Sequence[str] | None,
+    allocate: Allocate,
+    types: dict[str, str],
+) -> Arrays:
+    """The fields of a portion's one pack; see `Keys`. types: filled with the type of each key's numbers."""
+    census = received.census
+    rows = received.rows(portion.microbatches.start)
+    split_keys = {name: (dtype, shape) for schema in census.schemas for name, dtype, shape in schema.split}
+    types |= {name: dtype for name, (dtype, _) in split_keys.items()}
+    types |= {name: dtype for schema in census.schemas for name, dtype, _ in schema.rest}
+    own = Pieces.of(portion)
+    arrays: Arrays = {}
+    for key in keys.declared:
+        if not key.split or (names is not None and key.name not in names):
+            continue
+        dtype, shape = split_keys.get(key.name, (key.dtype, ()))
+        if dtype != ANY:  # else no item of the step has it, and nobody said what it would be
+            out = allocate((1, own.num_tokens, *shape), carrier(dtype))
+            _fill(out, bits_of(key.pad, dtype), key.name, received, rows, portion, own)
+            arrays[key.name] = out
+    arrays |= _rest(received, rows, keys, names)
+    every = [each.name for each in PLAN_FIELDS]
+    return arrays | fields_of_plan(portion, own, every if names is None else names, allocate)
+
+
+def _fill(
+    out: Array, pad: Any, name: str, received: Received, rows: Longs, portion: Portion, own: Pieces
+) -> None:
+    """The own tokens of a split key, of the sequences that have it; `pad` elsewhere."""
+    slices = own.own
+    at = np.cumsum(slices.sizes) - slices.sizes
+    pieces = rows[slices.sequence]
+    begins, entry = received.begins(pieces, name)
+    some = np.flatnonzero((own.real > 0) & (begins >= 0))
+    if int(own.real[some].sum()) < own.num_tokens:
+        out[:] = pad
+    first = portion.starts[slices.sequence[some]] + slices.start[some]
+    begin = begins[some] + received.shipment.tokens_at(pieces[some], first) * entry
+    to, size = at[some] * entry, own.real[some] * entry
+    flat, data = out.reshape(-1).view(np.uint8), received.data
+    for a, b, c, d in zip(to.tolist(), (to + size).tolist(), begin.tolist(), (begin + size).tolist()):
+        flat[a:b] = data[c:d]
+
+
+def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str] | None) -> dict[str, Any]:
+    """One value per sequence of every key that is not split."""
+    declared = keys.by_name()
+    values: dict[str, list[Any]] = {
+        key.name: [None] * rows.size
+        for key in keys.declared
+        if not key.split and (names is None or key.name in names)
+    }
+    for sequence, row in enumerate(rows.tolist()):
+        for name, _, value in received.rest(row):
+            if name in values or name not in declared:
+                values.setdefault(name, [None] * rows.size)[sequence] = value
+    return values
+
+
+def _retyped(fields: Any, types: dict[str, str]) -> dict[str, Value]:
+    return {
+        name: value
+        if name not in types
+        else seen_as(value, types[name])
+        if isinstance(value, torch.Tensor)
+        else [seen_as(each, types[name]) if isinstance(each, torch.Tensor) else each for each in value]
+        for name, value in fields.items()
+    }

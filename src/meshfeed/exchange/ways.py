@@ -1,0 +1,93 @@
+"""Exchange and delivery of one run, taken and let go together."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from types import TracebackType
+from typing import NoReturn, Self
+
+import numpy as np
+
+from meshfeed.columns import Columns
+from meshfeed.deliver import Delivery, EndOfStream, Meeting, Traffic
+from meshfeed.errors import DeliveryError
+from meshfeed.exchange.census import END, Report
+from meshfeed.exchange.group import Group
+from meshfeed.exchange.seats import Seats
+from meshfeed.exchange.steps import gather_reports
+
+
+class Ways:
+    """A Delivery that first meets the members of an exchange, where this rank is one.
+
+    All members leave together: one that is interrupted says so in the next gathering of lengths, where the
+    others hear it. So no collective is left half-done.
+    """
+
+    def __init__(
+        self, rank: int, seats: Seats, delivery: Delivery, meeting: Meeting | None, patience_s: float | None
+    ) -> None:
+        self._rank, self._seats, self._delivery = rank, seats, delivery
+        self._meeting, self._patience_s = meeting, patience_s
+        self._resources = contextlib.ExitStack()
+        self._interrupted = threading.Event()
+        self.group = Group(patience_s=patience_s)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Counters of the delivery; those of the exchange are `group.traffic`."""
+        return self._delivery.traffic
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether this rank wants no more."""
+        return self._interrupted.is_set()
+
+    def __enter__(self) -> Self:
+        ranks = self._seats.ranks
+        with contextlib.ExitStack() as stack:
+            if self._rank in ranks and len(ranks) > 1:
+                if self._meeting is None:
+                    raise DeliveryError(
+                        f"rank {self._rank} exchanges items with ranks {ranks} and needs a way to meet them: "
+                        f"call torch.distributed.init_process_group first, or pass "
+                        f"rendezvous=<torch.distributed.Store>"
+                    )
+                joined = self._meeting.gloo_group("exchange", self._rank, ranks)
+                stack.callback(joined.close)
+                stack.callback(self.group.leave)
+                self.group.join(joined.backend)
+            stack.enter_context(self._delivery)
+            self._resources = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
+        """See Delivery."""
+        return self._delivery.deliver(columns, num_bytes)
+
+    def fail(self, error: BaseException, num_bytes: int) -> None:
+        """See Delivery."""
+        with contextlib.suppress(EndOfStream, TimeoutError, DeliveryError):
+            self._delivery.fail(error, num_bytes)
+
+    def interrupt(self) -> None:
+        """See Delivery."""
+        self._interrupted.set()
+        self._delivery.interrupt()
+
+    def leave(self) -> None:
+        """Tell the other members that this one ends. Raises EndOfStream."""
+        gather_reports(Report(status=END, rows=np.zeros((0, 4), np.int64)), self.group)
+
+    def end(self, end: EndOfStream) -> NoReturn:
+        """Members leave: tell the peers that get their items from this one. Raises EndOfStream."""
+        self._delivery.interrupt()
+        with contextlib.suppress(EndOfStream):
+            self._delivery.deliver({}, 0)
+        raise EndOfStream(*(self._seats.ranks[member] for member in end.args))

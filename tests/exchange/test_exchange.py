@@ -1,0 +1,109 @@
+"""Exchange equals plan-before-read: the same documents through a Feed and through users' iterators."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from giving import DOCUMENT_KEYS, documents, plain, recipe_of
+
+import meshfeed as mf
+import world
+from corpus import write_corpus
+
+STEPS = 3
+LAYOUTS = ("tp2-cp2-dp2", "tp2-dp2-pp2", "cp2-dp4", "cp2-dp2-pp2", "dp8", "tp4-pp2")
+POLICIES = ("in_order", "balanced", "dynamic_cp")
+OWNED = ("broadcast", "share", "tree")
+
+
+def packing_of(policy: Any) -> mf.Packing:
+    return mf.Packing(capacity=400, policy=policy, align=mf.Align(sequence=2, pack=8), oversize="split")
+
+
+def seen(steps: Any) -> list[Any]:
+    taken: list[Any] = []
+    for step in steps:
+        totals = (step.index, step.num_microbatches, step.tokens, step.valid_tokens, step.sum_sq)
+        taken.append((totals, [plain(microbatch) for microbatch in step.microbatches]))
+        if step.index + 1 == STEPS:
+            break
+    return taken
+
+
+def ends(layout: mf.Layout) -> set[int]:
+    """tp rank 0 of the first and the last stage: who builds datasets in many trainers."""
+    coords = zip(layout.ranks().tolist(), layout.coords().tolist())
+    return {rank for rank, (tp, _, _, pp) in coords if tp == 0 and pp in (0, layout.pp - 1)}
+
+
+def everyone(rank: int, path: Path) -> dict[Any, Any]:
+    """Every rank has an iterator: through a Feed and through an Exchange, on the same processes."""
+    got: dict[Any, Any] = {}
+    for text, policy in itertools.product(LAYOUTS, POLICIES):
+        layout, packing = mf.Layout.parse(text, ranks_per_node=8), packing_of(policy)
+        with mf.Feed(recipe_of(path), layout, delivery="direct", packing=packing, timeout_s=60) as feed:
+            wanted = seen(feed)
+            groups = feed.cp_groups
+        for prefetch in (0, 2) if policy == "balanced" else (0,):
+            mine = documents(path, STEPS + 1, layout.coord(rank).dp, layout.dp)
+            with mf.Exchange(
+                mine, layout, packing=packing, keys=DOCUMENT_KEYS, prefetch=prefetch, timeout_s=60
+            ) as exchange:
+                got[text, policy, prefetch] = (seen(exchange) == wanted, exchange.cp_groups == groups)
+    return got
+
+
+def owners(rank: int, path: Path) -> dict[Any, Any]:
+    """Only tp rank 0 of the first and last stage has one; deliveries bring the rest."""
+    got: dict[Any, Any] = {}
+    for text, policy, delivery in itertools.product(LAYOUTS, POLICIES[1:], OWNED):
+        layout = mf.Layout.parse(text, ranks_per_node=3 if delivery == "tree" else 8)
+        owners = ends(layout)
+        mine = documents(path, STEPS + 1, layout.coord(rank).dp, layout.dp) if rank in owners else None
+        with mf.Exchange(
+            mine,
+            layout,
+            packing=packing_of(policy),
+            keys=DOCUMENT_KEYS,
+            owners=owners,
+            delivery=delivery,
+            timeout_s=60,
+        ) as exchange:
+            got[text, policy, delivery] = seen(exchange)
+    return got
+
+
+def test_every_rank_with_an_iterator_gets_what_a_feed_gives(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", num_tokens=12_000)
+    for rank, got in enumerate(world.run(everyone, 8, tmp_path / "c")):
+        assert all(same == (True, True) for same in got.values()), (rank, got)
+        assert len(got) == len(LAYOUTS) * (len(POLICIES) + 1)
+
+
+def test_owners_and_those_they_serve_get_what_a_feed_gives(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c", num_tokens=12_000)
+    results = world.run(owners, 8, tmp_path / "c")
+    for text, policy in itertools.product(LAYOUTS, POLICIES[1:]):
+        wanted: dict[int, list[Any]] = {rank: [] for rank in range(8)}
+        layout = mf.Layout.parse(text)
+        for one in mf.simulate(recipe_of(tmp_path / "c"), layout, STEPS, packing=packing_of(policy)):
+            batch = one.batch
+            totals = (batch.step, batch.plan.num_microbatches, batch.tokens, batch.valid_tokens, batch.sum_sq)
+            wanted[one.rank].append((totals, [plain(microbatch) for microbatch in one.microbatches]))
+        for delivery, (rank, got) in itertools.product(OWNED, enumerate(results)):
+            assert got[text, policy, delivery] == wanted[rank], (text, policy, delivery, rank)
+
+
+@pytest.mark.parametrize("split", ["zigzag", "pack_zigzag", "contiguous"])
+def test_a_single_process_needs_no_group(tmp_path: Path, split: Any) -> None:
+    write_corpus(tmp_path / "c", num_tokens=12_000)
+    packing = packing_of("balanced")
+    with mf.Feed(recipe_of(tmp_path / "c"), packing=packing, cp_split=split) as feed:
+        wanted = seen(feed)
+    with mf.Exchange(
+        documents(tmp_path / "c", STEPS, 0, 1), packing=packing, keys=DOCUMENT_KEYS, cp_split=split
+    ) as exchange:
+        assert seen(exchange) == wanted

@@ -1,0 +1,320 @@
+"""How an exchange ends: in time, unevenly, by an error, by a dead rank; and how it goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from giving import item_of, plain
+
+import meshfeed as mf
+import world
+
+PACKING = mf.Packing(capacity=64)
+LAYOUTS = (mf.Layout(dp=4), mf.Layout(tp=2, dp=2), mf.Layout(cp=2, dp=2), mf.Layout(dp=2, pp=2))
+
+
+class Numbered:
+    """A stateful iterable of items, of so many of them."""
+
+    def __init__(self, owner: int, count: int) -> None:
+        self.owner, self.count, self.at = owner, count, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.at < self.count:
+            self.at += 1
+            yield item_of(self.owner, self.at - 1, 3 + self.at * 7 % 20)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def exchange_of(rank: int, layout: mf.Layout, iterator: Any, **options: Any) -> mf.Exchange:
+    return mf.Exchange(iterator, layout, packing=PACKING, timeout_s=60, **options)
+
+
+# -- uneven ends -------------------------------------------------------------------------------------
+
+
+def uneven(rank: int, prefetch: int) -> dict[str, Any]:
+    got: dict[str, Any] = {}
+    for how in ("drain", "drop", "error"):
+        iterator = Numbered(rank, 3 * rank)  # 0, 3, 6 and 9 items, two to a step
+        with exchange_of(rank, mf.Layout(dp=4), iterator, pulls=2, uneven=how, prefetch=prefetch) as exchange:
+            held: list[list[bytes]] = []
+            try:
+                for step in exchange:
+                    held.append([uid for m in step.microbatches for uid in m.get("uid", [])])
+            except mf.RecipeError as error:
+                got["error"] = str(error)
+                continue
+            got[how] = (held, exchange.left_over)
+    return got
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_all_end_together_and_nothing_is_lost_silently(prefetch: int) -> None:
+    results = world.run(uneven, 4, prefetch)
+    drained = [got["drain"][0] for got in results]
+    assert {len(steps) for steps in drained} == {5}
+    everything = sorted(f"{owner}/{n}".encode() for owner in range(4) for n in range(3 * owner))
+    assert sorted(uid for steps in drained for step in steps for uid in step) == everything
+    for got in results:
+        assert got["drop"] == ([], {1: 2, 2: 2, 3: 2})
+        assert "data-parallel ranks [0]" in got["error"]
+    assert len({got["error"] for got in results}) == 1
+
+
+def rounds(rank: int) -> list[list[int]]:
+    """An iterable begins again when it is iterated again, a step is never counted twice."""
+    rows = [[item_of(rank, n, 5)] for n in range(2)]
+    with exchange_of(rank, mf.Layout(dp=2), rows) as exchange:
+        return [[step.index for step in exchange] for _ in range(2)]
+
+
+def test_iterating_again_begins_a_new_round() -> None:
+    assert world.run(rounds, 2) == [[[0, 1], [2, 3]]] * 2
+
+
+# -- going on ----------------------------------------------------------------------------------------
+
+
+def resumed(rank: int, layout: mf.Layout, prefetch: int) -> list[Any]:
+    """Straight through; left by `break` twice; and from a state, taken in the middle."""
+    owner = layout.coord(rank).dp
+
+    def fresh() -> mf.Exchange:
+        return exchange_of(rank, layout, Numbered(owner, 9), pulls=2, prefetch=prefetch)
+
+    def seen(steps: Any, most: int) -> list[Any]:
+        taken: list[Any] = []
+        for step in steps:
+            taken.append((step.index, [plain(m) for m in step.microbatches]))
+            if len(taken) == most:
+                break
+        return taken
+
+    with fresh() as exchange:
+        straight = seen(exchange, 99)
+    with fresh() as exchange:
+        parts = seen(exchange, 2) + seen(exchange, 1)
+        state = exchange.state_dict()
+        parts += seen(exchange, 99)
+    with fresh() as exchange:
+        exchange.load_state_dict(state)
+        rest = seen(exchange, 99)
+    assert len(straight) == 5
+    return [parts == straight, rest == straight[3:], state["step"], state["iterator"]]
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_state_goes_on_where_it_was_taken(layout: mf.Layout, prefetch: int) -> None:
+    for got in world.run(resumed, 4, layout, prefetch):
+        assert got == [True, True, 3, {"at": 6}]
+
+
+def test_a_foreign_state_is_refused() -> None:
+    with exchange_of(0, mf.Layout(), Numbered(0, 4)) as exchange:
+        state = exchange.state_dict()
+        for bad in ({}, {**state, "version": 2}, {**state, "step": -1}, {**state, "step": "1"}):
+            with pytest.raises(mf.StateError):
+                exchange.load_state_dict(bad)
+        assert exchange.state_dict() == state
+    with (
+        exchange_of(0, mf.Layout(), iter([])) as exchange,
+        pytest.raises(mf.StateError, match="load_state_dict"),
+    ):
+        exchange.load_state_dict(state)
+
+
+def torn(rank: int) -> str:
+    with exchange_of(rank, mf.Layout(dp=2), Numbered(rank, 8)) as exchange:
+        exchange.load_state_dict({**exchange.state_dict(), "step": rank})
+        try:
+            next(iter(exchange))
+        except mf.StateError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_that_go_on_from_different_steps_are_refused() -> None:
+    assert all("torn" in told for told in world.run(torn, 2))
+
+
+# -- errors ------------------------------------------------------------------------------------------
+
+
+def failing(rank: int, layout: mf.Layout, what: str, owned: bool, prefetch: int) -> tuple[str, str, int]:
+    """One data-parallel rank gives something bad at step 2; how this rank ends."""
+    coord = layout.coord(rank)
+    owners = [
+        r for r in range(layout.world_size) if layout.coord(r)[:2] == (0, 0) and layout.coord(r).pp == 0
+    ]
+
+    def items() -> Iterator[Any]:
+        for step in range(4):
+            good = {"tokens": np.arange(9), "labels": np.arange(9), "loss_mask": np.ones(9, np.float32)}
+            bad = dict(good)
+            if step == 2 and coord.dp == layout.dp - 1:
+                match what:
+                    case "raise":
+                        raise ValueError("boom")
+                    case "missing":
+                        del bad["tokens"]
+                    case "unequal":
+                        bad["labels"] = np.arange(7)
+                    case "long":
+                        bad = {name: np.resize(value, 500) for name, value in good.items()}
+                    case "mixed":
+                        bad["labels"] = np.arange(9, dtype=np.int32)
+                    case "object":
+                        bad["labels"] = np.array([None] * 9)
+                    case "reserved":
+                        bad["position_ids"] = np.arange(9)
+                    case "no item":
+                        yield 7
+            yield [good, bad]
+
+    mine = items() if not owned or rank in owners else None
+    steps = 0
+    with exchange_of(rank, layout, mine, owners=owners if owned else None, prefetch=prefetch) as exchange:
+        try:
+            for step in exchange:
+                list(step.microbatches)
+                steps += 1
+        except mf.MeshfeedError as error:
+            return type(error).__name__, str(error), steps
+    return "", "", steps
+
+
+BAD = {
+    "raise": ("DeliveryError", r"rank {r}.* failed at step 2, after 4 items: ValueError: boom"),
+    "missing": ("StoreError", r"rank {r}: item 5: key 'tokens' is missing.*'labels'"),
+    "unequal": ("StoreError", r"rank {r}: item 5: key 'labels' has 7 tokens, 'tokens' 9"),
+    "long": ("PlanError", r"rank {r}: item 5: key 'tokens' has 500 tokens: step 2:.*raise capacity"),
+    "mixed": ("StoreError", r"rank \d: item \d.*key 'labels' is .*int"),
+    "object": ("StoreError", r"rank {r}: item 5: key 'labels' is an array of Python objects"),
+    "reserved": ("StoreError", r"rank {r}: item 5: key 'position_ids' is made from lengths"),
+    "no item": ("StoreError", r"rank {r}.*the iterator gave int"),
+}
+
+
+def all_failing(rank: int, layout: mf.Layout, owned: bool, prefetch: int) -> dict[str, Any]:
+    return {what: failing(rank, layout, what, owned, prefetch) for what in BAD}
+
+
+@pytest.mark.parametrize(
+    ("layout", "owned", "prefetch"),
+    [
+        (mf.Layout(dp=2), False, 0),
+        (mf.Layout(tp=2, dp=2), False, 0),
+        (mf.Layout(tp=2, dp=2), True, 0),
+        (mf.Layout(dp=2, pp=2), True, 2),
+    ],
+    ids=str,
+)
+def test_one_error_for_all(layout: mf.Layout, owned: bool, prefetch: int) -> None:
+    results = world.run(all_failing, layout.world_size, layout, owned, prefetch)
+    culprits = [r for r in range(layout.world_size) if layout.coord(r).dp == 1]
+    for what, (kind, text) in BAD.items():
+        ends = {got[what] for got in results}
+        assert len({(name, said) for name, said, _ in ends}) == 1, (what, ends)
+        name, said, _ = ends.pop()
+        assert name == kind, (what, said)
+        pattern = text.replace("{r}", f"({'|'.join(map(str, culprits))})")
+        assert re.search(pattern, said, re.DOTALL), (what, said)
+        assert all(got[what][2] == 2 for got in results), what
+
+
+def killed(rank: int) -> str:
+    def items() -> Iterator[Any]:
+        for step in range(5):
+            if (rank, step) == (1, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item_of(rank, step, 5)
+
+    with exchange_of(rank, mf.Layout(dp=4), items()) as exchange:
+        try:
+            for step in exchange:
+                list(step.microbatches)
+        except mf.PeerError as error:
+            return str(error)
+    return ""
+
+
+def test_a_killed_rank_ends_all() -> None:
+    outcomes = world.start(killed, 4).join()
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2, 3):
+        outcome = outcomes[rank]
+        # the world's own barrier at the end may find the dead rank before the answer is sent
+        assert outcome.result or (outcome.error and "peer" in outcome.error[1].lower()), outcome
+
+
+def leaving(rank: int, prefetch: int) -> str:
+    """Rank 1 leaves after two steps, the others want more."""
+    with exchange_of(rank, mf.Layout(dp=3), Numbered(rank, 9), prefetch=prefetch) as exchange:
+        try:
+            for step in exchange:
+                if (rank, step.index) == (1, 1):
+                    return ""
+        except mf.PeerError as error:
+            return f"{step.index} {error.ranks} {error}"
+    return "went through"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_rank_that_leaves_is_named(prefetch: int) -> None:
+    first, gone, last = world.run(leaving, 3, prefetch)
+    assert gone == ""
+    for told in (first, last):
+        assert re.match(r"[1-9] \(1,\) rank 1 has closed its feed", told), told
+
+
+def differing(rank: int, layout: mf.Layout) -> str:
+    iterator = [[item_of(rank, 0, 5 + rank)]]
+    with exchange_of(rank, layout, iterator) as exchange:
+        try:
+            next(iter(exchange))
+        except mf.PeerError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_of_one_replica_must_give_the_same() -> None:
+    for told in world.run(differing, 2, mf.Layout(cp=2)):
+        assert told.startswith("rank 0 and rank(s) [1] are of one data-parallel rank")
+
+
+def ownerless(rank: int) -> list[str]:
+    told: list[str] = []
+    for iterator, options in (
+        (None, {}),
+        (iter([]), {"owners": [1 - rank]}),
+        (iter([]), {"delivery": "share"}),
+    ):
+        layout = mf.Layout(tp=2) if "delivery" in options else mf.Layout(dp=2)
+        if "delivery" in options and rank == 0:
+            continue
+        with exchange_of(rank, layout, iterator, **options) as exchange:
+            try:
+                next(iter(exchange))
+            except mf.RoleError as error:
+                told.append(str(error))
+    return told
+
+
+def test_somebody_must_own_an_iterator() -> None:
+    for none, foreign, *served in world.run(ownerless, 2):
+        assert all("would get its items from rank 0 by 'share'" in told for told in served)
+        assert "none of ranks (0, 1)" in none
+        assert "has an iterator, but owners=" in foreign

@@ -1,0 +1,186 @@
+"""Routing as pure functions: every byte that is sent is expected, and lies where it is looked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from giving import ITEM_KEYS, item_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfeed as mf
+from meshfeed.device import OnHost
+from meshfeed.exchange.census import ERROR, Census, Report, Schema
+from meshfeed.exchange.items import Given, encode, nothing
+from meshfeed.exchange.routing import Shipment, write_pieces
+from meshfeed.exchange.seats import Seats
+from meshfeed.exchange.steps import Received, packed, plan, portions
+from meshfeed.plan import packs_of, slices_of
+from meshfeed.roles import assign_roles
+from meshfeed.stepping import GlobalBatch
+
+POLICIES = ("in_order", "balanced", "dynamic_cp")
+SPLITS = ("zigzag", "pack_zigzag", "contiguous", None)
+
+
+@st.composite
+def exchanges(draw: Any) -> tuple[Seats, mf.Layout, list[Given], mf.Packing, Any]:
+    """Members of all kinds, with items or without, some in each other's place."""
+    dp, cp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    policy = draw(st.sampled_from(POLICIES))
+    seats = Seats.all_of(range(dp * cp), cp=cp)
+    if policy != "dynamic_cp" and draw(st.booleans()):  # one member for all cp ranks of a replica
+        seats = Seats(tuple(range(dp)), tuple(tuple(range(d * cp, (d + 1) * cp)) for d in range(dp)), cp)
+    owners = draw(st.sets(st.integers(0, dp - 1), min_size=1))
+    lengths = {d: draw(st.lists(st.integers(0, 40), max_size=6)) for d in owners}
+    batches = [
+        encode(
+            [item_of(seats.dp_rank(m), n, size) for n, size in enumerate(lengths[seats.dp_rank(m)])],
+            ITEM_KEYS,
+        )
+        if seats.dp_rank(m) in owners and (m % 2 == 0 or draw(st.booleans()) or len(seats.ranks) == dp)
+        else nothing()
+        for m in range(len(seats.ranks))
+    ]
+    packing = mf.Packing(
+        capacity=24, policy=policy, align=mf.Align(sequence=draw(st.integers(1, 3)), pack=4), oversize="split"
+    )
+    return seats, mf.Layout(dp=dp, cp=cp), batches, packing, draw(st.sampled_from(SPLITS))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(exchanges())
+def test_what_is_sent_is_what_is_expected(case: Any) -> None:
+    seats, layout, batches, packing, split = case
+    reports = [batch.report for batch in batches]
+    if not any(report.owns for report in reports):
+        return
+    census = Census.of([Report.decode(as_bytes(r.encode()))[0] for r in reports], seats)
+    step = plan(census, packing, seats, layout=layout).plan
+    size, arrived = len(seats.ranks), [list[np.ndarray]() for _ in seats.ranks]
+    coming = [Shipment.to(census, step, seats, m, split) for m in range(size)]
+    for m, batch in enumerate(batches):
+        going = Shipment.by(census, step, seats, m, split)
+        mine = np.flatnonzero(np.array([m in held for held in census.holders])[census.draws.source])
+        buffer = np.zeros(int(going.num_bytes.sum()), np.uint8)
+        write_pieces(buffer, going, dict(zip(mine.tolist(), batch.encoded)))
+        to = going.sizes(going.member, size)
+        assert to == [coming[other].sizes(coming[other].source, size)[m] for other in range(size)]
+        for other, part in enumerate(np.split(buffer, np.cumsum(to)[:-1])):
+            arrived[other].append(part)
+    for m in range(size):
+        received = Received(census, coming[m], np.concatenate(arrived[m]))
+        assert received.data.size == coming[m].num_bytes.sum()
+        check_items(received, step, seats.served[m], split)
+        if split is not None:
+            check_packs(received, step, layout, census, seats.served[m], split)
+
+
+def as_bytes(message: bytes) -> np.ndarray:
+    return np.frombuffer(message, np.uint8)
+
+
+def check_items(received: Received, step: Any, served: tuple[int, ...], split: Any) -> None:
+    """Each piece is what `slices_of` says of its row, cut out of the item itself."""
+    census = received.census
+    for m, pack in enumerate(packs_of(step, served[0])):
+        got = received.items(m)
+        assert [place for place, _ in got] == step.sequence[pack.sequences].tolist()
+        first = served[0] - pack.cp_rank
+        held = None if split is None else slices_of(pack, [rank - first for rank in served], split)
+        for k, (place, item) in enumerate(got):
+            row = int(pack.sequences[k])
+            length, start = int(step.lengths[row]), int(step.start[row])
+            wanted = np.arange(start, start + length)
+            if held is not None:
+                mine = held.sequence == k
+                wanted = np.concatenate(
+                    [np.arange(a, b) for a, b in zip(held.start[mine], held.stop[mine])] or [np.zeros(0, int)]
+                )
+                wanted = start + wanted[wanted < length]
+            given_ = item_of(
+                int(census.draws.source[place]), int(census.draws.index[place]), int(census.lengths[place])
+            )
+            assert item.keys() == given_.keys()
+            for name in ("tokens", "mrope", "weights", "advantages"):
+                if name in given_:
+                    cut = given_[name][wanted]
+                    assert np.array_equal(np.asarray(item[name].float()), np.asarray(as_float(cut))), name
+            assert item["uid"] == given_["uid"].encode()
+            if "image" in given_:
+                assert np.array_equal(np.asarray(item["image"]), given_["image"])
+
+
+def as_float(value: Any) -> Any:
+    return torch.as_tensor(value).float()
+
+
+def check_packs(
+    received: Received, step: Any, layout: mf.Layout, census: Census, served: tuple[int, ...], split: Any
+) -> None:
+    """Put together from its ranks, a row is the tokens of its item."""
+    batch = GlobalBatch(step=0, draws=census.draws, plan=step, tokens=0, valid_tokens=0, sum_sq=0)
+    for rank in served:
+        for portion in portions(batch, layout, rank, split):
+            ((made,), _) = packed(received, portion, ITEM_KEYS, None, OnHost())
+            ids, at = made["sequence_ids"][0].numpy(), made["position_ids"][0].numpy()
+            for k, (source, index) in enumerate(zip(made.draws.source, made.draws.index)):
+                mine = ids == k
+                length = int(census.lengths[step.sequence[portion.pack.sequences[k]]])
+                whole = item_of(int(source), int(index), length)
+                start = int(portion.starts[k])
+                wanted = whole["tokens"].numpy()[start + at[mine]]
+                assert np.array_equal(made["tokens"][0].numpy()[mine], wanted)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.binary(max_size=200), st.integers(0, 60))
+def test_a_foreign_report_is_refused(noise: bytes, cut: int) -> None:
+    """Whatever comes, decoding gives a report or says why not."""
+    good = encode([item_of(0, n, 5) for n in range(3)], ITEM_KEYS).report
+    whole = good.encode()
+    for message in (noise, whole[: max(len(whole) - 1 - cut, 0)], whole[:cut] + noise + whole[cut:]):
+        try:
+            report, _ = Report.decode(as_bytes(message))
+        except mf.DeliveryError:
+            continue
+        assert isinstance(report, Report)
+    again, end = Report.decode(as_bytes(whole + noise))
+    assert end == len(whole)
+    assert again.encode() == whole
+
+
+def test_numbers_stay_exact() -> None:
+    rows = np.array([[2**53 + 1, 2**62 - 1, 2**40 + 3, 0]], np.int64)
+    schema = Schema((("tokens", "int64", (2, 3)),), (("image", "bfloat16", 4),))
+    report = Report(first=2**60 + 7, rows=rows, schemas=(schema,), ended=True)
+    again, _ = Report.decode(as_bytes(report.encode()))
+    assert again.rows.tolist() == rows.tolist()
+    assert (again.first, again.schemas, again.ended) == (report.first, (schema,), True)
+    assert schema.entry_bytes == (48,)
+    failed = Report(status=ERROR, rows=np.zeros((0, 4), np.int64), cause=b"[]")
+    assert Report.decode(as_bytes(failed.encode()))[0].cause == b"[]"
+
+
+@pytest.mark.parametrize("text", ["tp2-cp2-dp2-pp2", "dp4-tp2-pp2", "cp2-dp4-pp2", "tp4-pp4", "dp2-cp4-tp2"])
+@pytest.mark.parametrize("delivery", ["direct", "broadcast", "share", "tree"])
+@pytest.mark.parametrize("per_node", [4, 6, 8, 16])
+def test_every_place_is_served_once_in_every_exchange(text: str, delivery: Any, per_node: int) -> None:
+    layout = mf.Layout.parse(text, ranks_per_node=per_node)
+    roles = assign_roles(layout, mf.StageMap(pp=layout.pp), ITEM_KEYS.fields, delivery)
+    seats: dict[tuple[int, ...], Seats] = {}
+    for role in roles:
+        try:
+            mine = Seats.of(layout, roles, role.rank)
+        except mf.RoleError as uneven:
+            assert delivery == "share", uneven  # nodes that cut replicas unevenly
+            return
+        assert (mine is not None) == role.reads
+        if mine is not None:
+            assert role.rank in mine.ranks
+            assert sorted(at for served in mine.served for at in served) == list(range(layout.dp * layout.cp))
+            seats[mine.ranks] = mine
+    assert sorted(rank for ranks in seats for rank in ranks) == [role.rank for role in roles if role.reads]
