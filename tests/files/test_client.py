@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
+from meshfeed.files import url
 from meshfeed.files.client import Client, Patience
 from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, Fault, Faults
 from services.needs import needs
@@ -156,11 +157,70 @@ def test_http_cannot_be_listed(server: Nginx) -> None:
         Client(server.url, {}).list("")
 
 
-def test_secrets_are_not_told(faults: Faults) -> None:
-    client = Client(faults.url, {}, SHORT)
+@pytest.mark.parametrize("status", [404, 500, 403])
+def test_secrets_are_not_told(faults: Faults, status: int) -> None:
+    faults.plan = lambda number, method, path: Fault(answer=(status, b"no"))
+    client = Client(faults.url.replace("//", "//me:hush@"), {}, Patience(attempts=2))
     with pytest.raises(StoreError) as caught:
-        client.read("nothing.bin?X-Amz-Signature=hush", 0, 10, "x")
+        client.read("nothing.bin", 0, 10, "x")
     assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["expired-domains/x.bin", "NoSuchKeys/Region.bin", "a b/ü.bin"])
+def test_names_are_not_taken_for_the_services_words(server: Nginx, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_bytes(DATA)
+    with Nginx(tmp_path) as nginx, Faults(nginx.url) as faults:
+        faults.plan = lambda number, method, path: Fault(answer=(503, b"")) if number % 2 == 0 else NOTHING
+        client = Client(faults.url, {}, SHORT)
+        stat = client.stat(name)
+        assert bytes(client.read(name, 5, 90, stat.tag)) == DATA[5:90]
+
+
+def test_servers_that_take_no_head(faults: Faults) -> None:
+    faults.plan = lambda number, method, path: Fault(answer=(405, b"")) if method == "HEAD" else NOTHING
+    client = Client(faults.url, {}, SHORT)
+    stat = client.stat("data.bin")
+    assert stat.size_bytes == SIZE and stat.tag == Client(faults.upstream, {}).stat("data.bin").tag
+
+
+def test_weak_tags_are_compared_by_us(faults: Faults) -> None:
+    """If-Match never holds of them; the answer tells the version."""
+    faults.weak_tags = True
+    client = Client(faults.url, {}, SHORT)
+    stat = client.stat("data.bin")
+    assert stat.tag.startswith("W/")
+    assert bytes(client.read("data.bin", 5, 90, stat.tag)) == DATA[5:90]
+    with pytest.raises(ChangedError):
+        client.read("data.bin", 5, 90, 'W/"other"')
+
+
+def test_web_addresses_are_unescaped_and_queries_refused() -> None:
+    assert url.split("http://h/a%20b/%C3%BC") == ("http://h", "a b/ü")
+    assert url.split("s3://bucket/a%20b") == ("s3://bucket", "a%20b")
+    with pytest.raises(StoreError, match="with a query") as caught:
+        url.split("https://h/a?X-Amz-Signature=hush")
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("http://127.0.0.1:1", "Connection refused"),
+        ("http://no-such-host.invalid", "lookup address"),
+    ],
+)
+def test_what_the_network_says_is_told(where: str, says: str) -> None:
+    with pytest.raises(UnavailableError, match=says):
+        Client(where, {}, Patience(attempts=1)).stat("x")
+
+
+@pytest.mark.parametrize("options", [{"allow_http": "true"}, {"aws_allow_http": "true"}, {"timeout": "30s"}])
+def test_options_of_the_connection(options: dict[str, Any]) -> None:
+    """Given among the others they make the client library panic."""
+    given = {"endpoint": "http://127.0.0.1:1", "region": "x", "skip_signature": "true"} | options
+    with pytest.raises(UnavailableError):
+        Client("s3://bucket", given, Patience(attempts=1)).stat("x")
 
 
 @pytest.mark.parametrize("options", [{"nonsense": "1"}, {"skip_signature": "perhaps"}])

@@ -67,6 +67,7 @@ class Faults:
     Attributes:
         done: kind of fault -> how often it happened.
         num_bytes: of bodies sent.
+        weak_tags: ETags are told as weak ones, and no condition on one holds.
     """
 
     upstream: str
@@ -74,6 +75,7 @@ class Faults:
     done: Counter[str] = field(default_factory=Counter)
     num_requests: int = 0
     num_bytes: int = 0
+    weak_tags: bool = False
     _released: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -133,8 +135,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.stall:
             self.of._released.wait()
         time.sleep(fault.delay_s)
-        if fault.answer is not None:
-            status, told = fault.answer
+        given = fault.answer
+        if self.of.weak_tags and self.headers.get("If-Match", "").startswith("W/"):
+            given = 412, b""
+        if given is not None:
+            status, told = given
             self.send_response(status)
             self.send_header("Content-Length", str(len(told)))
             self.end_headers()
@@ -151,7 +156,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(answer.status)
         for name in _KEPT:
             if answer.getheader(name) is not None:
-                self.send_header(name, answer.getheader(name) or "")
+                weak = "W/" if name == "ETag" and self.of.weak_tags else ""
+                self.send_header(name, weak + (answer.getheader(name) or ""))
         self.end_headers()
         self._send_body(answer, fault)
         upstream.close()

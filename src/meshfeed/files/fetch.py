@@ -22,7 +22,7 @@ from meshfeed.files.shelf import Block, Shelf
 
 _THREADS = 24
 _MOST_WHOLE_BYTES = 1 << 30
-_DISK_ATTEMPTS, _DISK_PAUSE_S = 20, 0.2
+_DISK_PATIENCE_S, _DISK_PAUSE_S = 10.0, 0.2
 
 Done = Callable[[MeshfeedError | None], None]
 
@@ -329,7 +329,8 @@ class Fetcher:
             at += size
 
     def _publish(self, one: CachedObject, number: int, data: memoryview) -> None:
-        for attempt in range(_DISK_ATTEMPTS):
+        began = time.monotonic()
+        while True:
             try:
                 one.blocks.publish(number, data)
                 return
@@ -340,7 +341,8 @@ class Fetcher:
                         f"{one.blocks.folder}: {error.strerror or error}; was the cache folder cleared under "
                         f"this run, or is its disk broken?"
                     ) from error
-                if attempt + 1 == _DISK_ATTEMPTS or not self._shelf.is_wanted((one.key, number)):
+                late = time.monotonic() - began > _DISK_PATIENCE_S
+                if late or not self._shelf.is_wanted((one.key, number)):
                     raise _DiskFullError(
                         f"{one.blocks.folder}: {error.strerror or error}, {self._shelf.held_bytes} bytes "
                         f"held; free room on this disk, or lower limit_bytes of the cache"

@@ -339,7 +339,8 @@ class Leader:
         return self._peeked.answer((one.key, begin, end), lambda: bytes(one.read(begin, end, client)))
 
     def _counts(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        counts: dict[str, int] = {"held_bytes": self._shelf.held_bytes, "clients": len(self._clients)}
+        names = ("limit_bytes", "held_bytes", "firm_bytes", "num_wished")
+        counts = {"clients": len(self._clients)} | {name: int(getattr(self._shelf, name)) for name in names}
         for reader in self._readers.values():
             for name, count in asdict(reader.counts).items():  # type: ignore[attr-defined]
                 counts[name] = counts.get(name, 0) + count

@@ -34,6 +34,11 @@ class Shelf:
     def __contains__(self, block: Block) -> bool:
         return block in self._sizes
 
+    @property
+    def num_wished(self) -> int:
+        """Blocks that somebody wishes for."""
+        return len(self._num_pins[False])
+
     def add(self, block: Block, num_bytes: int) -> None:
         """A block is there, or about to be."""
         self.held_bytes += num_bytes - self._sizes.pop(block, 0)
