@@ -122,20 +122,23 @@ class Meeting:
         try:
             self.store.wait(keys, timedelta(seconds=self.timeout_s))
         except (RuntimeError, dist.DistError) as late:
-            missing = [peer for key, peer in zip(keys, peers) if not self._has(key)]
+            missing = self._missing(keys, peers)
             if not missing:
-                raise DeliveryError(f"rank {rank}: the rendezvous store failed: {late}") from late
+                raise DeliveryError(
+                    f"rank {rank}: the rendezvous store failed: {late}; does the process that serves it live?"
+                ) from late
             raise PeerError(
                 f"rank {rank} waited {self.timeout_s:g} s for rank(s) {missing} to join its {purpose} group "
                 f"{peers}; every rank of the group must iterate its Feed (are they running?)",
                 missing,
             ) from late
 
-    def _has(self, key: str) -> bool:
+    def _missing(self, keys: list[str], peers: tuple[int, ...]) -> list[int]:
+        """Who has not come; nobody where the store cannot say."""
         try:
-            return self.store.check([key])
+            return [peer for key, peer in zip(keys, peers) if not self.store.check([key])]
         except (RuntimeError, dist.DistError):
-            return False
+            return []
 
 
 class GlooGroup:
