@@ -36,9 +36,12 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[demo]"
 	touch $@
 
-$(VENV)/.tested: $(VENV)/.installed requirements-test.txt requirements-oracles.txt
+REQUIREMENTS := requirements-test.txt requirements-oracles.txt requirements-frameworks.txt
+
+$(VENV)/.tested: $(VENV)/.installed $(REQUIREMENTS)
 	$(BIN)/python -m pip install --quiet --requirement requirements-test.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-oracles.txt
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-frameworks.txt
 	touch $@
 
 clean:

@@ -17,7 +17,8 @@ import pytest
 import meshfeed
 
 SOURCE = Path(meshfeed.__file__).parent
-OPTIONAL = {"rich", "tokenizers", "megatron", "pyarrow", "obstore", "hypothesis", "pytest"}
+FRAMEWORKS = {"megatron", "lightning", "torchtitan", "transformers", "accelerate"}
+OPTIONAL = {"rich", "tokenizers", "pyarrow", "obstore", "hypothesis", "pytest"} | FRAMEWORKS
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_examples" not in path.parts)
 
 

@@ -149,13 +149,9 @@ class Feed:
     @cached_property
     def roles(self) -> Roles:
         """Every rank's role."""
+        rule, shared = self._rule, self._stepping.shares_packs
         return assign_roles(
-            self.layout,
-            self.stage_map,
-            self._rule.fields,
-            self.delivery,
-            self._reads,
-            shares_packs=self._stepping.shares_packs,
+            self.layout, self.stage_map, rule.fields, self.delivery, self._reads, shares_packs=shared
         )
 
     @cached_property
@@ -181,6 +177,10 @@ class Feed:
     def num_sequences(self) -> int | None:
         """Sequences that these steps take together; None where the stream never ends."""
         return num_positions(self.recipe)
+
+    def num_microbatches(self, step: int) -> int | None:
+        """Microbatches of a step for each rank, 0 past the end; None where lengths decide (packing)."""
+        return self._stepping.num_microbatches(step)
 
     # -- taking and letting go ------------------------------------------------------------------------
 

@@ -125,6 +125,12 @@ class Stepping:
             drawn=drawn_until(self.recipe, step + 1) if len(self.recipe.sources) > 1 else None,
         )
 
+    def num_microbatches(self, step: int) -> int | None:
+        """Microbatches of a step, 0 past the end; None where packing decides it by lengths."""
+        if self.packing is not None:
+            return None
+        return -(-len(draws_of_step(self.recipe, step)) // (self.micro_batch_size * self.layout.dp))
+
     def _account(self, plan: StepPlan) -> Account | None:
         if self.packing is None:
             return None

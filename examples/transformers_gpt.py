@@ -1,0 +1,95 @@
+"""Train a small Llama with transformers' Trainer, fed by meshfeed; kill it anywhere, go on with --resume.
+
+    torchrun --nproc-per-node 2 examples/transformers_gpt.py --corpus PREFIX --out DIR
+    torchrun --nproc-per-node 2 examples/transformers_gpt.py --corpus PREFIX --out DIR --resume
+
+Run with transformers 5.23.0, accelerate 1.15.0 and torch 2.13.0, on CPU over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import meshfeed as mf
+from meshfeed.integrations.transformers import FeedTrainer
+
+WINDOW, SEQUENCES, MICRO_BATCH = 32, 8, 2  # tokens, sequences per step, sequences per microbatch and rank
+
+
+class FedTrainer(FeedTrainer, Trainer):
+    """transformers' own Trainer, whose datasets are recipes."""
+
+
+def recipes_of(corpus: str) -> tuple[mf.Recipe, mf.Recipe]:
+    """What to train on, and what to evaluate on: two steps of the corpus, in its order."""
+    store, rule, batch = mf.open(corpus), mf.Windows(WINDOW), mf.Batch(sequences=SEQUENCES)
+    train = mf.Recipe(data=store, sequence=rule, batch=batch, seed=1234)
+    return train, mf.Recipe(data=store, sequence=rule, batch=batch, shuffle="none", epochs=1, steps=2)
+
+
+def train(
+    corpus: str, out: Path, *, steps: int, vocab: int, resume: bool, callbacks: Sequence[TrainerCallback] = ()
+) -> FedTrainer:
+    """Train to `steps` optimizer steps, from the last checkpoint where asked to resume."""
+    world_size = torch.distributed.get_world_size()
+    args = TrainingArguments(
+        output_dir=str(out),
+        use_cpu=True,
+        ddp_backend="gloo",
+        max_steps=steps,
+        per_device_train_batch_size=MICRO_BATCH,
+        per_device_eval_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=SEQUENCES // (MICRO_BATCH * world_size),
+        learning_rate=3e-3,
+        save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        logging_steps=1,
+        seed=1234,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    torch.manual_seed(1234)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=WINDOW,
+    )
+    recipe, held_out = recipes_of(corpus)
+    trainer = FedTrainer(
+        model=LlamaForCausalLM(config),
+        args=args,
+        train_dataset=recipe,
+        eval_dataset=held_out,
+        callbacks=list(callbacks),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--corpus", required=True, help="a Megatron .bin/.idx pair")
+    parser.add_argument("--out", type=Path, required=True, help="where checkpoints go")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=128)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    args = parser.parse_args()
+    torch.distributed.init_process_group("gloo")
+    trainer = train(args.corpus, args.out, steps=args.steps, vocab=args.vocab, resume=args.resume)
+    print(f"rank {trainer.args.process_index}: {trainer.state.global_step} steps")
+
+
+if __name__ == "__main__":
+    main()

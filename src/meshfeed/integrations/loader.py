@@ -1,0 +1,220 @@
+"""A feed for a training loop that belongs to somebody else: microbatch by microbatch.
+
+Such a loop may fetch further than it has trained, and ends its epochs where it likes. So a `TrainLoader`
+keeps two counts, and its state is that of what was trained.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from meshfeed.batch import Microbatch, Step
+from meshfeed.errors import MeshfeedError, RecipeError, StateError
+from meshfeed.feed import Feed
+from meshfeed.recipe import Recipe
+from meshfeed.state import State
+
+BatchOf = Callable[[Microbatch], Any]
+"""A microbatch -> what the loop takes for a batch."""
+
+_IGNORED = -100  # the label that torch's cross entropy, and every framework with it, leaves out
+_DONE = "microbatches_done"
+
+
+def framework(module: str, extra: str) -> Any:
+    """A framework's module. Raises MeshfeedError, naming the pip extra, where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as missing:
+        raise MeshfeedError(
+            f"{module} cannot be imported ({missing}); pip install 'meshfeed[{extra}]'"
+        ) from missing
+
+
+def masked_labels(microbatch: Microbatch) -> torch.Tensor:
+    """The labels, int64 [rows, tokens], with -100 where they bear no loss."""
+    labels: torch.Tensor = microbatch["labels"]
+    return labels.masked_fill(microbatch["loss_mask"] == 0, _IGNORED)
+
+
+class EvalLoader:
+    """A validation or test set: every pass begins at its first step, and no state is kept.
+
+    feed: this loader's own; closed after every pass, whole or not.
+    batch_of: what to hand out of a microbatch; its fields by name, as a dict, where it is not given.
+    """
+
+    def __init__(self, feed: Feed, batch_of: BatchOf = dict) -> None:
+        self._feed, self._batch_of = feed, batch_of
+
+    def __iter__(self) -> Iterator[Any]:
+        self._feed.load_state_dict(_state_at(self._feed, 0))
+        with self._feed:
+            for step in self._feed:
+                for microbatch in step.microbatches:
+                    yield self._batch_of(microbatch)
+
+    def __len__(self) -> int:
+        """Microbatches of a pass. Raises TypeError, as len does, where they cannot be counted."""
+        feed = self._feed
+        num_steps, each = feed.num_steps, feed.num_microbatches(0)
+        if num_steps is None or each is None or len(feed.recipe.batch.stages) > 1:
+            raise TypeError("a stream that is endless, packed or of a growing batch has no len()")
+        short = feed.num_microbatches(max(num_steps - 1, 0)) or 0
+        return max(num_steps - 1, 0) * each + short
+
+
+class TrainLoader:
+    """The training stream. Each iteration is an epoch of the loop's, and goes on where the last one ended.
+
+    The state is the first step that is not wholly trained. It is meant to be taken between steps: one that
+    was taken within a step says so, and is refused when it is loaded, for its gradients are lost.
+
+    feed: this loader's own.
+    batch_of: what to hand out of a microbatch; its fields by name, as a dict, where it is not given.
+    steps_per_epoch: where iterations end; None for the end of the stream.
+    accumulated: tells how many microbatches the loop takes for a step; None where it takes what comes.
+    trained: tells how many microbatches the loop has trained, counted from any start; None for a loop that
+        trains whatever it has fetched before it takes a state.
+
+    Iterating raises RecipeError where recipe and loop disagree about a step's microbatches.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        batch_of: BatchOf = dict,
+        *,
+        steps_per_epoch: int | None = None,
+        accumulated: Callable[[], int | None] = lambda: None,
+        trained: Callable[[], int] | None = None,
+    ) -> None:
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise RecipeError(f"steps_per_epoch={steps_per_epoch}: a whole number from 1, or None")
+        self._feed, self._batch_of, self._steps_per_epoch = feed, batch_of, steps_per_epoch
+        self._accumulated, self._trained = accumulated, trained or self._fetched
+        self._steps: Iterator[Step] | None = None  # the feed's, kept from epoch to epoch
+        self._out: deque[Step] = deque()  # fetched, and not known to be trained
+        self._num_fetched = 0
+        self._base = 0  # what `trained` told when all steps before out[0] were trained
+        self._next: int | None = None  # the step that is to be trained next: out[0], where there is one
+
+    # -- the loop's side ------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        steps = self._begin()
+        last = self._epoch_end()
+        for step in steps:
+            self._check(step.index, step.num_microbatches)
+            self._settle()
+            self._out.append(step)
+            for microbatch in step.microbatches:
+                self._num_fetched += 1
+                yield self._batch_of(microbatch)
+            if step.index + 1 == last:
+                return
+
+    def __len__(self) -> int:
+        """Microbatches of an epoch. Raises TypeError, as len does, where they cannot be counted."""
+        num_steps = self._steps_per_epoch or self._feed.num_steps
+        each = self._feed.num_microbatches(0)
+        if num_steps is None or each is None:
+            raise TypeError("an endless or packed stream has no len(); give steps_per_epoch")
+        return num_steps * each
+
+    @property
+    def step(self) -> Step | None:
+        """The step that is being trained, with its totals (`valid_tokens`, say); None before the first."""
+        self._settle()
+        return self._out[0] if self._out else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after what was trained; JSON-able, equal on every rank."""
+        self._settle()
+        done = self._trained() - self._base if self._out else 0
+        state = _state_at(self._feed, self._position())
+        return state | {_DONE: done} if done else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where a state was taken. Raises StateError for one that cannot be gone on from."""
+        check_state(state_dict, self._feed.recipe)
+        self._feed.load_state_dict(state_dict)
+        self._steps, self._next = None, None
+        self._out.clear()
+
+    def close(self) -> None:
+        """Let go of the feed's files and peers; iterating opens them again, at the first untrained step."""
+        self._settle()
+        self._next = self._position()
+        self._out.clear()
+        self._steps = None
+        self._feed.close()
+
+    # -- what was fetched, and what was trained -------------------------------------------------------
+
+    def _fetched(self) -> int:
+        return self._num_fetched
+
+    def _position(self) -> int:
+        if self._next is None:
+            self._next = int(self._feed.state_dict()["step"])
+        return self._next
+
+    def _settle(self) -> None:
+        """Forget the steps that are wholly trained."""
+        done = self._trained() - self._base
+        while self._out and done >= self._out[0].num_microbatches:
+            size = self._out.popleft().num_microbatches
+            done, self._base, self._next = done - size, self._base + size, self._position() + 1
+
+    def _begin(self) -> Iterator[Step]:
+        """The steps from the first that is not trained; what the loop fetched and dropped is made again."""
+        self._settle()
+        done = self._trained() - self._base if self._out else 0
+        if done:
+            raise RecipeError(
+                f"the loop ended its epoch after {done} of {self._out[0].num_microbatches} microbatches "
+                f"of step {self._position()}; let it end between steps (by steps_per_epoch, say)"
+            )
+        if self._steps is None or self._out:
+            first, end = self._position(), self._feed.num_steps
+            for step in (first, max(first, (end or 0) - 1)):  # a short last step is better refused now
+                self._check(step, self._feed.num_microbatches(step))
+            self._feed.load_state_dict(_state_at(self._feed, first))
+            self._out.clear()
+            self._base = self._trained()
+            self._steps = iter(self._feed)
+        return self._steps
+
+    def _epoch_end(self) -> int | None:
+        size = self._steps_per_epoch
+        return None if size is None else (self._position() // size + 1) * size
+
+    def _check(self, step: int, num_microbatches: int | None) -> None:
+        wanted = self._accumulated()
+        if wanted is not None and num_microbatches and num_microbatches != wanted:
+            raise RecipeError(
+                f"step {step} has {num_microbatches} microbatches on each rank, and the loop accumulates "
+                f"{wanted}; sequences per step / (dp * micro batch size) must be that in every step "
+                f"(in the last one by Batch(last='drop') or 'pad')"
+            )
+
+
+def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raises StateError for a state of another recipe, or one that was taken within a step."""
+    state = State.from_json(state_dict)
+    state.check(recipe)
+    if done := state_dict.get(_DONE):
+        raise StateError(
+            f"this state was taken after {done} microbatches of step {state.step}, whose gradients no "
+            f"checkpoint keeps; resume from a checkpoint that was saved between optimizer steps"
+        )
+
+
+def _state_at(feed: Feed, step: int) -> dict[str, Any]:
+    return State(recipe=feed.recipe.summary(until=step), step=step).to_json()

@@ -1,0 +1,202 @@
+"""torchtitan: a data loader for its trainer and its validator, and for trainers of that shape.
+
+Such a trainer hands every rank of a replica the same whole sequences: it cuts them for context parallelism
+itself, and every pipeline stage looks at the labels. So a rank is its place along the mesh's batch dimension,
+and all other dimensions are one to meshfeed: the ranks that read, share or receive the same bytes.
+
+    config.dataloader = DataLoader.Config(recipe="my_data:train")
+    config.validator.dataloader = DataLoader.Config(recipe="my_data:validate")
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import make_dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshfeed.batch import Microbatch
+from meshfeed.errors import LayoutError, RecipeError, StateError
+from meshfeed.feed import Feed
+from meshfeed.integrations.loader import TrainLoader, check_state, framework, masked_labels
+from meshfeed.layout import Layout
+from meshfeed.recipe import Recipe
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+_KEY = "feed"
+_BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
+
+
+def layout_of(mesh: Any) -> Layout:
+    """The layout of a DeviceMesh whose ranks want whole sequences: dp is its batch dimensions, tp all others.
+
+    mesh: with names, such as ("pp", "batch", "cp", "tp") or ("pp", "dp_replicate", "dp_shard", "cp", "tp").
+    Raises LayoutError for a mesh without names.
+    """
+    dims = mesh.mesh_dim_names or ()
+    return Layout.from_device_mesh(mesh, names={d: "dp" if d in _BATCH_DIMS else "tp" for d in dims})
+
+
+def layout_of_ranks(dp_rank_of_rank: list[int]) -> Layout:
+    """The same from each global rank's place along the batch dimension.
+
+    Raises LayoutError where not every replica has as many ranks as the others.
+    """
+    world_size, dp = len(dp_rank_of_rank), max(dp_rank_of_rank) + 1
+    held = [dp_rank_of_rank.count(replica) for replica in range(dp)]
+    if len(set(held)) > 1:
+        raise LayoutError(f"dp ranks {dp_rank_of_rank}: replicas have {held} ranks; all must have as many")
+    table = sorted(range(world_size), key=lambda rank: (dp_rank_of_rank[rank], rank))
+    return Layout(tp=world_size // dp, dp=dp, order="tp-dp", table=tuple(table))
+
+
+def batch_of(microbatch: Microbatch) -> Batch:
+    """({"input", "positions"}, labels), each int64 [rows, tokens]; labels are -100 where no loss is borne."""
+    fields = {"input": microbatch["tokens"], "positions": microbatch["position_ids"]}
+    return fields, masked_labels(microbatch)
+
+
+class _Loader:
+    """A torchtitan data loader over a recipe; made into a BaseDataLoader by `DataLoader`.
+
+    config: `recipe`, where to find it ("package.module:name"; a function is called), or the recipe itself in
+        a config that no command line is to change; `delivery` and `verify`, as for `Feed`. dataset,
+        dataset_path and infinite decide nothing: a recipe says itself what it reads and whether it ends.
+    dp_world_size, dp_rank: size of the mesh's batch dimension, and this rank's place along it.
+    seq_len, local_batch_size: tokens per sequence and sequences per microbatch, as the trainer sees them.
+    layout: where all ranks stand, such as `layout_of(mesh)`; None has the ranks tell each other their
+        dp_rank, once.
+
+    The state is one text under one key, the same on every rank: torch.distributed.checkpoint keeps it once,
+    and it loads under any other mesh. Iterating begins where the state was taken; a validator makes a loader
+    for each pass and loads no state into it, so it begins at the recipe's beginning.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        seq_len: int,
+        local_batch_size: int,
+        layout: Layout | None = None,
+        **unused: Any,  # the trainer's tokenizer and snapshot_every_n_steps
+    ) -> None:
+        self._config, self._given_layout = config, layout
+        self._dp_world_size, self._dp_rank = dp_world_size, dp_rank
+        self._seq_len, self._local_batch_size = seq_len, local_batch_size
+        self._saved: Mapping[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        try:
+            yield from self._loader
+        finally:
+            self._loader.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after what was handed out. Raises StateError where that is no whole step."""
+        state = self._loader.state_dict()
+        if step := self._loader.step:
+            raise StateError(
+                f"saved within step {step.index}, of {step.num_microbatches} microbatches on each rank: the "
+                f"trainer's global batch is not the recipe's; make training.global_batch_size equal to its "
+                f"sequences per step"
+            )
+        return {_KEY: json.dumps(state)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where a state was taken, under whatever mesh. An empty state is none."""
+        if state_dict:
+            if _KEY not in state_dict:
+                raise StateError(f"state of another data loader: it has {sorted(state_dict)}, not {_KEY!r}")
+            state = json.loads(state_dict[_KEY])
+            check_state(state, self._recipe)
+            self._loader.load_state_dict(state)
+
+    def close(self) -> None:
+        """Let go of files and peers."""
+        self._loader.close()
+
+    @cached_property
+    def _recipe(self) -> Recipe:
+        recipe = recipe_at(self._config.recipe)
+        length = getattr(recipe.sequence, "length", self._seq_len)
+        if length != self._seq_len:
+            raise RecipeError(f"sequences have {length} tokens, training.seq_len is {self._seq_len}")
+        return recipe
+
+    @cached_property
+    def _loader(self) -> TrainLoader:
+        # Not at construction: all ranks come here together, in whatever order the trainer builds its parts.
+        feed = Feed(
+            self._recipe,
+            self._layout(),
+            delivery=self._config.delivery,
+            verify=self._config.verify,
+            micro_batch_size=self._local_batch_size,
+        )
+        return TrainLoader(feed, batch_of)
+
+    def _layout(self) -> Layout:
+        if self._given_layout is not None or not dist.is_initialized():
+            return self._given_layout or Layout()
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, self._dp_rank)
+        layout = layout_of_ranks(told)
+        if layout.dp != self._dp_world_size:
+            raise LayoutError(f"dp_world_size={self._dp_world_size}, and dp ranks are 0 to {layout.dp - 1}")
+        return layout
+
+
+def recipe_at(place: Recipe | str) -> Recipe:
+    """The recipe that "package.module:name" means; a function of no arguments is called.
+
+    Raises RecipeError where there is none.
+    """
+    if isinstance(place, Recipe):
+        return place
+    module, _, name = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name or "recipe")
+    except (ImportError, AttributeError, ValueError) as missing:
+        raise RecipeError(
+            f"recipe={place!r}: {missing}; give 'package.module:name' of a mf.Recipe, or of a function that "
+            f"makes one"
+        ) from missing
+    found = found() if callable(found) else found
+    if not isinstance(found, Recipe):
+        raise RecipeError(f"recipe={place!r} is a {type(found).__name__}, not a mf.Recipe")
+    return found
+
+
+if TYPE_CHECKING:
+    DataLoader: Any
+
+
+def __getattr__(name: str) -> Any:
+    if name != "DataLoader":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _data_loader()
+
+
+@cache
+def _data_loader() -> type:
+    """The class, made when it is first asked for."""
+    base = framework("torchtitan.components.dataloader", "torchtitan").BaseDataLoader
+    config = make_dataclass(
+        "Config",
+        [("recipe", str, ""), ("delivery", str, "auto"), ("verify", bool, False), ("infinite", bool, True)],
+        bases=(base.Config,),
+        kw_only=True,
+        slots=True,
+    )
+    config.__module__, config.__qualname__ = __name__, "DataLoader.Config"
+    named = {"__module__": __name__, "__doc__": _Loader.__doc__, "Config": config}
+    return type("DataLoader", (_Loader, base), named)

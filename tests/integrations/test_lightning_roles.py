@@ -1,0 +1,209 @@
+"""What Lightning's habits make of a data module, in one process."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import loops
+import meshfeed as mf
+from meshfeed.integrations import lightning as fed
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return loops.write(tmp_path_factory.mktemp("corpus") / "text")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def recipe(corpus: str, **options: Any) -> mf.Recipe:
+    given = {"sequence": mf.Windows(32), "batch": mf.Batch(sequences=8), "seed": 1234, **options}
+    return mf.Recipe(data=mf.open(corpus), **given)
+
+
+def held_out(corpus: str, steps: int = 2) -> mf.Recipe:
+    return recipe(corpus, shuffle="none", epochs=1, steps=steps)
+
+
+def model() -> Any:
+    """One weight, and the rows of every batch by stage."""
+    import lightning.pytorch as pl
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+            self.seen: dict[str, list[Any]] = {"train": [], "validate": [], "test": []}
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self.seen["train"].append(loops.rows(batch["tokens"]))
+            return self.weight.sum() * 1.0
+
+        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+            self.seen["validate"].append((dataloader_idx, loops.rows(batch["tokens"])))
+
+        def test_step(self, batch: Any, index: int) -> None:
+            self.seen["test"].append(loops.rows(batch["tokens"]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Model()
+
+
+def trainer(tmp_path: Path, **options: Any) -> Any:
+    import lightning.pytorch as pl
+
+    given = {"accumulate_grad_batches": 4, "max_steps": 3, "num_sanity_val_steps": 0, **options}
+    return pl.Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **given,
+    )
+
+
+def rows(corpus: str, steps: range, **options: Any) -> list[Any]:
+    made = loops.wanted(corpus, steps, 0, window=32, sequences=8, dp=1, **options)
+    return [each for _, each in made]
+
+
+def test_only_training_resumes(corpus: str, tmp_path: Path) -> None:
+    data = fed.DataModule(recipe(corpus), held_out(corpus), held_out(corpus, 1), micro_batch_size=2)
+    first = trainer(tmp_path, limit_val_batches=3)
+    first.fit(model(), datamodule=data)
+    first.save_checkpoint(tmp_path / "three.ckpt")  # after fit: the place is kept
+
+    data = fed.DataModule(
+        recipe(corpus), [held_out(corpus), held_out(corpus, 1)], held_out(corpus, 1), micro_batch_size=2
+    )
+    evaluated, again = trainer(tmp_path), model()
+    evaluated.validate(again, datamodule=data, ckpt_path=tmp_path / "three.ckpt", verbose=False)
+    evaluated.test(again, datamodule=data, ckpt_path=tmp_path / "three.ckpt", verbose=False)
+    two, one = rows(corpus, range(2), shuffle="none"), rows(corpus, range(1), shuffle="none")
+    assert again.seen["validate"] == [*((0, each) for each in two), *((1, each) for each in one)]
+    assert again.seen["test"] == one
+    assert data.state_dict() == {}  # a checkpoint loaded to evaluate moves nothing
+
+    trained = model()
+    trainer(tmp_path, max_steps=5).fit(trained, datamodule=data, ckpt_path=tmp_path / "three.ckpt")
+    assert trained.seen["train"] == rows(corpus, range(3, 5))
+
+
+def test_epochs_go_on_where_the_last_one_ended(corpus: str, tmp_path: Path) -> None:
+    for options, limits in (({"steps_per_epoch": 2}, {}), ({}, {"limit_train_batches": 8})):
+        trained = model()
+        data = fed.DataModule(recipe(corpus), micro_batch_size=2, **options)
+        trainer(tmp_path, max_steps=-1, max_epochs=3, **limits).fit(trained, datamodule=data)
+        assert trained.seen["train"] == rows(corpus, range(6))
+
+
+def test_an_epoch_that_ends_within_a_step_is_refused(corpus: str, tmp_path: Path) -> None:
+    data = fed.DataModule(recipe(corpus), micro_batch_size=2)
+    run = trainer(tmp_path, max_steps=-1, max_epochs=2, limit_train_batches=6)
+    with pytest.raises(mf.RecipeError, match="after 2 of 4 microbatches of step 1"):
+        run.fit(model(), datamodule=data)
+
+
+def test_a_stream_with_an_end_is_one_epoch_and_has_a_length(corpus: str, tmp_path: Path) -> None:
+    data, trained = fed.DataModule(recipe(corpus, steps=3), micro_batch_size=2), model()
+    run = trainer(tmp_path, max_steps=-1, max_epochs=1)
+    run.fit(trained, datamodule=data)
+    assert run.num_training_batches == 12 and run.global_step == 3
+    assert trained.seen["train"] == rows(corpus, range(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "accumulate", "said"),
+    [
+        ({}, 3, "step 0 has 4 microbatches on each rank, and the loop accumulates 3"),
+        ({"epochs": 1}, 4, "step 23 has 2 microbatches"),  # the last step, known before the first is trained
+        ({"batch": mf.Batch(sequences=8).then(2, 16)}, 4, "step 2 has 8 microbatches"),
+    ],
+)
+def test_steps_and_accumulation_must_agree(
+    corpus: str, tmp_path: Path, options: dict[str, Any], accumulate: int, said: str
+) -> None:
+    data = fed.DataModule(recipe(corpus, **options), micro_batch_size=2)
+    with pytest.raises(mf.RecipeError, match=said):
+        trainer(tmp_path, accumulate_grad_batches=accumulate).fit(model(), datamodule=data)
+
+
+def test_a_checkpoint_from_within_a_step_is_refused(corpus: str, tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.fit_loop.total_batch_idx in (5, 7):
+                trainer.save_checkpoint(tmp_path / f"{trainer.fit_loop.total_batch_idx}.ckpt")
+
+    data = fed.DataModule(recipe(corpus), micro_batch_size=2)
+    trainer(tmp_path, callbacks=[Save()]).fit(model(), datamodule=data)
+    with pytest.raises(mf.StateError, match="after 2 microbatches of step 1"):
+        trainer(tmp_path).fit(model(), datamodule=data, ckpt_path=tmp_path / "5.ckpt")
+    trained = model()
+    trainer(tmp_path).fit(trained, datamodule=data, ckpt_path=tmp_path / "7.ckpt")
+    assert trained.seen["train"] == rows(corpus, range(2, 3))
+
+
+def test_another_recipe_is_refused(corpus: str, tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.fit(model(), datamodule=fed.DataModule(recipe(corpus), micro_batch_size=2))
+    run.save_checkpoint(tmp_path / "state.ckpt")
+    other = fed.DataModule(recipe(corpus, seed=1), micro_batch_size=2)
+    with pytest.raises(mf.StateError, match="another recipe"):
+        trainer(tmp_path).fit(model(), datamodule=other, ckpt_path=tmp_path / "state.ckpt")
+    with pytest.raises(mf.RecipeError, match="DataModule\\(train=recipe\\)"):
+        trainer(tmp_path).fit(model(), datamodule=fed.DataModule())
+
+
+def test_a_fast_development_run_takes_what_it_takes(corpus: str, tmp_path: Path) -> None:
+    data = fed.DataModule(recipe(corpus), held_out(corpus), micro_batch_size=2)
+    for options in ({"fast_dev_run": True}, {"fast_dev_run": 3}, {"num_sanity_val_steps": 1}):
+        trained = model()
+        trainer(tmp_path, **options).fit(trained, datamodule=data)
+        assert trained.seen["train"]
+
+
+def test_a_data_module_is_an_ordinary_class(corpus: str) -> None:
+    import lightning.pytorch as pl
+
+    class Mine(fed.DataModule):
+        pass
+
+    assert isinstance(Mine(), pl.LightningDataModule) and issubclass(Mine, fed.DataModule)
+    sent = pickle.loads(pickle.dumps(fed.DataModule(recipe(corpus))))  # as strategies that spawn do
+    assert type(sent) is fed.DataModule and sent.state_dict() == {}
+    with pytest.raises(AttributeError, match="no attribute 'DataModul'"):
+        fed.DataModul  # noqa: B018
+
+
+def test_a_missing_framework_is_named(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['{0}'] = None\n"
+        "from meshfeed.integrations import {1}\n"
+        "try:\n    {1}.{2}\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    )
+    for module, name, attribute in (
+        ("lightning.pytorch", "lightning", "DataModule"),
+        ("torchtitan.components.dataloader", "torchtitan", "DataLoader"),
+    ):
+        ran = [sys.executable, "-c", code.format(module, name, attribute)]
+        said = subprocess.run(ran, capture_output=True, text=True, check=True).stdout
+        assert said.startswith("MeshfeedError") and f"pip install 'meshfeed[{name}]'" in said

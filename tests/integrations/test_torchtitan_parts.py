@@ -1,0 +1,174 @@
+"""The pieces of torchtitan that run without a GPU, as they are: meshes, configs, checkpoints, its cp cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import loops
+import meshfeed as mf
+import world
+from meshfeed.integrations import torchtitan as fed
+
+PLACE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None, "seq_len": 32, "local_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return loops.write(tmp_path_factory.mktemp("corpus") / "text")
+
+
+def recipe(corpus: str, **options: Any) -> mf.Recipe:
+    given = {"batch": mf.Batch(sequences=8), "seed": 1234, **options}
+    return mf.Recipe(data=mf.open(corpus), sequence=mf.Windows(32), **given)
+
+
+DEGREES = (  # of four ranks, in the order in which ParallelDims takes them
+    {"dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 2, "pp": 1},
+    {"dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 1, "pp": 1},
+    {"dp_replicate": 1, "dp_shard": 1, "cp": 2, "tp": 2, "pp": 1},
+)
+
+
+def meshes(rank: int) -> list[list[mf.Layout]]:
+    """By degrees, what torchtitan's own meshes of the job come to, and what ranks tell each other."""
+    from torch.testing._internal.distributed import fake_pg  # what ParallelDims asks for, registered
+    from torchtitan.distributed import ParallelDims, parallel_dims
+
+    assert fake_pg
+    parallel_dims.device_type = "cpu"
+    found = []
+    for degrees in DEGREES:
+        dims = ParallelDims(**degrees, ep=1, world_size=4)
+        dims.build_mesh()
+        layouts = [fed.layout_of(dims._global_meshes[name]) for name in ("dataloading", "dense")]
+        batch = dims.get_optional_mesh("batch")
+        told: list[Any] = [None] * 4
+        dist.all_gather_object(told, 0 if batch is None else batch.get_local_rank())
+        found.append([*layouts, fed.layout_of_ranks(told)])
+    return found
+
+
+def test_a_replica_is_a_place_along_the_batch_dimension() -> None:
+    for degrees, *by_rank in zip(DEGREES, *world.run(meshes, 4)):
+        inner, dp = degrees["cp"] * degrees["tp"], degrees["dp_replicate"] * degrees["dp_shard"]
+        for layout in (layout for layouts in by_rank for layout in layouts):
+            assert [layout.coord(rank).dp for rank in range(4)] == [rank // inner % dp for rank in range(4)]
+            assert (layout.dp, layout.tp, layout.cp, layout.pp) == (dp, 4 // dp, 1, 1)
+
+
+def cut(rank: int, corpus: str) -> bool:
+    """Whether torch's head-tail cut of whole sequences, which torchtitan makes, is the Feed's own for cp."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental._attention import (
+        _context_parallel_shard,
+        _HeadTailLoadBalancer,
+    )
+
+    mesh = init_device_mesh("cpu", (1, 1, 2, 1), mesh_dim_names=("pp", "batch", "cp", "tp"))
+    placed = {**PLACE, "layout": fed.layout_of(mesh)}
+    (fields, labels), *_ = fed.DataLoader(fed.DataLoader.Config(recipe=recipe(corpus, steps=1)), **placed)
+    whole = fields["input"], labels, fields["positions"]
+    balancer = _HeadTailLoadBalancer(32, 2, "cpu")
+    cuts = _context_parallel_shard(mesh=mesh["cp"], buffers=whole, seq_dims=(1, 1, 1), load_balancer=balancer)
+    ours = next(mf.simulate(recipe(corpus), mf.Layout(cp=2), 1, ranks=[rank], micro_batch_size=2))
+    wanted = [ours.microbatches[0][name] for name in ("tokens", "labels", "position_ids")]
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(wanted, cuts))
+
+
+def test_the_trainers_own_cut_of_whole_sequences_is_the_zigzag(corpus: str) -> None:
+    assert world.run(cut, 2, corpus) == [True, True]
+
+
+def save(rank: int, corpus: str, folder: Path) -> None:
+    placed = {**PLACE, "dp_world_size": 2, "dp_rank": rank % 2}
+    loader = fed.DataLoader.Config(recipe=recipe(corpus), delivery="share").build(**placed)
+    batches = iter(loader)
+    for _ in range(3 * 2):
+        next(batches)
+    dcp.save({"dataloader": loader}, checkpoint_id=folder)
+    batches.close()
+
+
+def test_the_state_is_saved_once_and_loads_anywhere(corpus: str, tmp_path: Path) -> None:
+    world.run(save, 4, corpus, tmp_path / "saved")
+    kept = dcp.FileSystemReader(tmp_path / "saved").read_metadata().storage_data
+    assert [index.fqn for index in kept] == ["dataloader.feed"]
+    loader = fed.DataLoader.Config(recipe=recipe(corpus, steps=5)).build(**PLACE)
+    dcp.load({"dataloader": loader}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert json.loads(loader.state_dict()["feed"])["step"] == 3
+    seen = [loops.rows(fields["input"]) for fields, _ in loader]
+    wanted = loops.wanted(corpus, range(3, 5), 0, window=32, sequences=8, dp=1)
+    assert seen == [rows for _, rows in wanted]
+
+
+def test_labels_that_bear_no_loss_are_ignored(corpus: str) -> None:
+    masked = mf.Recipe(
+        data=mf.open(corpus),
+        sequence=mf.Windows(32, reset_position_ids=True, eod_mask_loss=True),
+        batch=mf.Batch(sequences=8, last="keep"),
+        epochs=1,
+    )
+    made = mf.simulate(masked, mf.Layout(), 24, micro_batch_size=2)
+    loader = fed.DataLoader.Config(recipe=masked).build(**PLACE)
+    for (fields, labels), wanted in zip(loader, (each for step in made for each in step.microbatches)):
+        borne = wanted["loss_mask"] > 0
+        assert torch.equal(labels != -100, borne)
+        assert torch.equal(labels[borne], wanted["labels"][borne])
+        assert torch.equal(fields["positions"], wanted["position_ids"])
+
+
+def test_a_config_names_its_recipe(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tyro
+    from torchtitan.components.dataloader import BaseDataLoader
+
+    text = f"import meshfeed as mf\nplain = 1\ndef train():\n    return mf.Recipe(data=mf.open({corpus!r}), "
+    text += "sequence=mf.Windows(32), batch=mf.Batch(sequences=8), steps=1)\n"
+    (tmp_path / "titan_recipes.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = tyro.cli(fed.DataLoader.Config, args=["--recipe", "titan_recipes:train"])
+    loader = config.build(**PLACE, snapshot_every_n_steps=4)
+    assert isinstance(loader, BaseDataLoader)
+    assert len(list(loader)) == 4
+    for place, said in (
+        ("titan_recipes:other", "has no attribute 'other'"),
+        ("titan_recipes:plain", "is a int, not a mf.Recipe"),
+        ("no_such_module:x", "No module named"),
+        ("", "give 'package.module:name'"),
+    ):
+        with pytest.raises(mf.RecipeError, match=said):
+            iter(fed.DataLoader.Config(recipe=place).build(**PLACE)).__next__()
+    with pytest.raises(mf.RecipeError, match=r"32 tokens, training\.seq_len is 64"):
+        next(iter(config.build(**{**PLACE, "seq_len": 64})))
+
+
+def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
+    loader = fed.DataLoader.Config(recipe=recipe(corpus)).build(**PLACE)
+    batches = iter(loader)
+    next(batches)
+    with pytest.raises(mf.StateError, match=r"within step 0, of 4 microbatches.*global_batch_size"):
+        loader.state_dict()
+    for _ in range(3):
+        next(batches)
+    state = loader.state_dict()
+    other = fed.DataLoader.Config(recipe=recipe(corpus, seed=1)).build(**PLACE)
+    with pytest.raises(mf.StateError, match="another recipe"):
+        other.load_state_dict(state)
+    with pytest.raises(mf.StateError, match=r"another data loader: it has \['dp_rank_0'"):
+        loader.load_state_dict({"dp_rank_0": b"", "world_size": 1})
+    other.load_state_dict({})
+    assert json.loads(other.state_dict()["feed"])["step"] == 0
+    batches.close()
+
+
+def test_replicas_of_unequal_size_are_no_layout() -> None:
+    assert fed.layout_of_ranks([1, 0, 1, 0]) == mf.Layout(tp=2, dp=2, order="tp-dp", table=(1, 3, 0, 2))
+    with pytest.raises(mf.LayoutError, match=r"replicas have \[2, 1\] ranks"):
+        fed.layout_of_ranks([0, 0, 1])

@@ -1,0 +1,164 @@
+"""A loader in the hands of any loop: what is trained is the stream, once, in order."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import loops
+import meshfeed as mf
+from meshfeed.integrations.loader import EvalLoader, TrainLoader
+
+EACH = 3  # microbatches of a step
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return loops.write(tmp_path_factory.mktemp("corpus") / "text")
+
+
+def feed_of(corpus: str, *, sequences: int = 6, micro: int = 2, **options: Any) -> mf.Feed:
+    recipe = mf.Recipe(
+        data=mf.open(corpus), sequence=mf.Windows(32), batch=mf.Batch(sequences=sequences), **options
+    )
+    return mf.Feed(recipe, micro_batch_size=micro, prefetch=0)
+
+
+def named(microbatch: mf.Microbatch) -> tuple[int, list[int]]:
+    return microbatch.index, microbatch.draws.index.tolist()
+
+
+def stream(corpus: str, steps: int, **options: Any) -> list[Any]:
+    made = mf.simulate(feed_of(corpus, **options).recipe, mf.Layout(), steps, micro_batch_size=2)
+    return [named(microbatch) for step in made for microbatch in step.microbatches]
+
+
+class Loop:
+    """A framework: fetches `ahead`, trains, ends its epochs where it is told to, and is killed."""
+
+    def __init__(self, corpus: str, ahead: int, steps_per_epoch: int | None, state: Any) -> None:
+        self.ahead, self.trained = ahead, []
+        self.loader = TrainLoader(
+            feed_of(corpus),
+            named,
+            steps_per_epoch=steps_per_epoch,
+            accumulated=lambda: EACH,
+            trained=lambda: len(self.trained) + 17,  # progress of a framework that has trained before
+        )
+        if state is not None:
+            self.loader.load_state_dict(json.loads(json.dumps(state)))
+
+    def epoch(self, most: int) -> None:
+        fetched, batches = [], iter(self.loader)
+        while most:
+            while len(fetched) <= self.ahead and (batch := next(batches, None)) is not None:
+                fetched.append(batch)
+            if not fetched:
+                return
+            assert self.loader.step is not None
+            self.trained.append(fetched.pop(0))
+            most -= 1
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(
+    lives=st.lists(
+        st.tuples(
+            st.integers(0, 7), st.sampled_from([None, 1, 2, 5]), st.lists(st.integers(1, 4), max_size=3)
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_whatever_the_loop_fetches_what_it_trains_is_the_stream(corpus: str, lives: list[Any]) -> None:
+    trained: list[Any] = []
+    state = None
+    for ahead, steps_per_epoch, epochs in lives:
+        loop = Loop(corpus, ahead, steps_per_epoch, state)
+        for steps in epochs:
+            loop.epoch(EACH * steps)
+            state = loop.loader.state_dict()
+            assert state["step"] == (len(trained) + len(loop.trained)) // EACH
+            assert len(json.dumps(state)) <= 4096
+        loop.loader.close()
+        trained += loop.trained
+    assert trained == stream(corpus, 40)[: len(trained)]
+
+
+def test_a_state_within_a_step_says_so_and_is_refused(corpus: str) -> None:
+    loop = Loop(corpus, 1, None, None)
+    loop.epoch(EACH + 2)
+    state = loop.loader.state_dict()
+    assert (state["step"], state["microbatches_done"]) == (1, 2)
+    with pytest.raises(mf.StateError, match="after 2 microbatches of step 1"):
+        Loop(corpus, 1, None, state)
+    with pytest.raises(mf.RecipeError, match="ended its epoch after 2 of 3"):
+        loop.epoch(1)
+
+
+def test_a_feeds_own_state_is_one_too(corpus: str) -> None:
+    with feed_of(corpus) as feed:
+        for step in feed:
+            if step.index == 2:
+                break
+        state = feed.state_dict()
+    loop = Loop(corpus, 0, None, state)
+    loop.epoch(EACH)
+    assert loop.trained == stream(corpus, 4)[3 * EACH :]
+
+
+def test_a_loader_that_was_closed_goes_on(corpus: str) -> None:
+    loop = Loop(corpus, 2, None, None)
+    for steps in (2, 1):
+        loop.epoch(EACH * steps)
+        loop.loader.close()
+    assert loop.trained == stream(corpus, 3)
+
+
+def test_lengths(corpus: str) -> None:
+    assert len(TrainLoader(feed_of(corpus), steps_per_epoch=4)) == 4 * EACH
+    assert len(TrainLoader(feed_of(corpus, steps=5))) == 5 * EACH
+    with pytest.raises(TypeError, match="give steps_per_epoch"):
+        len(TrainLoader(feed_of(corpus)))
+    with pytest.raises(mf.RecipeError, match="steps_per_epoch=0"):
+        TrainLoader(feed_of(corpus), steps_per_epoch=0)
+    for options in ({}, {"steps": 3}, {"epochs": 1}, {"batch": mf.Batch(sequences=6, last="drop")}):
+        recipe = feed_of(corpus).recipe
+        recipe = mf.Recipe(data=recipe.data, sequence=recipe.sequence, **{"batch": recipe.batch, **options})
+        feed = mf.Feed(recipe, micro_batch_size=2, prefetch=0)
+        if recipe.steps is None and recipe.epochs is None:
+            with pytest.raises(TypeError):
+                len(EvalLoader(feed))
+        else:
+            assert len(EvalLoader(feed)) == len(list(EvalLoader(feed)))
+
+
+def test_steps_whose_microbatches_vary_have_no_length(corpus: str) -> None:
+    growing = feed_of(corpus, sequences=6)
+    ramp = mf.Recipe(
+        data=growing.recipe.data, sequence=mf.Windows(32), batch=mf.Batch(sequences=6).then(2, 12), steps=4
+    )
+    feed = mf.Feed(ramp, micro_batch_size=2)
+    assert [feed.num_microbatches(step) for step in range(6)] == [3, 3, 6, 6, 0, 0]
+    packed = mf.Recipe(
+        data=growing.recipe.data, sequence=mf.Documents(), batch=mf.Batch(sequences=6), epochs=1
+    )
+    feeds = [feed, mf.Feed(packed, packing=mf.Packing(capacity=512))]
+    assert feeds[1].num_microbatches(0) is None
+    for feed in feeds:
+        with pytest.raises(TypeError, match=r"has no len\(\)"):
+            len(EvalLoader(feed))
+    with mf.Feed(packed, packing=mf.Packing(capacity=512)) as alone:
+        wanted = [named(each) for step in alone for each in step.microbatches]
+    assert list(TrainLoader(feeds[1], named)) == list(EvalLoader(feeds[1], named)) == wanted
+
+
+def test_every_evaluation_begins_at_the_beginning(corpus: str) -> None:
+    loader = EvalLoader(feed_of(corpus, steps=4), named)
+    wanted = stream(corpus, 4)
+    for most in (2, 5, 12, 1, 12):  # some passes are left midway
+        assert [batch for batch, _ in zip(loader, range(most))] == wanted[:most]
