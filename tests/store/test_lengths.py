@@ -16,7 +16,7 @@ import meshfeed as mf
 import world
 from meshfeed.store import jsonl
 from meshfeed.store.lengths import built_in_parts
-from meshfeed.store.stream import LengthsIndex
+from meshfeed.store.stream import LengthsIndex, Multiples
 
 NUM_DOCUMENTS, NUM_KILLS = 2_000, 10
 SPAN_BYTES = 1 << 10
@@ -49,6 +49,16 @@ def test_look_ups_are_what_loops_find(lengths: list[int], cuts: list[tuple[float
     expected = [[t for t in range(begin + 1, end) if place[t] == 0] for begin, end in ranges]
     assert found.tolist() == list(chain.from_iterable(expected))
     assert counts.tolist() == [len(each) for each in expected]
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(step=st.integers(1, 50), size=st.integers(1, 40), values=st.lists(st.integers(-5, 2100), max_size=30))
+def test_multiples_are_what_an_array_of_them_is(step: int, size: int, values: list[int]) -> None:
+    spelled, short, asked = np.arange(size) * step, Multiples(step, size), np.array(values, np.int64)
+    assert short.size == size and short[size - 1] == spelled[-1]
+    assert short[np.arange(size)].tolist() == spelled.tolist()
+    assert short.searchsorted(asked).tolist() == spelled.searchsorted(asked).tolist()
+    assert short.searchsorted(asked, "right").tolist() == spelled.searchsorted(asked, "right").tolist()
 
 
 def write(path: Path) -> list[list[int]]:

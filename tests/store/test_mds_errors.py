@@ -6,6 +6,11 @@ import bz2
 import gzip
 import hashlib
 import json
+import struct
+import subprocess
+import sys
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -60,7 +65,7 @@ def shard(index: dict[str, Any], number: int = 0) -> dict[str, Any]:
             "pickled",
         ),
         (lambda i: shard(i).update(samples=-1), r"shards\[0\]\.samples is -1"),
-        (lambda i: shard(i).update(samples=10**9), "too few for the offsets"),
+        (lambda i: shard(i).update(samples=10**9), "too few for"),
         (lambda i: shard(i).update(samples=19), "byte 0: "),
         (lambda i: shard(i)["raw_data"].update(bytes=5000), "its index says 5000"),
         (lambda i: shard(i).update(format="json"), "only mds"),
@@ -76,6 +81,28 @@ def test_a_foreign_index_is_checked(tmp_path: Path, edit: Callable[[Any], Any], 
     folder = change(written(tmp_path / "mds"), edit)
     with pytest.raises(StoreError, match=says):
         read_all(folder, tmp_path / "cache")
+
+
+def test_nothing_is_made_as_large_as_an_index_claims(tmp_path: Path) -> None:
+    """Only a file of the claimed size makes it true."""
+    with mosaic.imported().MDSWriter(out=str(tmp_path), columns={"tokens": "ndarray:uint16:4"}) as writer:
+        writer.write({"tokens": np.ones(4, np.uint16)})
+    claimed = (1 << 32) - 1
+    change(tmp_path, lambda i: shard(i).update(samples=claimed))
+    with pytest.raises(StoreError, match=f"too few for {claimed} samples of 8 at least"):
+        len(mf.open(tmp_path))
+    change(tmp_path, lambda i: shard(i)["raw_data"].update(bytes=1 << 35))
+    with pytest.raises(StoreError, match=r"shards\[0\]\.bytes is 34359738368"):
+        len(mf.open(tmp_path))
+    most = (claimed - 8) // 12
+    change(tmp_path, lambda i: (shard(i).update(samples=most), shard(i)["raw_data"].update(bytes=claimed)))
+    tracemalloc.start()
+    store: Any = mf.open(tmp_path)
+    assert store.num_tokens == 4 * most and store.lengths(np.array([most - 1])).tolist() == [4]
+    with store, pytest.raises(StoreError, match=f"bytes, its index says {claimed}"):
+        store.read(7, 0, 4)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
 
 
 def test_a_shard_that_grows_beyond_its_declared_size(tmp_path: Path) -> None:
@@ -127,7 +154,7 @@ def packed(codec: str, data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("codec", ["zstd", "gz", "bz2", "br", "snappy"])
-@pytest.mark.parametrize("size", [1, 1000, 3_000_000])
+@pytest.mark.parametrize("size", [1, 1000, 1 << 21, 3_000_000])
 def test_codecs_are_bounded_and_notice_damage(codec: str, size: int) -> None:
     data = np.random.default_rng(0).integers(0, 3, size).astype(np.uint8).tobytes()
     small = packed(codec, data)
@@ -138,6 +165,69 @@ def test_codecs_are_bounded_and_notice_damage(codec: str, size: int) -> None:
         decompress(codec, small, size + 1, "x")
     with pytest.raises(ChecksumError):
         decompress(codec, small[: len(small) // 2], size, "x")
+
+
+GROWTH = """
+import resource, sys
+from pathlib import Path
+from meshfeed.errors import StoreError
+from meshfeed.files.codec import decompress
+codec, path = sys.argv[1:]
+data = Path(path).read_bytes()
+for name in ("brotli", "zstandard", "cramjam"):
+    __import__(name)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    decompress(codec, data, 1000, "x")
+except StoreError as error:
+    print(type(error).__name__, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize("codec", ["zstd", "gz", "bz2", "br", "snappy", "litdata"])
+def test_a_bomb_does_not_fill_the_memory(codec: str, tmp_path: Path) -> None:
+    zeros = bytes(100 << 20)
+    if codec == "litdata":
+        frame = packed("zstd", zeros)
+        offsets = np.array([0, len(zeros)], "<u4").tobytes()
+        table = struct.pack("<IIQII", 0, 1, 24 + len(offsets) + 24, len(frame), 0)
+        bomb = struct.pack("<8sHHIII", b"LDFZ01\0\0", 1, 0, 1, 1, 1) + offsets + table + frame
+    else:
+        bomb = packed(codec, zeros)
+    (tmp_path / "bomb").write_bytes(bomb)
+    command = [sys.executable, "-c", GROWTH, codec, str(tmp_path / "bomb")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    name, grown_kib = done.stdout.split()
+    assert name == "StoreError" and int(grown_kib) < 32 << 10
+
+
+def test_what_is_fed_to_a_decompressor_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed, made = 0, zlib.decompressobj
+
+    class Counting:
+        def __init__(self, *options: Any) -> None:
+            self._one = made(*options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._one, name)
+
+        def decompress(self, data: Any, most: int) -> bytes:
+            nonlocal fed
+            fed += len(data)
+            return self._one.decompress(data, most)
+
+    monkeypatch.setattr(zlib, "decompressobj", Counting)
+    data = np.random.default_rng(0).integers(0, 99, 16 << 20).astype(np.uint8).tobytes()
+    small = packed("gz", data)
+    assert decompress("gz", small, len(data), "x") == data
+    assert len(small) <= fed < 1.2 * len(small)
+
+
+@pytest.mark.parametrize("codec", ["gz", "bz2"])
+def test_members_lie_back_to_back(codec: str) -> None:
+    data = np.random.default_rng(0).integers(0, 3, 3 << 20).astype(np.uint8).tobytes()
+    small = packed(codec, data) * 2 + packed(codec, b"x") * 5000 + packed(codec, bytes(1 << 21))
+    assert decompress(codec, small, 8 * (1 << 20) + 5000, "x") == data * 2 + b"x" * 5000 + bytes(1 << 21)
 
 
 def test_hashes() -> None:

@@ -39,7 +39,7 @@ _RECENT = 64  # requests whose time tells what is slow
 _ENOUGH = 8
 _SLOW = 3.0  # times the ninth decile
 _LEAST_S = 0.25
-_HEDGES_PER_REQUEST = 0.02  # at most so many bytes more than are needed
+_HEDGED_SHARE, _HEDGED_BYTES = 0.015, 128 << 10  # of the bytes that came, and what is free of it at first
 _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 
@@ -81,6 +81,7 @@ class Counts:
     requests: int = 0
     hedges: int = 0
     hedges_won: int = 0
+    hedged_bytes: int = 0
     retries: int = 0
     bytes_fetched: int = 0
 
@@ -225,7 +226,7 @@ class Client:
         first = self._pool.submit(self._timed, ask, recent)
         slow_s = self._slow_s(recent)
         done, _ = wait([first], slow_s)
-        if done or not self._may_hedge():
+        if done or not self._may_hedge(num_bytes):
             return first.result()
         second = self._pool.submit(self._timed, ask, recent)
         asked: set[Future[T]] = {first, second}
@@ -253,10 +254,13 @@ class Client:
             return None
         return max(_SLOW * times[len(times) * 9 // 10], _LEAST_S)
 
-    def _may_hedge(self) -> bool:
+    def _may_hedge(self, num_bytes: int) -> bool:
+        """Whether a body may come twice: bytes fetched stay within two per cent of those that are needed."""
         with self._lock:
-            if self.counts.hedges > 1 + _HEDGES_PER_REQUEST * self.counts.requests:
+            hedged = self.counts.hedged_bytes + num_bytes
+            if hedged > max(_HEDGED_BYTES, _HEDGED_SHARE * self.counts.bytes_fetched):
                 return False
+            self.counts.hedged_bytes = hedged
             self.counts.hedges += 1
             self.counts.requests += 1
             return True

@@ -15,10 +15,11 @@ import numpy as np
 from meshfeed.errors import ChecksumError, StoreError
 
 _STEP_BYTES = 1 << 20
+_SLICE_BYTES = 1 << 16
 
 
 def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -> bytes:
-    """`data` uncompressed, exactly `raw_bytes` of it; no more than a step beyond is ever made.
+    """`data` uncompressed, exactly `raw_bytes` of it; no more than some MiB beyond are ever made.
 
     codec: one of `Content`. Raises StoreError for another one, a package that is missing, or data that grows
     beyond its declared size; ChecksumError for data that is damaged.
@@ -81,29 +82,43 @@ def _zstd(data: bytes, raw_bytes: int) -> Iterator[bytes]:
             yield piece
 
 
-def _stream(made: Any, data: bytes) -> Iterator[bytes]:
-    """From a decompressor of the standard library's kind, member after member."""
-    while data:
+def _stream(made: Callable[[], Any], data: bytes) -> Iterator[bytes]:
+    """From a decompressor of the standard library's kind, member after member, fed in small slices.
+
+    What a decompressor has not used it gives back as a copy, which a slice bounds.
+    """
+    view, at = memoryview(data), 0
+    while at < len(view):
         one = made()
         while not one.eof:
-            if isinstance(one, bz2.BZ2Decompressor):
-                piece = one.decompress(data, _STEP_BYTES)
-                data = b""
-            else:
-                piece = one.decompress(data, _STEP_BYTES)
-                data = one.unconsumed_tail
-            if not piece and not data and not one.eof:
+            piece, used = _fed(one, view[at : at + _SLICE_BYTES])
+            at += used
+            if not piece and not used and not one.eof and at == len(view):
                 raise EOFError("it ends too early")
             yield piece
-        data = one.unused_data
+
+
+def _fed(one: Any, data: memoryview) -> tuple[bytes, int]:
+    """(what comes out, bytes used of what goes in), a step at most."""
+    if isinstance(one, bz2.BZ2Decompressor):  # it keeps what it has not used
+        if not one.needs_input:
+            data = data[:0]
+        piece = one.decompress(data, _STEP_BYTES)
+        return piece, len(data) - len(one.unused_data)
+    piece = one.decompress(data, _STEP_BYTES)
+    return piece, len(data) - len(one.unconsumed_tail) - len(one.unused_data)
 
 
 def _brotli(data: bytes, raw_bytes: int) -> Iterator[bytes]:
     one: Any = importlib.import_module("brotli").Decompressor()
-    for at in range(0, len(data), 1 << 14):
-        yield one.process(data[at : at + (1 << 14)])
-    if not one.is_finished():
-        raise EOFError("it ends too early")
+    view, at = memoryview(data), 0
+    while not one.is_finished():
+        more = view[at : at + _SLICE_BYTES] if one.can_accept_more_data() else view[:0]
+        at += len(more)
+        piece = one.process(more, output_buffer_limit=_STEP_BYTES)
+        if not piece and at == len(view) and one.can_accept_more_data():
+            raise EOFError("it ends too early")
+        yield piece
 
 
 def _snappy(data: bytes, raw_bytes: int) -> Iterator[bytes]:

@@ -14,7 +14,6 @@ import os
 import queue
 import shutil
 import socket
-import struct
 import sys
 import threading
 import time
@@ -104,7 +103,7 @@ class Leader:
             except OSError:  # no descriptor is free just now
                 time.sleep(_PAUSE_S)
                 continue
-            if not same_user(link):
+            if not message.same_user(link):
                 link.close()
                 continue
             client = _Client(link)
@@ -375,12 +374,6 @@ class Leader:
                     continue
                 self._objects[folder.name] = one
                 self._fetcher.add(one, doubted)
-
-
-def same_user(link: socket.socket) -> bool:
-    """Whether the process at the other end of a connection is of this user."""
-    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1] == os.getuid()
 
 
 def main(folder: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from meshfeed.errors import CacheError, MeshfeedError
 from meshfeed.files import message
 from meshfeed.files.cache import Cache
-from meshfeed.files.leader import LOG, same_user, socket_name
+from meshfeed.files.leader import LOG, socket_name
 from meshfeed.files.refusals import without_credentials
 
 Answer = tuple[dict[str, Any], bytes]
@@ -219,7 +219,7 @@ def _met_leader(folder: Path) -> socket.socket:
                     f"container or network namespace? See {folder / LOG}, or give each its own cache folder"
                 ) from error
         else:
-            if same_user(link):
+            if message.same_user(link):
                 return link
             link.close()
             raise CacheError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from typing import Any
@@ -52,6 +53,12 @@ def untold(error: dict[str, str]) -> MeshfeedError:
         if isinstance(kind, type) and issubclass(kind, StoreError)
         else StoreError(error["text"])
     )
+
+
+def same_user(link: socket.socket) -> bool:
+    """Whether the process at the other end of a connection is of this user."""
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1] == os.getuid()
 
 
 def _exactly(link: socket.socket, size: int) -> bytes | None:

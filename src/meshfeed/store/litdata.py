@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 
 from meshfeed.errors import StoreError
-from meshfeed.files import Content, Folder
+from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.store.litdata_chunk import ChunkFile, Items
 from meshfeed.store.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
 from meshfeed.store.sharded import ShardedStore
-from meshfeed.store.stream import I64, Pieces
+from meshfeed.store.stream import I64
 
 _TOKENS = ("tokens", "input_ids")
 _ZSTD_HEAD_BYTES = 18
 
 
-class LitdataStore(ShardedStore[ChunkFile]):
+class LitdataStore(ShardedStore):
     """A litdata dataset: a document is the tokens of an item as it was written, and documents lie end to end.
 
     litdata's own TokensLoader knows no items when it reads: it cuts the tokens of each chunk into blocks of
@@ -34,8 +34,10 @@ class LitdataStore(ShardedStore[ChunkFile]):
         column: of the tokens, by its path in the item ("meta.ids"); None takes "tokens", "input_ids", or the
             only tensor or array of integers. One of several dimensions is read row by row.
 
-    How long documents are is in each chunk's head where nothing but their tokens differs in length. Raises
-    StoreError for what is encrypted, compressed item by item, or no integers.
+    How long documents are is in each chunk's head where nothing but their tokens differs in length. Else
+    every item has to be looked at: the first process of a node to ask fetches the whole dataset once.
+
+    Raises StoreError for what is encrypted, compressed item by item, or no integers.
     """
 
     kind = "litdata"
@@ -94,7 +96,7 @@ class LitdataStore(ShardedStore[ChunkFile]):
         """What the first value says of its elements; the others must say the same."""
         for number, chunk in enumerate(self._index.chunks):
             if chunk.num_documents:
-                with self._chunk_file(number, items) as file:
+                with ChunkFile(chunk, items, self._checked_file(number)) as file:
                     return file.first_dtype()
         return np.dtype(np.uint16)
 
@@ -138,29 +140,15 @@ class LitdataStore(ShardedStore[ChunkFile]):
             raise StoreError(f"{file.url}: byte 0: no zstd data: {error}; copy it again") from error
         return size == chunk.given_bytes + chunk.head_bytes
 
-    def _shard_file(self, number: int) -> ChunkFile:
-        return self._chunk_file(number, self._tokens[0])
-
-    def _chunk_file(self, number: int, items: Items) -> ChunkFile:
-        chunk, file = self._index.chunks[number], self._file_of(number)
+    def _refuse_size(self, number: int, file: ByteFile) -> None:
+        chunk, codec = self._index.chunks[number], self._index.codec
         given = chunk.given_bytes
-        if self._index.codec is None and file.size_bytes not in (given, given + chunk.head_bytes):
+        if codec is None and file.size_bytes not in (given, given + chunk.head_bytes):
             raise StoreError(f"{file.url}: {file.size_bytes} bytes, its index says {given}; copy it again")
-        return ChunkFile(chunk, items, file)
 
-    def _token_spans(self, shard: ChunkFile, documents: I64) -> tuple[I64, I64]:
-        return shard.token_spans(documents, self.dtype)
-
-    def _lengths_in(self, shard: ChunkFile, num_documents: int) -> I64:
-        return shard.lengths(self.dtype)
-
-    def _announced(self, shard: ChunkFile, number: int, pieces: Pieces) -> tuple[I64, I64]:
-        if not shard.items.is_plain:
-            return super()._announced(shard, number, pieces)
-        # no look at the items themselves, which would wait for what is only announced
-        begins = shard.plain_spans(pieces.documents - self._first(number))[0]
-        begins = begins + pieces.begin * self.dtype.itemsize
-        return begins, begins + pieces.lengths * self.dtype.itemsize
+    def _places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
+        with ChunkFile(self._index.chunks[number], self._tokens[0], file) as chunk:
+            return chunk.places(self.dtype)
 
     def facts(self) -> dict[str, Any]:
         """What it is, as JSON-able values."""
@@ -170,9 +158,9 @@ class LitdataStore(ShardedStore[ChunkFile]):
     def verify(self) -> Iterator[float]:
         """Check offsets, sizes and headers of all items, yielding the part done, in (0, 1]."""
         for number, chunk in enumerate(self._index.chunks):
-            with self._shard_file(number) as shard:
-                shard.lengths(self.dtype)
-                shard.token_spans(np.arange(chunk.num_documents), self.dtype)
+            with ChunkFile(chunk, self._tokens[0], self._checked_file(number)) as file:
+                file.places(self.dtype)
+                file.token_spans(np.arange(chunk.num_documents), self.dtype)
             yield (number + 1) / len(self._index.chunks)
 
 

@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files import ByteFile
+from meshfeed.files import ByteFile, Vector
 from meshfeed.store.litdata_column import Family
 from meshfeed.store.litdata_index import Chunk
 from meshfeed.store.stream import I64
 
 _MOST_DIMS = 16
+_SLICE_BYTES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class ChunkFile:
 
     def __init__(self, chunk: Chunk, items: Items, file: ByteFile) -> None:
         self.chunk, self.items, self.file = chunk, items, file
+        self._mapped: Vector | None = None
 
     def __enter__(self) -> Self:
         self.file.__enter__()
@@ -77,14 +79,14 @@ class ChunkFile:
                 f"{file.url}: {size} bytes, too few for the offsets of {chunk.num_documents} items; copy it "
                 f"again"
             )
-        count, self._offsets = (
-            each[:].astype(np.int64)
-            for each in file.arrays(("<u4", 0, 1), ("<u4", 4, chunk.num_documents + 1), in_order=True)
-        )
-        (self._bytes,) = file.arrays(("u1", 0, size))
+        (table,) = file.peek([(0, head)])
+        if len(table) != head:
+            raise StoreError(f"{file.url}: {len(table)} bytes, {head} of offsets belong there; copy it again")
+        words = np.frombuffer(table, "<u4").astype(np.int64)
+        count, self._offsets = int(words[0]), words[1:]
         offsets, least = self._offsets, self.items.least_bytes
-        if int(count[0]) != chunk.num_documents:
-            raise StoreError(f"{file.url}: byte 0: {count[0]} items, its index says {chunk.num_documents}")
+        if count != chunk.num_documents:
+            raise StoreError(f"{file.url}: byte 0: {count} items, its index says {chunk.num_documents}")
         short = np.diff(offsets) < least
         if offsets[0] != head or offsets[-1] != size or short.any():
             at = 4 * (2 + int(short.argmax())) if short.any() else 4
@@ -93,28 +95,38 @@ class ChunkFile:
                 f"{size}; copy it again"
             )
 
-    def plain_spans(self, items: I64) -> tuple[I64, I64]:
-        """Bytes [begin, end) of the tokens of plain items, by their offsets alone; int64 [n] each."""
-        sizes = self.items.sizes
-        before = 4 * len(sizes) + sum(size or 0 for size in sizes[: self.items.at])
-        return self._offsets[items] + before, self._offsets[items + 1] + before - self.items.least_bytes
+    @property
+    def _bytes(self) -> Vector:
+        if self._mapped is None:
+            (self._mapped,) = self.file.arrays(("u1", 0, self.file.size_bytes))
+        return self._mapped
+
+    def places(self, dtype: np.dtype[Any]) -> tuple[I64, I64]:
+        """(byte where its tokens begin, tokens) of every item; int64 [num_documents] each.
+
+        By the chunk's head alone where that tells, else by the heads of all items, for which the whole chunk
+        is announced.
+        """
+        if self.items.is_plain:
+            begins, ends = self._plain_spans()
+            counts = self._counts(begins, ends, dtype)
+        else:
+            size = self.file.size_bytes
+            self.file.will_need(np.zeros(1, np.int64), np.array([size]))
+            cuts = self._offsets[:-1].searchsorted(np.arange(_SLICE_BYTES, size, _SLICE_BYTES))
+            slices = np.split(np.arange(self.chunk.num_documents), cuts)
+            found = [self.token_spans(some, dtype) for some in slices]
+            begins, counts = (np.concatenate(each) for each in zip(*found))
+        total = self.chunk.num_tokens
+        if total is not None and int(counts.sum()) != total:
+            raise StoreError(f"{self.file.url}: {counts.sum()} tokens, its index says {total}; copy it again")
+        return begins, counts
 
     def token_spans(self, items: I64, dtype: np.dtype[Any]) -> tuple[I64, I64]:
         """(first byte, number) of the tokens of each item; int64 [n] each."""
         begins, ends = self._values(items)
         begins = begins + self._lead(begins, ends - begins, dtype)
         return begins, self._counts(begins, ends, dtype)
-
-    def lengths(self, dtype: np.dtype[Any]) -> I64:
-        """Tokens of every item, by the chunk's head alone where that tells; int64 [num_documents]."""
-        every, total = np.arange(self.chunk.num_documents), self.chunk.num_tokens
-        if self.items.is_plain:
-            counts = self._counts(*self.plain_spans(every), dtype)
-        else:
-            counts = self.token_spans(every, dtype)[1]
-        if total is not None and int(counts.sum()) != total:
-            raise StoreError(f"{self.file.url}: {counts.sum()} tokens, its index says {total}; copy it again")
-        return counts
 
     def first_dtype(self) -> np.dtype[Any]:
         """Of the first item's tokens, as its header says. Raises ValueError for what are no integers."""
@@ -124,6 +136,12 @@ class ChunkFile:
         return family.dtype(int(self._words(begins, 1, family.byte_order or "<")[0, 0]))
 
     # -- below --------------------------------------------------------------------------------------------
+
+    def _plain_spans(self) -> tuple[I64, I64]:
+        """Bytes [begin, end) of the tokens of plain items, by their offsets alone; int64 [n] each."""
+        sizes = self.items.sizes
+        before = 4 * len(sizes) + sum(size or 0 for size in sizes[: self.items.at])
+        return self._offsets[:-1] + before, self._offsets[1:] + before - self.items.least_bytes
 
     def _counts(self, begins: I64, ends: I64, dtype: np.dtype[Any]) -> I64:
         sizes = ends - begins

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files import Content, Folder
+from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.order import EpochIndex
-from meshfeed.store.mds_index import INDEX, Column, Shard, parse_index
+from meshfeed.store.mds_index import INDEX, Column, Shard, least_bytes, parse_index
 from meshfeed.store.mds_sample import DTYPE_CODES, decode, ndarray_of
-from meshfeed.store.mds_shard import ShardFile, Tokens
-from meshfeed.store.sharded import ShardedStore
+from meshfeed.store.mds_shard import ShardFile, Tokens, refuse_size, values_of
+from meshfeed.store.sharded import Even, ShardedStore
 from meshfeed.store.stream import I64, checked_places
 
 _TOKENS = ("tokens", "input_ids")
 
 
-class MDSStore(ShardedStore[ShardFile]):
+class MDSStore(ShardedStore):
     """An MDS dataset: a document is the token column of a sample, and documents lie end to end.
 
     `verify` checks the hashes of local shards, which are read in place.
@@ -33,7 +35,11 @@ class MDSStore(ShardedStore[ShardFile]):
         column: of the tokens; None takes "tokens", "input_ids", or the only ndarray.
         dtype: of the tokens, where the column is plain bytes.
 
-    How long documents are is known from the index where every array has one shape.
+    How long documents are is known from the index where every array has one shape, and from the head of every
+    shard, 4 bytes a sample, where only one column differs in size. (An ndarray column with a dtype is then
+    taken to have one dimension, if sizes and some samples agree; `verify` looks at all.) Where several
+    columns differ, or arrays tell their own dtype, every sample has to be looked at: the first process of a
+    node to ask fetches the whole dataset once, as it does where shards are compressed or have hashes.
     """
 
     kind = "mds"
@@ -96,13 +102,19 @@ class MDSStore(ShardedStore[ShardFile]):
             )
         else:
             dtype = kind.dtype
+            size = kind.shape and prod(kind.shape) * dtype.itemsize
+            if size and columns[at].size_bytes not in (None, size):
+                raise StoreError(
+                    f"{self.path}: column {name!r} is {encoding}, its size {columns[at].size_bytes}; "
+                    f"make the index anew, or copy it again"
+                )
         return Tokens(at, dtype.newbyteorder("<"), kind)
 
     def _first_dtype(self, column: int) -> np.dtype[Any]:
         """What the first array says of its elements; the others must say the same."""
         for number, shard in enumerate(self._parsed[2]):
             if shard.num_samples:
-                with self._shard_file(number) as file:
+                with ShardFile(shard, self._parsed[1], self._checked_file(number)) as file:
                     value = file.value(0, column)
                 if value and value[0] in DTYPE_CODES:
                     return np.dtype(DTYPE_CODES[value[0]])
@@ -117,15 +129,28 @@ class MDSStore(ShardedStore[ShardFile]):
     def _content(self, number: int) -> Content | None:
         return self._parsed[2][number].content
 
-    def _shard_file(self, number: int) -> ShardFile:
-        return ShardFile(self._parsed[2][number], self._parsed[1], self._file_of(number))
+    def _refuse_size(self, number: int, file: ByteFile) -> None:
+        refuse_size(self._parsed[2][number], file)
 
-    def _token_spans(self, shard: ShardFile, documents: I64) -> tuple[I64, I64]:
-        return shard.token_spans(documents, self._tokens)
+    def _places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
+        with ShardFile(self._parsed[2][number], self._parsed[1], file) as shard:
+            return shard.places(self._tokens)
 
-    @property
+    @cached_property
     def _fixed_tokens(self) -> int | None:
         return self._tokens.fixed
+
+    @cached_property
+    def _even(self) -> Even | None:
+        """Where no value differs in size, samples fill a shard up to its end."""
+        columns, tokens = self._parsed[1], self._tokens
+        if tokens.fixed is None or any(column.size_bytes is None for column in columns):
+            return None
+        counts, sizes = (
+            np.array([(s.num_samples, s.raw_bytes) for s in self.shards], np.int64).reshape(-1, 2).T
+        )
+        stride = least_bytes(columns)
+        return Even(sizes - counts * stride + least_bytes(columns[: tokens.at]), stride)
 
     # -- samples ------------------------------------------------------------------------------------------
 
@@ -136,16 +161,21 @@ class MDSStore(ShardedStore[ShardFile]):
         """Every column of a sample, decoded; see `mds_sample.decode`."""
         (place,) = checked_places(self.path, np.array([index]), len(self), "sample").tolist()
         number = int(self.shard_ends.searchsorted(place, side="right"))
-        first = self._first(number)
-        with self, self._lock:
-            shard = self._shard(number)
-            where = f"{shard.file.url}: sample {place - first}"
-            return {
-                column.name: decode(
-                    column.encoding, shard.value(place - first, at), f"{where}, column {column.name!r}"
-                )
-                for at, column in enumerate(self._parsed[1])
-            }
+        first = int(self._firsts[number])
+        columns = self._parsed[1]
+        with self, self._files.reading(number) as file:
+            where = f"{file.url}: sample {place - first}"
+            begin, end = np.frombuffer(_read(file, 4 * (1 + place - first), 8), "<u4").tolist()
+            try:
+                if not 4 <= begin <= end <= file.size_bytes:
+                    raise ValueError(f"bytes {begin}..{end} of {file.size_bytes}")
+                values = values_of(columns, _read(file, begin, end - begin))
+            except ValueError as error:
+                raise StoreError(f"{where} has {error}; copy it again") from error
+        return {
+            column.name: decode(column.encoding, value, f"{where}, column {column.name!r}")
+            for column, value in zip(columns, values)
+        }
 
     def facts(self) -> dict[str, Any]:
         """What it is, as JSON-able values."""
@@ -155,8 +185,20 @@ class MDSStore(ShardedStore[ShardFile]):
     def verify(self) -> Iterator[float]:
         """Check hashes, offsets and sizes of values, shard by shard, yielding the part done, in (0, 1]."""
         _, columns, shards = self._parsed
+        with contextlib.suppress(StoreError):  # samples need no tokens
+            _ = self._tokens
+        tokens: Tokens | None = vars(self).get("_tokens")
         for number, shard in enumerate(shards):
             with ShardFile(shard, columns, self._folder.file(shard.name, shard.content)) as file:
-                if columns and shard.num_samples:
-                    file.spans(np.arange(shard.num_samples), 0)
+                samples = np.arange(shard.num_samples)
+                if columns and samples.size:
+                    file.spans(samples, 0)
+                if tokens is not None:
+                    file.refuse_other_places(tokens)
             yield (number + 1) / len(shards)
+
+
+def _read(file: ByteFile, begin: int, size: int) -> bytes:
+    out = np.empty(size, np.uint8)
+    file.read_into(out, np.array([begin]), np.array([size]))
+    return out.tobytes()

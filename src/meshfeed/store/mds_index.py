@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -12,8 +12,7 @@ from meshfeed.files import Content
 
 INDEX = "index.json"
 CODECS = {"zstd": "zstd", "gz": "gz", "bz2": "bz2", "br": "br", "snappy": "snappy"}
-_MOST_BYTES = 1 << 48
-_MOST_SAMPLES = 1 << 32
+_MOST_BYTES = (1 << 32) - 1  # offsets in a shard are u32
 _PICKLE = "pkl"
 
 
@@ -74,12 +73,17 @@ def parse_index(url: str, text: bytes) -> tuple[list[Column], list[Shard]]:
             columns = found
         elif found != columns:
             reader.refuse(f"shards[{at}]", "has other columns than shards[0]")
-        shards.append(reader.shard(entry, f"shards[{at}]"))
+        shards.append(reader.shard(entry, f"shards[{at}]", least_bytes(columns)))
     names = [shard.raw_name for shard in shards]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         reader.refuse("shards", f"list the file {twice!r} twice")
     return columns, shards
+
+
+def least_bytes(columns: Sequence[Column]) -> int:
+    """Of a sample: a word for each value that says its size, and the values of fixed size."""
+    return sum(4 if column.size_bytes is None else column.size_bytes for column in columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +142,17 @@ class _Reader:
             self.refuse(f"{where}.column_names", "name a column twice")
         return columns
 
-    def shard(self, entry: Any, where: str) -> Shard:
+    def shard(self, entry: Any, where: str, least: int) -> Shard:
+        """least: bytes of a sample at least."""
         raw = self.field(entry, "raw_data", where)
         raw_name, raw_bytes = self.text(raw, "basename", where), self.whole(raw, "bytes", _MOST_BYTES, where)
         raw_hashes = self.hashes(raw, f"{where}.raw_data")
-        samples = self.whole(entry, "samples", _MOST_SAMPLES, where)
-        if raw_bytes < 4 * (samples + 2):
-            self.refuse(where, f"has {raw_bytes} bytes, too few for the offsets of {samples} samples")
+        samples = self.whole(entry, "samples", _MOST_BYTES, where)
+        if raw_bytes < 4 * (samples + 2) + samples * least:
+            self.refuse(
+                where,
+                f"has {raw_bytes} bytes, too few for {samples} samples of {least} at least, with offsets",
+            )
         compression = self.field(entry, "compression", where)
         if compression is None:
             content = Content(raw_bytes=raw_bytes, stored_bytes=raw_bytes, raw_hashes=raw_hashes)

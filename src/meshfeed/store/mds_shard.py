@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files import ByteFile
-from meshfeed.store.mds_index import Column, Shard
+from meshfeed.files import ByteFile, Vector
+from meshfeed.store.mds_index import Column, Shard, least_bytes
 from meshfeed.store.mds_sample import DTYPE_CODES, Ndarray
 
 I64 = npt.NDArray[np.int64]
+
+
+_SLICE_BYTES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,48 @@ class Tokens:
     def fixed(self) -> int | None:
         """Tokens of every document, where the encoding says so."""
         shape = None if self.kind is None or self.kind.dtype is None else self.kind.shape
-        return None if shape is None else int(np.prod(shape))
+        return None if shape is None else prod(shape)
+
+    def head_bytes(self, sizes: I64) -> I64 | None:
+        """Bytes before the elements of values of such sizes, where those tell; int64 [n] -> int64 [n].
+
+        Of arrays whose shape differs they tell it if all have one dimension, which is for the caller to see.
+        """
+        if self.kind is None or (self.kind.dtype is not None and self.kind.shape is not None):
+            return np.zeros_like(sizes)
+        if self.kind.dtype is None:
+            return None
+        found = np.zeros_like(sizes)
+        for width in (1, 2, 4):  # of the dimension, the least that holds it
+            elements, rest = np.divmod(sizes - 1 - width, self.dtype.itemsize)
+            least = 0 if width == 1 else 1 << 4 * width
+            found[(rest == 0) & (elements >= least) & (elements < 1 << 8 * width)] = 1 + width
+        return found if found.all() else None
+
+
+def row_head(elements: int) -> bytes:
+    """What lies before the elements of an array of one dimension whose dtype the encoding tells."""
+    code = 0 if elements < 1 << 8 else 1 if elements < 1 << 16 else 2
+    return bytes([1 << 2 | code]) + elements.to_bytes(1 << code, "little")
+
+
+def refuse_size(shard: Shard, file: ByteFile) -> None:
+    """Raise StoreError for a file that has not the size that the index says."""
+    if file.size_bytes != shard.raw_bytes:
+        raise StoreError(
+            f"{file.url}: {file.size_bytes} bytes, its index says {shard.raw_bytes}; copy it again"
+        )
+
+
+def values_of(columns: Sequence[Column], sample: bytes) -> list[bytes]:
+    """The values of a sample, by column. Raises ValueError for bytes that are no such sample."""
+    sizes = [column.size_bytes for column in columns]
+    begin = 4 * sizes.count(None)
+    words = iter(np.frombuffer(sample[:begin], "<u4").tolist())
+    ends = list(accumulate((next(words, 0) if size is None else size for size in sizes), initial=begin))
+    if ends[-1] != len(sample):
+        raise ValueError(f"values of {ends[-1] - begin} bytes in {len(sample)}")
+    return [sample[begin:end] for begin, end in pairwise(ends)]
 
 
 class ShardFile:
@@ -44,6 +90,7 @@ class ShardFile:
         self.shard, self.file = shard, file
         self._columns = columns
         self._variable = [at for at, column in enumerate(columns) if column.size_bytes is None]
+        self._mapped: Vector | None = None
 
     def __enter__(self) -> Self:
         self.file.__enter__()
@@ -59,31 +106,102 @@ class ShardFile:
 
     def _open(self) -> None:
         shard, file = self.shard, self.file
-        if file.size_bytes != shard.raw_bytes:
-            raise StoreError(
-                f"{file.url}: {file.size_bytes} bytes, its index says {shard.raw_bytes}; copy it again"
-            )
-        count, self._offsets = (
-            each[:].astype(np.int64)
-            for each in file.arrays(("<u4", 0, 1), ("<u4", 4, shard.num_samples + 1), in_order=True)
-        )
-        (self._bytes,) = file.arrays(("u1", 0, shard.raw_bytes))
-        offsets = self._offsets
+        refuse_size(shard, file)
         first = 4 * (shard.num_samples + 2)
-        if int(count[0]) != shard.num_samples:
-            raise StoreError(f"{file.url}: byte 0: {count[0]} samples, its index says {shard.num_samples}")
+        (table,) = file.peek([(0, first)])
+        if len(table) != first:
+            raise StoreError(
+                f"{file.url}: {len(table)} bytes, its index says {shard.raw_bytes}; copy it again"
+            )
+        count, *_ = words = np.frombuffer(table, "<u4").astype(np.int64)
+        self._offsets = offsets = words[1:]
+        if count != shard.num_samples:
+            raise StoreError(f"{file.url}: byte 0: {count} samples, its index says {shard.num_samples}")
         sizes = np.diff(offsets)
         if offsets[0] < first or offsets[-1] != shard.raw_bytes or (sizes < self._least).any():
-            at = int((sizes < self._least).argmax())
+            at = int((sizes < self._least).argmax()) if sizes.size else 0
             raise StoreError(
                 f"{file.url}: byte {4 * (at + 2)}: the samples' offsets do not ascend by at least "
                 f"{self._least} from {first} to {shard.raw_bytes}; copy it again"
             )
 
     @property
+    def _bytes(self) -> Vector:
+        if self._mapped is None:
+            (self._mapped,) = self.file.arrays(("u1", 0, self.shard.raw_bytes))
+        return self._mapped
+
+    def places(self, tokens: Tokens) -> tuple[I64, I64]:
+        """(byte where its tokens begin, tokens) of every sample; int64 [num_samples] each.
+
+        By the table alone where that tells, else by the heads of all samples, for which the whole shard is
+        announced. Where it is for arrays to tell their shapes, they are taken to have one dimension if their
+        sizes fit that, and the first and the last of the shard do.
+        """
+        found = self._by_table(tokens)
+        if found is not None:
+            return found
+        size = self.shard.raw_bytes
+        self.file.will_need(np.zeros(1, np.int64), np.array([size]))
+        cuts = self._offsets[:-1].searchsorted(np.arange(_SLICE_BYTES, size, _SLICE_BYTES))
+        slices = np.split(np.arange(self.shard.num_samples), cuts)
+        begins, counts = zip(*(self.token_spans(some, tokens) for some in slices))
+        return np.concatenate(begins), np.concatenate(counts)
+
+    def refuse_other_places(self, tokens: Tokens) -> None:
+        """Raise StoreError where what `places` takes for granted does not hold of a sample."""
+        every = np.arange(self.shard.num_samples)
+        told, found = self._by_table(tokens), self.token_spans(every, tokens)
+        wrong = np.zeros(0) if told is None else (told[0] != found[0]) | (told[1] != found[1])
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise StoreError(
+                f"{self.file.url}: byte {found[0][i]}: sample {i} has an array of several dimensions, others "
+                f"have one; write it again with one"
+            )
+
+    def _by_table(self, tokens: Tokens) -> tuple[I64, I64] | None:
+        sizes = [column.size_bytes for column in self._columns]
+        size, before, after = sizes[tokens.at], sizes[: tokens.at], sizes[tokens.at + 1 :]
+        lead = 4 * len(self._variable)
+        begins = self._offsets[:-1] + lead + sum(each or 0 for each in before)
+        ends = self._offsets[1:] - sum(each or 0 for each in after)
+        if size is not None and None not in before:
+            ends = begins + size
+        elif size is not None and None not in after:
+            begins = ends - size
+        elif None in before or None in after:
+            return None
+        heads = tokens.head_bytes(ends - begins)
+        if heads is None:
+            return None
+        found = self._counted(begins + heads, ends - begins - heads, tokens)
+        return found if not heads.any() or self._are_rows(begins, heads, found[1]) else None
+
+    def _are_rows(self, begins: I64, heads: I64, counts: I64) -> bool:
+        """Whether the first array and the last have the heads of one dimension."""
+        ends = [0, -1] if begins.size > 1 else [0]
+        spans = zip(begins[ends].tolist(), (begins + heads)[ends].tolist())
+        return self.file.peek(list(spans)) == [row_head(count) for count in counts[ends].tolist()]
+
+    def _counted(self, begins: I64, sizes: I64, tokens: Tokens) -> tuple[I64, I64]:
+        """(first byte, number) of the tokens in some bytes."""
+        counts, rest = np.divmod(sizes, tokens.dtype.itemsize)
+        wrong = (sizes < 0) | (rest != 0)
+        if tokens.fixed is not None:
+            wrong |= counts != tokens.fixed
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise StoreError(
+                f"{self.file.url}: byte {begins[i]}: {sizes[i]} bytes are no whole number of "
+                f"{tokens.dtype.name}, or not as many as the encoding says; copy it again"
+            )
+        return begins, counts
+
+    @property
     def _least(self) -> int:
         """Bytes that a sample has at least."""
-        return 4 * len(self._variable) + sum(column.size_bytes or 0 for column in self._columns)
+        return least_bytes(self._columns)
 
     def spans(self, samples: I64, column: int) -> tuple[I64, I64]:
         """(first byte, bytes) of one column's value in each sample; int64 [n] each."""
@@ -108,15 +226,7 @@ class ShardFile:
         if tokens.kind is not None:
             lead = self._lead(begins, sizes, tokens)
             begins, sizes = begins + lead, sizes - lead
-        itemsize = tokens.dtype.itemsize
-        wrong = (sizes < 0) | (sizes % itemsize != 0)
-        if wrong.any():
-            i = int(wrong.argmax())
-            raise StoreError(
-                f"{self.file.url}: byte {begins[i]}: {sizes[i]} bytes are no whole number of "
-                f"{tokens.dtype.name}"
-            )
-        return begins, sizes // itemsize
+        return self._counted(begins, sizes, tokens)
 
     def value(self, sample: int, column: int) -> bytes:
         """The bytes of one value."""
@@ -137,10 +247,8 @@ class ShardFile:
             return lead
         if kind.dtype is None:
             self._refuse_short(begins, sizes, 1)
-            codes = self._bytes[begins]
-            wrong = np.array(
-                [np.dtype(DTYPE_CODES.get(code, "V1")) != tokens.dtype for code in codes.tolist()]
-            )
+            same = [code for code, name in DTYPE_CODES.items() if np.dtype(name) == tokens.dtype]
+            wrong = ~np.isin(self._bytes[begins], same)
             if wrong.any():
                 at = int(begins[wrong.argmax()])
                 raise StoreError(

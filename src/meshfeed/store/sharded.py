@@ -1,28 +1,43 @@
-"""Documents in many files, some of them open at a time: what token stores of shards share."""
+"""Documents in many files: what token stores of shards share."""
 
 from __future__ import annotations
 
 import hashlib
-import threading
+import os
+import struct
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files import ByteFile, Content, FileStats, Folder
+from meshfeed.files import ByteFile, Content, FileStats, Folder, typed_errors
+from meshfeed.files.url import join
 from meshfeed.store.index_cache import Array, key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
-from meshfeed.store.stream import I64, LengthsIndex, Pieces, checked_out, checked_places, checked_ranges
+from meshfeed.store.shard_files import ShardFiles
+from meshfeed.store.stream import (
+    I64,
+    LengthsIndex,
+    Multiples,
+    Pieces,
+    checked_out,
+    checked_places,
+    checked_ranges,
+)
 
-_OPEN_SHARDS = 128
+T = TypeVar("T")
+
+_SHARDS_OF_PART = 64
+_AT_ONCE = 16
 _SAMPLED_BYTES = 1 << 12
 _NUM_SAMPLED = 8
-_NOT_PICKLED = ("_depth", "_lock", "_files", "_open", "_documents")
+_NOT_PICKLED = ("_files", "_known", "_looked")
 
 
 class Shard(Protocol):
@@ -39,31 +54,30 @@ class Shard(Protocol):
         ...
 
 
-class ShardFile(Protocol):
-    """A shard whose bytes can be read while it is entered."""
+@dataclass(frozen=True, slots=True)
+class Even:
+    """Documents that lie at equal distances in each shard.
 
-    @property
-    def file(self) -> ByteFile:
-        """Its bytes, uncompressed."""
-        ...
+    Attributes:
+        first: byte of each shard where its first document's tokens begin; int64 [num_shards].
+        stride_bytes: from one document to the next.
+    """
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
-File = TypeVar("File", bound=ShardFile)
+    first: I64
+    stride_bytes: int
 
 
-class ShardedStore(ABC, Generic[File]):
+class ShardedStore(ABC):
     """A StreamStore over the shards of a folder: documents lie end to end, in the order of the index.
 
     Making one only remembers. Everything but the attributes wants `with store:`. At most 128 shards are open
     at a time. A shard that is compressed, or far away with hashes in the index, is fetched and checked as a
     whole before a byte of it is used. All methods raise StoreError.
 
-    How long documents are is known from the index or, where that does not tell, read from every shard: once
-    per node, kept beside the cache, where shards lie far away.
+    How long documents are, and where in their shards, is known from the index or, where that does not tell,
+    read from the head of every shard, several at a time. It is done once per node and kept beside the cache;
+    for a local folder of few shards, in every process anew, which takes milliseconds and leaves nothing
+    behind. After that to read or to announce a range looks at nothing but its own bytes.
     """
 
     kind: ClassVar[str]
@@ -75,10 +89,9 @@ class ShardedStore(ABC, Generic[File]):
         self._forget()
 
     def _forget(self) -> None:
-        self._depth = 0
-        self._lock = threading.RLock()
-        self._files: dict[int, ByteFile] = {}
-        self._open: OrderedDict[int, File] = OrderedDict()
+        self._files = ShardFiles(self.path, self._checked_file, is_remote=self._folder.is_remote)
+        self._known: Mapping[str, Array] | None = None
+        self._looked = FileStats()
 
     # -- what a format says -------------------------------------------------------------------------------
 
@@ -101,21 +114,22 @@ class ShardedStore(ABC, Generic[File]):
         """What must hold of a shard's bytes; None where nothing is said and nothing is compressed."""
 
     @abstractmethod
-    def _shard_file(self, number: int) -> File:
-        """A shard, not entered yet."""
+    def _refuse_size(self, number: int, file: ByteFile) -> None:
+        """Raise StoreError for a shard that has not the size that the index says."""
 
     @abstractmethod
-    def _token_spans(self, shard: File, documents: I64) -> tuple[I64, I64]:
-        """(first byte, number) of the tokens of some documents of a shard; int64 [n] each."""
+    def _places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
+        """(byte where its tokens begin, tokens) of each document of a shard; int64 [num_documents] each."""
 
-    def _lengths_in(self, shard: File, num_documents: int) -> I64:
-        """Tokens of every document of a shard; int64 [num_documents]."""
-        return self._token_spans(shard, np.arange(num_documents))[1]
+    @cached_property
+    def _fixed_tokens(self) -> int | None:
+        """Tokens of every document, where the index says so."""
+        return None
 
-    def _announced(self, shard: File, number: int, pieces: Pieces) -> tuple[I64, I64]:
-        """Bytes [begin, end) of a shard that a read of such pieces will want; int64 [n] each."""
-        begins = self._begins(shard, number, pieces)
-        return begins, begins + pieces.lengths * self.dtype.itemsize
+    @cached_property
+    def _even(self) -> Even | None:
+        """Where documents lie, where the index says so."""
+        return None
 
     # -- what it is ---------------------------------------------------------------------------------------
 
@@ -149,8 +163,7 @@ class ShardedStore(ABC, Generic[File]):
     @property
     def stats(self) -> FileStats:
         """What reading tokens has cost so far."""
-        with self._lock:
-            return sum((file.stats for file in self._files.values()), FileStats())
+        return self._looked + self._files.stats
 
     @property
     def fingerprint(self) -> str:
@@ -161,25 +174,24 @@ class ShardedStore(ABC, Generic[File]):
     def _fingerprint(self) -> str:
         shards = self.shards
         digest = hashlib.blake2b(self._identity(), digest_size=16)
-        for at in np.linspace(0, len(shards) - 1, min(_NUM_SAMPLED, len(shards))).astype(int).tolist():
-            file = self._folder.file(shards[at].name)
-            middle = file.size_bytes // 2
-            digest.update(file.peek([(middle, middle + _SAMPLED_BYTES)])[0])
+        sampled = np.linspace(0, len(shards) - 1, min(_NUM_SAMPLED, len(shards))).astype(int).tolist()
+        for block in _at_once(self._middle, sampled):
+            digest.update(block)
         return digest.hexdigest()
+
+    def _middle(self, number: int) -> bytes:
+        file = self._folder.file(self.shards[number].name)
+        middle = file.size_bytes // 2
+        return file.peek([(middle, middle + _SAMPLED_BYTES)])[0]
 
     # -- entering and leaving -----------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        with self._lock:
-            self._depth += 1
+        self._files.open()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                while self._open:
-                    self._close_oldest()
+        self._files.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
@@ -215,19 +227,10 @@ class ShardedStore(ABC, Generic[File]):
         """Tokens of the stream's ranges, back to back; see IndexedStore."""
         starts, stops = checked_ranges(self.path, self.num_tokens, starts, stops)
         out = checked_out(self.path, out, self.dtype, int((stops - starts).sum()))
-        pieces = self._documents.pieces(starts, stops)
-        shards = self.shard_ends.searchsorted(pieces.documents, side="right")
-        sizes = pieces.lengths * self.dtype.itemsize
-        places = sizes.cumsum() - sizes
-        for number in np.unique(shards).tolist():
-            mine = np.flatnonzero(shards == number)
-            with self._lock:
-                shard = self._shard(number)
-                begins = self._begins(shard, number, pieces.take(mine))
-                reads = begins, sizes[mine], places[mine]
-                if not shard.file.is_remote:  # there, every range that was announced is read as such
-                    reads = _joined(*reads)
-                shard.file.read_into(out.view(np.uint8), *reads)
+        shards, begins, sizes = self._bytes_of(self._documents.pieces(starts, stops))
+        places, raw = sizes.cumsum() - sizes, out.view(np.uint8)
+        for number, mine in _by_shard(shards):
+            self._files.read_into(number, raw, begins[mine], sizes[mine], places[mine])
         return out
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
@@ -236,99 +239,105 @@ class ShardedStore(ABC, Generic[File]):
         return self._documents.document_starts(starts, stops)
 
     def will_need(self, starts: I64, stops: I64) -> None:
-        """Announce ranges of the stream that will be read, each once; whole shards where they are checked."""
+        """Announce ranges of the stream that will be read, each once; waits for lengths at most."""
         starts, stops = checked_ranges(self.path, self.num_tokens, starts, stops)
-        pieces = self._documents.pieces(starts, stops)
-        shards = self.shard_ends.searchsorted(pieces.documents, side="right")
-        for number in np.unique(shards).tolist():
-            mine = np.flatnonzero(shards == number)
-            with self._lock:
-                if number not in self._open and self._content(number) is not None:
-                    # to open it would wait for all of it
-                    self._file_of(number).will_need(np.zeros(1, np.int64), np.ones(1, np.int64))
-                    continue
-                shard = self._shard(number)
-                shard.file.will_need(*self._announced(shard, number, pieces.take(mine)))
+        shards, begins, sizes = self._bytes_of(self._documents.pieces(starts, stops))
+        for number, mine in _by_shard(shards):
+            self._files.will_need(number, begins[mine], begins[mine] + sizes[mine])
 
     def forget_needs(self) -> None:
         """What was announced and is not read yet will not be."""
-        with self._lock:
-            for file in self._files.values():
-                file.forget_needs()
+        self._files.forget_needs()
 
-    def _begins(self, shard: File, number: int, pieces: Pieces) -> I64:
-        """Byte of the shard where each piece starts."""
-        places = pieces.documents - self._first(number)
-        begins, counts = self._token_spans(shard, places)
-        wrong = pieces.end > counts
-        if wrong.any():
-            raise StoreError(
-                f"{shard.file.url}: document {places[wrong.argmax()]} has {counts[wrong.argmax()]} tokens, "
-                f"fewer than when its lengths were noted; clear the cache folder, or copy the shard again"
-            )
-        return begins + pieces.begin * self.dtype.itemsize
-
-    def _first(self, number: int) -> int:
-        """The first document of a shard."""
-        return int(self.shard_ends[number]) - self.shards[number].num_documents
-
-    # -- lengths ------------------------------------------------------------------------------------------
+    def _bytes_of(self, pieces: Pieces) -> tuple[I64, I64, I64]:
+        """(shard, first byte in it, bytes) of each piece; int64 [k] each."""
+        shards = self.shard_ends.searchsorted(pieces.documents, side="right")
+        even, itemsize = self._even, self.dtype.itemsize
+        if even is None:
+            begins = self._table["begins"][pieces.documents]
+        else:
+            begins = even.first[shards] + (pieces.documents - self._firsts[shards]) * even.stride_bytes
+        return shards, begins + pieces.begin * itemsize, pieces.lengths * itemsize
 
     @cached_property
-    def _documents(self) -> LengthsIndex:
-        fixed, numbers = self._fixed_tokens, range(len(self.shards))
-        if fixed is not None:
-            return LengthsIndex(np.arange(len(self) + 1, dtype=np.int64) * fixed)
-        if not self._folder.is_remote:
-            return LengthsIndex(_whole(numbers, [self._part(number) for number in numbers])["starts"])
-        key = key_of_parts(kind=self.kind, version=2, content=self.fingerprint)
-        arrays = built_in_parts(self._folder.kept, key, lambda: numbers, self._part, _whole)
-        return LengthsIndex(arrays["starts"])
+    def _firsts(self) -> I64:
+        """The first document of each shard; int64 [num_shards]."""
+        return np.concatenate(([0], self.shard_ends[:-1]))
+
+    # -- where documents lie, and how long they are ----------------------------------------------------------
 
     @property
-    def _fixed_tokens(self) -> int | None:
-        """Tokens of every document, where the index says so."""
-        return None
+    def _documents(self) -> LengthsIndex:
+        fixed = self._fixed_tokens
+        return LengthsIndex(self._table["starts"] if fixed is None else Multiples(fixed, len(self) + 1))
 
-    def _part(self, number: int) -> Mapping[str, Array]:
-        """Tokens of each document of one shard."""
-        with self._shard_file(number) as file:
-            return {"lengths": self._lengths_in(file, self.shards[number].num_documents)}
+    @property
+    def _table(self) -> Mapping[str, Array]:
+        """starts: see LengthsIndex. begins: byte of its shard where each document's tokens begin."""
+        if self._known is None:
+            self._known = self._looked_up()
+        return self._known
 
-    # -- shards -------------------------------------------------------------------------------------------
+    def _looked_up(self) -> Mapping[str, Array]:
+        numbers = range(len(self.shards))
+        parts = [numbers[at : at + _SHARDS_OF_PART] for at in range(0, len(numbers), _SHARDS_OF_PART)]
+        if len(parts) <= 1 and not self._folder.is_remote:
+            return _whole(parts, [self._part(part) for part in parts])
+        key = key_of_parts(kind=self.kind, version=3, content=self.fingerprint, files=self._versions())
+        return built_in_parts(self._folder.kept, key, lambda: parts, self._part, _whole)
 
-    def _file_of(self, number: int) -> ByteFile:
-        file = self._files.get(number)
-        if file is None:
-            content = self._content(number)
-            if content is not None and content.codec is None and not self._folder.is_remote:
-                content = None  # read in place
-            file = self._files[number] = self._folder.file(self.shards[number].name, content)
+    def _versions(self) -> str | None:
+        """Digest of sizes and times of local shards; far away only the fingerprint tells versions apart."""
+        if self._folder.is_remote:
+            return None
+        digest = hashlib.blake2b(digest_size=16)
+        for shard in self.shards:
+            path = join(self.path, shard.name)
+            with typed_errors(path):
+                found = os.stat(path)  # noqa: PTH116  (a Path for each of 100,000 shards takes longer)
+            digest.update(struct.pack("<qq", found.st_size, found.st_mtime_ns))
+        return digest.hexdigest()
+
+    def _part(self, numbers: Sequence[int]) -> Mapping[str, Array]:
+        """begins and lengths of all documents of some shards."""
+        found = _at_once(self._looked_into, numbers)
+        self._looked = sum((stats for _, _, stats in found), self._looked)
+        begins, lengths, _ = zip(*found)
+        return {"begins": np.concatenate(begins), "lengths": np.concatenate(lengths)}
+
+    def _looked_into(self, number: int) -> tuple[I64, I64, FileStats]:
+        file = self._checked_file(number)
+        return *self._places(number, file), file.stats
+
+    def _checked_file(self, number: int) -> ByteFile:
+        """A shard's file, of the size that the index says."""
+        content = self._content(number)
+        if content is not None and content.codec is None and not self._folder.is_remote:
+            content = None  # read in place
+        file = self._folder.file(self.shards[number].name, content)
+        self._refuse_size(number, file)
         return file
 
-    def _shard(self, number: int) -> File:
-        """A shard, entered; the one that was used longest ago makes room."""
-        if not self._depth:
-            raise StoreError(f"{self.path}: not entered; read from it inside `with store:`")
-        shard = self._open.pop(number, None)
-        if shard is None:
-            while len(self._open) >= _OPEN_SHARDS:
-                self._close_oldest()
-            shard = self._shard_file(number).__enter__()
-        self._open[number] = shard
-        return shard
 
-    def _close_oldest(self) -> None:
-        _, shard = self._open.popitem(last=False)
-        shard.__exit__()
+def _at_once(ask: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
+    """`ask` of some shards, in their order, several at a time. Raises what the first one raises."""
+    pool = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        return list(pool.map(ask, numbers))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _whole(shards: Sequence[int], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
-    return {"starts": np.concatenate(([0], joined(arrays, "lengths").cumsum(dtype=np.int64)))}
+def _whole(parts: Sequence[Any], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+    starts = np.concatenate(([0], joined(arrays, "lengths").cumsum(dtype=np.int64)))
+    return {"starts": starts, "begins": joined(arrays, "begins")}
 
 
-def _joined(begins: I64, sizes: I64, places: I64) -> tuple[I64, I64, I64]:
-    """The same reads, where pieces that touch in the file and in the output are one; int64 [k] each."""
-    apart = (begins[1:] != (begins + sizes)[:-1]) | (places[1:] != (places + sizes)[:-1])
-    first = np.flatnonzero(np.append(True, apart))
-    return begins[first], np.add.reduceat(sizes, first), places[first]
+def _by_shard(shards: I64) -> Iterator[tuple[int, Any]]:
+    """Every shard with the places where it stands: 5 7 5 -> (5, [0, 2]), (7, [1])."""
+    if not shards.size:
+        return
+    order = shards.argsort(kind="stable")
+    cuts = np.flatnonzero(np.diff(shards[order])) + 1
+    for mine in np.split(order, cuts):
+        yield int(shards[mine[0]]), mine

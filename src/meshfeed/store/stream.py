@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,23 @@ import numpy.typing as npt
 from meshfeed.errors import StoreError
 
 I64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Multiples:
+    """0, step, 2 step, ..., as an array that takes no memory. step: at least 1. size: entries."""
+
+    step: int
+    size: int
+
+    def __getitem__(self, places: Any) -> Any:
+        """Entries at some places that are there, counted from 0; whole numbers, int64 [n] or one alone."""
+        return places * self.step
+
+    def searchsorted(self, values: I64, side: Literal["left", "right"] = "left") -> I64:
+        """As of an array."""
+        found = -(-values // self.step) if side == "left" else values // self.step + 1
+        return found.clip(0, self.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +38,7 @@ class LengthsIndex:
         starts: stream offset of each document's first token, then the end; int64 [num_documents + 1].
     """
 
-    starts: I64
+    starts: I64 | Multiples
 
     @property
     def num_documents(self) -> int:
@@ -31,7 +48,7 @@ class LengthsIndex:
     @property
     def num_tokens(self) -> int:
         """Tokens of all documents."""
-        return int(self.starts[-1])
+        return int(self.starts[self.starts.size - 1])
 
     def lengths(self, documents: I64) -> I64:
         """Tokens of each document; int64 [n]."""
