@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,17 @@ _MESH_DIMS = {
     "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "ddp": "dp", "fsdp": "dp",
     "dp_replicate": "dp", "dp_shard": "dp", "dp_shard_mod_ep": "dp", "dp_shard_in_ep": "dp",
 }  # fmt: skip
+
+# Our name, that of a ProcessGroupCollection, and where parallel_state has it.
+_MEGATRON_GROUPS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("tp", "tp", lambda state: state.get_tensor_model_parallel_group()),
+    ("cp", "cp", lambda state: state.get_context_parallel_group()),
+    ("dp", "dp", lambda state: state.get_data_parallel_group()),
+    ("pp", "pp", lambda state: state.get_pipeline_model_parallel_group()),
+    ("dp-cp", "dp_cp", lambda state: state.get_data_parallel_group(with_context_parallel=True)),
+    ("gtp", "gtp_remat", lambda state: None),  # parallel_state's dp groups hold it already
+    ("ep", "ep", lambda state: state.get_expert_model_parallel_group(check_initialized=False)),
+)
 
 
 class Coord(NamedTuple):
@@ -144,6 +155,82 @@ class Layout:
         table = ranks.transpose([a for at in axes for a in at]).ravel().tolist()
         return cls(**sizes, order="-".join(DIMS), ranks_per_node=ranks_per_node, table=tuple(table))
 
+    @classmethod
+    def from_groups(
+        cls, groups: Mapping[str, Sequence[int]], *, ep: int = 1, ranks_per_node: int | None = None
+    ) -> Layout:
+        """The layout in which one rank has these groups; what a rank knows of a trainer's process groups.
+
+        groups: "tp", "cp", "dp", "pp" -> the global ranks of that rank's group, in order. Further ones, such
+        as "dp-cp", are checked. One rank's view tells all where ranks are evenly spaced along every
+        dimension, as every order of Megatron-core has them, also on a part of the job's ranks. A dimension
+        may be made of several, such as dp of an outer and an inner one.
+        Raises LayoutError where groups are missing, do not meet in one rank, or are not evenly spaced.
+        """
+        rank = _meeting_of(groups)
+        sizes: dict[str, Any] = {dim: len(groups[dim]) for dim in DIMS}
+        grid = np.full(1, rank)
+        for dim in DIMS:
+            grid = np.add.outer(np.array(groups[dim]) - rank, grid).ravel()
+        if np.unique(grid).size < grid.size:
+            shown = ", ".join(f"{dim} {_shown(groups[dim])}" for dim in DIMS)
+            raise LayoutError(f"the groups {shown} of rank {rank} put some rank at two places of the grid")
+        wide = [dim for dim in DIMS if sizes[dim] > 1]
+        in_turn = iter(sorted(wide, key=lambda dim: groups[dim][1] - groups[dim][0]))
+        order = [next(in_turn) if dim in wide else dim for dim in MEGATRON_ORDER.split("-")]
+        layout = cls(**sizes, ep=ep, order="-".join(order), ranks_per_node=ranks_per_node)
+        slowest_first = [layout.dims[::-1].index(dim) for dim in DIMS[::-1]]
+        if not np.array_equal(layout.grid().transpose(slowest_first).ravel(), grid):
+            layout = cls(**sizes, ep=ep, ranks_per_node=ranks_per_node, table=tuple(grid.tolist()))
+        for dims, ranks in groups.items():
+            if sorted(ranks) != sorted(layout.group_of(rank, dims).tolist()):
+                raise LayoutError(
+                    f"rank {rank} has the {dims} group {_shown(ranks)}, but by its tp, cp, dp and pp groups "
+                    f"it is {_shown(layout.group_of(rank, dims).tolist())}; pass groups of one arrangement"
+                )
+        return layout
+
+    @classmethod
+    def from_megatron(cls, groups: Any = None, *, ranks_per_node: int | None = None) -> Layout:
+        """The layout of Megatron-core's process groups, as this rank sees them; nobody is asked.
+
+        groups: a ProcessGroupCollection that has tp, cp, dp and pp; None takes those that
+        `parallel_state.initialize_model_parallel` made. ep folds into tp x cp x dp; gtp_remat, whose ranks
+        have data of their own, is part of dp.
+        Raises LayoutError without Megatron-core or without such groups; see `from_groups` too.
+        """
+        try:
+            from megatron.core import parallel_state
+        except ImportError as missing:
+            raise LayoutError(
+                "from_megatron needs megatron-core: pip install 'meshfeed[megatron]'"
+            ) from missing
+        if groups is None and not parallel_state.model_parallel_is_initialized():
+            raise LayoutError(
+                "Megatron-core has no process groups yet; call parallel_state.initialize_model_parallel first"
+            )
+        ranks_of = parallel_state.torch.distributed.get_process_group_ranks  # this layer imports no torch
+        found: dict[str, list[int]] = {}
+        for dims, name, of_state in _MEGATRON_GROUPS:
+            group = getattr(groups, name, None) if groups is not None else of_state(parallel_state)
+            if group is None and dims in DIMS:
+                raise LayoutError(f"the process groups have no {name!r}; set tp, cp, dp and pp of this rank")
+            if group is None:
+                continue
+            try:
+                ranks = [int(rank) for rank in ranks_of(group)]
+            except (KeyError, ValueError, TypeError, AttributeError) as foreign:
+                raise LayoutError(
+                    f"this rank is in no {name!r} group ({foreign!r}); make it a member"
+                ) from None
+            found[dims] = ranks
+        ep, gtp = len(found.pop("ep", [0])), found.pop("gtp", [])
+        if len(gtp) > 1:  # ranks that share weights and have data of their own: an inner dp
+            rank = _meeting_of(found)
+            found["dp"] = [int(other) for other in np.add.outer(found["dp"], np.array(gtp) - rank).ravel()]
+            found.pop("dp-cp", None)
+        return cls.from_groups(found, ep=ep, ranks_per_node=ranks_per_node)
+
     # -- what it says -------------------------------------------------------------------------------
 
     @property
@@ -251,3 +338,40 @@ class Layout:
         if not wanted <= set(DIMS):
             raise LayoutError(f"groups({dims!r}): dimensions are {', '.join(DIMS)}, joined by '-'")
         return wanted
+
+
+def _meeting_of(groups: Mapping[str, Sequence[int]]) -> int:
+    """The rank where the groups of all dimensions meet. Raises LayoutError for groups of no grid."""
+    if missing := [dim for dim in DIMS if not groups.get(dim)]:
+        raise LayoutError(f"no {missing[0]!r} group among {sorted(groups)}; give tp, cp, dp and pp")
+    common = set.intersection(*(set(groups[dim]) for dim in DIMS))
+    if len(common) != 1:
+        shown = ", ".join(f"{dim} {_shown(groups[dim])}" for dim in DIMS)
+        raise LayoutError(
+            f"the groups {shown} meet in {len(common)} ranks; those of one rank meet in that one"
+        )
+    for dim in DIMS:
+        if not _is_even(np.array(groups[dim])):
+            raise LayoutError(
+                f"the {dim} group {_shown(groups[dim])} is not evenly spaced, so one rank cannot tell where "
+                f"the others stand; pass Layout(..., table=...)"
+            )
+    return common.pop()
+
+
+def _is_even(ranks: npt.NDArray[np.int64]) -> bool:
+    """Whether ranks are evenly spaced, in runs that are evenly spaced themselves: [0 2 8 10]."""
+    apart = np.diff(ranks)
+    if not apart.size or (apart == apart[0]).all():
+        return True
+    run = int(np.argmax(apart != apart[0])) + 1
+    if ranks.size % run:
+        return False
+    rows = ranks.reshape(-1, run)
+    return bool((rows - rows[:, :1] == rows[0] - rows[0, 0]).all()) and _is_even(rows[:, 0])
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    """A group for the text of an error, not too long."""
+    text = ", ".join(map(str, ranks[:8]))
+    return f"[{text}{', ...' if len(ranks) > 8 else ''}]"

@@ -1,0 +1,32 @@
+"""meshfeed for Megatron-core: who reads, iterators per virtual stage, `get_batch`, its schedulers' drop-ins.
+
+from meshfeed.integrations import megatron
+
+feed = megatron.feed(recipe, config, loading="shared", micro_batch_size=2)
+iterators = megatron.data_iterators(feed)  # in forward_step: megatron.get_batch(data_iterator)
+
+Megatron-core is imported by the functions that need it, and knows nothing of meshfeed.
+"""
+
+from meshfeed.integrations.megatron.batches import MODEL_KEYS, StageIterator, begin, data_iterators, get_batch
+from meshfeed.integrations.megatron.hybrid import HybridCPDataLoaderWrapper
+from meshfeed.integrations.megatron.schedule import SCHEDULERS, SequencePacking, Wrapped, packing_of
+from meshfeed.integrations.megatron.stages import Loading, feed, is_reader, readers, stage_map
+
+__all__ = [
+    "MODEL_KEYS",
+    "SCHEDULERS",
+    "HybridCPDataLoaderWrapper",
+    "Loading",
+    "SequencePacking",
+    "StageIterator",
+    "Wrapped",
+    "begin",
+    "data_iterators",
+    "feed",
+    "get_batch",
+    "is_reader",
+    "packing_of",
+    "readers",
+    "stage_map",
+]

@@ -1,0 +1,194 @@
+"""Microbatches as Megatron-core's training loop takes them: iterators per virtual stage, and `get_batch`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed import get_process_group_ranks
+
+from meshfeed.batch import Step
+from meshfeed.errors import LayoutError, RecipeError
+from meshfeed.exchange import Exchange
+from meshfeed.feed import Feed
+from meshfeed.integrations.megatron.core import core
+from meshfeed.plan import Pack, StepPlan, packs_of
+
+MODEL_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+"""What Megatron's own `get_batch` returns, in its order."""
+
+_TOLD = ("max_seqlen", "total_tokens", "pad_between_seqs", "local_cp_size", "cp_ranks")
+
+
+Source = Feed | Exchange
+"""What gives steps."""
+
+
+class StageIterator(Iterator[dict[str, Any]]):
+    """The microbatches of one virtual stage, one after the other through all steps; see `data_iterators`.
+
+    `next` gives a dict of the fields that the stage needs. Where sequences are packed it has max_seqlen,
+    total_tokens (of the pack, padding included) and pad_between_seqs as plain numbers, so that no device is
+    asked for them; where cp groups change also local_cp_size and cp_ranks. Megatron's RerunDataIterator may
+    keep and replay it. Raises StopIteration at the end of the stream.
+
+    Attributes:
+        step: the step that it stands in; None before the first.
+    """
+
+    def __init__(self, source: Source, steps: Iterator[Step]) -> None:
+        self.step: Step | None = None
+        self._source, self._steps = source, steps
+        self._left: Iterator[dict[str, Any]] = iter(())
+
+    def __next__(self) -> dict[str, Any]:
+        while (made := next(self._left, None)) is None:
+            self.begin()
+        return made
+
+    def begin(self) -> Step:
+        """Go on to the next step; what is left of this one is dropped. Raises StopIteration at the end."""
+        self.step = next(self._steps)
+        self._left = self._dicts(self.step)
+        return self.step
+
+    def rest(self) -> Iterator[dict[str, Any]]:
+        """What is left of the step that it stands in, and no more."""
+        return self._left
+
+    def _dicts(self, step: Step) -> Iterator[dict[str, Any]]:
+        layout, changing = self._source.layout, len(self._source.cp_groups) > 1
+        coord = layout.coord(self._source.rank)
+        packs: list[Pack] | None = None
+        for microbatch in step.microbatches:
+            made = dict(microbatch)
+            if "cu_seqlens_padded" in made:
+                packs = packs or packs_of(step.plan, coord.dp * layout.cp + coord.cp)
+                made |= _totals(step.plan, packs[microbatch.index])
+                if changing:
+                    made |= {"local_cp_size": microbatch.cp_size, "cp_ranks": microbatch.cp_ranks}
+            yield made
+
+
+def data_iterators(source: Source) -> StageIterator | list[StageIterator]:
+    """What Megatron's training loop takes for its data iterator: one, or one per virtual stage in a list.
+
+    source: an entered Feed, or an Exchange. Each stage gets the same microbatches, read once; all stages must
+    be iterated. The source's state is after every step whose last microbatch was taken.
+    """
+    if source.stage_map.vpp == 1:
+        return StageIterator(source, iter(source))
+    return [StageIterator(source, iter(stage)) for stage in source.virtual_stages]
+
+
+def begin(iterators: StageIterator | Sequence[StageIterator]) -> Step:
+    """Go on to the next step on all virtual stages; see `StageIterator.begin`.
+
+    For loops that want to know a step before its microbatches: how many they are, and the loss-bearing tokens
+    of the global batch. Who does not ask for it gets one microbatch after the other.
+    """
+    stages = [iterators] if isinstance(iterators, StageIterator) else iterators
+    steps = [stage.begin() for stage in stages]
+    return steps[0]
+
+
+def get_batch(
+    iterator: Iterator[Mapping[str, Any]] | None, *, cp_groups: Mapping[int, Any] | None = None
+) -> dict[str, Any]:
+    """The next microbatch of a stage: Megatron's keys, packed_seq_params, and then whatever else it brings.
+
+    iterator: of `data_iterators`, or a RerunDataIterator around it; None gives nothing but None. cp_groups:
+    size -> ProcessGroup, for changing cp groups; None takes those of parallel_state.
+    Every tensor is cut for this rank, and nothing is sent. What the stage does not need is None: tokens and
+    position_ids are for the first stage and those with MTP layers, labels and loss_mask for the last one,
+    attention_mask for none. packed_seq_params is a PackedSeqParams on every stage; None for rows of one
+    length.
+    Raises LayoutError where Megatron has no group for the cp ranks of a pack.
+    """
+    batch = {} if iterator is None else dict(next(iterator))
+    made: dict[str, Any] = {name: batch.pop(name, None) for name in MODEL_KEYS}
+    made["packed_seq_params"] = None
+    if made["tokens"] is None:
+        made["position_ids"] = None
+    if "cu_seqlens" in batch:
+        told = {
+            name: batch.pop(name) for name in ("cu_seqlens", "cu_seqlens_padded", *_TOLD) if name in batch
+        }
+        if "cu_seqlens_padded" not in told:
+            told, made = _flat(told, made)
+        made["packed_seq_params"] = _params(told, cp_groups)
+    return made | batch
+
+
+def _totals(plan: StepPlan, pack: Pack) -> dict[str, int]:
+    """Longest sequence of a pack, tokens of all, whether some are padding; those of a dummy too."""
+    if not pack.sequences.size:
+        idle = int(plan.align.pack_multiple(pack.cp_size))
+        return {"max_seqlen": idle, "total_tokens": idle, "pad_between_seqs": True}
+    padded = pack.padded_lengths
+    differ = bool((padded != pack.lengths).any())
+    return {"max_seqlen": int(padded.max()), "total_tokens": int(padded.sum()), "pad_between_seqs": differ}
+
+
+def _flat(told: dict[str, Any], made: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rows of one length with document starts, laid end to end as one pack."""
+    total = int(told["cu_seqlens"][-1])
+    for name, value in made.items():
+        if value is not None:
+            if value.numel() != total:
+                raise RecipeError(
+                    f"{name} has {value.numel()} of {total} tokens: rows that cp splits cannot be attended "
+                    f"to by document; use Documents with a Packing, or leave reset_attention_mask out"
+                )
+            made[name] = value.reshape(1, total)
+    told |= {"cu_seqlens_padded": told["cu_seqlens"], "max_seqlen": int(told["max_seqlen"])}
+    return told | {"total_tokens": total, "pad_between_seqs": False}, made
+
+
+def _params(told: Mapping[str, Any], cp_groups: Mapping[int, Any] | None) -> Any:
+    """A PackedSeqParams of this Megatron-core, with those of its fields that it has."""
+    params = core("packed_seq_params").PackedSeqParams
+    size: int | None = told.get("local_cp_size")
+    values: dict[str, Any] = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": told["cu_seqlens"],
+        "cu_seqlens_kv": told["cu_seqlens"],
+        "cu_seqlens_q_padded": told["cu_seqlens_padded"],
+        "cu_seqlens_kv_padded": told["cu_seqlens_padded"],
+        "max_seqlen_q": told["max_seqlen"],
+        "max_seqlen_kv": told["max_seqlen"],
+        "total_tokens": told["total_tokens"],
+        "pad_between_seqs": told["pad_between_seqs"],
+        "local_cp_size": size,
+        "cp_group": None if size is None else _cp_group(size, told["cp_ranks"], cp_groups),
+    }
+    known = {field.name for field in dataclasses.fields(params)}
+    return params(**{name: value for name, value in values.items() if name in known})
+
+
+def _cp_group(size: int, ranks: tuple[int, ...], cp_groups: Mapping[int, Any] | None) -> Any:
+    """The process group of some cp ranks; None for one rank, where Megatron makes none for it."""
+    parallel_state = core("parallel_state")
+    group: Any = None
+    of_size = getattr(parallel_state, "get_dynamic_data_context_parallel_groups", None)
+    try:
+        if cp_groups is not None:
+            group = cp_groups[size]
+        elif of_size is not None:
+            group = of_size(group_size=size)
+        elif size == 1:
+            return None
+        else:
+            group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+    except (KeyError, AssertionError, TypeError) as none:
+        raise LayoutError(
+            f"no context-parallel group of {size} ranks for {ranks}: initialize Megatron with groups for "
+            f"changing cp, set Packing(cp_sizes=...) to its sizes, or pass cp_groups made of feed.cp_groups"
+        ) from none
+    if (members := tuple(get_process_group_ranks(group))) != ranks:
+        raise LayoutError(
+            f"the context-parallel group of {size} ranks has {members}, the pack is split among {ranks}; let "
+            f"cp vary faster than dp, or pass cp_groups by new_group(feed.cp_groups[n], sort_ranks=False)"
+        )
+    return group

@@ -1,0 +1,176 @@
+"""Megatron-core's HybridCPDataLoaderWrapper: samples per rank and sample-id groups, by meshfeed's planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from meshfeed.deliver import Cause
+from meshfeed.errors import LayoutError
+from meshfeed.exchange import Group, Keys, Seats, encode, gather_lengths, nothing, plan, reroute
+from meshfeed.exchange.census import ERROR, Schema
+from meshfeed.exchange.items import Given
+from meshfeed.exchange.keys import RESERVED
+from meshfeed.integrations.megatron.core import core
+from meshfeed.integrations.megatron.schedule import packing_of, sequences_of
+from meshfeed.integrations.megatron.stages import device_of, layout_of
+from meshfeed.layout import Layout
+from meshfeed.plan import StepPlan, packs_of
+from meshfeed.roles import Field
+from meshfeed.stepping import ranks_beside
+
+SampleGroups = list[list[list[int]]]
+"""[group][dp_cp rank] -> ids of the samples that the rank works on, one after the other."""
+
+_MOST_BYTES = 2048
+
+
+class HybridCPDataLoaderWrapper:
+    """In place of Megatron's own, for its schedule of hybrid context parallelism.
+
+    Every `next` pulls one batch of samples, packed or not, and gives (samples, groups): what this rank works
+    on, id -> whole sample on its device, and the ids of all ranks (see `SampleGroups`). In every group a rank
+    works on samples of one cp size, the same as the ranks that share them and in the same order; who would
+    have none has a dummy sample without loss, whose id is past all others. Samples are padded to what
+    their own cp size needs, and no further. Ranks without an iterator get (None, None).
+
+    Args:
+        data_iterator: gives lists of samples; all cp ranks of a data-parallel rank give the same.
+        config: see `packing_of`; of schedulers, hybrid cp is always dynamic_cp.
+        pg_collection: with dp_cp, tp, cp, dp and pp; None takes those of parallel_state.
+        device: where samples go; None is this process's GPU, if there is any.
+
+    Lengths and samples travel in two collectives of the dp_cp ranks' gloo group. Raises LayoutError without
+    such a group, or where cp does not vary faster than dp; StopIteration when all iterators have come to
+    their end; PlanError for a sample that all ranks together cannot hold; what any rank's iterator raises.
+    """
+
+    def __init__(
+        self,
+        data_iterator: Iterator[Any] | None,
+        config: Any,
+        pg_collection: Any = None,
+        *,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self._iterator, self._config = data_iterator, config
+        self._groups, self._device = pg_collection, device
+        self._taken = self._step = 0
+        self._joined: tuple[Layout, Seats, Group] | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[dict[int, dict[str, Any]], SampleGroups] | tuple[None, None]:
+        if self._iterator is None:
+            return None, None
+        layout, seats, group = self._joined = self._joined or self._join()
+        batch = self._pull()
+        self._taken, self._step = self._taken + len(batch.encoded), self._step + 1
+        census = gather_lengths(batch, seats, group)
+        if not len(census):
+            raise StopIteration
+        packing = packing_of(self._config, layout, "dynamic_cp")
+        step_plan = plan(census, packing, seats, layout=layout, step=self._step - 1).plan
+        received = reroute(batch, census, step_plan, seats, group, split=None)
+        groups, device = groups_of(step_plan), device_of(self._device)
+        mine: dict[int, dict[str, Any]] = {}
+        for m, ids_of_rank in enumerate(groups):
+            items = dict(received.items(m))
+            for sample in ids_of_rank[group.member]:
+                item = items.get(sample) or _dummy(census.schemas[0])
+                width = _width(step_plan, sample)
+                mine[sample] = {
+                    name: _padded(value, width).to(device) if isinstance(value, torch.Tensor) else value
+                    for name, value in _as_given(item).items()
+                }
+        return mine, groups
+
+    def _pull(self) -> Given:
+        """What this rank gives: nothing at its end, since others may have more; an error to all."""
+        try:
+            samples = [_as_sent(each) for each in sequences_of(next(cast(Iterator[Any], self._iterator), []))]
+            return encode(samples, _keys_of(samples), first=self._taken, rank=dist.get_rank())
+        except Exception as error:
+            none = nothing()
+            told = Cause.of(error).encode(_MOST_BYTES)
+            return replace(none, report=replace(none.report, status=ERROR, cause=told))
+
+    def _join(self) -> tuple[Layout, Seats, Group]:
+        layout, rank = layout_of(self._groups), dist.get_rank()
+        ranks = tuple(ranks_beside(layout, layout.coord(rank)).tolist())
+        try:
+            found: Any = getattr(self._groups, "dp_cp", None) or core(
+                "parallel_state"
+            ).get_data_parallel_group_gloo(with_context_parallel=True)
+        except AssertionError as none:
+            raise LayoutError(
+                "Megatron-core has no gloo groups; set create_gloo_process_groups=True"
+            ) from none
+        if torch.device("cpu") not in found._device_types:
+            raise LayoutError("pg_collection.dp_cp takes no tensors of the CPU; give one with gloo for it")
+        if (members := tuple(dist.get_process_group_ranks(found))) != ranks:
+            raise LayoutError(
+                f"the dp_cp group is {members}, by dp and then cp it is {ranks}; let cp vary faster than dp"
+            )
+        return layout, Seats.all_of(ranks, cp=layout.cp), Group(found)
+
+
+def groups_of(step_plan: StepPlan) -> SampleGroups:
+    """Who works on which samples, microbatch by microbatch; dummies have ids past all samples."""
+    ranks, first_dummy = step_plan.num_ranks, step_plan.lengths.size
+    groups: SampleGroups = [[[] for _ in range(ranks)] for _ in range(step_plan.num_microbatches)]
+    for rank in range(ranks):
+        for m, pack in enumerate(packs_of(step_plan, rank)):
+            ids = step_plan.sequence[pack.sequences].tolist()
+            groups[m][rank] = ids or [first_dummy + m * ranks + rank - pack.cp_rank]
+    return groups
+
+
+def _width(step_plan: StepPlan, sample: int) -> int:
+    """Tokens of a sample, padded as its cp size needs it; those of a dummy too."""
+    if sample < step_plan.lengths.size:
+        length, cp_size = int(step_plan.lengths[sample]), int(step_plan.cp_size[sample])
+    else:
+        length, cp_size = 1, step_plan.idle_cp_size
+    multiple = int(step_plan.align.pack_multiple(cp_size))  # each sample is a pack of its own
+    return -(-length // multiple) * multiple
+
+
+def _as_sent(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"({name})" if name in RESERVED else name: value for name, value in sample.items()}
+
+
+def _as_given(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.strip("()"): value for name, value in sample.items()}
+
+
+def _keys_of(samples: Sequence[Mapping[str, Any]]) -> Keys:
+    """Which keys of some samples have one entry per token."""
+    names = sorted({name for sample in samples for name in sample} | {"tokens"})
+    split = {
+        name
+        for name in names
+        if all(
+            np.shape(s[name])[:1] == np.shape(s["tokens"])[:1] for s in samples if name in s and "tokens" in s
+        )
+    }
+    return Keys(*(Field(name=name, dtype="any", split=name in split) for name in names))
+
+
+def _padded(value: torch.Tensor, width: int) -> torch.Tensor:
+    """One entry per token, and zeros up to the width."""
+    beside = [0, 0] * (value.ndim - 1)
+    return torch.nn.functional.pad(value, [*beside, 0, max(width - len(value), 0)])
+
+
+def _dummy(schema: Schema) -> dict[str, Any]:
+    """A sample of one token, 0, that bears no loss."""
+    return {
+        name: torch.zeros((1, *shape), dtype=getattr(torch, dtype)) for name, dtype, shape in schema.split
+    }

@@ -1,0 +1,159 @@
+"""Which rank does what in a Megatron-core job: its layout, its stages, and who opens storage."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from meshfeed.deliver import can_share
+from meshfeed.errors import RoleError
+from meshfeed.feed import Feed
+from meshfeed.integrations.megatron.core import core
+from meshfeed.launch import this_layout
+from meshfeed.layout import Layout
+from meshfeed.recipe import Recipe
+from meshfeed.roles import DeliveryName, Field, Roles, StageMap, assign_roles, choose_delivery
+
+Loading = Literal["replicated", "broadcast", "shared"]
+"""replicated: every rank that needs data reads its own.
+broadcast: tp rank 0 of each stage that needs data reads, for its tp group.
+shared: one rank of each node and data-parallel replica reads, for all of them, where machines can share."""
+
+_DELIVERY: dict[str, DeliveryName | Literal["auto"]] = {
+    "replicated": "direct",
+    "broadcast": "broadcast",
+    "shared": "auto",
+}
+_STORED = (
+    Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
+    Field(name="labels", dtype="int64", stages=("last",), split=True),
+)
+_LENGTHS = Field(name="lengths", dtype="int64")  # of a trainer's own sequences: no index tells them
+
+
+def delivery_of(loading: Loading) -> DeliveryName | Literal["auto"]:
+    """The delivery that a way of loading is. Raises RoleError for another name."""
+    if loading not in get_args(Loading):
+        raise RoleError(f"loading={loading!r}: choose one of {', '.join(get_args(Loading))}")
+    return _DELIVERY[loading]
+
+
+def layout_of(groups: Any = None) -> Layout:
+    """`Layout.from_megatron`, with the node size that the launcher tells. Raises LayoutError."""
+    return this_layout(Layout.from_megatron(groups), dist.get_rank())
+
+
+def device_of(given: str | torch.device | None) -> str | torch.device:
+    """The device given, or else this process's GPU, or the CPU where there is none."""
+    if given is not None or not torch.cuda.is_available():
+        return given or "cpu"
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def stage_map(config: Any) -> StageMap:
+    """What each pipeline stage does, by Megatron's TransformerConfig, or anything with its attributes.
+
+    Read are pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, mtp_num_layers and
+    pipeline_model_parallel_layout. Without a layout, MTP layers are on the last stage.
+    """
+    pp = int(getattr(config, "pipeline_model_parallel_size", 1))
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if isinstance(layout, str):
+        return StageMap(pp=pp, layout=layout)
+    if layout is None:
+        vpp = int(getattr(config, "virtual_pipeline_model_parallel_size", None) or 1)
+        mtp = (pp * vpp - 1,) if getattr(config, "mtp_num_layers", None) else ()
+        return StageMap(pp=pp, vpp=vpp, mtp=mtp)
+    # a PipelineParallelLayerLayout holds [pp rank][virtual stage], a list all stages in their order
+    stages = layout if isinstance(layout, list) else [stage for row in zip(*layout.layout) for stage in row]
+    kinds = [[str(getattr(layer, "name", layer)).strip().lower() for layer in stage] for stage in stages]
+    return StageMap(
+        pp=pp, vpp=len(kinds) // pp, mtp=tuple(i for i, kind in enumerate(kinds) if "mtp" in kind)
+    )
+
+
+def stages_of(config: Any, layout: Layout) -> StageMap:
+    """`stage_map`; without a config, the plain pipeline with the virtual stages that parallel_state knows.
+
+    Raises RoleError where config and process groups differ.
+    """
+    if config is None:
+        vpp = core("parallel_state").get_virtual_pipeline_model_parallel_world_size()
+        return StageMap(pp=layout.pp, vpp=vpp or 1)
+    stages = stage_map(config)
+    stages.check(layout)
+    return stages
+
+
+def is_dynamic(config: Any) -> bool:
+    """Whether a Megatron config has context-parallel groups that change from microbatch to microbatch."""
+    scheduler = getattr(config, "sequence_packing_scheduler", None)
+    name = str(getattr(scheduler, "value", scheduler))
+    return name.endswith(("dynamic_cp", "hybrid_cp")) or bool(
+        getattr(config, "hybrid_context_parallel", False)
+    )
+
+
+def is_reader(
+    vp_stage: int | None = None, *, config: Any = None, loading: Loading = "broadcast", groups: Any = None
+) -> bool:
+    """Whether this rank opens storage: Megatron's `is_dataset_built_on_rank`. No rank is asked.
+
+    vp_stage: whether it does for this virtual stage; None for any of its own. config: where MTP layers and
+    virtual stages are; see `stage_map`. groups: a ProcessGroupCollection; None takes those of parallel_state.
+    Bind them with functools.partial: Megatron calls it without arguments. Under "replicated", a config with a
+    sequence_packing_scheduler has every rank read, since all stages must know the lengths.
+    Raises LayoutError and RoleError where they do not fit together.
+    """
+    layout = layout_of(groups)
+    stages, rank = stages_of(config, layout), dist.get_rank()
+    reads = _roles(layout, stages, loading, config)[rank].reads
+    if vp_stage is None:
+        return reads
+    if not 0 <= vp_stage < stages.vpp:
+        raise RoleError(f"vp_stage={vp_stage}: stages go from 0 to {stages.vpp - 1}; pass the model's config")
+    return reads and bool(stages.fields_of(_STORED, layout.coord(rank).pp, vp_stage))
+
+
+def readers(config: Any = None, *, loading: Loading = "broadcast", groups: Any = None) -> tuple[int, ...]:
+    """All ranks whose `is_reader` is True, ascending; those that have an iterator, then."""
+    layout = layout_of(groups)
+    roles = _roles(layout, stages_of(config, layout), loading, config)
+    return tuple(roles.ranks[roles.reads].tolist())
+
+
+def _roles(layout: Layout, stages: StageMap, loading: Loading, config: Any) -> Roles:
+    delivery, fields = delivery_of(loading), _STORED
+    if delivery == "direct" and getattr(config, "sequence_packing_scheduler", None) is not None:
+        fields = (*_STORED, _LENGTHS)
+    if delivery == "auto":
+        delivery = choose_delivery(layout, stages, fields, can_share=can_share() is None)
+    return assign_roles(layout, stages, fields, delivery, shares_packs=not is_dynamic(config))
+
+
+def feed(
+    recipe: Recipe,
+    config: Any = None,
+    *,
+    loading: Loading = "shared",
+    groups: Any = None,
+    device: str | torch.device | None = None,
+    **options: Any,
+) -> Feed:
+    """The Feed of this rank of a Megatron job.
+
+    config: see `stage_map`; None for a plain pipeline. loading: who reads, whatever the recipe brings.
+    groups: a ProcessGroupCollection; None takes those of parallel_state. device: None is this process's GPU,
+    if there is any. options: all others of a Feed, such as micro_batch_size and packing.
+    """
+    layout = layout_of(groups)
+    return Feed(
+        recipe,
+        layout,
+        delivery=delivery_of(loading),
+        stage_map=stages_of(config, layout),
+        device=device_of(device),
+        **options,
+    )

@@ -1,0 +1,164 @@
+"""Under Megatron-core's own process groups: layout, readers and every rank's batch are what its own path gives."""
+
+from __future__ import annotations
+
+import functools
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron_world import (
+    EOD,
+    LENGTH,
+    SEED,
+    TOKEN_KEYS,
+    Case,
+    gpt_recipe,
+    initialized,
+    iterators_of,
+    megatrons_batch,
+    plain,
+    run,
+    samples_of_step,
+    stage_kinds,
+    write_documents,
+)
+
+import meshfeed as mf
+from meshfeed.integrations import megatron
+
+STEPS, SEQUENCES, MBS = 2, 16, 2
+LOADINGS = ("replicated", "broadcast", "shared")
+
+WORLD_8 = [
+    Case(tp=2, cp=2, pp=2),
+    Case(tp=2, pp=2, vpp=2, order="tp-cp-ep-pp-dp"),
+    Case(cp=4, ep=4),
+    Case(tp=2, cp=2, ep=2, order="tp-ep-dp-cp-pp"),
+    Case(tp=2, pp=4, stages="Et|t|m|L", mtp=1),
+    Case(pp=2, vpp=2, stages="Et|t|tm|L", mtp=1, order="tp-cp-ep-pp-dp"),
+    Case(pp=4, mtp=1),
+]
+WORLD_16 = [Case(tp=2, cp=2, pp=2, ep=2, order="tp-cp-ep-pp-dp"), Case(cp=2, pp=4, vpp=2)]
+
+
+def megatrons_datasets(path: Path, is_reader: Any, samples: int) -> Any:
+    """Its training set, built by its builder on the ranks that read."""
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=LENGTH,
+        blend=([str(path)], None),
+        split="1",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=types.SimpleNamespace(eod=EOD, vocab_size=30_000, unique_identifiers={}),
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, [samples, None, None], is_reader, config).build()[0]
+
+
+def check_layout() -> mf.Layout:
+    layout, rank = mf.Layout.from_megatron(), dist.get_rank()
+    assert layout.table is None
+    assert mf.Layout.from_megatron(ProcessGroupCollection.use_mpu_process_groups()) == layout
+    theirs = {
+        "tp": parallel_state.get_tensor_model_parallel_group(),
+        "cp": parallel_state.get_context_parallel_group(),
+        "dp": parallel_state.get_data_parallel_group(),
+        "pp": parallel_state.get_pipeline_model_parallel_group(),
+        "dp-cp": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "tp-cp": parallel_state.get_tensor_and_context_parallel_group(),
+        "tp-pp": parallel_state.get_model_parallel_group(),
+        "tp-dp-cp": parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+    }
+    for dims, group in theirs.items():
+        assert layout.group_of(rank, dims).tolist() == dist.get_process_group_ranks(group), dims
+    coord = layout.coord(rank)
+    assert coord.tp == parallel_state.get_tensor_model_parallel_rank()
+    assert coord.cp == parallel_state.get_context_parallel_rank()
+    assert coord.dp == parallel_state.get_data_parallel_rank()
+    assert coord.pp == parallel_state.get_pipeline_model_parallel_rank()
+    assert layout.ep == parallel_state.get_expert_model_parallel_world_size()
+    return layout
+
+
+def check_readers(case: Case, recipe: mf.Recipe) -> None:
+    """broadcast is Megatron's own rule: tp rank 0 of every stage that needs data, MTP stages included."""
+    kinds = [any(stage_kinds(case, v)) for v in range(case.vpp or 1)]
+    leads = parallel_state.get_tensor_model_parallel_rank() == 0
+    reads = [megatron.is_reader(v, config=case.config, loading="broadcast") for v in range(case.vpp or 1)]
+    assert reads == [kind and leads for kind in kinds]
+    assert megatron.is_reader(config=case.config) == any(reads)
+    assert megatron.is_reader(config=case.config, loading="replicated") == any(kinds)
+    for loading in LOADINGS:
+        told = [None] * dist.get_world_size()
+        dist.all_gather_object(told, megatron.is_reader(config=case.config, loading=loading))
+        wanted = megatron.readers(case.config, loading=loading)
+        assert tuple(rank for rank, reads in enumerate(told) if reads) == wanted
+    assert len(wanted) == parallel_state.get_data_parallel_world_size()  # shared, on one node
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_WORLD_SIZE", "4")
+        with megatron.feed(recipe, case.config, device="cpu", micro_batch_size=MBS) as feed:
+            assert feed.role.reads == megatron.is_reader(config=case.config, loading="shared")
+            assert {r.rank for r in feed.roles if r.reads} == {
+                *megatron.readers(case.config, loading="shared")
+            }
+
+
+def check_builder(case: Case, path: Path) -> None:
+    """Megatron's builder asks every rank whether it builds, without arguments."""
+    reads = functools.partial(megatron.is_reader, config=case.config)
+    assert (megatrons_datasets(path, reads, STEPS * SEQUENCES) is not None) == reads()
+
+
+def check_batches(case: Case, path: Path, dataset: Any, loading: Any) -> None:
+    """Every microbatch of every virtual stage: ours, and what Megatron's own path gives."""
+    recipe = gpt_recipe(path, STEPS * SEQUENCES, SEQUENCES)
+    with megatron.feed(
+        recipe, case.config, loading=loading, micro_batch_size=MBS, device="cpu", timeout_s=120
+    ) as feed:
+        assert feed.role.reads == megatron.is_reader(config=case.config, loading=loading)
+        iterators = iterators_of(feed)
+        for step in range(STEPS):
+            for full in samples_of_step(dataset, step, SEQUENCES, MBS):
+                for v, iterator in enumerate(iterators):
+                    first, last, mtp = stage_kinds(case, v)
+                    wanted = megatrons_batch(full, first, last, mtp)
+                    batch = megatron.get_batch(iterator)
+                    assert list(batch)[:6] == [*megatron.MODEL_KEYS, "packed_seq_params"]
+                    assert batch["attention_mask"] is None
+                    assert batch["packed_seq_params"] is None
+                    for key in TOKEN_KEYS:
+                        assert plain(batch[key]) == plain(wanted[key]), (case, loading, step, v, key)
+            assert feed.state_dict()["step"] == step + 1
+        with pytest.raises(StopIteration):
+            next(iterators[0])
+
+
+def job(rank: int, path: Path, cases: list[Case]) -> int:
+    dataset = megatrons_datasets(path, lambda: True, STEPS * SEQUENCES)  # all receive by its shapes
+    for case in cases:
+        with initialized(case):
+            check_layout()
+            check_readers(case, gpt_recipe(path, STEPS * SEQUENCES, SEQUENCES))
+            check_builder(case, path)
+            for loading in LOADINGS:
+                check_batches(case, path, dataset, loading)
+    return len(cases)
+
+
+def test_eight_ranks_get_what_megatrons_own_path_gives(tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "corpus")
+    assert run(job, 8, path, WORLD_8) == [len(WORLD_8)] * 8
+
+
+def test_sixteen_ranks_get_what_megatrons_own_path_gives(tmp_path: Path) -> None:
+    path = write_documents(tmp_path / "corpus")
+    assert run(job, 16, path, WORLD_16) == [len(WORLD_16)] * 16
