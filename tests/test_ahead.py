@@ -148,8 +148,8 @@ def test_a_store_at_hand_is_told_of_one_step_ahead(path: Path) -> None:
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_the_first_step_comes_first(prefetch: int) -> None:
     """No other step is planned before its first portion is handed over, and then one with each portion."""
-    store = Watched(mf.Lengths([300_000]), far=True)
-    recipe = recipe_of(store, sequence=mf.Windows(1 << 16))
+    store = Watched(mf.Lengths([600_000]), far=True)
+    recipe = recipe_of(store, sequence=mf.Windows(1 << 17))
     with mf.Feed(recipe, prefetch=prefetch, read_ahead_bytes=2**50) as feed:
         step = next(iter(feed))
         list(step.microbatches)

@@ -104,7 +104,7 @@ def test_close_twice_and_enter_again(corpus: str) -> None:
 def test_a_feed_without_with_closes_its_files_when_the_stream_ends(corpus: str) -> None:
     recipe = recipe_of(corpus, epochs=1)
     take(mf.Feed(recipe))
-    assert recipe.data._data._fd is None and recipe.data._depth == 0 and threads() == 0
+    assert recipe.data._data._file._fd is None and recipe.data._depth == 0 and threads() == 0
 
 
 def test_an_abandoned_iterator_leaves_its_step_usable_until_the_next(corpus: str) -> None:

@@ -252,7 +252,7 @@ def user_recipe(weights: list[tuple[int, tuple[float, float]]], workers: int) ->
 def test_lives_with_other_worker_processes() -> None:
     """Workers, prefetch, packing and weights change at every kill; items differ by epoch, and stay theirs."""
     dice = random.Random(5)
-    for _ in range(20):
+    for _ in range(10):
         kills = [*sorted(dice.sample(range(1, 10), 2)), 10]
         weights, state, seen = [(0, (1.0, 0.4))], None, {}
         for start, stop in zip([0, *kills], kills):

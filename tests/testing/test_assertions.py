@@ -199,6 +199,7 @@ class Meddling(mf.Windows):
             if self.how == "by cp size" and portion.pack.cp_size > 1 and "tokens" in arrays:
                 arrays["tokens"][0, 0] += 1
             if self.how == "by microbatch" and "position_ids" in arrays and len(draws):
+                arrays["position_ids"] = np.array(arrays["position_ids"])
                 arrays["position_ids"][0, 3] += portion.microbatches[m]
             if self.how == "by call" and "labels" in arrays:
                 arrays["labels"][0, 2] = CALLS.append(0) or len(CALLS)
