@@ -147,9 +147,11 @@ class _Loader:
     def _layout(self) -> Layout:
         if self._given_layout is not None or not dist.is_initialized():
             return self._given_layout or Layout()
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, self._dp_rank)
-        layout = layout_of_ranks(told)
+        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        mine = torch.tensor([self._dp_rank], dtype=torch.int64, device=device)
+        told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(told, mine)
+        layout = layout_of_ranks([int(rank) for rank in told])
         if layout.dp != self._dp_world_size:
             raise LayoutError(f"dp_world_size={self._dp_world_size}, and dp ranks are 0 to {layout.dp - 1}")
         return layout
