@@ -142,7 +142,7 @@ def value_of(name: str, value: Any) -> tuple[str, Array]:
             value = value.cpu()
         dtype = _NAME_OF_TYPE.get(value.dtype)
         if dtype is not None and value.layout == torch.strided:
-            carried = _CARRIER_OF_TYPE.get(dtype)
+            value, carried = value.resolve_neg(), _CARRIER_OF_TYPE.get(dtype)
             return dtype, (value if carried is None else value.view(carried)).numpy()
     elif isinstance(value, np.ndarray) and value.dtype.name in CARRIED:  # of the package ml_dtypes
         return value.dtype.name, value.view(carrier(value.dtype.name))

@@ -6,6 +6,7 @@ on, all is what a `Feed` does with lengths from an index, by the same functions.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, Self, cast, get_args
@@ -18,7 +19,7 @@ from meshfeed.batch import Step
 from meshfeed.columns import Columns
 from meshfeed.deliver import EndOfStream, Meeting, can_share, default_store, make_delivery
 from meshfeed.device import Placer, placer_of
-from meshfeed.errors import RecipeError, RoleError
+from meshfeed.errors import RecipeError, RoleError, StateError
 from meshfeed.exchange.census import Bytes, Census, Report
 from meshfeed.exchange.keys import Keys
 from meshfeed.exchange.pulling import Puller
@@ -70,9 +71,10 @@ class Exchange:
             the end.
 
     A microbatch's `draws` tell data-parallel rank (`source`) and number in its iterator (`index`) of each
-    item. Errors are MeshfeedErrors, the same on every rank whichever rank's iterator raises: StoreError for
-    an item that cannot be, PlanError for one that is too long, RoleError where nobody has an iterator,
-    PeerError for a lost rank.
+    item. An item without a token is in no microbatch, whatever else it holds; a step's `stats["empty"]` names
+    it as (data-parallel rank, 0, number). Errors are MeshfeedErrors, the same on every rank whichever rank's
+    iterator raises: StoreError for an item that cannot be, PlanError for one that is too long, RoleError
+    where nobody has an iterator, PeerError for a lost rank.
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class Exchange:
         self._puller = Puller(iterator, self._keys, pulls)
         self._next_step, self._loaded = 0, False
         self._run: Run | None = None
+        self._at_rest = threading.Event()  # no producer is in the iterator
+        self._at_rest.set()
         self.virtual_stages = tuple(VirtualStage(self._steps, v) for v in range(self.stage_map.vpp))
 
     # -- what this rank is ----------------------------------------------------------------------------
@@ -217,11 +221,18 @@ class Exchange:
         """Go on where a state was taken; iterate anew afterwards.
 
         An iterator without `load_state_dict` must be handed over standing there. Raises StateError for what
-        `state_dict` did not give; nothing is changed then.
+        `state_dict` did not give, and where the iterator does not return from its current item; it is
+        not touched then.
         """
-        step = self._puller.load(state_dict)
+        self._puller.check(state_dict)
         self.close()
-        self._next_step, self._loaded = step, True
+        if not self._at_rest.is_set():
+            raise StateError(
+                f"rank {self.rank}: the iterator is still at an item that was asked for ahead, and cannot be "
+                f"set back under it; load the state again once it has returned"
+            )
+        self._puller.load(state_dict)
+        self._next_step, self._loaded = state_dict["step"], True
 
     def _steps(self, virtual_stage: int | None) -> Iterator[Step]:
         view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
@@ -230,6 +241,7 @@ class Exchange:
             self._run = self._new_run(None if virtual_stage is None else self.stage_map)
             self._run.join(view, num_views)
         yield from self._run.steps(view)
+        self._puller.handed_end()
         if num_views == 1:
             self.close()
 
@@ -240,9 +252,12 @@ class Exchange:
         ways = Ways(self.rank, self._seats, delivery, meeting, patience_s)
         placer = placer_of(self._device)
         loaded, self._loaded = self._loaded, False
+        self._at_rest = at_rest = threading.Event()
+        at_rest.set()
+        items = self._items(self._next_step, ways, placer, clock)
         return Run(
             start=self._next_step,
-            items=self._items(self._next_step, ways, placer, clock),
+            items=_telling(items, at_rest),
             clock=clock,
             delivery=ways,
             verifier=None,
@@ -351,3 +366,12 @@ class Exchange:
             self.left_over = dict(zip(owners.tolist(), counts.tolist()))
             return True
         return census.ended and not len(census)
+
+
+def _telling(items: Iterator[Item], at_rest: threading.Event) -> Iterator[Item]:
+    """The same items; the event is clear from when the first is asked for until their making has ended."""
+    at_rest.clear()
+    try:
+        yield from items
+    finally:
+        at_rest.set()

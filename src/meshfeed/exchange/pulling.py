@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,11 @@ class Puller:
         self._source, self._keys, self._pulls = source, keys, pulls
         self._iterator: Iterator[Any] | None = None
         self._pulled: dict[int, _Pulled] = {}
+        self._waiting: list[
+            Any
+        ] = []  # elements of a step that is not kept yet; its next try begins with them
         self._taken, self._ended = 0, False
+        self._anew: tuple[int, _Pulled] | None = None
 
     @property
     def owns(self) -> bool:
@@ -56,17 +61,29 @@ class Puller:
             del self._pulled[old]
         if step not in self._pulled:
             if step - 1 not in self._pulled:  # a loop that is ahead of its first step has not been handed it
-                self._keep(step - 1, nothing())
+                self._pulled[step - 1] = self._now(nothing())
             try:
-                self._keep(step, self._next(rank, wanted))
+                self._pulled[step] = self._now(self._next(rank, wanted))
             except Exception as error:
                 return _failed(error, rank, step, self._taken)
+            self._taken, self._waiting = self._pulled[step].taken, []
         return self._pulled[step].given
 
     def restart(self, step: int) -> None:
         """All iterators have ended before a step: whoever iterates again begins it with them anew."""
         self._pulled.pop(step, None)
         self._iterator, self._ended = None, False
+        self._anew = step, self._now(nothing())
+
+    def handed_end(self) -> None:
+        """The loop has been handed the end: a state taken now is that of the iterators begun anew.
+
+        Not before: who runs ahead has met the end sooner than others, and their states must agree.
+        """
+        if self._anew is not None:
+            step, now = self._anew
+            last = self._pulled.get(step - 1, now)
+            self._pulled[step - 1] = replace(now, given=last.given)
 
     def state(self, step: int) -> dict[str, Any]:
         """Where the iterator stood before a step: its own state, items taken, whether it had ended."""
@@ -75,10 +92,10 @@ class Puller:
             return {"iterator": _state_of(self._source), "taken": self._taken, "ended": self._ended}
         return {"iterator": after.state, "taken": after.taken, "ended": after.ended}
 
-    def load(self, saved: Mapping[str, Any]) -> int:
-        """Stand where a state was taken; returns its step. Raises StateError."""
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raises StateError for what `state` of such an iterator did not give."""
         try:
-            version, step, taken, ended = (saved[name] for name in ("version", "step", "taken", "ended"))
+            version, step, taken, _ = (saved[name] for name in ("version", "step", "taken", "ended"))
             state = saved["iterator"]
         except (KeyError, TypeError) as bad:
             raise StateError(
@@ -87,37 +104,40 @@ class Puller:
         counts = version, step, taken
         if any(type(count) is not int or count < 0 for count in counts) or version != 1:
             raise StateError(f"state with version, step, taken = {counts}; this meshfeed reads version 1")
-        if state is not None:
-            if not hasattr(self._source, "load_state_dict"):
-                raise StateError(
-                    f"the state holds an iterator's own, but {type(self._source).__name__} has no "
-                    f"load_state_dict; give the same kind of iterator"
-                )
-            self._source.load_state_dict(state)  # type: ignore
-        self._iterator, self._pulled = None, {}
-        self._taken, self._ended = taken, bool(ended)
-        return step
+        if state is not None and not hasattr(self._source, "load_state_dict"):
+            raise StateError(
+                f"the state holds an iterator's own, but {type(self._source).__name__} has no "
+                f"load_state_dict; give the same kind of iterator"
+            )
 
-    def _keep(self, step: int, given: Given) -> None:
-        self._pulled[step] = _Pulled(given, _state_of(self._source), self._taken, self._ended)
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Stand where a checked state was taken. Nobody may be pulling."""
+        if saved["iterator"] is not None:
+            self._source.load_state_dict(copy.deepcopy(saved["iterator"]))  # type: ignore
+        self._iterator, self._pulled, self._waiting, self._anew = None, {}, [], None
+        self._taken, self._ended = saved["taken"], bool(saved["ended"])
+
+    def _now(self, given: Given) -> _Pulled:
+        """Where the iterator stands, having given this since the last step that was kept."""
+        return _Pulled(given, _state_of(self._source), self._taken + len(given.encoded), self._ended)
 
     def _next(self, rank: int, wanted: frozenset[str]) -> Given:
         if self._source is None:
             return nothing()
         if self._iterator is None:
             self._iterator = iter(self._source)
-        items: list[Mapping[str, Any]] = []
-        for _ in range(self._pulls):
+        while len(self._waiting) < self._pulls and not self._ended:
             try:
-                items += elements_of(next(self._iterator)) if not self._ended else []
+                self._waiting.append(next(self._iterator))
             except StopIteration:
                 self._ended = True
-        first, self._taken = self._taken, self._taken + len(items)
-        return encode(items, self._keys, first=first, ended=self._ended, wanted=wanted, rank=rank)
+        items = [item for element in self._waiting for item in elements_of(element)]
+        return encode(items, self._keys, first=self._taken, ended=self._ended, wanted=wanted, rank=rank)
 
 
 def _state_of(source: Any) -> Any:
-    return source.state_dict() if hasattr(source, "state_dict") else None
+    """Its own copy: many iterators hand out the very dict that they go on changing."""
+    return copy.deepcopy(source.state_dict()) if hasattr(source, "state_dict") else None
 
 
 def _failed(error: Exception, rank: int, step: int, taken: int) -> Given:

@@ -1,0 +1,170 @@
+"""What is pulled from an iterator is neither lost nor given twice: retries, epochs, states, a busy thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import meshfeed as mf
+import world
+from meshfeed import run
+from meshfeed.exchange.items import tensor_of, value_of
+
+
+def numbered(number: int) -> dict[str, Any]:
+    return {"tokens": torch.full((4,), number)}
+
+
+class Epochs:
+    """Numbers to `count`, then from 0 again; its state is the very dict that it goes on changing."""
+
+    def __init__(self, count: int, stuck_at: int = -1) -> None:
+        self.count, self.live, self.stuck_at = count, {"at": 0}, stuck_at
+        self.stuck, self.go_on = threading.Event(), threading.Event()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.live["at"] < self.count:
+            number = self.live["at"]
+            if number == self.stuck_at:
+                self.stuck_at = -1
+                self.stuck.set()
+                self.go_on.wait(60)
+            self.live["at"] = number + 1
+            yield numbered(number)
+        self.live["at"] = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return self.live
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.live = state
+
+
+def exchange_of(source: Any, **options: Any) -> mf.Exchange:
+    return mf.Exchange(source, packing=mf.Packing(capacity=8), timeout_s=60, **options)
+
+
+def numbers(step: mf.Step) -> list[int]:
+    return [int(number) for m in step.microbatches for number in m["tokens"].unique()]
+
+
+def test_a_state_is_no_longer_the_iterators() -> None:
+    with exchange_of(Epochs(9)) as exchange:
+        steps = iter(exchange)
+        next(steps)
+        state = exchange.state_dict()
+        next(steps)
+        assert state["iterator"] == {"at": 1}
+        exchange.load_state_dict(state)
+        next(iter(exchange))
+        assert state["iterator"] == {"at": 1}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("count", [5, 6])
+def test_a_state_after_an_epoch_begins_the_next(count: int, prefetch: int) -> None:
+    with exchange_of(Epochs(count), pulls=2, prefetch=prefetch) as exchange:
+        first = [numbers(step) for step in exchange]
+        state = exchange.state_dict()
+        second = [(step.index, numbers(step)) for step in exchange]
+    assert [given for _, given in second] == first != []
+    with exchange_of(Epochs(count), pulls=2, prefetch=prefetch) as resumed:
+        resumed.load_state_dict(state)
+        assert [(step.index, numbers(step)) for step in resumed] == second
+
+
+def resumed_unevenly(rank: int) -> list[Any]:
+    def fresh() -> mf.Exchange:
+        return exchange_of(Epochs(3 + 4 * rank), layout=mf.Layout(dp=2), pulls=2, prefetch=2)
+
+    with fresh() as exchange:
+        for _ in exchange:
+            pass
+        state = exchange.state_dict()
+        straight = [(step.index, step.tokens, numbers(step)) for step in exchange]
+    with fresh() as exchange:
+        exchange.load_state_dict(state)
+        again = [(step.index, step.tokens, numbers(step)) for step in exchange]
+    return [len(straight), sum(tokens for _, tokens, _ in straight), again == straight]
+
+
+def test_so_it_does_on_all_ranks_however_uneven_they_ended() -> None:
+    assert world.run(resumed_unevenly, 2) == [[4, 40, True]] * 2
+
+
+class Flaky:
+    """Eight items; at the fourth it raises, once."""
+
+    def __init__(self) -> None:
+        self.at, self.failed = 0, False
+
+    def __iter__(self) -> Flaky:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self.at == 8:
+            raise StopIteration
+        if self.at == 3 and not self.failed:
+            self.failed = True
+            raise OSError("once")
+        self.at += 1
+        return numbered(self.at - 1)
+
+
+def test_what_was_pulled_before_an_error_is_given_after_it() -> None:
+    given: list[list[int]] = []
+    with exchange_of(Flaky(), pulls=2) as exchange:
+        with pytest.raises(mf.DeliveryError, match="once"):
+            given.extend(numbers(step) for step in exchange)
+        state = exchange.state_dict()
+        given.extend(numbers(step) for step in exchange)
+    assert given == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert (state["step"], state["taken"]) == (1, 2)
+
+
+def test_an_item_that_cannot_be_does_not_take_others_with_it() -> None:
+    bad = {"labels": torch.zeros(4)}
+    with exchange_of([numbered(0), bad], pulls=2) as exchange:
+        for _ in range(2):
+            with pytest.raises(mf.StoreError, match="item 1: key 'tokens' is missing"):
+                next(iter(exchange))
+        bad["tokens"] = torch.ones(4, dtype=torch.int64)
+        del bad["labels"]
+        assert numbers(next(iter(exchange))) == [0, 1]
+
+
+def test_an_iterator_is_not_set_back_under_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_JOIN_S", 0.05)
+    source = Epochs(9, stuck_at=3)
+    with exchange_of(source, prefetch=8) as exchange:
+        steps = iter(exchange)
+        assert numbers(next(steps)) == [0]
+        state = exchange.state_dict()
+        assert source.stuck.wait(60)
+        threads = [thread for thread in threading.enumerate() if thread.name == "meshfeed-prefetch"]
+        with pytest.raises(mf.StateError, match="still at an item"):
+            exchange.load_state_dict(state)
+        assert source.live == {"at": 3}
+        source.go_on.set()
+        for thread in threads:
+            thread.join(60)
+        exchange.load_state_dict(state)
+        assert [numbers(step) for step in exchange] == [[number] for number in range(1, 9)]
+
+
+def test_an_item_without_a_token_is_told() -> None:
+    empty = {"tokens": torch.zeros(0, dtype=torch.int64), "image": torch.ones(2)}
+    with exchange_of([[numbered(0), empty]]) as exchange:
+        step = next(iter(exchange))
+        assert (numbers(step), step.stats["empty"]) == ([0], [(0, 0, 1)])
+
+
+def test_flags_of_a_tensor_are_resolved() -> None:
+    flagged = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert flagged.is_neg()
+    dtype, array = value_of("x", flagged)
+    assert tensor_of(array, dtype).tolist() == [-2.0, 4.0]
