@@ -20,6 +20,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_world import Case, example, initialized, plain, run, sample_of
 
 import meshfeed as mf
+from meshfeed.exchange import Keys
 from meshfeed.integrations import megatron
 from meshfeed.integrations.megatron import hybrid
 from meshfeed.plan import plan_step
@@ -258,3 +259,25 @@ def test_ends_and_errors_reach_every_rank() -> None:
         assert {int(n) for n in re.findall(r"\d+", widths)} <= {4, 8, 12}
         assert count == "3"
         assert "no more of them" in error
+
+
+def beside_job(rank: int) -> dict[str, Any]:
+    """What is not per token, in shapes that could be; and what is, by the user's word."""
+    sample = sample_of(
+        np.full(7, 5),
+        image=torch.ones(7, 2, 2),
+        small=torch.ones(3, 2, 2),
+        number=torch.tensor(5),
+        weights=torch.ones(7, 2),
+    )
+    keys = Keys(mf.Field(name="weights", dtype="any", split=True))
+    config = SimpleNamespace(max_seqlen_per_dp_cp_rank=16, sequence_parallel=True)
+    with initialized(Case(tp=4)):
+        mine, _ = next(megatron.HybridCPDataLoaderWrapper(iter([[sample]]), config, keys=keys))
+        return {name: tuple(value.shape) for name, value in mine[0].items()}
+
+
+def test_only_what_is_per_token_is_padded() -> None:
+    per_token = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (8,))
+    beside = {"image": (7, 2, 2), "small": (3, 2, 2), "number": (), "weights": (8, 2)}
+    assert run(beside_job, 4) == [per_token | beside] * 4

@@ -19,6 +19,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron_world import Case, initialized, plain, run, sample_of, write_documents
 
 import meshfeed as mf
+from meshfeed.exchange import Keys
 from meshfeed.integrations import megatron
 from meshfeed.integrations.megatron.schedule import sequences_of
 from meshfeed.order import draws_of_step
@@ -160,6 +161,45 @@ def test_data_sets_take_turns() -> None:
             assert steps[5 * turn + 3 + at] == {*own, *(n + 1000 for n in own)}
 
 
+def ends_job(rank: int) -> tuple[list[list[int]], str]:
+    """A validation set that ends sooner on one rank, between steps of training that goes on."""
+
+    def numbers(first: int, count: int) -> Iterator[dict[str, Any]]:
+        return iter([sample_of(np.full(4, first + n)) for n in range(count)])
+
+    def step(samples: Any) -> list[int]:
+        iterator, count, _, _ = wrap(samples, config, 1)
+        return sorted(n for _ in range(count) for n in next(iterator)["tokens"].unique().tolist() if n)
+
+    case = Case()
+    config = config_of(case, "dp_balanced")
+    with initialized(case), megatron.SequencePacking(timeout_s=120) as wrap:
+        train, valid = numbers(100 * (rank + 1), 6), numbers(1000 * (rank + 1), 2 + rank)
+        got = [step(train), *(step(valid) for _ in range(3)), step(train)]
+        with pytest.raises(StopIteration):
+            step(valid)
+        got += [step(train) for _ in range(4)]
+        with pytest.raises(StopIteration):
+            step(train)
+    case, told = Case(tp=2), ""
+    with initialized(case), megatron.SequencePacking(timeout_s=120) as wrap:
+        step(None if rank else numbers(1, 2))
+        if rank:
+            with pytest.raises(mf.RecipeError) as refused:
+                step(numbers(1, 2))
+            told = str(refused.value)
+        dist.barrier()
+    return got, told
+
+
+def test_the_end_of_one_data_set_is_not_that_of_another() -> None:
+    (one, _), (other, told) = run(ends_job, 2)
+    steps = [sorted({*a, *b}) for a, b in zip(one, other, strict=True)]
+    train = [[100 + n, 200 + n] for n in range(6)]
+    assert steps == [train[0], [1000, 2000], [1001, 2001], [2002], *train[1:]]
+    assert "no data iterator before" in told
+
+
 def images_job(rank: int) -> list[Any]:
     """Images of varying shape, in some samples only, and names: rerouted with the tokens, however loaded."""
     got: list[Any] = []
@@ -282,6 +322,37 @@ def test_samples_are_taken_apart_however_they_come(lengths: list[int], multiple:
         assert all(set(each) == {"tokens", "labels", "loss_mask", "position_ids"} for each in made)
     bare = [each for each in sequences_of(whole) if len(each["tokens"])]
     assert [plain(each["tokens"]) for each in bare] == wanted
+
+
+def test_every_row_is_a_sequence_and_no_shape_says_what_is_per_token() -> None:
+    tokens, loss = torch.arange(8).reshape(2, 4), torch.ones(2, 4)
+    rows = {"tokens": tokens, "loss_mask": loss, "attention_mask": torch.ones(2, 1, 4, 4)}
+    assert [plain(each["tokens"]) for each in sequences_of(rows)] == [plain(row) for row in tokens]
+    cut = sequences_of(rows | {"original_seq_len": torch.tensor([3, 1])})
+    assert [each["tokens"].tolist() for each in cut] == [[0, 1, 2], [4]]
+    assert [each["loss_mask"].shape for each in cut] == [(3,), (1,)]
+
+    keys = Keys("image", mf.Field(name="weights", dtype="any", split=True))
+    image = torch.ones(4, 2)  # as long as the tokens
+    sample = {"tokens": tokens[:1], "weights": tokens[:1] * 2, "image": image, "original_seq_len": 3}
+    (made,) = sequences_of(sample, keys)
+    assert (made["tokens"].tolist(), made["weights"].tolist()) == ([0, 1, 2], [0, 2, 4])
+    assert made["image"] is image
+    for tokens_of_one, features in (
+        (torch.ones(1), torch.ones(1, 1)),
+        (torch.ones(1, 1), torch.ones(1, 1, 3)),
+    ):
+        (made,) = sequences_of({"tokens": tokens_of_one, "weights": features}, keys)
+        assert made["weights"].shape == features.shape[tokens_of_one.ndim - 1 :]
+
+    for wrong, word in (
+        (rows | {"image": image}, "image"),
+        (rows | {"loss_mask": torch.ones(4)}, "loss_mask"),
+        (rows | {"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens"),
+        (rows | {"original_seq_len": torch.tensor([3])}, "original_seq_len"),
+    ):
+        with pytest.raises(mf.RecipeError, match=word):
+            sequences_of(wrong)
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def data_iterators(source: Source) -> StageIterator | list[StageIterator]:
     """What Megatron's training loop takes for its data iterator: one, or one per virtual stage in a list.
 
     source: an entered Feed, or an Exchange. Each stage gets the same microbatches, read once; all stages must
-    be iterated. The source's state is after every step whose last microbatch was taken.
+    be iterated. The source's state counts the steps that were begun: save it between steps.
     """
     if source.stage_map.vpp == 1:
         return StageIterator(source, iter(source))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Self, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ from meshfeed.exchange.census import ERROR, Schema
 from meshfeed.exchange.items import Given
 from meshfeed.exchange.keys import RESERVED
 from meshfeed.integrations.megatron.core import core
-from meshfeed.integrations.megatron.schedule import packing_of, sequences_of
+from meshfeed.integrations.megatron.schedule import packing_of, per_token_of, sequences_of
 from meshfeed.integrations.megatron.stages import device_of, layout_of
 from meshfeed.layout import Layout
 from meshfeed.plan import StepPlan, packs_of
@@ -43,6 +42,7 @@ class HybridCPDataLoaderWrapper:
         data_iterator: gives lists of samples; all cp ranks of a data-parallel rank give the same.
         config: see `packing_of`; of schedulers, hybrid cp is always dynamic_cp.
         pg_collection: with dp_cp, tp, cp, dp and pp; None takes those of parallel_state.
+        keys: says which keys have one entry per token, beside Megatron's own: its split ones.
         device: where samples go; None is this process's GPU, if there is any.
 
     Lengths and samples travel in two collectives of the dp_cp ranks' gloo group. Raises LayoutError without
@@ -56,10 +56,13 @@ class HybridCPDataLoaderWrapper:
         config: Any,
         pg_collection: Any = None,
         *,
+        keys: Keys | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         self._iterator, self._config = data_iterator, config
         self._groups, self._device = pg_collection, device
+        self._given_keys = keys or Keys()
+        self._per_token, self._keys = per_token_of(self._given_keys), _sent_keys(self._given_keys)
         self._taken = self._step = 0
         self._joined: tuple[Layout, Seats, Group] | None = None
 
@@ -76,9 +79,11 @@ class HybridCPDataLoaderWrapper:
         if not len(census):
             raise StopIteration
         packing = packing_of(self._config, layout, "dynamic_cp")
-        step_plan = plan(census, packing, seats, layout=layout, step=self._step - 1).plan
+        step_plan = plan(
+            census, packing, seats, layout=layout, step=self._step - 1, length=self._keys.length
+        ).plan
         received = reroute(batch, census, step_plan, seats, group, split=None)
-        groups, device = groups_of(step_plan), device_of(self._device)
+        groups = groups_of(step_plan)
         mine: dict[int, dict[str, Any]] = {}
         for m, ids_of_rank in enumerate(groups):
             items = dict(received.items(m))
@@ -86,16 +91,22 @@ class HybridCPDataLoaderWrapper:
                 item = items.get(sample) or _dummy(census.schemas[0])
                 width = _width(step_plan, sample)
                 mine[sample] = {
-                    name: _padded(value, width).to(device) if isinstance(value, torch.Tensor) else value
-                    for name, value in _as_given(item).items()
+                    name: self._placed(name, value, width) for name, value in _as_given(item).items()
                 }
         return mine, groups
+
+    def _placed(self, name: str, value: Any, width: int) -> Any:
+        """A value of a sample on its device; what is per token with zeros up to the width."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        return (_padded(value, width) if name in self._per_token else value).to(device_of(self._device))
 
     def _pull(self) -> Given:
         """What this rank gives: nothing at its end, since others may have more; an error to all."""
         try:
-            samples = [_as_sent(each) for each in sequences_of(next(cast(Iterator[Any], self._iterator), []))]
-            return encode(samples, _keys_of(samples), first=self._taken, rank=dist.get_rank())
+            element = next(cast(Iterator[Any], self._iterator), [])
+            samples = [_as_sent(each) for each in sequences_of(element, self._given_keys)]
+            return encode(samples, self._keys, first=self._taken, rank=dist.get_rank())
         except Exception as error:
             none = nothing()
             told = Cause.of(error).encode(_MOST_BYTES)
@@ -142,25 +153,23 @@ def _width(step_plan: StepPlan, sample: int) -> int:
     return -(-length // multiple) * multiple
 
 
+def _sent(name: str) -> str:
+    return f"({name})" if name in RESERVED else name
+
+
 def _as_sent(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"({name})" if name in RESERVED else name: value for name, value in sample.items()}
+    return {_sent(name): value for name, value in sample.items()}
 
 
 def _as_given(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {name.strip("()"): value for name, value in sample.items()}
 
 
-def _keys_of(samples: Sequence[Mapping[str, Any]]) -> Keys:
-    """Which keys of some samples have one entry per token."""
-    names = sorted({name for sample in samples for name in sample} | {"tokens"})
-    split = {
-        name
-        for name in names
-        if all(
-            np.shape(s[name])[:1] == np.shape(s["tokens"])[:1] for s in samples if name in s and "tokens" in s
-        )
-    }
-    return Keys(*(Field(name=name, dtype="any", split=name in split) for name in names))
+def _sent_keys(keys: Keys) -> Keys:
+    """What was declared, and Megatron's own keys per token as they are sent."""
+    more = sorted(per_token_of(keys) - {field.name for field in keys.declared})
+    fields = (Field(name=_sent(name), dtype="any", split=True) for name in more)
+    return Keys(*keys.declared, *fields, length=keys.length)
 
 
 def _padded(value: torch.Tensor, width: int) -> torch.Tensor:

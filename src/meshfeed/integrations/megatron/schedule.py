@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from meshfeed.errors import RecipeError
@@ -45,7 +46,7 @@ _LENGTHS = (
     "padded_seq_len",
     "batch_idx",
 )
-_TOKENS = ("tokens", "labels", "loss_mask", "position_ids")
+_PER_TOKEN = frozenset({"tokens", "labels", "loss_mask", "position_ids", "padding_mask"})
 
 Wrapped = tuple[Any, int, int, int]
 """(iterator or one per virtual stage, number of microbatches, tokens, sum of squared lengths)."""
@@ -75,47 +76,97 @@ def packing_of(config: Any, layout: Layout, scheduler: str | None = None) -> Pac
     return Packing(capacity=int(capacity), policy="dynamic_cp", align=align, cp_sizes=sizes)
 
 
-def sequences_of(element: Any) -> list[dict[str, Any]]:
+def per_token_of(keys: Keys) -> frozenset[str]:
+    """The keys with one entry per token: Megatron's own, and what `keys` splits; no shape is asked."""
+    return _PER_TOKEN - {f.name for f in keys.declared} | {f.name for f in keys.declared if f.split}
+
+
+def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]:
     """The sequences in what a trainer's iterator gave: a sample, a list of them, or samples packed before.
 
-    A sample that says its original_seq_len is cut to it, one with cu_seqlens is taken apart, and what packs
-    bring themselves is left out. Raises RecipeError for anything else.
+    Tokens of shape [b, T] are b sequences. A sample that says its original_seq_len is cut to it, one with
+    cu_seqlens is taken apart, and what packs bring themselves is left out. keys: says what else is per token.
+    Raises RecipeError for anything else.
     """
     samples = [element] if isinstance(element, Mapping) else element
     if not isinstance(samples, Sequence) or not all(isinstance(each, Mapping) for each in samples):
         raise RecipeError(f"the data iterator gave {type(element).__name__}; give dicts, or lists of dicts")
-    return [sequence for sample in samples for sequence in _apart(sample)]
+    keys = keys or Keys()
+    return [sequence for sample in samples for sequence in _apart(sample, keys.length, per_token_of(keys))]
 
 
-def _apart(sample: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    values = {
-        name: value[0] if name in _TOKENS and getattr(value, "ndim", 1) == 2 else value
-        for name, value in sample.items()
-        if name not in _LENGTHS and value is not None
-    }
-    if "cu_seqlens" in sample:
+def _apart(sample: Mapping[str, Any], length: str, per_token: Set[str]) -> Iterator[dict[str, Any]]:
+    values = {name: value for name, value in sample.items() if name not in _LENGTHS and value is not None}
+    rows = _rows(values, length, per_token)
+    if sample.get("cu_seqlens") is not None:
+        if len(rows) != 1:
+            raise RecipeError(
+                f"a sample with cu_seqlens has {len(rows)} rows of {length!r}; give a dict for each"
+            )
         starts = torch.as_tensor(sample["cu_seqlens"]).reshape(-1).tolist()
         padded = torch.as_tensor(sample.get("cu_seqlens_padded", sample["cu_seqlens"])).reshape(-1).tolist()
-        lengths = [stop - start for start, stop in pairwise(starts)]
-        yield from (_cut(values, start, length) for start, length in zip(padded, lengths) if length)
-    elif "original_seq_len" not in sample:
-        yield values
-    elif (length := int(sample["original_seq_len"])) > 0:
-        yield _cut(values, 0, length)
+        sizes = [stop - start for start, stop in pairwise(starts)]
+        yield from (_cut(rows[0], per_token, start, size) for start, size in zip(padded, sizes) if size > 0)
+    elif sample.get("original_seq_len") is not None:
+        sizes = torch.as_tensor(sample["original_seq_len"]).reshape(-1).tolist()
+        if len(sizes) != len(rows):
+            raise RecipeError(
+                f"original_seq_len has {len(sizes)} entries, {length!r} {len(rows)} rows; one each"
+            )
+        yield from (_cut(row, per_token, 0, size) for row, size in zip(rows, sizes) if size > 0)
+    else:
+        yield from rows
 
 
-def _cut(values: Mapping[str, Any], start: int, length: int) -> dict[str, Any]:
-    """Some tokens of a sample; what has no entry per token stays as it is."""
-    size = len(values["tokens"])
-    per_token = {name for name, value in values.items() if getattr(value, "ndim", 0) and len(value) == size}
-    return {n: value[start : start + length] if n in per_token else value for n, value in values.items()}
+def _rows(values: Mapping[str, Any], length: str, per_token: Set[str]) -> list[dict[str, Any]]:
+    """One dict per row of tokens; those of shape [T] are one row."""
+    shape = tuple(np.shape(values[length])) if length in values else ()
+    if not shape:
+        return [dict(values)]  # refused by name when it is encoded
+    rows, size = shape if length in _PER_TOKEN and len(shape) == 2 else (1, shape[0])
+    beside = values.keys() - per_token - {*_OVERWRITTEN}
+    if rows > 1 and beside:
+        raise RecipeError(
+            f"{sorted(beside)} beside {rows} rows of {length!r}: which row has what is not known; give a "
+            f"dict for each sequence, or declare what has one entry per token in Keys, split"
+        )
+    made: list[dict[str, Any]] = [{} for _ in range(rows)]
+    for name, value in values.items():
+        own = tuple(np.shape(value)) if name in per_token else ()
+        # [1, 1] of one token [1] is a row for Megatron's keys, and an entry of a key with further dimensions
+        entries = own[:1] == (size,) and (len(own) == 1 or (len(shape) == 1 and name not in _PER_TOKEN))
+        by_row = own[:2] == (rows, size) and not entries
+        if name in per_token and not by_row and not (rows == 1 and own[:1] == (size,)):
+            raise RecipeError(
+                f"key {name!r} has shape {own}, {length!r} {shape}; give one entry per token, or declare it "
+                f"in Keys, not split"
+            )
+        if name in per_token or rows == 1:
+            for at, row in enumerate(made):
+                row[name] = value[at] if by_row else value
+    return made
+
+
+def _cut(values: Mapping[str, Any], per_token: Set[str], start: int, size: int) -> dict[str, Any]:
+    """Some tokens of a sequence; what has no entry per token stays as it is."""
+    return {n: value[start : start + size] if n in per_token else value for n, value in values.items()}
 
 
 class _Turn:
-    """The iterator of the call that is under way, as one source: train and validation sets take turns."""
+    """The iterator of the call that is under way, as one source without an end: data sets take turns.
 
-    def __init__(self) -> None:
+    An iterator that has come to its end gives nothing for the rest of its call. That one data set has ended
+    on this rank must not end the others: what ends it is a step without a sequence from any rank.
+    """
+
+    def __init__(self, keys: Keys | None) -> None:
         self.source: Iterator[Any] | None = None
+        self._keys = keys
+        self._ended = False
+
+    def take(self, source: Iterator[Any] | None) -> None:
+        """Go on with this one."""
+        self.source, self._ended = source, False
 
     def __iter__(self) -> Self:
         return self
@@ -123,7 +174,14 @@ class _Turn:
     def __next__(self) -> list[dict[str, Any]]:
         if self.source is None:
             raise RecipeError("this rank had a data iterator before and has none now; give it in every call")
-        made = sequences_of(next(self.source))
+        if self._ended:
+            return []
+        try:
+            element = next(self.source)
+        except StopIteration:
+            self._ended = True
+            return []
+        made = sequences_of(element, self._keys)
         return [{k: v for k, v in each.items() if k not in _OVERWRITTEN} for each in made]
 
 
@@ -138,6 +196,7 @@ class SequencePacking:
     Args:
         loading: as `is_reader` was told, when the datasets were built.
         keys: what samples hold; None for tokens, labels and loss_mask, and whatever else as it comes.
+            Declare here, split, what has one entry per token beside Megatron's own keys.
         device: where the packs go; None is this process's GPU, if there is any.
         timeout_s: how long to wait for other ranks.
     """
@@ -152,8 +211,9 @@ class SequencePacking:
     ) -> None:
         self._loading: Loading = loading
         self._keys, self._device, self._timeout_s = keys, device, timeout_s
-        self._turn = _Turn()
+        self._turn = _Turn(keys)
         self._open: dict[tuple[Any, ...], Exchange] = {}
+        self._bare: set[tuple[Any, ...]] = set()  # of those, who were opened without an iterator here
         self._stages: dict[tuple[Any, ...], list[StageIterator]] = {}
 
     def __enter__(self) -> Self:
@@ -169,34 +229,39 @@ class SequencePacking:
         while self._open:
             key, exchange = self._open.popitem()
             self._stages.pop(key, None)
+            self._bare.discard(key)
             exchange.close()
 
     def __call__(
         self, data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None
     ) -> Wrapped:
-        """The next step. Raises StopIteration at the end of the data, and what an Exchange raises."""
+        """The next step.
+
+        Raises StopIteration where no rank's iterator gives a sequence, RecipeError where this rank had no
+        iterator at first and has one now, and what an Exchange raises.
+        """
         given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         inner = [getattr(each, "iterable", each) for each in given]  # as in a RerunDataIterator
         stages = [each for each in inner if isinstance(each, StageIterator)]
         if stages and len(stages) == len(inner):
             return _wrapped(stages)
-        self._turn.source = next((each for each in given if each is not None), None)
+        self._turn.take(next((each for each in given if each is not None), None))
         layout = layout_of(pg_collection)
         plan = packing_of(config, layout)
         key = (layout, stages_of(config, layout), plan, num_microbatches)
         if key not in self._open:
             self._open[key] = self._new_exchange(config, key, pg_collection)
-        try:
-            return self._begin(key)
-        except StopIteration:  # that was known in the last step, which may have been of another data set
-            self._stages.pop(key)
-            return self._begin(key)
-
-    def _begin(self, key: tuple[Any, ...]) -> Wrapped:
-        if key not in self._stages:
+            if self._turn.source is None:
+                self._bare.add(key)
             made = data_iterators(self._open[key])
             self._stages[key] = made if isinstance(made, list) else [made]
-        return _wrapped(self._stages[key])
+        if key in self._bare and self._turn.source is not None:
+            raise RecipeError("this rank had no data iterator before and has one now; give it in every call")
+        wrapped = _wrapped(self._stages[key])
+        step = self._stages[key][0].step
+        if step is not None and not step.plan.lengths.size:  # all ranks know it
+            raise StopIteration
+        return wrapped
 
     def _new_exchange(self, config: Any, key: tuple[Any, ...], groups: Any) -> Exchange:
         layout: Layout = key[0]
