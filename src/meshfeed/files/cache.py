@@ -56,6 +56,11 @@ class Cache:
         """This user's part of it."""
         return self.path / f"u{os.getuid()}"
 
+    def kept(self) -> Path:
+        """`kept_path`, in a folder that is made if missing. Raises CacheError."""
+        self.make()
+        return self.kept_path
+
     @property
     def kept_path(self) -> Path:
         """What is worked out of files and kept, in this user's part: lengths of documents, and the like."""

@@ -40,9 +40,7 @@ class Folder:
     @property
     def kept(self) -> Path:
         """Where to keep what is worked out of its files, on this node; made if missing. Raises CacheError."""
-        cache = self.cache or Cache()
-        cache.make()
-        return cache.kept_path
+        return (self.cache or Cache()).kept()
 
     def file(
         self, name: str, content: Content | None = None, sums: tuple[str, int] | None = None

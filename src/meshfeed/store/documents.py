@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -20,14 +19,11 @@ from meshfeed.errors import ChangedError, StoreError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
-from meshfeed.store.stream import I64, LengthsIndex, Pieces, checked_out, checked_places, checked_ranges
+from meshfeed.store.stream import I64, DocumentStream, LengthsIndex, Pieces, checked_out
 from meshfeed.store.tokens import Column
 
 VERSION = 1
 """Of the index: part of its key, so that a change here never meets an old one."""
-
-MOST_OPEN = 256
-"""Files on this machine that an entered store keeps open; a process may have 1,024 as a rule."""
 
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
@@ -42,7 +38,7 @@ class Span:
     end: int
 
 
-class DocumentFiles(ABC):
+class DocumentFiles(DocumentStream):
     """Records in files, each a document, as one stream of tokens.
 
     Making one only remembers. What counts documents or tokens reads the files through once per node, one
@@ -64,8 +60,6 @@ class DocumentFiles(ABC):
         self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
         self._depth = 0
         self._lock = threading.Lock()
-        self._kept_open: OrderedDict[int, ByteFile] = OrderedDict()
-        self._kept_lock = threading.Lock()
 
     # -- what a format says -----------------------------------------------------------------------------
 
@@ -127,8 +121,7 @@ class DocumentFiles(ABC):
     @cached_property
     def _index(self) -> dict[str, Array]:
         key = key_of_parts(kind=self.format, version=VERSION, content=self.fingerprint)
-        self._cache.make()
-        return built_in_parts(self._cache.kept_path, key, self._spans, self._scanned, self._whole)
+        return built_in_parts(self._cache.kept(), key, self._spans, self._scanned, self._whole)
 
     def _scanned(self, span: Span) -> Mapping[str, Array]:
         with self._files[span.file]:
@@ -142,7 +135,7 @@ class DocumentFiles(ABC):
         most = joined(arrays, "most").max(initial=0, keepdims=True)
         return own | {"starts": starts, "file_ends": counts.cumsum(), "most": most}
 
-    @cached_property
+    @property
     def _documents(self) -> LengthsIndex:
         return LengthsIndex(self._index["starts"])
 
@@ -150,16 +143,6 @@ class DocumentFiles(ABC):
     def dtype(self) -> np.dtype[Any]:
         """The tokenizer's; of token lists, the least of uint16, int32 and int64 that holds them all."""
         return self._column.dtype(int(self._index["most"][0]))
-
-    @property
-    def num_documents(self) -> int:
-        """Records in all files, empty ones too."""
-        return self._documents.num_documents
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return self._documents.num_tokens
 
     def check(self) -> Self:
         """Load the tokenizer, and look whether the files are there."""
@@ -194,9 +177,7 @@ class DocumentFiles(ABC):
             if self._depth == 0:
                 with contextlib.ExitStack() as stack:
                     for file in self._files:
-                        if file.is_remote:
-                            stack.enter_context(file)
-                    stack.callback(self._close_local)
+                        stack.enter_context(file)
                     self._entered = stack.pop_all()
             self._depth += 1
         return self
@@ -207,32 +188,6 @@ class DocumentFiles(ABC):
             if self._depth == 0:
                 self._entered.close()
 
-    @contextlib.contextmanager
-    def _file(self, f: int) -> Generator[ByteFile, None, None]:
-        """File f, to read from; of those on this machine, the ones used last stay open."""
-        file = self._files[f]
-        if file.is_remote:  # entered with the store: leaving it would take back what was announced
-            yield file
-            return
-        with file:
-            surplus: list[ByteFile] = []
-            with self._kept_lock:
-                if self._depth and f not in self._kept_open:
-                    self._kept_open[f] = file.__enter__()
-                if f in self._kept_open:
-                    self._kept_open.move_to_end(f)
-                while len(self._kept_open) > MOST_OPEN:
-                    surplus.append(self._kept_open.popitem(last=False)[1])
-            for other in surplus:  # whoever reads from it has entered it, too
-                other.__exit__(None, None, None)
-            yield file
-
-    def _close_local(self) -> None:
-        with self._kept_lock:
-            kept, self._kept_open = self._kept_open, OrderedDict[int, ByteFile]()
-        for file in kept.values():
-            file.__exit__(None, None, None)
-
     def __getstate__(self) -> dict[str, Any]:
         known = ("path", "_files", "_column", "_cache", "_fingerprint")
         return {name: self.__dict__[name] for name in known if name in self.__dict__}
@@ -241,35 +196,10 @@ class DocumentFiles(ABC):
         self.__init__(state["path"], state["_files"], state["_column"], state["_cache"])
         vars(self).update(state)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.path!r})"
-
     # -- documents, and the stream ----------------------------------------------------------------------
 
-    def lengths(self, documents: I64) -> I64:
-        """Tokens of each document; int64 [n] -> int64 [n]."""
-        return self._documents.lengths(self._existing(documents))
-
-    def offsets(self, documents: I64) -> I64:
-        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
-        return self._documents.offsets(self._existing(documents))
-
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens start..stop of one document; [stop - start] of `dtype`."""
-        at = np.array([document])
-        first, length = int(self.offsets(at)[0]), int(self.lengths(at)[0])
-        if not 0 <= start <= stop <= length:
-            raise StoreError(
-                f"{self.path}: tokens {start}..{stop} of document {document} asked for, it has {length}"
-            )
-        return self.read_stream(np.array([first + start]), np.array([first + stop]))
-
     def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Tokens of the stream's ranges, back to back: [sum(stops - starts)] of `dtype`.
-
-        starts, stops: int64 [m], stream offsets in tokens, in any order and overlapping at will.
-        out: 1-D, contiguous and of exactly that size to read into and return; None for a new array.
-        """
+        """See DocumentStream."""
         starts, stops = self._ranges(starts, stops)
         out = checked_out(self.path, out, self.dtype, int((stops - starts).sum()))
         if not self._depth:
@@ -280,10 +210,6 @@ class DocumentFiles(ABC):
             out[at : at + end - begin] = some[begin:end]
             at += end - begin
         return out
-
-    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """Stream offsets o of documents with start < o < stop, range after range, each once, and how many."""
-        return self._documents.document_starts(*self._ranges(starts, stops))
 
     def will_need(self, starts: I64, stops: I64) -> None:
         """Ask for the bytes of documents in ranges that are going to be read; returns at once."""
@@ -309,12 +235,6 @@ class DocumentFiles(ABC):
                     f"index it anew"
                 )
         return tokens
-
-    def _existing(self, documents: I64) -> I64:
-        return checked_places(self.path, documents, self.num_documents, "document")
-
-    def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        return checked_ranges(self.path, self.num_tokens, starts, stops)
 
 
 def by_file(files: I64) -> Iterator[tuple[int, I64]]:

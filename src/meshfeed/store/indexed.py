@@ -18,8 +18,7 @@ from meshfeed.files import ByteFile, FileStats, Folder, LocalFile
 from meshfeed.files.sums import BIN, IDX, SUFFIX
 from meshfeed.store.checksums import compare, is_guarded, refuse_others
 from meshfeed.store.index import Header, Index, look_up, read_header
-
-I64 = npt.NDArray[np.int64]
+from meshfeed.store.stream import I64, checked_out, checked_places, checked_ranges
 
 _IDX_BLOCK_BYTES = 1 << 12
 _BIN_BLOCK_BYTES = 1 << 9
@@ -185,7 +184,7 @@ class IndexedStore:
 
     def lengths(self, documents: I64) -> I64:
         """Tokens of each document; int64 [n] -> int64 [n]."""
-        documents = self._existing(documents, self.num_documents, "document")
+        documents = checked_places(self.path, documents, self.num_documents, "document")
         index = self._entered()
         if self.is_stream:
             lengths = index.offsets_of(documents + 1) - index.offsets_of(documents)
@@ -205,13 +204,13 @@ class IndexedStore:
 
         With `lengths` and `read_stream` it reads many documents at once.
         """
-        documents = self._existing(documents, self.num_documents, "document")
+        documents = checked_places(self.path, documents, self.num_documents, "document")
         self._refuse_no_stream()
         return self._entered().offsets_of(documents)
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
         """Tokens start..stop of one document, its sequences back to back; [stop - start] of `dtype`."""
-        self._existing(np.array([document]), self.num_documents, "document")
+        checked_places(self.path, np.array([document]), self.num_documents, "document")
         index = self._entered()
         both_ends = np.array([document, document + 1])
         if self.is_stream:
@@ -239,7 +238,7 @@ class IndexedStore:
         """Mode of each sequence; int64 [n] -> int8 [n]. Refused where the store has none."""
         if not self.has_modes:
             raise StoreError(f"{self.path}.idx: has no modes; it was not written as multimodal")
-        sequences = self._existing(sequences, self.num_sequences, "sequence")
+        sequences = checked_places(self.path, sequences, self.num_sequences, "sequence")
         return self._entered().modes[sequences]
 
     # -- the stream ---------------------------------------------------------------------------------
@@ -252,14 +251,7 @@ class IndexedStore:
         """
         starts, stops = self._ranges(starts, stops)
         sizes = stops - starts
-        total = int(sizes.sum())
-        if out is None:
-            out = np.empty(total, self.dtype)
-        elif out.dtype != self.dtype or out.shape != (total,) or not out.flags.carray:
-            raise StoreError(
-                f"{self.path}: out is {out.dtype.name} {out.shape}; it must be a contiguous, writeable "
-                f"{self.dtype.name} ({total},)"
-            )
+        out = checked_out(self.path, out, self.dtype, int(sizes.sum()))
         self._fill(out, starts, sizes)
         return out
 
@@ -313,14 +305,6 @@ class IndexedStore:
             raise StoreError(f"{self.path}: not entered; read from it inside `with store:`")
         return index
 
-    def _existing(self, places: I64, count: int, what: str) -> I64:
-        places = np.asarray(places, np.int64)
-        outside = (places < 0) | (places >= count)
-        if outside.any():
-            asked = places[outside.argmax()]
-            raise StoreError(f"{self.path}: {what} {asked} asked for, it has {count}, counted from 0")
-        return places
-
     def _refuse_no_stream(self) -> None:
         if not self.is_stream:
             raise StoreError(
@@ -330,17 +314,7 @@ class IndexedStore:
 
     def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         self._refuse_no_stream()
-        starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
-        if starts.ndim != 1 or starts.shape != stops.shape:
-            raise StoreError(f"{self.path}: starts {starts.shape} and stops {stops.shape}; both must be [m]")
-        outside = (starts < 0) | (stops < starts) | (stops > self.num_tokens)
-        if outside.any():
-            i = int(outside.argmax())
-            raise StoreError(
-                f"{self.path}: range {i}: tokens {starts[i]}..{stops[i]} asked for, the stream has "
-                f"{self.num_tokens}"
-            )
-        return starts, stops
+        return checked_ranges(self.path, self.num_tokens, starts, stops)
 
     def _fill(self, out: npt.NDArray[Any], offsets: I64, sizes: I64) -> None:
         """Read `sizes` tokens at each of `offsets` into `out`, which they fill exactly."""

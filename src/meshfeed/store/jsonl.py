@@ -67,12 +67,12 @@ class JsonlStore(DocumentFiles):
         for f, mine in by_file(self._file_of(documents)):
             begins, sizes = self._lines(documents[mine])
             out, ends = np.empty(int(sizes.sum()), np.uint8), sizes.cumsum().tolist()
-            with self._file(f) as file:
-                file.read_into(out, begins, sizes)
-                raw, places = out.tobytes(), zip(begins.tolist(), ends, sizes.tolist())
-                # A line is read as often as it was announced, and parsed once.
-                lines = {begin: raw[end - size : end] for begin, end, size in places}
-                tokens = dict(zip(lines, self._parsed(file, list(lines), list(lines.values()))))
+            file = self._files[f]
+            file.read_into(out, begins, sizes)
+            raw, places = out.tobytes(), zip(begins.tolist(), ends, sizes.tolist())
+            # A line is read as often as it was announced, and parsed once.
+            lines = {begin: raw[end - size : end] for begin, end, size in places}
+            tokens = dict(zip(lines, self._parsed(file, list(lines), list(lines.values()))))
             for i, begin in zip(mine.tolist(), begins.tolist()):
                 found[i] = tokens[begin]
         return found
@@ -80,8 +80,7 @@ class JsonlStore(DocumentFiles):
     def _announce(self, pieces: Pieces) -> None:
         for f, mine in by_file(self._file_of(pieces.documents)):
             begins, sizes = self._lines(pieces.documents[mine])
-            with self._file(f) as file:
-                file.will_need(begins, begins + sizes)
+            self._files[f].will_need(begins, begins + sizes)
 
     def _file_of(self, documents: I64) -> I64:
         return self._index["file_ends"].searchsorted(documents, side="right")

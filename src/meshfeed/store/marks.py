@@ -67,5 +67,4 @@ def marks_of(store: IndexedStore, cache: Cache) -> Marks:
     def spans() -> list[range]:
         return [range(first, min(first + _SPAN, total)) for first in range(0, total, _SPAN)]
 
-    cache.make()
-    return Marks(**built_in_parts(cache.kept_path, key, spans, scan, join))
+    return Marks(**built_in_parts(cache.kept(), key, spans, scan, join))

@@ -125,7 +125,8 @@ class ParquetStore(DocumentFiles):
                 if group not in self._held and group not in self._announced:
                     self._announced.add(group)
                     f, g = self._index["groups"][group].tolist()
-                    with self._file(f) as file, _typed(file.url):
+                    file = self._files[f]
+                    with _typed(file.url):
                         begin, end = _extent(self._parquet(f), g, self._name(f))
                         file.will_need(np.array([begin]), np.array([end]))
 
@@ -151,7 +152,8 @@ class ParquetStore(DocumentFiles):
             return held
 
     def _decoded(self, f: int, group: int) -> _Rows:
-        with self._file(f) as file, _typed(f"{file.url}: row group {group}"):
+        file = self._files[f]
+        with _typed(f"{file.url}: row group {group}"):
             parquet, name = self._parquet(f), self._name(f)
             table = parquet.read_row_group(group, columns=[name], use_threads=False)
             first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,21 +15,13 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import StoreError
+from meshfeed.columns import Array
 from meshfeed.files import ByteFile, Content, FileStats, Folder, typed_errors
 from meshfeed.files.url import join
-from meshfeed.store.index_cache import Array, key_of_parts
+from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
 from meshfeed.store.shard_files import ShardFiles
-from meshfeed.store.stream import (
-    I64,
-    LengthsIndex,
-    Multiples,
-    Pieces,
-    checked_out,
-    checked_places,
-    checked_ranges,
-)
+from meshfeed.store.stream import I64, DocumentStream, LengthsIndex, Multiples, Pieces, checked_out
 
 T = TypeVar("T")
 
@@ -67,7 +59,7 @@ class Even:
     stride_bytes: int
 
 
-class ShardedStore(ABC):
+class ShardedStore(DocumentStream):
     """A StreamStore over the shards of a folder: documents lie end to end, in the order of the index.
 
     Making one only remembers. Everything but the attributes wants `with store:`. At most 128 shards are open
@@ -151,11 +143,6 @@ class ShardedStore(ABC):
         return len(self)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return self._documents.num_tokens
-
-    @property
     def wants_ahead(self) -> bool:
         """Whether the shards lie far away, so that ranges should be announced many steps before."""
         return self._folder.is_remote
@@ -200,32 +187,11 @@ class ShardedStore(ABC):
         vars(self).update(state)
         self._forget()
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.path!r})"
-
     # -- documents and the stream -------------------------------------------------------------------------
 
-    def lengths(self, documents: I64) -> I64:
-        """Tokens of each document; int64 [n] -> int64 [n]."""
-        return self._documents.lengths(checked_places(self.path, documents, len(self), "document"))
-
-    def offsets(self, documents: I64) -> I64:
-        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
-        return self._documents.offsets(checked_places(self.path, documents, len(self), "document"))
-
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens start..stop of one document; [stop - start] of `dtype`."""
-        at = np.array([document])
-        first, length = int(self.offsets(at)[0]), int(self.lengths(at)[0])
-        if not 0 <= start <= stop <= length:
-            raise StoreError(
-                f"{self.path}: tokens {start}..{stop} of document {document} asked for, it has {length}"
-            )
-        return self.read_stream(np.array([first + start]), np.array([first + stop]))
-
     def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Tokens of the stream's ranges, back to back; see IndexedStore."""
-        starts, stops = checked_ranges(self.path, self.num_tokens, starts, stops)
+        """See DocumentStream."""
+        starts, stops = self._ranges(starts, stops)
         out = checked_out(self.path, out, self.dtype, int((stops - starts).sum()))
         shards, begins, sizes = self._bytes_of(self._documents.pieces(starts, stops))
         places, raw = sizes.cumsum() - sizes, out.view(np.uint8)
@@ -233,15 +199,9 @@ class ShardedStore(ABC):
             self._files.read_into(number, raw, begins[mine], sizes[mine], places[mine])
         return out
 
-    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """Offsets of documents strictly inside each range, and how many each has; see IndexedStore."""
-        starts, stops = checked_ranges(self.path, self.num_tokens, starts, stops)
-        return self._documents.document_starts(starts, stops)
-
     def will_need(self, starts: I64, stops: I64) -> None:
         """Announce ranges of the stream that will be read, each once; waits for lengths at most."""
-        starts, stops = checked_ranges(self.path, self.num_tokens, starts, stops)
-        shards, begins, sizes = self._bytes_of(self._documents.pieces(starts, stops))
+        shards, begins, sizes = self._bytes_of(self._documents.pieces(*self._ranges(starts, stops)))
         for number, mine in _by_shard(shards):
             self._files.will_need(number, begins[mine], begins[mine] + sizes[mine])
 

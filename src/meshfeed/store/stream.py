@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -100,6 +101,70 @@ class Pieces:
     def take(self, which: I64) -> Pieces:
         """Some of them."""
         return Pieces(self.documents[which], self.begin[which], self.end[which])
+
+
+class DocumentStream(ABC):
+    """Stream look-ups of a store whose documents lie end to end. All methods raise StoreError.
+
+    Attributes:
+        path: what messages call it.
+    """
+
+    path: str
+
+    @property
+    @abstractmethod
+    def _documents(self) -> LengthsIndex:
+        """Where documents begin."""
+
+    @abstractmethod
+    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Tokens of the stream's ranges, back to back: [sum(stops - starts)] of the store's dtype.
+
+        starts, stops: int64 [m], stream offsets in tokens, in any order and overlapping at will.
+        out: 1-D, contiguous and of exactly that size to read into and return; None for a new array.
+        """
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones too."""
+        return self._documents.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return self._documents.num_tokens
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each document; int64 [n] -> int64 [n]."""
+        return self._documents.lengths(self._existing(documents))
+
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
+        return self._documents.offsets(self._existing(documents))
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens start..stop of one document; [stop - start] of the store's dtype."""
+        at = np.array([document])
+        first, length = int(self.offsets(at)[0]), int(self.lengths(at)[0])
+        if not 0 <= start <= stop <= length:
+            raise StoreError(
+                f"{self.path}: tokens {start}..{stop} of document {document} asked for, it has {length}"
+            )
+        return self.read_stream(np.array([first + start]), np.array([first + stop]))
+
+    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """Stream offsets o of documents with start < o < stop, range after range, each once, and how many."""
+        return self._documents.document_starts(*self._ranges(starts, stops))
+
+    def _existing(self, documents: I64) -> I64:
+        return checked_places(self.path, documents, self.num_documents, "document")
+
+    def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        return checked_ranges(self.path, self.num_tokens, starts, stops)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
 
 
 def _runs(first: I64, counts: I64) -> I64:
