@@ -44,8 +44,9 @@ KEYS = mf.exchange.Keys(
     mf.Field(name="tokens", dtype="int64", split=True),
     mf.Field(name="labels", dtype="int64", split=True),
     mf.Field(name="loss_mask", dtype="float32", split=True),
-    *(mf.Field(name=name, dtype="float32", split=True) for name in FURTHER),
 )
+FURTHER_KEYS = (mf.Field(name=name, dtype="float32", split=True) for name in FURTHER)
+EIGHT_KEYS = mf.exchange.Keys(*KEYS.declared, *FURTHER_KEYS)
 PACKING = mf.Packing(capacity=CAPACITY, policy="in_order")
 
 
@@ -215,11 +216,11 @@ def measure(case: str, rank: int, steps: int, counted: Counted) -> dict[str, dic
     given = [
         [{name: item[name] for name in item if name != "position_ids"} for item in items] for items in batches
     ]
-    usual = Usual(layout, groups, counted)
+    usual, keys = Usual(layout, groups, counted), EIGHT_KEYS if "8 keys" in case else KEYS
     contestants = {
         "per key, as Megatron": lambda: usual_steps(usual, batches),
         "meshfeed": lambda: exchange_steps(
-            mf.Exchange(given if owns else None, layout, packing=PACKING, keys=KEYS, owners=owners), counted
+            mf.Exchange(given if owns else None, layout, packing=PACKING, keys=keys, owners=owners), counted
         ),
     }
     measured: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in contestants}

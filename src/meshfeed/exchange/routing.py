@@ -103,6 +103,11 @@ class Shipment:
         kept = which(self)
         return type(self)(**{each.name: getattr(self, each.name)[kept] for each in fields(self)})
 
+    @property
+    def num_tokens(self) -> Longs:
+        """Tokens of each piece; int64 [n]."""
+        return (self.stop - self.start).sum(axis=1)
+
     def sizes(self, members: Longs, num_members: int) -> list[int]:
         """Bytes by source, or by member."""
         sums = np.zeros(num_members, np.int64)
@@ -154,9 +159,11 @@ def ranges_of(
     padded, origin, total = _padding(plan, whole=split == "pack_zigzag")
     size, first = plan.cp_size[rows].astype(np.int64), plan.first_rank[rows].astype(np.int64)
     start, stop = np.zeros((rows.size, 2), np.int64), np.zeros((rows.size, 2), np.int64)
-    cases, case = np.unique(np.stack([size, first, members]), axis=1, return_inverse=True)
-    for at, (cp_size, first_rank, member) in enumerate(cases.T.tolist()):
-        some = np.flatnonzero(case.reshape(-1) == at)
+    table = np.stack([size, first, members])
+    number = (size * plan.num_ranks + first) * len(seats.ranks) + members
+    _, example, case = np.unique(number, return_index=True, return_inverse=True)
+    for at, (cp_size, first_rank, member) in enumerate(table[:, example].T.tolist()):
+        some = np.flatnonzero(case == at)
         cp_ranks = [rank - first_rank for rank in seats.served[member]]
         num_chunks, begin, end = chunk_runs(cp_ranks, cp_size, split)
         chunk = (total[rows[some]] // num_chunks)[:, None]

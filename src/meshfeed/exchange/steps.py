@@ -130,9 +130,8 @@ class Received:
                 key = names.index(name)
                 before[at], entry = sum(schema.entry_bytes[:key]), schema.entry_bytes[key]
         item = its.item[pieces]
-        tokens = (its.stop[pieces] - its.start[pieces]).sum(axis=1)
         prefix = before[census.schema[item]]
-        begin = self.offsets[pieces] + census.rest_bytes[item] + tokens * prefix
+        begin = self.offsets[pieces] + census.rest_bytes[item] + its.num_tokens[pieces] * prefix
         return np.where(prefix < 0, -1, begin), entry
 
     def rest(self, piece: int) -> list[tuple[str, str, Array | bytes]]:
@@ -159,7 +158,7 @@ class Received:
         types = {
             name: (dtype, shape) for schema in self.census.schemas for name, dtype, shape in schema.split
         }
-        tokens = (its.stop[rows] - its.start[rows]).sum(axis=1).tolist()
+        tokens = its.num_tokens[rows].tolist()
         for name, (dtype, shape) in types.items():
             begins, entry = self.begins(rows, name)
             for (_, item), begin, size in zip(found, begins.tolist(), tokens):
@@ -263,6 +262,7 @@ def fields_of_pack(
     types |= {name: dtype for name, (dtype, _) in split_keys.items()}
     types |= {name: dtype for schema in census.schemas for name, dtype, _ in schema.rest}
     own = Pieces.of(portion)
+    places = _Places.of(portion, own, rows, received.shipment)
     arrays: Arrays = {}
     for key in keys.declared:
         if not key.split or (names is not None and key.name not in names):
@@ -270,30 +270,51 @@ def fields_of_pack(
         dtype, shape = split_keys.get(key.name, (key.dtype, ()))
         if dtype != ANY:  # else no item of the step has it, and nobody said what it would be
             out = allocate((1, own.num_tokens, *shape), carrier(dtype))
-            _fill(out, bits_of(key.pad, dtype), key.name, received, rows, portion, own)
+            _fill(out, bits_of(key.pad, dtype), key.name, received, places)
             arrays[key.name] = out
     arrays |= _rest(received, rows, keys, names)
     every = [each.name for each in PLAN_FIELDS]
     return arrays | fields_of_plan(portion, own, every if names is None else names, allocate)
 
 
-def _fill(
-    out: Array, pad: Any, name: str, received: Received, rows: Longs, portion: Portion, own: Pieces
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where a rank's own real tokens lie, run by run: in the shipment, and in its pack.
+
+    Attributes:
+        piece: of the shipment; int64 [n].
+        before: tokens of that piece before the run; int64 [n].
+        at, size: the run's first place in the pack, and its tokens; int64 [n].
+        num_tokens: of the pack, padding included.
+    """
+
+    piece: Longs
+    before: Longs
+    at: Longs
+    size: Longs
+    num_tokens: int
+
+    @classmethod
+    def of(cls, portion: Portion, own: Pieces, rows: Longs, shipment: Shipment) -> _Places:
+        """rows: the pieces of the portion's pack, in its order."""
+        slices, some = own.own, np.flatnonzero(own.real > 0)
+        sequence = slices.sequence[some]
+        piece, first = rows[sequence], portion.starts[sequence] + slices.start[some]
+        at = (np.cumsum(slices.sizes) - slices.sizes)[some]
+        return cls(piece, shipment.tokens_at(piece, first), at, own.real[some], own.num_tokens)
+
+
+def _fill(out: Array, pad: Any, name: str, received: Received, places: _Places) -> None:
     """The own tokens of a split key, of the sequences that have it; `pad` elsewhere."""
-    slices = own.own
-    at = np.cumsum(slices.sizes) - slices.sizes
-    pieces = rows[slices.sequence]
-    begins, entry = received.begins(pieces, name)
-    some = np.flatnonzero((own.real > 0) & (begins >= 0))
-    if int(own.real[some].sum()) < own.num_tokens:
+    begins, entry = received.begins(places.piece, name)
+    size = np.where(begins < 0, 0, places.size)
+    if int(size.sum()) < places.num_tokens:
         out[:] = pad
-    first = portion.starts[slices.sequence[some]] + slices.start[some]
-    begin = begins[some] + received.shipment.tokens_at(pieces[some], first) * entry
-    to, size = at[some] * entry, own.real[some] * entry
-    flat, data = out.reshape(-1).view(np.uint8), received.data
+    begin, to, size = begins + places.before * entry, places.at * entry, size * entry
+    # slices of memoryviews are half the price of an array's, and there are many short ones
+    whole, data = out.reshape(-1).view(np.uint8).data, received.data.data
     for a, b, c, d in zip(to.tolist(), (to + size).tolist(), begin.tolist(), (begin + size).tolist()):
-        flat[a:b] = data[c:d]
+        whole[a:b] = data[c:d]
 
 
 def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str] | None) -> dict[str, Any]:
