@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from meshfeed.errors import StoreError
+from meshfeed.store.index_json import IndexReader
 from meshfeed.store.litdata_column import Column
 
 INDEX = "index.json"
@@ -71,7 +72,7 @@ def is_litdata(text: bytes) -> bool:
 def parse_index(url: str, text: bytes) -> Index:
     """The index, checked. Raises StoreError for what is encrypted, or laid out in an unknown way."""
     reader = _Reader(url)
-    given = reader.json(text, "it")
+    given = reader.json(text)
     config = reader.entry(given, "config")
     if config.get("encryption") is not None:
         raise StoreError(f"{url}: the dataset is encrypted; write it again without encryption")
@@ -98,48 +99,9 @@ def parse_index(url: str, text: bytes) -> Index:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    url: str
-
-    def refuse(self, where: str, what: str) -> NoReturn:
-        raise StoreError(f"{self.url}: {where} {what}; make the index anew, or copy it again")
-
-    def json(self, text: bytes | str, where: str) -> Any:
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            self.refuse(where, f"is no JSON: {error}")
-
-    def field(self, given: Any, key: str, where: str = "") -> Any:
-        if not isinstance(given, dict):
-            self.refuse(where or "it", "is no object")
-        if key not in given:
-            self.refuse(f"{where}.{key}".strip("."), "is missing")
-        return cast(Any, given[key])
-
-    def entry(self, given: Any, key: str, where: str = "") -> dict[str, Any]:
-        value = self.field(given, key, where)
-        if not isinstance(value, dict):
-            self.refuse(f"{where}.{key}".strip("."), "is no object")
-        return cast(dict[str, Any], value)
-
-    def listed(self, given: Any, key: str, where: str = "") -> list[Any]:
-        value = self.field(given, key, where)
-        if not isinstance(value, list):
-            self.refuse(f"{where}.{key}".strip("."), "is no list")
-        return cast(list[Any], value)
-
-    def whole(self, given: Any, key: str, most: int, where: str) -> int:
-        value = self.field(given, key, where)
-        if type(value) is not int or not 0 <= value <= most:
-            self.refuse(f"{where}.{key}", f"is {str(value)[:50]}; a whole number from 0 to {most} belongs")
-        return value
-
+class _Reader(IndexReader):
     def chunk(self, entry: Any, where: str) -> Chunk:
-        name = self.field(entry, "filename", where)
-        if not isinstance(name, str):
-            self.refuse(f"{where}.filename", f"is {str(name)[:50]}; a text belongs there")
+        name = self.text(entry, "filename", where)
         has_dim = cast(dict[str, Any], entry).get("dim") is not None
         return Chunk(
             name=name,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Content
+from meshfeed.store.index_json import IndexReader
 
 INDEX = "index.json"
 CODECS = {"zstd": "zstd", "gz": "gz", "bz2": "bz2", "br": "br", "snappy": "snappy"}
@@ -56,15 +56,12 @@ class Shard:
 
 def parse_index(url: str, text: bytes) -> tuple[list[Column], list[Shard]]:
     """Columns, in the order in which samples hold them, and shards. Raises StoreError."""
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{url}: no JSON: {error}") from error
     reader = _Reader(url)
+    given = reader.json(text)
     version = reader.whole(given, "version", 1 << 16)
     if version != 2:
         reader.refuse("version", f"is {version}; only version 2 is known")
-    entries = reader.list_of(given, "shards")
+    entries = reader.listed(given, "shards")
     columns: list[Column] = []
     shards: list[Shard] = []
     for at, entry in enumerate(entries):
@@ -86,44 +83,11 @@ def least_bytes(columns: Sequence[Column]) -> int:
     return sum(4 if column.size_bytes is None else column.size_bytes for column in columns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    url: str
-
-    def refuse(self, where: str, what: str) -> NoReturn:
-        raise StoreError(f"{self.url}: {where} {what}; make the index anew, or copy it again")
-
-    def field(self, given: Any, key: str, where: str = "") -> Any:
-        if not isinstance(given, dict):
-            self.refuse(where or "it", "is no object")
-        if key not in given:
-            self.refuse(f"{where}.{key}".strip("."), "is missing")
-        return cast(Any, given[key])
-
-    def whole(self, given: Any, key: str, most: int, where: str = "") -> int:
-        value = self.field(given, key, where)
-        if type(value) is not int or not 0 <= value <= most:
-            self.refuse(
-                f"{where}.{key}".strip("."), f"is {str(value)[:50]}; a whole number from 0 to {most} belongs"
-            )
-        return value
-
-    def text(self, given: Any, key: str, where: str) -> str:
-        value = self.field(given, key, where)
-        if not isinstance(value, str):
-            self.refuse(f"{where}.{key}", f"is {str(value)[:50]}; a text belongs there")
-        return value
-
-    def list_of(self, given: Any, key: str, where: str = "") -> list[Any]:
-        value = self.field(given, key, where)
-        if not isinstance(value, list):
-            self.refuse(f"{where}.{key}".strip("."), "is no list")
-        return cast(list[Any], value)
-
+class _Reader(IndexReader):
     def columns(self, entry: Any, where: str) -> list[Column]:
         if self.text(entry, "format", where) != "mds":
             self.refuse(f"{where}.format", f"is {entry['format']!r}; only mds can be read by place")
-        lists = [self.list_of(entry, f"column_{part}", where) for part in ("names", "encodings", "sizes")]
+        lists = [self.listed(entry, f"column_{part}", where) for part in ("names", "encodings", "sizes")]
         if len({len(each) for each in lists}) != 1:
             self.refuse(where, "has column names, encodings and sizes of different numbers")
         columns: list[Column] = []

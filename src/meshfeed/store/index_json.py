@@ -1,0 +1,71 @@
+"""index.json of a dataset, field by field: each is what it should be, or an error names file and field."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+from meshfeed.errors import StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class IndexReader:
+    """Fields of a foreign index. `where` is the path of what is given; every method raises StoreError.
+
+    Attributes:
+        url: of the index.
+    """
+
+    url: str
+
+    def refuse(self, where: str, what: str) -> NoReturn:
+        """Raise."""
+        raise StoreError(f"{self.url}: {where} {what}; make the index anew, or copy it again")
+
+    def json(self, text: bytes | str, where: str = "it") -> Any:
+        """What a text says."""
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            self.refuse(where, f"is no JSON: {error}")
+
+    def field(self, given: Any, key: str, where: str = "") -> Any:
+        """A value of an object."""
+        if not isinstance(given, dict):
+            self.refuse(where or "it", "is no object")
+        if key not in given:
+            self.refuse(_path(where, key), "is missing")
+        return cast(Any, given[key])
+
+    def entry(self, given: Any, key: str, where: str = "") -> dict[str, Any]:
+        """An object in an object."""
+        value = self.field(given, key, where)
+        if not isinstance(value, dict):
+            self.refuse(_path(where, key), "is no object")
+        return cast(dict[str, Any], value)
+
+    def listed(self, given: Any, key: str, where: str = "") -> list[Any]:
+        """A list in an object."""
+        value = self.field(given, key, where)
+        if not isinstance(value, list):
+            self.refuse(_path(where, key), "is no list")
+        return cast(list[Any], value)
+
+    def whole(self, given: Any, key: str, most: int, where: str = "") -> int:
+        """A whole number from 0 to `most`."""
+        value = self.field(given, key, where)
+        if type(value) is not int or not 0 <= value <= most:
+            self.refuse(_path(where, key), f"is {str(value)[:50]}; a whole number from 0 to {most} belongs")
+        return value
+
+    def text(self, given: Any, key: str, where: str = "") -> str:
+        """A text."""
+        value = self.field(given, key, where)
+        if not isinstance(value, str):
+            self.refuse(_path(where, key), f"is {str(value)[:50]}; a text belongs there")
+        return value
+
+
+def _path(where: str, key: str) -> str:
+    return f"{where}.{key}".strip(".")
