@@ -68,19 +68,23 @@ def holder_of(held: Slices, sequence: int, start: int) -> int:
 def fields_of_plan(portion: Portion, pieces: Pieces, names: Sequence[str], allocate: Allocate) -> Arrays:
     """Those of PLAN_FIELDS that are named, of the one pack of a portion."""
     arrays: Arrays = {}
+    runs = list(pieces)
+    is_full = int(pieces.real.sum()) == pieces.num_tokens
+    positions = np.arange(int((pieces.own.start + pieces.real).max(initial=0)))
     for field in PLAN_FIELDS:
         if field.name not in names or not field.split:
             continue
-        out = allocate((1, pieces.num_tokens), field.dtype)
-        out[:] = field.pad
-        for piece, at, start, size in pieces:
+        out = arrays[field.name] = allocate((1, pieces.num_tokens), field.dtype)
+        if not is_full:
+            out[:] = field.pad
+        row = out[0]
+        for piece, at, start, size in runs:
             if field.name == "position_ids":
-                out[0, at : at + size] = np.arange(start, start + size)
+                row[at : at + size] = positions[start : start + size]
             elif field.name == "sequence_ids":
-                out[0, at : at + size] = pieces.own.sequence[piece]
+                row[at : at + size] = pieces.own.sequence[piece]
             else:
-                out[0, at : at + size] = False
-        arrays[field.name] = out
+                row[at : at + size] = False
     return arrays | {name: value for name, value in _lengths_of(portion).items() if name in names}
 
 
