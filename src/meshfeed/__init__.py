@@ -38,7 +38,7 @@ from meshfeed.order import Draws, EpochIndex, rng
 from meshfeed.plan import Align, CostModel, ModelShape, Packing
 from meshfeed.recipe import Batch, Blocks, Mixture, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
-from meshfeed.sequence import Documents, Masked, MegatronGPT, Samples, Windows
+from meshfeed.sequence import Chat, Documents, Masked, MegatronGPT, Samples, Windows
 from meshfeed.simulate import simulate
 from meshfeed.state import State
 from meshfeed.store import DatasetWriter, IndexedWriter, Lengths, Mapped, Resampled, SameEveryEpoch
@@ -52,6 +52,7 @@ __all__ = [
     "Cache",
     "CacheError",
     "ChangedError",
+    "Chat",
     "ChecksumError",
     "Coord",
     "CostModel",

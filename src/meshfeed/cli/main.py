@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from meshfeed.cli import bench, demo, doctor, inspect, plan, roles, trace
+from meshfeed.cli import bench, convert, demo, doctor, inspect, plan, roles, trace
 from meshfeed.errors import MeshfeedError
 
-_COMMANDS = (demo, inspect, roles, plan, trace, bench, doctor)
+_COMMANDS = (demo, convert, inspect, roles, plan, trace, bench, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -53,12 +53,13 @@ def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -
 def check_hashes(data: memoryview | bytes, hashes: Mapping[str, str], url: str) -> None:
     """Raises ChecksumError for bytes that have another digest, StoreError for an unknown algorithm."""
     for algorithm, expected in hashes.items():
-        found = _digest(algorithm, data, url)
+        found = digest_of(algorithm, data, url)
         if found != expected.lower():
             raise ChecksumError(f"{url}: {algorithm} is {found}, its index says {expected}; copy it again")
 
 
-def _digest(algorithm: str, data: memoryview | bytes, url: str) -> str:
+def digest_of(algorithm: str, data: memoryview | bytes, url: str) -> str:
+    """Hex digest, by hashlib or xxhash. url: what messages name. Raises StoreError for one unknown."""
     if algorithm in hashlib.algorithms_available and not algorithm.startswith("shake"):
         return hashlib.new(algorithm, data, usedforsecurity=False).hexdigest()
     if algorithm not in ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"):

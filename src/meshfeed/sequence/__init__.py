@@ -1,6 +1,7 @@
 """Draws and slices -> tensors: what a sequence is, and which of its bytes are read."""
 
 from meshfeed.columns import Arrays, Columns
+from meshfeed.sequence.chat import Chat
 from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.documents import Documents
 from meshfeed.sequence.masked import Masked
@@ -11,6 +12,7 @@ from meshfeed.sequence.windows import Windows
 
 __all__ = [
     "Arrays",
+    "Chat",
     "Columns",
     "Documents",
     "Masked",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -62,6 +62,11 @@ class MDSStore(ShardedStore):
     def encodings(self) -> Mapping[str, str]:
         """Name -> encoding of every column."""
         return {column.name: column.encoding for column in self._parsed[1]}
+
+    @property
+    def token_column(self) -> str:
+        """Of the tokens."""
+        return self._parsed[1][self._tokens.at].name
 
     @property
     def shards(self) -> list[Shard]:
@@ -157,8 +162,8 @@ class MDSStore(ShardedStore):
     def __getitem__(self, at: EpochIndex | int) -> dict[str, Any]:
         return self.sample(at if isinstance(at, int) else at.index)
 
-    def sample(self, index: int) -> dict[str, Any]:
-        """Every column of a sample, decoded; see `mds_sample.decode`."""
+    def sample(self, index: int, names: Container[str] | None = None) -> dict[str, Any]:
+        """The named columns of a sample, or every one, decoded; see `mds_sample.decode`."""
         (place,) = checked_places(self.path, np.array([index]), len(self), "sample").tolist()
         number = int(self.shard_ends.searchsorted(place, side="right"))
         first = int(self._firsts[number])
@@ -175,6 +180,7 @@ class MDSStore(ShardedStore):
         return {
             column.name: decode(column.encoding, value, f"{where}, column {column.name!r}")
             for column, value in zip(columns, values)
+            if names is None or column.name in names
         }
 
     def facts(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import io
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -64,6 +64,45 @@ class ParquetStore(DocumentFiles):
     @cached_property
     def _group_ends(self) -> I64:
         return self._index["rows"].cumsum()
+
+    # -- rows with all their columns --------------------------------------------------------------------
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files, by their footers."""
+        return sum(
+            self._with(f, lambda parquet: int(parquet.metadata.num_rows)) for f in range(len(self._files))
+        )
+
+    def schema(self) -> tuple[Any, str]:
+        """The Arrow schema that all files have, and which column holds the tokens or the text."""
+        schema, name = (
+            self._with(0, lambda parquet: parquet.schema_arrow),
+            self._with(0, lambda _: self._name(0)),
+        )
+        for f, file in enumerate(self._files):
+            if not self._with(f, lambda parquet: parquet.schema_arrow).equals(schema):
+                raise StoreError(
+                    f"{file.url}: has other columns than {self._files[0].url}; take them one by one"
+                )
+        return schema, name
+
+    def batches(self, names: Sequence[str], batch_bytes: int) -> Iterator[tuple[str, int, Any]]:
+        """(file, its first row, Arrow record batch) of some columns, in order, of some so many bytes each."""
+        for f, file in enumerate(self._files):
+            with file, _typed(file.url):
+                parquet, first = self._parquet(f), 0
+                for group in _groups(parquet):
+                    facts = parquet.metadata.row_group(group)
+                    some = max(1, batch_bytes * facts.num_rows // max(facts.total_byte_size, 1))
+                    for batch in parquet.iter_batches(some, row_groups=[group], columns=list(names)):
+                        yield file.url, first, batch
+                        first += batch.num_rows
+
+    def _with(self, f: int, ask: Callable[[Any], Any]) -> Any:
+        """What a file's footer tells."""
+        with self._files[f], _typed(self._files[f].url):
+            return ask(self._parquet(f))
 
     # -- the index --------------------------------------------------------------------------------------
 

@@ -1,0 +1,1 @@
+"""Before training: text, chats and other formats -> token stores."""

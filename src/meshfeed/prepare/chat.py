@@ -1,0 +1,333 @@
+"""Conversations -> tokens and a loss mask, by the tokenizer's own chat template."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Array
+from meshfeed.errors import StoreError
+from meshfeed.files import typed_errors
+from meshfeed.prepare.chat_files import DEFAULT, WITH_TOOLS, config_in, special_tokens, templates_in
+from meshfeed.prepare.chat_template import ChatTemplate, Message, Spans
+from meshfeed.store.indexed_writer import best_dtype
+
+TrainOn = Literal["assistant", "last"]
+Tools = list[Any] | None
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatEncoder:
+    """Makes tokens and a loss mask of conversations, as transformers' `apply_chat_template` does.
+
+    A conversation is a list of messages, {"role": ..., "content": ...} with whatever else the template reads;
+    or an object with that list as "messages", or alone, and "tools" if it has any. Its tokens are those of
+    the text that the template makes of all messages; text that spells a special token becomes it, as in
+    transformers.
+
+    The mask is 1 at tokens that the assistant is to say:
+
+    - Where the template has {% generation %} blocks, these are the characters inside them.
+    - Elsewhere, of each assistant's message k: what the template adds to messages[:k] and a generation prompt
+      to make it messages[:k + 1]. The three texts, and that of all messages, must begin alike, or it is
+      refused: such a template (one that drops earlier thoughts, say) does not tell. White space that follows
+      the last special token of a message is the template's, not the model's, and bears no loss.
+
+    A token bears loss if any of its characters does.
+
+    Args:
+        tokenizer: a transformers directory with tokenizer.json, or a `tokenizers` JSON file.
+        template: a file to take instead of the directory's chat_template.jinja, or of what its
+            tokenizer_config.json has. Of several, "tool_use" is for conversations with tools, else "default".
+        train_on: "assistant" for all messages of the assistant, "last" for the last one alone.
+        dtype: of the tokens; None for uint16 or int32, as Megatron takes them.
+        variables: what the template may name besides, such as {"enable_thinking": False}.
+        date: that the template may ask for; see `ChatTemplate`.
+
+    Attributes:
+        names: of the columns of a record in which conversations are looked for.
+        columns: name -> dtype of what comes out: tokens, and loss_mask uint8.
+
+    Making one only remembers. Pickled, it takes its files along. All methods raise StoreError.
+    """
+
+    names: Sequence[str] = ("messages", "conversation")
+
+    def __init__(
+        self,
+        tokenizer: str | os.PathLike[str],
+        template: str | os.PathLike[str] | None = None,
+        *,
+        train_on: TrainOn = "assistant",
+        dtype: npt.DTypeLike | None = None,
+        variables: Mapping[str, Any] | None = None,
+        date: datetime.date | None = None,
+    ) -> None:
+        self._path, self._template = Path(tokenizer), None if template is None else Path(template)
+        self._train_on, self._dtype, self._date = train_on, dtype, date
+        self._variables = dict(variables or {})
+        if train_on not in ("assistant", "last"):
+            raise StoreError(f"train_on={train_on!r}: 'assistant' for all its messages, or 'last'")
+
+    # -- what it is -------------------------------------------------------------------------------------
+
+    @property
+    def columns(self) -> Mapping[str, np.dtype[Any]]:
+        """See the class. Raises StoreError for a dtype that cannot hold the vocabulary."""
+        return {"tokens": self._token_dtype, "loss_mask": np.dtype(np.uint8)}
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of all that decides what comes out."""
+        bytes_, config, templates = self._files
+        how = [config, templates, self._variables, self._train_on, str(self._date), self._token_dtype.str]
+        told = json.dumps(how, sort_keys=True, default=repr)
+        return hashlib.blake2b(bytes_ + told.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+    # -- encoding ---------------------------------------------------------------------------------------
+
+    def encode(
+        self, values: Sequence[Any], where: Callable[[int], str] = "conversation {}".format
+    ) -> list[dict[str, Array]]:
+        """Columns tokens [n] and loss_mask uint8 [n] of each conversation.
+
+        where: what messages call each. Raises StoreError for the first conversation that is none, that its
+        template refuses, or in which nothing bears loss.
+        """
+        turns: list[_Said] = []
+        for i, value in enumerate(values):
+            try:
+                turns.append(self._said(value))
+                turns[-1].text.encode()
+            except UnicodeEncodeError as error:
+                raise StoreError(f"{where(i)}: text that is no Unicode: {error}; write it anew") from error
+            except StoreError as error:
+                raise StoreError(f"{where(i)}: {error}") from error
+        encodings = self._tokenizer.encode_batch([said.text for said in turns], add_special_tokens=False)
+        found = [self._columns(encoding, said) for encoding, said in zip(encodings, turns)]
+        for i, columns in enumerate(found):
+            if not columns["loss_mask"].any():
+                size = columns["tokens"].size
+                raise StoreError(f"{where(i)}: none of its {size} tokens bears loss; leave it out")
+        return found
+
+    def _said(self, value: Any) -> _Said:
+        messages, tools = _conversation_of(value)
+        turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise StoreError("no message of the assistant, so that nothing bears loss; leave it out")
+        if self._train_on == "last":
+            turns = turns[-1:]
+        template = self._template_for(tools)
+        text = _whole(template, messages, tools)
+        _refuse_printed_parts(messages, text)
+        if not template.has_blocks:
+            return _Said(text, [_added(template, messages, tools, k, text) for k in turns], trims=True)
+        blocks, earlier = template.blocks(messages, tools, text), 0
+        if self._train_on == "last" and turns[0]:
+            before = messages[: turns[0]]
+            earlier = len(template.blocks(before, tools, template.text(before, tools)))
+        return _Said(text, blocks[earlier:], trims=False)
+
+    def _columns(self, encoding: Any, said: _Said) -> dict[str, Array]:
+        tokens = np.array(encoding.ids, np.int64)
+        begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        mask = np.zeros(tokens.size, np.uint8)
+        for begin, end in said.spans:
+            # Every token that has a character of the span.
+            first, last = int(ends.searchsorted(begin, "right")), int(begins.searchsorted(end, "left"))
+            if said.trims:
+                special = first + np.flatnonzero(np.isin(tokens[first:last], self._special))
+                if special.size and said.text[ends[special[-1]] : end].isspace():
+                    last = int(special[-1]) + 1
+            mask[first:last] = 1
+        return {"tokens": tokens.astype(self._token_dtype), "loss_mask": mask}
+
+    # -- what lies in the files -------------------------------------------------------------------------
+
+    @cached_property
+    def _files(self) -> tuple[bytes, dict[str, Any], dict[str, str]]:
+        """The tokenizer's JSON, its special tokens by name, and templates by name."""
+        with typed_errors(self._path):
+            if not self._path.is_dir():
+                return self._path.read_bytes(), {}, self._given_template()
+            found = self._path / "tokenizer.json"
+            if not found.exists():
+                raise StoreError(
+                    f"{self._path}: no tokenizer.json; let transformers' save_pretrained write one"
+                )
+            config = config_in(self._path)
+            templates = self._given_template() or templates_in(self._path, config)
+            return found.read_bytes(), special_tokens(config), templates
+
+    def _given_template(self) -> dict[str, str]:
+        if self._template is None:
+            return {}
+        with typed_errors(self._template):
+            return {DEFAULT: self._template.read_text(encoding="utf-8")}
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        _, config, sources = self._files
+        if not sources:
+            raise StoreError(f"{self._path}: brings no chat template; give the file of one as template=")
+        variables = config | self._variables
+        path = self._template or self._path
+        return {
+            name: ChatTemplate(source, variables, f"template {name!r} of {path}", self._date)
+            for name, source in sources.items()
+        }
+
+    def _template_for(self, tools: Sequence[Any] | None) -> ChatTemplate:
+        name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
+        if name not in self._templates:
+            raise StoreError(f"{self._path}: no template {name!r} among {', '.join(self._templates)}")
+        return self._templates[name]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            tokenizers = importlib.import_module("tokenizers")
+        except ImportError as missing:
+            raise StoreError(
+                f"{self._path}: a tokenizer needs the package tokenizers: pip install 'meshfeed[chat]'"
+            ) from missing
+        try:
+            made = tokenizers.Tokenizer.from_buffer(self._files[0])
+        except StoreError:
+            raise
+        except Exception as error:  # the package raises Exception itself
+            raise StoreError(f"{self._path}: no tokenizer: {error}; give its tokenizer.json") from error
+        made.no_padding()
+        made.no_truncation()
+        # All it could do without special tokens is to trim offsets, and these tell characters from tokens.
+        made.post_processor = tokenizers.processors.Sequence([])
+        return made
+
+    @cached_property
+    def _special(self) -> npt.NDArray[np.int64]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return np.array([number for number, token in added.items() if token.special], np.int64)
+
+    @cached_property
+    def _token_dtype(self) -> np.dtype[Any]:
+        size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        dtype: np.dtype[Any] = best_dtype(size) if self._dtype is None else np.dtype(self._dtype)
+        if dtype.kind not in "iu" or size - 1 > np.iinfo(dtype.name).max:
+            raise StoreError(
+                f"{self._path}: {size} tokens, which {dtype.name} cannot tell apart; take a wider dtype"
+            )
+        return dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The files too: the process that it goes to may stand elsewhere, and must not read others.
+        _ = self._files
+        return {name: value for name, value in vars(self).items() if name not in ("_tokenizer", "_templates")}
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A conversation's text.
+
+    Attributes:
+        spans: what the assistant says in it: begin and end in characters, ascending.
+        trims: whether white space after a span's last special token is no part of it.
+    """
+
+    text: str
+    spans: Spans
+    trims: bool
+
+
+def _whole(template: ChatTemplate, messages: list[Message], tools: Tools) -> str:
+    """The text of all messages. Raises StoreError that names the first message from which on it has none."""
+    try:
+        return template.text(messages, tools)
+    except StoreError as error:
+        sound = range(len(messages) - 1, 0, -1)
+        k = next((k for k in sound if _can(template, messages[:k], tools)), 0)
+        raise StoreError(f"message {k} ({messages[k]['role']}): {error}") from error
+
+
+def _refuse_printed_parts(messages: list[Message], text: str) -> None:
+    """Refuse content in parts that a template, which knows of text alone, prints as Python would."""
+    for k, message in enumerate(messages):
+        parts = message.get("content")
+        if isinstance(parts, list) and str(cast(list[Any], parts)) in text:
+            raise StoreError(
+                f"message {k} ({message['role']}): its content is a list of parts, of which this template "
+                f"knows nothing; join them to one text"
+            )
+
+
+def _can(template: ChatTemplate, messages: list[Message], tools: Tools) -> bool:
+    try:
+        template.text(messages, tools)
+    except StoreError:
+        return False
+    return True
+
+
+def _added(
+    template: ChatTemplate, messages: list[Message], tools: Tools, k: int, text: str
+) -> tuple[int, int]:
+    """What message k adds to the text before it, in characters."""
+    try:
+        prompt = template.text(messages[:k], tools, prompt=True)
+        turn = template.text(messages[: k + 1], tools)
+    except StoreError as error:
+        raise StoreError(
+            f"message {k} (assistant): cannot be told from what is before it: {error}"
+        ) from error
+    if not (turn.startswith(prompt) and text.startswith(turn)):
+        apart = "the text before it" if not turn.startswith(prompt) else "its text, once messages follow,"
+        raise StoreError(
+            f"message {k} (assistant): {apart} is another, so that the template does not tell what the "
+            f"assistant says; give a template with {{% generation %}} blocks, or a conversation for each "
+            f"answer and train_on='last'"
+        )
+    return len(prompt), len(turn)
+
+
+def _conversation_of(value: Any) -> tuple[list[Message], Tools]:
+    """Checked messages, as the template sees them, and tools."""
+    tools = None
+    if isinstance(value, dict):
+        given = dict(cast(dict[str, Any], value))
+        tools = given.pop("tools", None)
+        value = next(iter(given.values())) if len(given) == 1 else given.get("messages")
+    if not isinstance(value, list) or not value:
+        raise StoreError(f"{type(value).__name__} where a list of messages belongs, one at least")
+    if not isinstance(tools, list | None):
+        raise StoreError(f"tools are {type(tools).__name__}; a list of JSON schemas belongs there")
+    return [_message(k, message) for k, message in enumerate(cast(list[Any], value))], tools or None
+
+
+def _message(k: int, given: Any) -> Message:
+    if not isinstance(given, dict):
+        raise StoreError(f"message {k}: {type(given).__name__} where an object with role and content belongs")
+    # As transformers has it: null is as if the key were not there, and thoughts go by several names.
+    message = {name: value for name, value in cast(dict[str, Any], given).items() if value is not None}
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise StoreError(
+            f"message {k}: its role is {role!r}, found keys {', '.join(map(repr, given))}; it needs a role"
+        )
+    thoughts = next((message[name] for name in _REASONING if name in message), None)
+    if content is None and thoughts is None and not message.get("tool_calls"):
+        raise StoreError(f"message {k} ({role}): no content; found keys {', '.join(map(repr, given))}")
+    if not isinstance(content, str | list | None):
+        raise StoreError(f"message {k} ({role}): content is {type(content).__name__}; text belongs there")
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}

@@ -1,0 +1,430 @@
+"""Conversations -> tokens and masks: against transformers, and against bytes counted by hand."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+import meshfeed as mf
+from meshfeed.errors import StoreError
+from meshfeed.prepare.chat import ChatEncoder
+
+SPECIAL = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
+TEXTS = [
+    "a plain question about tokens",
+    "the answer is 42 , of course",
+    "systems are strict",
+    "ünïcödé ☃ 🎉",
+]
+
+CHATML = """
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{- m.content + '<|im_end|>' }}{% endif %}
+{{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
+LLAMA = """
+{{- bos_token }}
+{%- if tools %}
+    {{- '<|head|>tools<|/head|>\\n\\n' }}
+    {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{% endfor %}
+    {{- '<|eot|>' }}
+{%- endif %}
+{%- for m in messages %}
+    {{- '<|head|>' + m['role'] + '<|/head|>\\n\\n' }}
+    {%- if m['role'] == 'assistant' %}
+        {%- generation %}
+        {%- if m.tool_calls %}
+            {%- for call in m.tool_calls %}{{- call.function | tojson }}{% endfor %}
+        {%- else %}{{- m['content'] | trim }}{% endif %}
+        {{- '<|eot|>' }}
+        {%- endgeneration %}
+    {%- elif m['role'] in ('user', 'system', 'tool') %}{{- m['content'] | trim + '<|eot|>' }}
+    {%- else %}{{- raise_exception('nobody is called ' + m['role']) }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|head|>assistant<|/head|>\\n\\n' }}{% endif %}
+"""
+FORGETFUL = """
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.thinking is defined and loop.last %}{{- '[' + m.thinking + ']' }}{% endif %}
+{{- m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+
+def plain(template: str) -> str:
+    """The same template, as most are: it does not say what is generated."""
+    for tag in ("generation", "endgeneration"):
+        template = template.replace("{% " + tag + " %}", "").replace("{%- " + tag + " %}", "")
+    return template
+
+
+TEMPLATES = {"chatml": CHATML, "llama": LLAMA}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> PreTrainedTokenizerFast:
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([*TEXTS * 4, "\n\n\n", "  \n", "assistant\n", "user\n\n"], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=SPECIAL[0], eos_token=SPECIAL[1])
+
+
+@pytest.fixture(scope="module")
+def folders(theirs: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base, found = tmp_path_factory.mktemp("tokenizers"), dict[str, Path]()
+    for name, template in TEMPLATES.items():
+        for kind, source in (("blocks", template), ("plain", plain(template))):
+            theirs.chat_template = source
+            found[f"{name} {kind}"] = base / f"{name}-{kind}"
+            theirs.save_pretrained(found[f"{name} {kind}"])
+    return found
+
+
+def expected(
+    theirs: PreTrainedTokenizerFast, template: str, messages: Any, **options: Any
+) -> tuple[list[int], list[int]]:
+    out = theirs.apply_chat_template(
+        messages, chat_template=template, return_assistant_tokens_mask=True, return_dict=True, **options
+    )
+    return out["input_ids"], out["assistant_masks"]
+
+
+CONTENT = st.text(st.sampled_from("ab \n ☃é,🎉<|>"), max_size=12) | st.sampled_from(TEXTS)
+SPOKEN = st.text(st.sampled_from("ab \n ☃é,🎉<|>"), min_size=1, max_size=12) | st.sampled_from(TEXTS)
+
+
+def conversations(said: Any = SPOKEN) -> Any:
+    turns = st.lists(st.tuples(CONTENT, said), min_size=1, max_size=4)
+
+    def made(system: str | None, turns: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        for asked, answered in turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return messages
+
+    return st.builds(made, st.none() | CONTENT, turns)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("kind", ["blocks", "plain"])
+@settings(derandomize=True, max_examples=120, deadline=None)
+@given(messages=conversations())
+def test_it_equals_transformers(
+    theirs: PreTrainedTokenizerFast, folders: dict[str, Path], name: str, kind: str, messages: Any
+) -> None:
+    tokens, mask = expected(theirs, TEMPLATES[name], messages)
+    (got,) = ChatEncoder(folders[f"{name} {kind}"]).encode([messages])
+    assert got["tokens"].dtype == np.uint16 and got["loss_mask"].dtype == np.uint8
+    assert got["tokens"].tolist() == tokens
+    assert got["loss_mask"].tolist() == mask
+
+
+@pytest.mark.parametrize("trims", [False, True])
+@settings(derandomize=True, max_examples=120, deadline=None)
+@given(messages=conversations())
+def test_a_token_bears_loss_if_a_byte_of_it_is_said(
+    theirs: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory, trims: bool, messages: Any
+) -> None:
+    # No special token ends what is said: tokens lie across its edges, and end inside a character.
+    template = (
+        "{% for m in messages %}{{ m.role + '\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ '(' + m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        "{{ '\n' }}{% endfor %}"
+    )
+    folder = tmp_path_factory.getbasetemp() / f"edges{trims}"
+    if not folder.exists():
+        folder.mkdir()
+        made = tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str())
+        if trims:
+            made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+        made.save(str(folder / "tokenizer.json"))
+        (folder / "chat_template.jinja").write_text(template)
+    (got,) = ChatEncoder(folder).encode([messages])
+    text = "".join(f"{m['role']}\n{'(' * (m['role'] == 'assistant')}{m['content']}\n" for m in messages)
+    assert got["tokens"].tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+    assert got["loss_mask"].tolist() == by_bytes(theirs, got["tokens"].tolist(), text, messages)
+
+
+def by_bytes(theirs: PreTrainedTokenizerFast, tokens: list[int], text: str, messages: Any) -> list[int]:
+    """The mask by how many bytes each token stands for."""
+    special = {theirs.convert_tokens_to_ids(token): len(token) for token in SPECIAL}
+    sizes = [special.get(t) or len(theirs.convert_ids_to_tokens(t)) for t in tokens]  # a letter a byte
+    ends = np.cumsum(sizes)
+    assert ends[-1] == len(text.encode())
+    mask, at = np.zeros(len(tokens), int), 0
+    for m in messages:
+        at += len(m["role"]) + 1
+        size = len(m["content"].encode()) + (m["role"] == "assistant")
+        if m["role"] == "assistant":
+            mask |= (ends > at) & (ends - sizes < at + size)
+        at += size + 1
+    return mask.tolist()
+
+
+# -- tools, several templates, variables ----------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+WITH_TOOLS = [
+    {"role": "system", "content": "add numbers"},
+    {"role": "user", "content": "1 + 1 ?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}],
+    },
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "it is 2"},
+]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "plain"])
+def test_tools(theirs: PreTrainedTokenizerFast, folders: dict[str, Path], kind: str) -> None:
+    tokens, mask = expected(theirs, LLAMA, WITH_TOOLS, tools=TOOLS)
+    (got,) = ChatEncoder(folders[f"llama {kind}"]).encode([{"messages": WITH_TOOLS, "tools": TOOLS}])
+    assert (got["tokens"].tolist(), got["loss_mask"].tolist()) == (tokens, mask)
+    said = [theirs.decode(part) for part in runs(tokens, mask)]
+    assert said == ['{"name": "add", "arguments": {"a": 1, "b": 1}}<|eot|>', "it is 2<|eot|>"]
+    (last,) = ChatEncoder(folders[f"llama {kind}"], train_on="last").encode(
+        [{"messages": WITH_TOOLS, "tools": TOOLS}]
+    )
+    assert last["tokens"].tolist() == tokens
+    assert [theirs.decode(part) for part in runs(tokens, last["loss_mask"])] == ["it is 2<|eot|>"]
+
+
+def runs(tokens: Any, mask: Any) -> list[list[int]]:
+    edges = np.flatnonzero(np.diff(np.concatenate(([0], mask, [0]))))
+    return [list(tokens[a:b]) for a, b in edges.reshape(-1, 2).tolist()]
+
+
+def test_the_template_for_tools_is_taken_where_there_is_one(
+    theirs: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    theirs.chat_template = {"default": plain(CHATML), "tool_use": plain(LLAMA)}
+    theirs.save_pretrained(tmp_path / "files")
+    theirs.chat_template = None
+    theirs.save_pretrained(tmp_path / "config")
+    config = json.loads((tmp_path / "config" / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": plain(CHATML)}, {"name": "tool_use", "template": plain(LLAMA)}]
+    config["chat_template"] = named
+    (tmp_path / "config" / "tokenizer_config.json").write_text(json.dumps(config))
+    talk = WITH_TOOLS[:2] + WITH_TOOLS[-1:]
+    for folder in (tmp_path / "files", tmp_path / "config"):
+        without, with_tools = ChatEncoder(folder).encode([talk, {"messages": talk, "tools": TOOLS}])
+        assert without["tokens"].tolist() == expected(theirs, CHATML, talk)[0]
+        assert with_tools["tokens"].tolist() == expected(theirs, LLAMA, talk, tools=TOOLS)[0]
+
+
+def test_a_template_of_its_own_variables_and_a_date(theirs: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    theirs.backend_tokenizer.save(str(tmp_path / "tok.json"))
+    (tmp_path / "t.jinja").write_text(
+        "{{ bos_token }}{{ strftime_now('%d %b %Y') if strftime_now is defined else 'no date' }}"
+        "{% for m in messages %}{{ m.role + ':' }}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    talk = [{"role": "assistant", "content": "hi"}]
+    options: dict[str, Any] = {"variables": {"bos_token": "<|begin|>"}, "date": datetime.date(2026, 1, 31)}
+    encoder = ChatEncoder(tmp_path / "tok.json", tmp_path / "t.jinja", **options)
+    (got,) = encoder.encode([talk])
+    assert theirs.decode(got["tokens"]) == "<|begin|>31 Jan 2026assistant:hi"
+    undated = ChatEncoder(tmp_path / "tok.json", tmp_path / "t.jinja")
+    assert theirs.decode(undated.encode([talk])[0]["tokens"]) == "no dateassistant:hi"
+    assert encoder.digest != undated.digest
+    for path in tmp_path.iterdir():
+        carried = pickle.loads(pickle.dumps(encoder)) if path.exists() else encoder
+        path.unlink()
+    assert carried.encode([talk])[0]["tokens"].tolist() == got["tokens"].tolist()
+    assert carried.digest == encoder.digest
+
+
+def test_dtypes(folders: dict[str, Path]) -> None:
+    folder, talk = folders["chatml plain"], [{"role": "assistant", "content": "hi"}]
+    wide = ChatEncoder(folder, dtype="int32")
+    assert wide.columns == {"tokens": np.dtype("int32"), "loss_mask": np.dtype("uint8")}
+    assert wide.encode([talk])[0]["tokens"].dtype == np.int32
+    with pytest.raises(StoreError, match=r"347 tokens, which uint8 cannot tell apart; take a wider dtype"):
+        ChatEncoder(folder, dtype="uint8").encode([talk])
+
+
+def test_nested_blocks_are_one(theirs: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    theirs.chat_template = (
+        "{% for m in messages %}{% generation %}<{% generation %}{{ m.content }}{% endgeneration %}>"
+        "{% endgeneration %};{% endfor %}"
+    )
+    theirs.save_pretrained(tmp_path)
+    (got,) = ChatEncoder(tmp_path).encode([[{"role": "assistant", "content": "a"}]])
+    assert theirs.decode(got["tokens"][got["loss_mask"] == 1]) == "<a>"
+
+
+def test_what_bears_loss_in_a_batch_is_what_the_assistant_says(
+    theirs: PreTrainedTokenizerFast, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    talks = [
+        [
+            {"role": "user", "content": TEXTS[i % 4]},
+            {"role": "assistant", "content": f"answer {i} {TEXTS[-i % 4]}"},
+        ]
+        for i in range(12)
+    ]
+    encoder = ChatEncoder(folders["chatml plain"])
+    with mf.DatasetWriter(tmp_path / "chats", encoder.columns) as writer:
+        for columns in encoder.encode(talks):
+            writer.add_document(**columns)
+    recipe = mf.Recipe(
+        data=mf.open(tmp_path / "chats"), sequence=mf.Chat(), batch=mf.Batch(sequences=4), seed=1, epochs=1
+    )
+    said: list[str] = []
+    for step in mf.Feed(recipe, packing=mf.Packing(capacity=256)):
+        for m in step.microbatches:
+            labels, mask = m["labels"][0].numpy(), m["loss_mask"][0].numpy()
+            said += [theirs.decode(part) for part in runs(labels, mask)]
+    assert sorted(said) == sorted(f"{talk[1]['content']}<|im_end|>" for talk in talks)
+
+
+# -- what is wrong --------------------------------------------------------------------------------------
+
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("talk", "said"),
+    [
+        (None, "NoneType where a list of messages belongs"),
+        ([], "list where a list of messages belongs, one at least"),
+        ({"messages": [USER, ANSWER], "tools": "add"}, "tools are str"),
+        ([USER, "b"], "message 1: str where an object"),
+        ([{"from": "human", "value": "a"}], "message 0: its role is None, found keys 'from', 'value'"),
+        ([USER, {"role": "assistant"}], r"message 1 \(assistant\): no content"),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": []}], r"message 1 .*: no content"),
+        ([USER, {"role": "assistant", "content": 5}], r"message 1 \(assistant\): content is int"),
+        ([USER], "no message of the assistant"),
+        (
+            [USER, ANSWER, {"role": "nurse", "content": "x"}, ANSWER],
+            r"message 2 \(nurse\): .*nobody is called",
+        ),
+        (
+            [USER, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}],
+            r"message 1 \(assistant\): ",
+        ),
+        ([USER, {"role": "assistant", "content": "\ud800"}], "text that is no Unicode"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["blocks", "plain"])
+def test_malformed_conversations_are_named(folders: dict[str, Path], kind: str, talk: Any, said: str) -> None:
+    encoder = ChatEncoder(folders[f"llama {kind}"])
+    with pytest.raises(StoreError, match=f"^line 8: {said}"):
+        encoder.encode([[USER, ANSWER], talk], lambda i: f"line {7 + i}")
+
+
+def test_templates_that_do_not_tell(theirs: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    theirs.chat_template = FORGETFUL
+    theirs.save_pretrained(tmp_path)
+    thought = ANSWER | {"thinking": "hm"}
+    (one,) = ChatEncoder(tmp_path).encode([[USER, thought]])
+    assert theirs.decode(one["tokens"][one["loss_mask"] == 1]) == "[hm]b<|im_end|>"
+    talk = [USER, thought, USER, thought]
+    with pytest.raises(
+        StoreError, match=r"^conversation 0: message 1 \(assistant\): its text, once messages"
+    ):
+        ChatEncoder(tmp_path).encode([talk])
+    (last,) = ChatEncoder(tmp_path, train_on="last").encode([talk])
+    assert theirs.decode(last["tokens"][last["loss_mask"] == 1]) == "[hm]b<|im_end|>"
+    theirs.chat_template = FORGETFUL.replace("'<|im_start|>assistant\\n' }}{% endif", "'<think>' }}{% endif")
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(StoreError, match=r"message 1 \(assistant\): the text before it is another"):
+        ChatEncoder(tmp_path).encode([[USER, thought]])
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for %}", r"template 'default' of .*, line 1: no template"),
+        ("{% generation %}x", "no template"),
+        ("{{ strftime_now('%Y') }}{% generation %}x{% endgeneration %}", "today's date: say by date="),
+        ("{{ messages[0].nobody.there }}", "'dict object' has no attribute 'nobody'"),
+        ("{{ messages.append(1) }}{% generation %}x{% endgeneration %}", "unsafe"),
+        ("{{ messages.__class__.__mro__ }}{% generation %}x{% endgeneration %}", "unsafe"),
+        ("{% generation %}{% endgeneration %}x", "none of its 1 tokens bears loss"),
+        (
+            "{% set x %} {% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}",
+            "next to what is printed",
+        ),
+        ("\ufdd0{% generation %}x{% endgeneration %}", r"U\+FDD0"),
+    ],
+)
+def test_broken_templates_are_named(
+    folders: dict[str, Path], tmp_path: Path, template: str, said: str
+) -> None:
+    (tmp_path / "t.jinja").write_text(template)
+    with pytest.raises(StoreError, match=said):
+        ChatEncoder(folders["chatml plain"], tmp_path / "t.jinja").encode([[USER, ANSWER]])
+
+
+def test_what_is_missing_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no-such"):
+        ChatEncoder(tmp_path / "no-such").encode([[USER, ANSWER]])
+    with pytest.raises(StoreError, match=r"no tokenizer\.json; let transformers"):
+        ChatEncoder(tmp_path).encode([[USER, ANSWER]])
+    (tmp_path / "tokenizer.json").write_bytes((folders["chatml plain"] / "tokenizer.json").read_bytes())
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        with pytest.raises(StoreError, match="brings no chat template"):
+            ChatEncoder(path).encode([[USER, ANSWER]])
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(StoreError, match=r"tokenizer_config.json: no JSON"):
+        ChatEncoder(tmp_path).encode([[USER, ANSWER]])
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(StoreError, match="no tokenizer: "):
+        ChatEncoder(tmp_path, folders["chatml plain"] / "chat_template.jinja").encode([[USER, ANSWER]])
+    with pytest.raises(StoreError, match="train_on='everything'"):
+        ChatEncoder(tmp_path, train_on="everything")  # type: ignore[arg-type]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "messages", "tools", "tool_calls", "x"]), inner)
+    ),
+    max_leaves=8,
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant"]) | JSON, "content": st.text(max_size=5) | JSON},
+    optional={"tool_calls": JSON, "thinking": JSON},
+)
+
+
+@pytest.mark.parametrize("name", ["llama blocks", "llama plain"])
+@settings(derandomize=True, max_examples=150, deadline=None)
+@given(value=JSON | st.lists(MESSAGE, max_size=4))
+def test_made_up_conversations_raise_nothing_but_our_errors(
+    folders: dict[str, Path], name: str, value: Any
+) -> None:
+    try:
+        (got,) = ChatEncoder(folders[name]).encode([value])
+    except StoreError as error:
+        assert str(error).startswith("conversation 0: ")
+    else:
+        assert got["tokens"].size == got["loss_mask"].size and got["loss_mask"].any()
