@@ -7,6 +7,7 @@ MeshfeedError
 ├── PlanError         lengths that cannot be packed as asked
 ├── StateError        a state of another recipe, or a damaged one
 ├── StoreError        a file that is not what it says
+│   ├── OptionError       an option of `mf.open` that says nothing about the store
 │   ├── MissingError      no such object
 │   ├── AccessError       no permission, expired credentials, another region
 │   ├── ChangedError      an object that was replaced under the run
@@ -49,6 +50,10 @@ class StateError(MeshfeedError, ValueError):
 
 class StoreError(MeshfeedError, OSError):
     """A file or object that is missing, truncated or not of its format."""
+
+
+class OptionError(StoreError):
+    """An option of `mf.open` that says nothing about a store of this format."""
 
 
 class MissingError(StoreError):

@@ -30,7 +30,7 @@ from meshfeed.deliver import (
 )
 from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
 from meshfeed.errors import DeliveryError, RecipeError
-from meshfeed.launch import this_layout, this_rank
+from meshfeed.launch import check_arguments, this_layout, this_rank
 from meshfeed.layout import Layout
 from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
@@ -93,11 +93,13 @@ class Feed:
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
     ) -> None:
-        if prefetch < 0 or read_ahead_bytes < 0 or timeout_s <= 0:
+        check_arguments(layout, delivery, device)
+        if {type(prefetch), type(read_ahead_bytes)} != {int} or min(prefetch, read_ahead_bytes) < 0:
             raise RecipeError(
-                f"prefetch={prefetch} and read_ahead_bytes={read_ahead_bytes} count from 0, and "
-                f"timeout_s={timeout_s} must be positive"
+                f"prefetch={prefetch!r} and read_ahead_bytes={read_ahead_bytes!r} are whole numbers from 0"
             )
+        if timeout_s <= 0:
+            raise RecipeError(f"timeout_s={timeout_s} must be positive")
         self.recipe = recipe
         self._given_layout, self._given_rank, self._given_delivery = layout or Layout(), rank, delivery
         self._device, self._given_stage_map = device, stage_map

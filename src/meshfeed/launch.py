@@ -1,13 +1,17 @@
-"""Where this process stands in the job, as torch.distributed or the launcher says."""
+"""Where this process stands in the job, as torch.distributed or the launcher says, and what it asks for."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any, get_args
 
+import torch
 import torch.distributed as dist
 
+from meshfeed.errors import LayoutError, RecipeError, RoleError
 from meshfeed.layout import Layout
+from meshfeed.roles import DeliveryName
 
 
 def this_rank(given: int | None) -> int:
@@ -31,3 +35,19 @@ def this_layout(given: Layout, rank: int) -> Layout:
         layout = replace(layout, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     layout.coord(rank)
     return layout
+
+
+def check_arguments(layout: Any, delivery: Any, device: Any) -> None:
+    """What a constructor can refuse at once. Raises LayoutError, RoleError, or RecipeError for a device."""
+    if layout is not None and not isinstance(layout, Layout):
+        hint = f"mf.Layout.parse({layout!r})" if isinstance(layout, str) else "a mf.Layout"
+        raise LayoutError(f"layout={layout!r} is a {type(layout).__name__}; give {hint}")
+    known = ("auto", *get_args(DeliveryName))
+    if delivery not in known:
+        raise RoleError(f"delivery={delivery!r}: choose one of {', '.join(known)}")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise RecipeError(f"device={device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from error
+    if place.type not in ("cpu", "cuda"):
+        raise RecipeError(f"device={device!r}: tensors are put on 'cpu' or 'cuda'; move them on from there")

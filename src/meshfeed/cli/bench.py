@@ -1,183 +1,78 @@
-"""meshfeed bench calibrate: what a transformer layer costs here, so that plans balance real time."""
+"""meshfeed bench: figures of this machine beside what meshfeed aims at."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-import torch
-from rich.console import Console
-from torch.nn import functional as F
+from rich.table import Table
+from rich.text import Text
 
-from meshfeed.errors import MeshfeedError, PlanError
-from meshfeed.plan import CostModel, ModelShape
+from meshfeed.cli import calibrate, figures
+from meshfeed.cli.command import OK, WRONG, Console, add_command, print_json
+from meshfeed.cli.figures import Figure
+from meshfeed.errors import MeshfeedError
 
-_EXAMPLES = """examples:
-  meshfeed bench calibrate --device cuda --out layer_cost.csv
-  meshfeed bench calibrate --hidden 2048 --heads 16 --kv-heads 4 --ffn 8192 --tokens 8192,32768 --out cost.csv
-  meshfeed plan corpus --layout dp64 --capacity 16384 --policy dynamic_cp --cost layer_cost.csv
-"""
-
-_HEADER = ("kind", "total_tokens", "max_seq_len", "n_seqs", "sum_sq", "ms_layer")
-
-_PIECES = (4, 16, 64)  # into how many equal sequences a pack is cut
+_KEYS = {
+    "figures": "one object for each figure, of the keys below",
+    "name, what": "which, and what was measured against what",
+    "value, unit": "of the figure; value is null where it could not be taken",
+    "aim, at_least": "what it should reach, from below (true) or from above",
+    "holds": "whether it does; null where nothing was measured",
+    "note": "why there is no value",
+}
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `bench` to argparse's subparsers."""
-    bench: argparse.ArgumentParser = subparsers.add_parser("bench", help="measure this machine")
-    parser: argparse.ArgumentParser = bench.add_subparsers(metavar="WHAT", required=True).add_parser(
-        "calibrate",
-        help="time a transformer layer and fit the planner's cost model",
-        description="Times one layer, forward and backward, on packs of several shapes, writes a CSV, and "
-        "fits the cost of a token against that of a pair of tokens. The defaults are a Llama-8B layer.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    known = tuple(figures.MEASURES)
+    parser = add_command(
+        subparsers,
+        "bench",
+        run,
+        help="figures of this machine beside their aims; calibrate: time a layer for the planner",
+        description="Take short forms of meshfeed's benchmarks: a minute for all of them. Figures are "
+        "ratios within one run where they can be. Other programs on the machine disturb them.",
+        examples="""
+            meshfeed bench
+            meshfeed bench --only read,planner --json
+            meshfeed bench calibrate --device cuda --out layer_cost.csv
+        """,
+        wrong="some figure falls short of its aim",
+        keys=_KEYS,
     )
-    parser.add_argument("--hidden", type=int, default=4096, help="width of the residual stream (4096)")
-    parser.add_argument("--heads", type=int, default=32, help="query heads (32)")
-    parser.add_argument("--kv-heads", type=int, default=8, help="key and value heads (8)")
-    parser.add_argument("--ffn", type=int, default=14_336, help="width of the gated feed-forward (14336)")
-    parser.add_argument("--tokens", type=_numbers, default=(8192, 16_384, 32_768), help="tokens of a pack")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(cuda)")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of a shape; their median counts (5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the mixed packs' lengths (0)")
-    parser.add_argument("--out", type=Path, required=True, help="the CSV to write")
-    parser.set_defaults(run=calibrate)
-
-
-def calibrate(args: argparse.Namespace) -> int:
-    """Measure, write, fit; 0. Raises MeshfeedError where the device, the shape or the file will not do."""
-    shape = ModelShape(
-        num_layers=1,
-        hidden_size=args.hidden,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        ffn_size=args.ffn,
+    parser.add_argument(
+        "--only", metavar="NAME,...", help=f"only these of {', '.join(known)}; several are joined by commas"
     )
-    if args.rounds < 1 or args.hidden % args.heads or args.heads % args.kv_heads:
-        raise MeshfeedError(
-            f"hidden {args.hidden}, {args.heads} heads, {args.kv_heads} kv heads, {args.rounds} rounds: "
-            f"heads divide the width, kv heads divide the heads, and there is at least one round"
-        )
-    try:
-        layer = _Layer(shape, torch.device(args.device), getattr(torch, args.dtype))
-        measured = _measured(layer, args)
-    except OSError as error:
-        raise MeshfeedError(f"{args.out}: {error}") from error
-    except (RuntimeError, AssertionError, ValueError) as error:  # torch tells a missing device in any of them
-        raise MeshfeedError(
-            f"device {args.device}, {args.dtype}: {str(error).splitlines()[0][:120]}"
-        ) from error
-    tokens, squares, times = np.array(measured).T
-    try:
-        cost = CostModel.fit(tokens, squares, times)
-    except PlanError as error:
-        raise MeshfeedError(f"{args.out} is written, but tells no cost: {error}") from error
-    model = cost.alpha * tokens + squares + cost.overhead
-    error = float(np.median(np.abs(model * np.median(times / model) / times - 1)))
-    print(f"alpha {cost.alpha:.0f} (by the shape's FLOPs {CostModel.of_shape(shape).alpha:.0f})")
-    print(f"overhead {cost.overhead:.3g}, median error {error:.1%} over {times.size} packs")
-    return 0
+    calibrate.add_parser(parser.add_subparsers(metavar="[calibrate]"))
 
 
-def _measured(layer: _Layer, args: argparse.Namespace) -> list[tuple[int, int, float]]:
-    """(tokens, sum of squares, ms) of every pack, written to the table as they come."""
+def run(args: argparse.Namespace) -> int:
+    """Print the figures; 1 where one falls short. Raises MeshfeedError for a name that is none."""
+    chosen = tuple(figures.MEASURES) if args.only is None else tuple(args.only.split(","))
+    for name in chosen:
+        if name not in figures.MEASURES:
+            raise MeshfeedError(f"--only {name}: choose from {', '.join(figures.MEASURES)}")
+    taken: list[Figure] = []
     console = Console(stderr=True)
-    measured: list[tuple[int, int, float]] = []
-    with args.out.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(_HEADER)
-        for kind, lengths in _packs(args.tokens, args.seed):
-            ms = _median_ms(lambda these=lengths: layer.step(these), layer.device, args.rounds)
-            total, longest, sum_sq = sum(lengths), max(lengths), sum(length * length for length in lengths)
-            table.writerow((kind, total, longest, len(lengths), sum_sq, f"{ms:.4f}"))
-            file.flush()
-            console.print(
-                f"{total:>8} tokens, longest {longest:>7}, {len(lengths):>4} sequences {ms:>10.3f} ms"
-            )
-            measured.append((total, sum_sq, ms))
-    return measured
+    for name in chosen:
+        with console.status(f"measuring: {name}"):
+            taken += figures.MEASURES[name]()
+    if args.json:
+        print_json({"figures": [asdict(figure) | {"holds": figure.holds} for figure in taken]})
+    else:
+        _print(taken)
+    return WRONG if any(figure.holds is False for figure in taken) else OK
 
 
-def _packs(tokens: tuple[int, ...], seed: int) -> Iterator[tuple[str, list[int]]]:
-    """Packs that tell the two terms apart, as (kind, lengths): one sequence, equal ones, mixed ones."""
-    rng = np.random.default_rng(seed)
-    for total in tokens:
-        yield "single", [total]
-        for pieces in _PIECES:
-            if total >= 64 * pieces:
-                yield "uniform", [total // pieces] * pieces
-        for _ in range(2):
-            drawn = np.cumsum(rng.lognormal(np.log(max(total / 12, 1)), 1, 64).astype(int) + 1)
-            ends = np.append(drawn[drawn < total], total)
-            yield "lognormal", np.diff(ends, prepend=0).tolist()
-
-
-class _Layer:
-    """A gated transformer layer with grouped-query attention inside each sequence of a pack."""
-
-    def __init__(self, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self._shape = device, shape
-        head, hidden = shape.attention_width // shape.num_heads, shape.hidden_size
-        kv = (shape.num_kv_heads or shape.num_heads) * head
-        generator = torch.Generator(device).manual_seed(0)
-
-        def weight(rows: int, columns: int) -> torch.Tensor:
-            made = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32)
-            return (made / columns**0.5).to(dtype).requires_grad_()
-
-        self._head = head
-        self._q, self._kv = weight(shape.attention_width, hidden), weight(2 * kv, hidden)
-        self._out = weight(hidden, shape.attention_width)
-        self._gate, self._up = weight(shape.ffn_size, hidden), weight(shape.ffn_size, hidden)
-        self._down = weight(hidden, shape.ffn_size)
-        self._dtype = dtype
-
-    def step(self, lengths: list[int]) -> None:
-        """Forward and backward over a pack of sequences, [tokens, hidden]."""
-        x = torch.ones(
-            sum(lengths), self._shape.hidden_size, device=self.device, dtype=self._dtype, requires_grad=True
-        )
-        h = F.rms_norm(x, x.shape[-1:])
-        q = F.linear(h, self._q).unflatten(-1, (-1, self._head))
-        k, v = F.linear(h, self._kv).unflatten(-1, (2, -1, self._head)).unbind(1)
-        mixed: list[torch.Tensor] = []
-        for of_sequence in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
-            query, key, value = (each.transpose(0, 1)[None] for each in of_sequence)
-            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-            mixed.append(attended[0].transpose(0, 1))
-        x = x + F.linear(torch.cat(mixed).flatten(1), self._out)
-        h = F.rms_norm(x, x.shape[-1:])
-        x = x + F.linear(F.silu(F.linear(h, self._gate)) * F.linear(h, self._up), self._down)
-        x.sum().backward()
-
-
-def _median_ms(run: Callable[[], None], device: torch.device, rounds: int) -> float:
-    """Milliseconds of a run, the median of several after one that warms up."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times: list[float] = []
-    for _ in range(rounds + 1):
-        wait()
-        began = time.perf_counter()
-        run()
-        wait()
-        times.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(times[1:])
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r}: write numbers such as 8192,16384") from bad
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: each from 1")
-    return numbers
+def _print(taken: list[Figure]) -> None:
+    table = Table("", "what", "figure", "aim", box=None, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    marks = {True: Text("holds", "green"), False: Text("short", "red"), None: Text("-")}
+    for figure in taken:
+        sign = "≥" if figure.at_least else "≤"
+        value = figure.note if figure.value is None else f"{figure.value:.5g} {figure.unit}"
+        table.add_row(marks[figure.holds], figure.what, value, f"{sign} {figure.aim:g} {figure.unit}")
+    Console().print(table)

@@ -3,158 +3,91 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import resource
-import shutil
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import meshfeed as mf
-from meshfeed.deliver import can_share
-from meshfeed.store import IndexedWriter
+from meshfeed.cli import machine, recipes, storage
+from meshfeed.cli.command import OK, WRONG, Console, add_command, print_json, whole
+from meshfeed.cli.finding import Finding
 
-_MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red]"}
-_PROBE_TOKENS = 4_000_000
+_COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
+_WIDTH = 140
 
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing looked at.
-
-    Attributes:
-        topic: what.
-        verdict: "ok", "note" (works, but differently), or "bad" (will fail).
-        says: what was found, and what follows.
-    """
-
-    topic: str
-    verdict: Literal["ok", "note", "bad"]
-    says: str
+_KEYS = {
+    "findings": "one object for each thing looked at, of the keys below",
+    "topic": "what",
+    "verdict": "ok; note: works, but differently; bad: will fail",
+    "says": "what was found, and what follows",
+    "figures": "measured, name with unit -> number; null where nothing was",
+}
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `doctor` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "doctor",
-        help="the environment: which delivery, limits, page-locking, shared memory, storage latency",
-        description="Look at this machine as a training rank would; exit 1 where something will fail.",
+        run,
+        help="what this machine offers: deliveries, limits, packages, memory, storage",
+        description="Look at this machine as a training rank would: versions, optional packages, deliveries, "
+        "limits, shared memory, page-locking, the cache folder, disks, and stores near or far.",
+        examples="""
+            meshfeed doctor
+            meshfeed doctor --layout tp8-cp2-dp4-pp2 --ranks-per-node 8
+            meshfeed doctor s3://bucket/corpus --storage region=eu-west-1 --cache /local/cache
+            meshfeed doctor --json | jq '.findings[] | select(.verdict != "ok")'
+        """,
+        wrong="something will fail: a finding is bad",
+        keys=_KEYS,
     )
-    parser.add_argument("--dir", type=Path, help="measure the storage of this directory (the temporary one)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "paths", nargs="*", metavar="PATH", help="stores, near or far: can they be read, how fast"
+    )
+    parser.add_argument("--layout", metavar="LAYOUT", help="also tell which delivery it would take")
+    parser.add_argument(
+        "--ranks-per-node", type=whole(1), default=8, metavar="N", help="of --layout: ranks of a machine (8)"
+    )
+    parser.add_argument(
+        "--dir", type=Path, metavar="DIR", help="measure the disk of this folder (the temporary one)"
+    )
+    parser.add_argument(
+        "--cache", metavar="DIR", help="the node's cache ($MESHFEED_CACHE, or a temporary one)"
+    )
+    parser.add_argument(
+        "--storage",
+        metavar="NAME=VALUE",
+        action="append",
+        help="option of the storage client; may be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; 1 where one of them is bad."""
-    findings = [check() for check in (_python, _share, _broadcast, _descriptors, _memory, _device)]
-    findings.append(_storage(args.dir or Path(tempfile.gettempdir())))
+    layout = mf.Layout.parse(args.layout, ranks_per_node=args.ranks_per_node) if args.layout else None
+    options, cache = recipes.storage_options(args.storage), mf.Cache(args.cache)
+    findings = [*machine.findings(layout), storage.cache_folder(cache)]
+    findings.append(storage.disk(args.dir or Path(tempfile.gettempdir())))
+    for path in args.paths:
+        findings += storage.place(path, options, cache)
     if args.json:
-        print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=2))
+        print_json({"findings": [asdict(finding) for finding in findings]})
     else:
-        table = Table("", "what", "finding", title="meshfeed doctor", title_justify="left")
-        for finding in findings:
-            table.add_row(_MARKS[finding.verdict], finding.topic, finding.says)
-        Console().print(table)
-    return int(any(finding.verdict == "bad" for finding in findings))
+        _print(findings)
+    return WRONG if any(finding.verdict == "bad" for finding in findings) else OK
 
 
-def _python() -> Finding:
-    return Finding(
-        "versions",
-        "ok",
-        f"Python {platform.python_version()}, torch {torch.__version__}, NumPy {np.__version__}, "
-        f"{os.cpu_count()} cores",
+def _print(findings: list[Finding]) -> None:
+    console = Console()
+    table = Table(
+        "", "what", "finding", title="meshfeed doctor", title_justify="left", box=None, pad_edge=False
     )
-
-
-def _share() -> Finding:
-    why_not = can_share()
-    if why_not:
-        return Finding(
-            "delivery within a node",
-            "note",
-            f"broadcast: {why_not}. delivery='auto' takes it, delivery='share' is refused",
-        )
-    return Finding("delivery within a node", "ok", "share: memfd and abstract unix sockets work")
-
-
-def _broadcast() -> Finding:
-    topic = "delivery across nodes"
-    if not (dist.is_available() and dist.is_gloo_available()):
-        return Finding(topic, "bad", "this torch has no gloo; only direct and share will work")
-    if can_share():
-        return Finding(topic, "ok", "broadcast: torch.distributed has gloo")
-    return Finding(topic, "ok", "tree: gloo between the leaders of nodes, share within each")
-
-
-def _descriptors() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    verdict = "ok" if soft >= 1024 else "note"
-    return Finding(
-        "open files", verdict, f"limit {soft} (hard {hard}); a feed needs one per store and some 10 more"
-    )
-
-
-def _memory() -> Finding:
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    told = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
-    return Finding("memory", "ok", f"{available} GiB free; memory lock limit {told}")
-
-
-def _device() -> Finding:
-    if not torch.cuda.is_available():
-        return Finding("device", "note", "no CUDA device: tensors stay in ordinary memory, device='cpu'")
-    page_locked = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
-    rate = page_locked.numel() / _median_s(lambda: page_locked.to("cuda")) / 1e9
-    return Finding("device", "ok", f"{torch.cuda.get_device_name()}: page-locked copies at {rate:.0f} GB/s")
-
-
-def _storage(directory: Path) -> Finding:
-    """Random reads of 4,096 tokens, the page cache dropped where that is allowed."""
-    if not os.access(directory, os.W_OK):
-        return Finding("storage", "note", f"{directory} cannot be written; give --dir to measure another")
-    if shutil.disk_usage(directory).free < 4 * _PROBE_TOKENS:
-        return Finding("storage", "note", f"{directory} is full; give --dir to measure another")
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        prefix = Path(scratch) / "probe"
-        with IndexedWriter(prefix, np.uint16) as writer:
-            writer.add_document(np.zeros(_PROBE_TOKENS, np.uint16))
-        with Path(f"{prefix}.bin").open("rb") as data:
-            os.fsync(data.fileno())
-            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        starts = np.random.default_rng(0).integers(0, _PROBE_TOKENS - 4096, 256)
-        with mf.open(prefix) as store:
-            times: list[float] = []
-            for start in starts.reshape(-1, 1):
-                began = time.perf_counter()
-                store.read_stream(start, start + 4096)
-                times.append(time.perf_counter() - began)
-    p50, p99 = statistics.median(times), sorted(times)[-3]
-    return Finding(
-        "storage", "ok", f"{directory}: 8 KiB reads, cold: p50 {p50 * 1e6:.0f} µs, p99 {p99 * 1e6:.0f} µs"
-    )
-
-
-def _median_s(action: Callable[[], Any], rounds: int = 5) -> float:
-    times: list[float] = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        action()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    for finding in findings:
+        mark = Text(finding.verdict, style=_COLOURS[finding.verdict])
+        table.add_row(mark, Text(finding.topic), Text(finding.says))
+    console.print(table, width=min(console.width, _WIDTH))

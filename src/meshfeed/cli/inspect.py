@@ -3,81 +3,171 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
-from meshfeed.errors import MeshfeedError, StoreError
-from meshfeed.store import IndexedStore, OpenedStore, open_store
+from meshfeed.cli import recipes
+from meshfeed.cli.command import (
+    OK,
+    WRONG,
+    Console,
+    add_command,
+    print_facts,
+    print_json,
+    show_progress,
+    shown,
+    whole,
+    write_text,
+)
+from meshfeed.cli.texts import beginnings, decoder
+from meshfeed.errors import (
+    AccessError,
+    CacheError,
+    MeshfeedError,
+    MissingError,
+    OptionError,
+    StoreError,
+    UnavailableError,
+)
+from meshfeed.report.lengths import Lengths
+from meshfeed.report.store import Picture, page
+from meshfeed.store import IndexedStore, OpenedStore
 from meshfeed.store.checksums import checksums_of, is_of, write_checksums
-
-I64 = npt.NDArray[np.int64]
+from meshfeed.store.documents import DocumentFiles
+from meshfeed.store.tokens import TOKEN_COLUMNS
 
 _LOOKED_AT_WHOLE = 1 << 20
 _NUM_BLOCKS = 64
 _BLOCK_DOCUMENTS = 1 << 12
 _BAR_WIDTH = 40
 
+_UNASKED = (
+    OptionError,
+    MissingError,
+    AccessError,
+    UnavailableError,
+    CacheError,
+)  # says nothing about the store
+
+_KEYS = {
+    "path, format, fingerprint": "where it is, what it is, digest of its content",
+    "dtype, num_tokens, num_documents": "of the whole store",
+    "num_shards, shard_documents": "where it has shards; documents per shard: min, median, max",
+    "columns, ...": "what else its format says of it",
+    "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
+    "texts": "with --show: document and text, or tokens without --tokenizer",
+    "verified, broken": "with --verify: true, or what is broken and where",
+}
+
 
 def add_parser(subparsers: Any) -> None:
     """Add `inspect` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "inspect",
+        run,
         help="what a token store holds, and whether it is whole",
-        description="Show format, counts, fingerprint and document lengths of a token store.",
+        description="Show format, counts, fingerprint, document lengths and texts of a token store: "
+        ".bin/.idx, a folder with dataset.json, MDS, litdata, JSONL or Parquet, on a disk or far away.",
+        examples="""
+            meshfeed inspect corpus
+            meshfeed inspect corpus --show 3 --tokenizer tokenizer.json --html corpus.html
+            meshfeed inspect s3://bucket/corpus --storage region=eu-west-1 --cache /local/cache --json
+            meshfeed inspect corpus --verify && sbatch train.sh
+        """,
+        wrong="the store is broken; stderr, or the key 'broken', says where",
+        keys=_KEYS,
     )
     parser.add_argument(
-        "path", help="path or URL: .bin/.idx, JSONL, Parquet, or a folder with dataset.json, MDS or litdata"
+        "path", metavar="PATH", help="path or URL (s3://, gs://, az://, https://) of the store"
     )
-    parser.add_argument("--column", help="of the tokens or the text, in MDS, JSONL and Parquet")
-    parser.add_argument("--tokenizer", help="for text: 'bytes', or the path of a tokenizers JSON file")
+    recipes.add_store_options(parser)
+    parser.add_argument(
+        "--show", type=whole(1), metavar="N", help="show how N documents begin, decoded by --tokenizer"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of all this")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="check every entry, checksum and hash, every token of JSONL; exit 1 and name what is broken",
+        help="check every entry, checksum, hash and length that the format has, and name what is broken",
     )
     parser.add_argument(
         "--write-checksums",
         action="store_true",
         help="write PATH.sums, by which the bytes of a .bin/.idx pair are checked when they come from afar",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; exit code 0, or 1 where the store cannot be opened or is broken."""
-    broken: str | None = None
-    facts: dict[str, Any] = {}
+    """Print the report; 0, or 1 where the store is broken. Raises MeshfeedError where it cannot be asked."""
+    facts: dict[str, Any] = {"path": args.path}
     try:
-        store = open_store(args.path, column=args.column, tokenizer=args.tokenizer)
-        if args.write_checksums:
-            _show_progress("summing", _written_checksums(store), quiet=args.json)
+        store = _opened(args)
+    except _UNASKED:
+        raise
+    except StoreError as error:
+        return _ended(args, facts, str(error))
+    if args.write_checksums:
+        show_progress("summing", _written_checksums(store), quiet=args.json)
+    decode = decoder(args.tokenizer) if args.tokenizer and args.show else None
+    texts: list[tuple[int, str]] = []
+    lengths, broken = Lengths(tokens=np.zeros(0, np.int64), num_documents=0), None
+    try:
         facts = facts_of(store)
         lengths = look_at_lengths(store)
-        facts["document_lengths"] = lengths.facts()
+        texts = beginnings(store, args.show, decode) if args.show else []
         if not args.json:
-            _print_tables(facts, lengths)
+            _print(facts, lengths, texts)
         if args.verify:
-            _show_progress("checking", store.verify(), quiet=args.json)
-            facts["verified"] = True
-    except MeshfeedError as error:
+            show_progress("checking", store.verify(), quiet=args.json)
+    except (AccessError, UnavailableError, CacheError):
+        raise
+    except StoreError as error:
         broken = str(error)
+    if args.html and "dtype" in facts:
+        verdict = f"broken: {broken}" if broken else "sound: every entry was checked" if args.verify else ""
+        told = {name: shown(value) for name, value in facts.items()}
+        picture = Picture(path=store.path, facts=told, lengths=lengths, texts=texts, verdict=verdict)
+        write_text(args.html, page(picture))
+    facts["document_lengths"] = lengths.facts()
+    if args.show:
+        facts["texts"] = [{"document": document, "text": text} for document, text in texts]
+    return _ended(args, facts, broken)
+
+
+def _ended(args: argparse.Namespace, facts: dict[str, Any], broken: str | None) -> int:
+    if args.verify and not broken:
+        facts["verified"] = True
+    if broken:
+        facts["broken"] = broken
     if args.json:
-        print(json.dumps(facts | ({"broken": broken} if broken else {}), indent=2))
+        print_json(facts)
     elif broken:
+        sys.stdout.flush()
         print(f"broken: {broken}", file=sys.stderr)
     elif args.verify:
         print("verified: every entry is sound")
-    return 1 if broken else 0
+    return WRONG if broken else OK
+
+
+def _opened(args: argparse.Namespace) -> OpenedStore:
+    """The store. Its text is read with --tokenizer; of tokens, that only decodes what is shown."""
+    if args.tokenizer is None:
+        return recipes.opened(args.path, args)
+    store = recipes.opened(args.path, args, tokenizer=None)
+    if isinstance(store, DocumentFiles) and args.column not in TOKEN_COLUMNS:
+        return recipes.opened(args.path, args)
+    if not args.show:
+        raise MeshfeedError(
+            f"--tokenizer {args.tokenizer}: {args.path} holds tokens; add --show N to decode some"
+        )
+    return store
 
 
 def facts_of(store: OpenedStore) -> dict[str, Any]:
@@ -89,57 +179,14 @@ def facts_of(store: OpenedStore) -> dict[str, Any]:
             "num_documents": store.num_documents,
         }
         facts: dict[str, Any] = {"path": store.path} | counts | store.facts()
+        ends = getattr(store, "shard_ends", None)
+        if ends is not None and ends.size:
+            sizes = np.diff(ends, prepend=0)
+            low, median, high = int(sizes.min()), float(np.median(sizes)), int(sizes.max())
+            facts["shard_documents"] = {"min": low, "median": median, "max": high}
         if isinstance(store, IndexedStore):
             facts["checksums"] = _checksums(store)
         return facts | {"fingerprint": store.fingerprint}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """Document lengths: of all documents, or of blocks spread evenly over a huge store.
-
-    Attributes:
-        tokens: of each document looked at; int64 [n].
-        num_documents: documents in the store.
-    """
-
-    tokens: I64
-    num_documents: int
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether some documents were not looked at."""
-        return self.tokens.size < self.num_documents
-
-    def statistics(self) -> dict[str, int | float]:
-        """Figures in tokens, and how many documents are empty; none where there is no document."""
-        if not self.tokens.size:
-            return {}
-        low, median, high90, high99, high = np.percentile(self.tokens, (0, 50, 90, 99, 100)).tolist()
-        return {
-            "min": int(low),
-            "median": median,
-            "mean": float(self.tokens.mean()),
-            "p90": high90,
-            "p99": high99,
-            "max": int(high),
-            "empty": int((self.tokens == 0).sum()),
-        }
-
-    def facts(self) -> dict[str, Any]:
-        """Statistics and histogram, as JSON-able values, and of how many documents they are."""
-        bins = [{"first": first, "last": last, "documents": count} for first, last, count in self.bins()]
-        counts = {"looked_at": self.tokens.size, "of": self.num_documents}
-        return counts | self.statistics() | {"histogram": bins}
-
-    def bins(self) -> list[tuple[int, int, int]]:
-        """(first, last, documents): how many are first..last tokens long, a bin per power of two."""
-        if not self.tokens.size:
-            return []
-        # 0 -> bin 0, 1 -> 1, 2..3 -> 2, 4..7 -> 3; frexp's exponent is the number of bits
-        counts = np.bincount(np.frexp(self.tokens.astype(np.float64))[1])
-        bits = range(int(np.flatnonzero(counts)[0]), counts.size)
-        return [(1 << b >> 1, (1 << b) - 1, int(counts[b])) for b in bits]
 
 
 def look_at_lengths(store: OpenedStore) -> Lengths:
@@ -156,7 +203,7 @@ def look_at_lengths(store: OpenedStore) -> Lengths:
 
 def _written_checksums(store: OpenedStore) -> Iterator[float]:
     if not isinstance(store, IndexedStore):
-        raise StoreError(
+        raise MeshfeedError(
             f"{store.path}: only .bin/.idx pairs have such checksums; MDS has hashes, where its writer was "
             f"told to"
         )
@@ -172,55 +219,32 @@ def _checksums(store: IndexedStore) -> str:
     return "yes" if is_of(sums, store) else "of another store"
 
 
-def _show_progress(what: str, parts: Iterator[float], *, quiet: bool) -> None:
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
-        task = progress.add_task(what, total=1.0)
-        for done in parts:
-            progress.update(task, completed=done)
-
-
-def _print_tables(facts: dict[str, Any], lengths: Lengths) -> None:
+def _print(facts: dict[str, Any], lengths: Lengths, texts: list[tuple[int, str]]) -> None:
     console = Console()
-    table = Table(show_header=False, box=None)
-    for name, value in facts.items():
-        if name != "document_lengths":
-            table.add_row(name.replace("_", " "), _text(value))
-    console.print(table)
-    title = f"tokens per document, {lengths.num_documents:,} documents"
-    if lengths.is_partial:
-        title = (
-            f"tokens per document, from {lengths.tokens.size:,} of {lengths.num_documents:,} documents "
-            f"({_NUM_BLOCKS} blocks spread evenly)"
-        )
-    console.print(f"\n{title}", highlight=False)
-    statistics = Table(box=None)
+    print_facts(facts, console)
+    console.print(f"\n{lengths.title}")
+    statistics = Table(box=None, pad_edge=False)
     figures = lengths.statistics()
     for name in figures:
         statistics.add_column(name, justify="right")
-    statistics.add_row(*map(_text, figures.values()))
+    statistics.add_row(*map(shown, figures.values()))
     console.print(statistics)
-    console.print(_histogram(lengths.bins()))
+    console.print()
+    console.print(_histogram(lengths))
+    for document, text in texts:
+        console.print(f"\n[bold]document {document:,}[/bold]")
+        console.print(Text(text), soft_wrap=True)
 
 
-def _text(value: Any) -> str:
-    match value:
-        case bool():
-            return "yes" if value else "no"
-        case int():
-            return f"{value:,}"
-        case float():
-            return f"{value:,.1f}"
-        case _:
-            return str(value)
-
-
-def _histogram(bins: list[tuple[int, int, int]]) -> Table:
-    table = Table(box=None, show_header=False)
-    for justify in ("right", "right", "left"):
-        table.add_column(justify=justify)
-    most = max((count for _, _, count in bins), default=0)
-    for first, last, count in bins:
-        span = f"{first:,}" if first == last else f"{first:,}..{last:,}"
+def _histogram(lengths: Lengths) -> Table:
+    table = Table("tokens", "documents", "", "of all tokens", box=None, pad_edge=False)
+    for column, justify in zip(table.columns, ("right", "right", "left", "right")):
+        column.justify = justify
+    bins = lengths.bins()
+    most = max((each.documents for each in bins), default=0)
+    tokens = max(sum(each.tokens for each in bins), 1)
+    for each in bins:
         # Rounded up: a bin with any document at all shows.
-        table.add_row(span, f"{count:,}", "█" * -(-count * _BAR_WIDTH // most))
+        bar = "█" * -(-each.documents * _BAR_WIDTH // most)
+        table.add_row(each.span, f"{each.documents:,}", f"{bar:{_BAR_WIDTH}}", f"{each.tokens / tokens:.1%}")
     return table

@@ -2,35 +2,90 @@
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import difflib
+import os
 import sys
+import traceback
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
-from meshfeed.cli import bench, convert, demo, doctor, inspect, plan, roles, trace
+from meshfeed.cli import bench, completion, convert, demo, doctor, inspect, plan, roles, trace
+from meshfeed.cli.command import FAILED, INTERRUPTED, OK, Parser
 from meshfeed.errors import MeshfeedError
 
-_COMMANDS = (demo, convert, inspect, roles, plan, trace, bench, doctor)
+_COMMANDS = (demo, convert, inspect, roles, plan, trace, bench, doctor, completion)
+
+_EPILOG = """meshfeed COMMAND --help shows options, examples, exit statuses and the keys of --json"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status: 0 done, 1 something is wrong, 2 cannot be asked so."""
-    parser = argparse.ArgumentParser(
-        prog="meshfeed", description="One virtual dataloader for every rank of an N-D-parallel training job."
-    )
-    parser.add_argument("--version", action="version", version=f"meshfeed {version('meshfeed')}")
-    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(subparsers)
-    args = parser.parse_args(arguments)
+    """Run one command; returns its exit status: 0 done, 1 something is wrong with what it looked at,
+    2 asked wrongly or failed, 130 interrupted."""
+    parser = parser_of_all()
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        return args.run(args)
+        _suggest(parser, words)
+        args = parser.parse_args(words)
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except MeshfeedError as error:
         print(f"meshfeed: {error}", file=sys.stderr)
-        return 2
+        return FAILED
+    except SystemExit as ended:  # argparse: help, version, or what it could not read
+        return ended.code if isinstance(ended.code, int) else OK
+    except KeyboardInterrupt:
+        print("meshfeed: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has had enough, as `head` does
-        sys.stderr.close()
-        return 0
+        _drop_output()
+        return OK
+    except Exception:
+        traceback.print_exc()
+        print("meshfeed: this is an error in meshfeed itself; please report it", file=sys.stderr)
+        return FAILED
+
+
+def parser_of_all() -> Parser:
+    """The parser of all commands."""
+    parser = Parser(
+        prog="meshfeed",
+        description="One virtual dataloader for every rank of an N-D-parallel training job.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"meshfeed {_version()}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for command in _COMMANDS:
+        command.add_parser(subparsers)
+    parser.set_defaults(whole=parser, commands=tuple(subparsers.choices))
+    return parser
+
+
+def _suggest(parser: Parser, words: Sequence[str]) -> None:
+    """Refuse a command that is none, and name the one that was probably meant."""
+    word = next((word for word in words if not word.startswith("-")), None)
+    known: tuple[str, ...] = parser.get_default("commands")
+    if word is not None and word not in known:
+        close = difflib.get_close_matches(word, known, 1)
+        meant = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
+        parser.error(f"there is no command {word!r}; {meant}")
+
+
+def _drop_output() -> None:
+    """Let what is still to be written to stdout vanish, so that the interpreter's own flush succeeds."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _version() -> str:
+    try:
+        return version("meshfeed")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 if __name__ == "__main__":

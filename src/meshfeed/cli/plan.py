@@ -9,60 +9,65 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 import meshfeed as mf
-from meshfeed.cli import recipes
+from meshfeed.cli import packing, recipes
+from meshfeed.cli.command import OK, Console, add_command, print_json, span, whole, write_text
 from meshfeed.errors import MeshfeedError
 from meshfeed.plan import Account, StepPlan, account_of, plan_step
-from meshfeed.plan.policy import Oversize, Policy
 from meshfeed.report.plan import Picture, page
-from meshfeed.stepping import GlobalBatch, Stepping
+from meshfeed.stepping import GlobalBatch
 
-_EXAMPLES = """examples:
-  meshfeed plan corpus --layout tp2-cp2-dp8 --capacity 16384 --sequences 512 --steps 0:4
-  meshfeed plan corpus --layout dp64 --capacity 8192 --policy dynamic_cp --html plan.html
-  meshfeed plan --lengths lengths.txt --first 4096 --layout dp256 --capacity 16384 --policy dynamic_cp --json
-"""
+_KEYS = {
+    "steps": "one object a step, of the keys below; with --lengths the object itself",
+    "step, sequences, tokens, sum_sq, pairs": "what the step holds",
+    "microbatches, padding": "how many, and which part of all places is padding",
+    "E, max_over_mean": "work over time of all ranks, and the busiest rank's work over the mean",
+    "objective, lower_bound, objective_over_bound": "time of the step, and the least that any plan can have",
+    "largest_load, largest_rank_tokens": "of one rank in one microbatch",
+    "oversize, empty": "places of sequences that are too long; how many have no token",
+    "planning_s": "seconds",
+    "sources": "name -> sequences and epochs that a mixture has given when the step is done",
+}
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `plan` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "plan",
+        run,
         help="balance, padding, microbatches of packed steps, as a table and a picture",
         description="Plan the packed steps of a recipe, of a token store's documents, or of bare lengths. "
         "Nothing is read but the index.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples="""
+            meshfeed plan corpus --layout tp2-cp2-dp8 --capacity 16384 --sequences 512 --steps 0:4
+            meshfeed plan corpus --layout dp64 --capacity 8192 --policy dynamic_cp --html plan.html
+            meshfeed plan recipe.py:packed --layout dp64 --capacity 8192 --cost layer_cost.csv --json
+            meshfeed plan --lengths lengths.txt --first 4096 --layout dp256 --capacity 16384 --json
+        """,
+        keys=_KEYS,
     )
-    parser.add_argument("recipe", nargs="?", help=recipes.HELP)
-    parser.add_argument("--lengths", type=Path, help="instead: a file of lengths, one per line, as one step")
-    parser.add_argument("--first", type=int, help="only the first so many of --lengths")
-    parser.add_argument("--layout", required=True, help="such as tp2-cp2-dp8-pp2")
-    parser.add_argument("--vpp", type=int, default=1, help="virtual stages per pipeline rank (1)")
-    parser.add_argument("--capacity", type=int, required=True, help="padded tokens per rank and microbatch")
-    parser.add_argument("--policy", choices=get_args(Policy), default="balanced", help="(balanced)")
-    parser.add_argument("--oversize", choices=get_args(Oversize), default="error", help="(error)")
-    parser.add_argument("--alpha", type=float, default=25_100, help="linear over quadratic cost (25100)")
+    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=recipes.HELP)
     parser.add_argument(
-        "--cost", type=Path, help="instead: layer times, as `meshfeed bench calibrate` writes"
+        "--lengths", type=Path, metavar="FILE", help="instead: a file of lengths, one per line, as one step"
     )
-    parser.add_argument("--microbatches", type=int, help="at least so many; else the fewest that hold a step")
-    parser.add_argument("--align-sequence", type=int, default=1, help="pad sequences to multiples (1)")
-    parser.add_argument("--align-pack", type=int, default=1, help="pad a rank's packs to multiples (1)")
+    parser.add_argument("--first", type=whole(1), metavar="N", help="only the first N of --lengths")
+    parser.add_argument(
+        "--steps", type=span, default=range(1), metavar="A:B", help="which steps of a recipe, as 0:4 (0:1)"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="draw the first step's ranks over time into this file"
+    )
+    parser.add_argument(
+        "--dump", type=Path, metavar="FILE", help="write the first step's plan as JSON: who holds what"
+    )
+    packing.add_options(parser, required=True)
     recipes.add_options(parser)
-    parser.add_argument(
-        "--steps", type=_steps, default=range(1), help="which steps of a recipe, as 0:4 (0:1)"
-    )
-    parser.add_argument("--html", type=Path, help="draw the first step's ranks over time into this file")
-    parser.add_argument("--dump", type=Path, help="write the first step's plan as JSON: who holds what")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,62 +109,42 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; 0. Raises MeshfeedError."""
     if (args.recipe is None) == (args.lengths is None):
         raise MeshfeedError("give either a recipe or --lengths FILE")
-    layout = mf.Layout.parse(args.layout)
-    packing = mf.Packing(
-        capacity=args.capacity,
-        policy=args.policy,
-        cost=_cost(args),
-        align=mf.Align(sequence=args.align_sequence, pack=args.align_pack),
-        oversize=args.oversize,
-        microbatches=args.microbatches,
-    )
-    steps = _of_lengths(args, layout, packing) if args.lengths else _of_recipe(args, layout, packing)
+    steps = _of_lengths(args) if args.lengths else _of_recipe(args)
     planned = list(steps)
     if not planned:
         raise MeshfeedError(f"--steps {args.steps.start}:{args.steps.stop}: the stream ends before")
     if args.dump:
-        _write(args.dump, json.dumps(_dump(planned[0].plan)))
+        write_text(args.dump, json.dumps(_dump(planned[0].plan)))
     if args.html:
-        _write(args.html, page(Picture(str(layout), planned[0].step, planned[0].plan, planned[0].account)))
+        layout = str(mf.Layout.parse(args.layout))
+        write_text(args.html, page(Picture(layout, planned[0].step, planned[0].plan, planned[0].account)))
     if args.json:
         facts = [each.facts() for each in planned]
-        print(json.dumps(facts[0] if args.lengths else {"steps": facts}))
+        print_json(facts[0] if args.lengths else {"steps": facts})
     else:
         _print(planned)
-    return 0
+    return OK
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise MeshfeedError(f"{path}: {error.strerror}; choose another file to write") from error
-
-
-def _cost(args: argparse.Namespace) -> mf.CostModel:
-    if args.cost is None:
-        return mf.CostModel(alpha=args.alpha)
-    try:
-        with args.cost.open(newline="") as file:
-            return mf.CostModel.from_csv(file)
-    except (OSError, UnicodeDecodeError, MeshfeedError) as bad:
-        raise MeshfeedError(f"--cost {args.cost}: {bad}") from bad
-
-
-def _of_lengths(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing) -> Iterator[_Planned]:
+def _of_lengths(args: argparse.Namespace) -> Iterator[_Planned]:
+    layout, packed = mf.Layout.parse(args.layout), _packing(args)
     store = mf.Lengths.from_file(args.lengths)
     lengths = store.lengths(np.arange(store.num_documents))[: args.first]
     began = time.perf_counter()
-    plan = plan_step(lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=args.vpp)
+    plan = plan_step(lengths, packed, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=args.vpp)
     seconds = time.perf_counter() - began
-    yield _Planned(0, plan, account_of(plan, packing, pp=layout.pp, vpp=args.vpp), seconds)
+    yield _Planned(0, plan, account_of(plan, packed, pp=layout.pp, vpp=args.vpp), seconds)
 
 
-def _of_recipe(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing) -> Iterator[_Planned]:
+def _of_recipe(args: argparse.Namespace) -> Iterator[_Planned]:
+    packed = _packing(args)
     recipe = recipes.recipe_of(args.recipe, args)
-    stepping = Stepping(
-        recipe=recipe, layout=layout, micro_batch_size=1, cp_split="zigzag", packing=packing, vpp=args.vpp
-    )
+    if not cast(Any, recipe.sequence).packed:
+        raise MeshfeedError(
+            f"{args.recipe}: {recipe.sequence.summary()} has sequences of one length, which need no plan; "
+            f"meshfeed trace shows where they go"
+        )
+    stepping = packing.stepping_of(args, recipe, 1)
     with contextlib.ExitStack() as stack:
         for store in recipe.sources:
             stack.enter_context(store)
@@ -169,8 +154,12 @@ def _of_recipe(args: argparse.Namespace, layout: mf.Layout, packing: mf.Packing)
             if batch is None:
                 return
             seconds = time.perf_counter() - began
-            account = account_of(batch.plan, packing, pp=layout.pp, vpp=args.vpp)
+            account = account_of(batch.plan, packed, pp=stepping.layout.pp, vpp=args.vpp)
             yield _Planned(step, batch.plan, account, seconds, _drawn(recipe, batch))
+
+
+def _packing(args: argparse.Namespace) -> mf.Packing:
+    return cast(mf.Packing, packing.packing_of(args))  # --capacity is required here
 
 
 def _drawn(recipe: mf.Recipe, batch: GlobalBatch) -> dict[str, dict[str, float]]:
@@ -227,15 +216,3 @@ def _print(planned: list[_Planned]) -> None:
             f"{name}: {drawn['sequences']:,} sequences, {drawn['epochs']:.3f} epochs "
             f"after step {planned[-1].step}"
         )
-
-
-def _steps(text: str) -> range:
-    start, colon, stop = text.partition(":")
-    try:
-        first = int(start)
-        steps = range(first, int(stop) if colon else first + 1)
-    except ValueError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r}: write first:stop, such as 0:4") from bad
-    if first < 0 or not steps:
-        raise argparse.ArgumentTypeError(f"{text!r}: no step; write first:stop, such as 0:4")
-    return steps

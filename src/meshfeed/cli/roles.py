@@ -3,54 +3,78 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from meshfeed.cli.command import OK, Console, add_command, numbers, print_json, whole
 from meshfeed.deliver import can_share
-from meshfeed.errors import LayoutError
 from meshfeed.layout import Layout
 from meshfeed.roles import Field, Role, Roles, StageMap, assign_roles, choose_delivery
 from meshfeed.sequence import Windows
 
 _MOST_ROWS = 64
 
-_EXAMPLES = """examples:
-  meshfeed roles tp2-cp2-dp2-pp2
-  meshfeed roles tp8-cp4-dp32-pp16 --ranks-per-node 8 --delivery share
-  meshfeed roles tp2-pp4 --stages 'Et*3|t*4|m|L' --reads 0,2 --delivery broadcast --json
-"""
+_KEYS = {
+    "layout, delivery": "as text; what --delivery auto came to",
+    "ranks": "one object a rank, of the keys below",
+    "rank, coord, node": "which, where in tp, cp, dp and pp, and on which node",
+    "reads, source, from": "whether it opens storage, whose bytes it has, and who hands them to it",
+    "peers, nodes, group, ...": "the delivery group that it is in",
+    "fields": "what it is given",
+    "read_bytes, received_bytes, network_bytes": "of a step: from storage, from peers, of that by network",
+}
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `roles` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "roles",
+        run,
         help="who opens storage, who receives what from whom, bytes per step",
         description="Print the role of every rank of a layout. Nothing is opened and no rank is asked.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples="""
+            meshfeed roles tp2-cp2-dp2-pp2
+            meshfeed roles tp8-cp4-dp32-pp16 --ranks-per-node 8 --delivery share
+            meshfeed roles tp2-pp4 --stages 'Et*3|t*4|m|L' --reads 0,2 --delivery broadcast --json
+        """,
+        keys=_KEYS,
     )
-    parser.add_argument("layout", help="such as tp2-cp2-dp2-pp2, the first dimension varying fastest")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="ranks that share a machine (8)")
+    parser.add_argument(
+        "layout", metavar="LAYOUT", help="such as tp2-cp2-dp2-pp2, the first dimension varying fastest"
+    )
+    parser.add_argument(
+        "--ranks-per-node", type=whole(1), default=8, metavar="N", help="ranks that share a machine (8)"
+    )
     parser.add_argument(
         "--delivery", choices=("auto", "direct", "broadcast", "share", "tree"), default="auto", help="(auto)"
     )
-    parser.add_argument("--vpp", type=int, default=1, help="virtual stages per pipeline rank (1)")
-    parser.add_argument("--mtp", type=_numbers, default=(), help="stages with an MTP block, such as 6,7")
-    parser.add_argument("--stages", help="Megatron's pipeline layout string, instead of --vpp and --mtp")
-    parser.add_argument("--reads", type=_numbers, help="the only ranks that may open storage, such as 0,4")
-    parser.add_argument("--length", type=int, default=4096, help="tokens per sequence (4096)")
-    parser.add_argument("--sequences", type=int, default=256, help="sequences per global batch (256)")
-    parser.add_argument("--token-bytes", type=int, default=2, help="bytes of a stored token (2)")
-    parser.add_argument("--rank", type=int, help="this rank only")
+    parser.add_argument(
+        "--vpp", type=whole(1), default=1, metavar="N", help="virtual stages per pipeline rank (1)"
+    )
+    parser.add_argument(
+        "--mtp", type=numbers(0), default=(), metavar="N,...", help="stages with an MTP block, such as 6,7"
+    )
+    parser.add_argument(
+        "--stages", metavar="TEXT", help="Megatron's pipeline layout string, instead of --vpp and --mtp"
+    )
+    parser.add_argument(
+        "--reads", type=numbers(0), metavar="N,...", help="the only ranks that may open storage, such as 0,4"
+    )
+    parser.add_argument(
+        "--length", type=whole(1), default=4096, metavar="N", help="tokens per sequence (4096)"
+    )
+    parser.add_argument(
+        "--sequences", type=whole(1), default=256, metavar="N", help="sequences per global batch (256)"
+    )
+    parser.add_argument(
+        "--token-bytes", type=whole(1), default=2, metavar="N", help="bytes of a stored token (2)"
+    )
+    parser.add_argument("--rank", type=whole(0), metavar="N", help="this rank only")
     parser.add_argument("--all", action="store_true", help=f"every rank, however many (else {_MOST_ROWS})")
-    parser.add_argument("--json", action="store_true", help="print one JSON object with every rank")
-    parser.set_defaults(run=run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +95,15 @@ def run(args: argparse.Namespace) -> int:
     if delivery == "auto":
         delivery = choose_delivery(layout, stage_map, fields, args.reads, can_share=can_share() is None)
     roles = assign_roles(layout, stage_map, fields, delivery, args.reads)
-    if min(args.length, args.sequences, args.token_bytes) < 1:
-        raise LayoutError("--length, --sequences and --token-bytes are at least 1")
     sequence_bytes = (args.length + 1) * args.token_bytes * args.sequences // layout.dp
     shown = [args.rank] if args.rank is not None else roles.ranks.tolist()
     rows = _rows(layout, roles, shown, sequence_bytes)
     if args.json:
         facts = {"layout": str(layout), "delivery": delivery, "ranks": [_json(layout, *row) for row in rows]}
-        print(json.dumps(facts))
-        return 0
+        print_json(facts, indent=None if len(shown) > _MOST_ROWS else 2)
+        return OK
     _print(layout, delivery, fields, roles, rows, len(shown) if args.all else _MOST_ROWS)
-    return 0
+    return OK
 
 
 def _rows(
@@ -156,10 +178,3 @@ def _print(
     console.print(table)
     if len(roles) > most:
         console.print(f"[dim]{len(roles) - most:,} ranks more: --all, --rank or --json[/dim]")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers joined by commas") from bad

@@ -27,7 +27,7 @@ from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.seats import Seats
 from meshfeed.exchange.steps import Received, gather_reports, packed, plan, portions, reroute
 from meshfeed.exchange.ways import Ways
-from meshfeed.launch import this_layout, this_rank
+from meshfeed.launch import check_arguments, this_layout, this_rank
 from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.prefetch import StageClock
@@ -96,6 +96,7 @@ class Exchange:
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
     ) -> None:
+        check_arguments(layout, delivery, device)
         if prefetch < 0 or pulls < 1 or timeout_s <= 0:
             raise RecipeError(
                 f"prefetch={prefetch} counts from 0, pulls={pulls} from 1, timeout_s={timeout_s} is positive"

@@ -43,23 +43,40 @@ def pieces_of(recipe: Recipe, draws: Draws) -> Pieces:
     if not isinstance(rule, Rows):
         lengths = rule.lengths(recipe, draws)
         return Pieces(np.arange(len(draws)), draws.index, np.zeros_like(lengths), lengths)
-    found: list[tuple[Longs, Longs, Longs, Longs]] = []
-    for source in np.unique(draws.source).tolist():
-        store = recipe.sources[source]
-        for place in np.flatnonzero(draws.source == source).tolist():
-            one = draws.take(np.array([place]))
-            starts, stops = rule.ranges(recipe, source, one, [(0, rule.length - 1)])
-            for start, stop in zip(starts.tolist(), stops.tolist()):
-                first, last = _documents_at(store, np.array([start, stop - 1])).tolist()
-                documents = np.arange(first, last + 1)
-                at = store.offsets(documents)
-                begins, ends = np.maximum(start - at, 0), np.minimum(stop - at, store.lengths(documents))
-                some = begins < ends
-                where = np.full(int(some.sum()), place)
-                found.append((where, documents[some], begins[some], ends[some]))
+    found = [_documents_in(recipe, source, draws) for source in np.unique(draws.source).tolist()]
     parts = [np.concatenate(column) for column in zip(*found)] if found else [np.zeros(0, np.int64)] * 4
     order = np.argsort(parts[0], kind="stable")
     return Pieces(*(part[order] for part in parts))
+
+
+def _documents_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs, Longs, Longs]:
+    """The arrays of Pieces, of those draws that are of one source."""
+    store, places = recipe.sources[source], np.flatnonzero(draws.source == source)
+    starts, stops, of = _ranges_in(recipe, source, draws.take(places))
+    first = _documents_at(store, starts)
+    counts = _documents_at(store, stops - 1) + 1 - first
+    # first [4 9], counts [3 1] -> documents [4 5 6 9]
+    documents = np.arange(counts.sum()) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    at = store.offsets(documents)
+    begins = np.maximum(np.repeat(starts, counts) - at, 0)
+    ends = np.minimum(np.repeat(stops, counts) - at, store.lengths(documents))
+    some = begins < ends
+    return np.repeat(places[of], counts)[some], documents[some], begins[some], ends[some]
+
+
+def _ranges_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs, Longs]:
+    """Stream ranges of the tokens of rows of one source, in order, and which row each is of."""
+    rule = cast(Any, recipe.sequence)
+    if hasattr(rule, "stream_ranges"):
+        whole = np.full(len(draws), rule.length)
+        return rule.stream_ranges(recipe, source, draws, np.zeros_like(whole), whole, ahead=0)
+    each = [
+        rule.ranges(recipe, source, draws.take(np.array([i])), [(0, rule.length - 1)])
+        for i in range(len(draws))
+    ]
+    of = np.repeat(np.arange(len(draws)), [starts.size for starts, _ in each])
+    starts, stops = (np.concatenate(column) for column in zip(*each))
+    return starts, stops, of
 
 
 def sequences_with(recipe: Recipe, source: int, document: int, epoch: int) -> Longs:

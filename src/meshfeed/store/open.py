@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy.typing as npt
 
-from meshfeed.errors import MissingError, StoreError
+from meshfeed.errors import MissingError, OptionError, StoreError
 from meshfeed.files import ByteFile, Cache, Folder
 from meshfeed.files.url import is_http, local_path, parent, without_secrets
 from meshfeed.store.dataset import NAME, DatasetStore, open_dataset
@@ -112,7 +112,7 @@ def _none_there(place: Place) -> StoreError:
         )
     at = Path(local_path(place.given))
     found = "a directory" if at.is_dir() else "a file" if at.exists() else "nothing"
-    return StoreError(f"{place.given}: found {found}, no token store; give the path of {known}")
+    return MissingError(f"{place.given}: found {found}, no token store; give the path of {known}")
 
 
 # -- recognisers: each gives its store, or None for what is not of its format ---------------------------
@@ -191,7 +191,7 @@ def _refuse(place: Place, what: str, *options: str) -> None:
     for name in options:
         if getattr(place, name) is not None:
             said = f"{name}={getattr(place, name)!r}"
-            raise StoreError(f"{place.shown}: {said} says nothing about {what}; leave it out")
+            raise OptionError(f"{place.shown}: {said} says nothing about {what}; leave it out")
 
 
 def _cache(place: Place) -> Cache:

@@ -1,0 +1,196 @@
+"""What a transformer layer costs on this machine, so that plans balance real time."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from meshfeed.cli.command import OK, Console, add_command, numbers, print_json, whole
+from meshfeed.errors import MeshfeedError, PlanError
+from meshfeed.plan import CostModel, ModelShape
+
+_HEADER = ("kind", "total_tokens", "max_seq_len", "n_seqs", "sum_sq", "ms_layer")
+
+_PIECES = (4, 16, 64)  # into how many equal sequences a pack is cut
+
+
+_KEYS = {
+    "alpha, alpha_by_flops": "linear over quadratic cost: as measured, and as the layer's shape has it",
+    "overhead": "of a pack, in the same unit as pairs of tokens",
+    "median_error, packs": "of the fit, and how many packs were timed",
+    "out": "the CSV",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `calibrate` to the subparsers of `bench`."""
+    parser = add_command(
+        subparsers,
+        "calibrate",
+        calibrate,
+        help="time a transformer layer and fit the planner's cost model",
+        description="Times one layer, forward and backward, on packs of several shapes, writes a CSV, and "
+        "fits the cost of a token against that of a pair of tokens. The defaults are a Llama-8B layer.",
+        examples="""
+            meshfeed bench calibrate --device cuda --out layer_cost.csv
+            meshfeed bench calibrate --hidden 2048 --heads 16 --kv-heads 4 --ffn 8192 --out cost.csv
+            meshfeed plan corpus --layout dp64 --capacity 16384 --policy dynamic_cp --cost layer_cost.csv
+        """,
+        keys=_KEYS,
+    )
+    for option, default, help in (
+        ("--hidden", 4096, "width of the residual stream"),
+        ("--heads", 32, "query heads"),
+        ("--kv-heads", 8, "key and value heads"),
+        ("--ffn", 14_336, "width of the gated feed-forward"),
+        ("--rounds", 5, "runs of a shape; their median counts"),
+    ):
+        parser.add_argument(option, type=whole(1), default=default, metavar="N", help=f"{help} ({default})")
+    parser.add_argument(
+        "--tokens",
+        type=numbers(1),
+        default=(8192, 16_384, 32_768),
+        metavar="N,...",
+        help="tokens of a pack (8192,16384,32768)",
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, metavar="NAME", help=f"({device})")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, metavar="N", help="of the mixed packs' lengths (0)"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
+
+
+def calibrate(args: argparse.Namespace) -> int:
+    """Measure, write, fit; 0. Raises MeshfeedError where the device, the shape or the file will not do."""
+    shape = ModelShape(
+        num_layers=1,
+        hidden_size=args.hidden,
+        num_heads=args.heads,
+        num_kv_heads=args.kv_heads,
+        ffn_size=args.ffn,
+    )
+    if args.hidden % args.heads or args.heads % args.kv_heads:
+        raise MeshfeedError(
+            f"hidden {args.hidden}, {args.heads} heads, {args.kv_heads} kv heads: heads divide the width, "
+            f"and kv heads divide the heads"
+        )
+    try:
+        layer = _Layer(shape, torch.device(args.device), getattr(torch, args.dtype))
+        measured = _measured(layer, args)
+    except OSError as error:
+        raise MeshfeedError(f"{args.out}: {error}") from error
+    except (RuntimeError, AssertionError, ValueError) as error:  # torch tells a missing device in any of them
+        raise MeshfeedError(
+            f"device {args.device}, {args.dtype}: {str(error).splitlines()[0][:120]}"
+        ) from error
+    tokens, squares, times = np.array(measured).T
+    try:
+        cost = CostModel.fit(tokens, squares, times)
+    except PlanError as error:
+        raise MeshfeedError(f"{args.out} is written, but tells no cost: {error}") from error
+    model = cost.alpha * tokens + squares + cost.overhead
+    error = float(np.median(np.abs(model * np.median(times / model) / times - 1)))
+    by_flops = CostModel.of_shape(shape).alpha
+    if args.json:
+        facts = {"alpha": cost.alpha, "alpha_by_flops": by_flops, "overhead": cost.overhead}
+        print_json(facts | {"median_error": error, "packs": times.size, "out": str(args.out)})
+        return OK
+    print(f"alpha {cost.alpha:.0f} (by the shape's FLOPs {by_flops:.0f})")
+    print(f"overhead {cost.overhead:.3g}, median error {error:.1%} over {times.size} packs")
+    return OK
+
+
+def _measured(layer: _Layer, args: argparse.Namespace) -> list[tuple[int, int, float]]:
+    """(tokens, sum of squares, ms) of every pack, written to the table as they come."""
+    console = Console(stderr=True)
+    measured: list[tuple[int, int, float]] = []
+    with args.out.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(_HEADER)
+        for kind, lengths in _packs(args.tokens, args.seed):
+            ms = _median_ms(lambda these=lengths: layer.step(these), layer.device, args.rounds)
+            total, longest, sum_sq = sum(lengths), max(lengths), sum(length * length for length in lengths)
+            table.writerow((kind, total, longest, len(lengths), sum_sq, f"{ms:.4f}"))
+            file.flush()
+            console.print(
+                f"{total:>8} tokens, longest {longest:>7}, {len(lengths):>4} sequences {ms:>10.3f} ms"
+            )
+            measured.append((total, sum_sq, ms))
+    return measured
+
+
+def _packs(tokens: tuple[int, ...], seed: int) -> Iterator[tuple[str, list[int]]]:
+    """Packs that tell the two terms apart, as (kind, lengths): one sequence, equal ones, mixed ones."""
+    rng = np.random.default_rng(seed)
+    for total in tokens:
+        yield "single", [total]
+        for pieces in _PIECES:
+            if total >= 64 * pieces:
+                yield "uniform", [total // pieces] * pieces
+        for _ in range(2):
+            drawn = np.cumsum(rng.lognormal(np.log(max(total / 12, 1)), 1, 64).astype(int) + 1)
+            ends = np.append(drawn[drawn < total], total)
+            yield "lognormal", np.diff(ends, prepend=0).tolist()
+
+
+class _Layer:
+    """A gated transformer layer with grouped-query attention inside each sequence of a pack."""
+
+    def __init__(self, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self._shape = device, shape
+        head, hidden = shape.attention_width // shape.num_heads, shape.hidden_size
+        kv = (shape.num_kv_heads or shape.num_heads) * head
+        generator = torch.Generator(device).manual_seed(0)
+
+        def weight(rows: int, columns: int) -> torch.Tensor:
+            made = torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32)
+            return (made / columns**0.5).to(dtype).requires_grad_()
+
+        self._head = head
+        self._q, self._kv = weight(shape.attention_width, hidden), weight(2 * kv, hidden)
+        self._out = weight(hidden, shape.attention_width)
+        self._gate, self._up = weight(shape.ffn_size, hidden), weight(shape.ffn_size, hidden)
+        self._down = weight(hidden, shape.ffn_size)
+        self._dtype = dtype
+
+    def step(self, lengths: list[int]) -> None:
+        """Forward and backward over a pack of sequences, [tokens, hidden]."""
+        x = torch.ones(
+            sum(lengths), self._shape.hidden_size, device=self.device, dtype=self._dtype, requires_grad=True
+        )
+        h = F.rms_norm(x, x.shape[-1:])
+        q = F.linear(h, self._q).unflatten(-1, (-1, self._head))
+        k, v = F.linear(h, self._kv).unflatten(-1, (2, -1, self._head)).unbind(1)
+        mixed: list[torch.Tensor] = []
+        for of_sequence in zip(q.split(lengths), k.split(lengths), v.split(lengths)):
+            query, key, value = (each.transpose(0, 1)[None] for each in of_sequence)
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            mixed.append(attended[0].transpose(0, 1))
+        x = x + F.linear(torch.cat(mixed).flatten(1), self._out)
+        h = F.rms_norm(x, x.shape[-1:])
+        x = x + F.linear(F.silu(F.linear(h, self._gate)) * F.linear(h, self._up), self._down)
+        x.sum().backward()
+
+
+def _median_ms(run: Callable[[], None], device: torch.device, rounds: int) -> float:
+    """Milliseconds of a run, the median of several after one that warms up."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times: list[float] = []
+    for _ in range(rounds + 1):
+        wait()
+        began = time.perf_counter()
+        run()
+        wait()
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times[1:])

@@ -1,0 +1,206 @@
+"""What all commands have in common: how they are declared, read their arguments, and answer.
+
+A command is a module with `add_parser(subparsers)`; its `run(args)` returns the exit status. Answers go to
+stdout, progress and errors to stderr. A shell completes files by metavars: FILE, DIR, PATH, RECIPE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from rich.console import Console as RichConsole
+from rich.progress import Progress
+from rich.table import Table
+
+from meshfeed.errors import MeshfeedError
+
+OK, WRONG, FAILED, INTERRUPTED = 0, 1, 2, 130
+
+_PIPE_WIDTH = 240  # a table takes what it needs of it, and nothing is cut
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line and a hint, not all of its options again."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, on stderr; exit status 2."""
+        self.exit(FAILED, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class Console(RichConsole):
+    """A console that lets `main` see a broken pipe, and that does not cut off what goes to a file."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = _PIPE_WIDTH
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`; rich itself would end the process with a status of 1."""
+        raise BrokenPipeError
+
+
+def add_command(
+    subparsers: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    help: str,
+    description: str,
+    examples: str,
+    wrong: str | None = None,
+    keys: Mapping[str, str] | None = None,
+) -> argparse.ArgumentParser:
+    """A command's parser, its epilog made of examples, exit statuses and JSON keys.
+
+    examples: command lines, one a line. wrong: what an exit status of 1 tells; None where there is none.
+    keys: of the JSON object -> what they are; None where the command has no --json.
+    """
+    told = [f"  {line.strip()}" for line in examples.strip().splitlines()]
+    parts = ["examples:", *told, "", "exit status:", "  0  done"]
+    parts += [f"  1  {wrong}"] if wrong else []
+    parts += ["  2  asked wrongly, or failed; stderr says why and stdout has no answer"]
+    if keys is not None:
+        width = max(map(len, keys)) + 2
+        parts += ["", "keys of --json:", *(f"  {key:{width}}{what}" for key, what in keys.items())]
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name,
+        help=help,
+        description=textwrap.fill(description, 100),
+        epilog="\n".join(parts),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if keys is not None:
+        parser.add_argument(
+            "--json", action="store_true", help="print JSON instead of tables; keys are below"
+        )
+    parser.set_defaults(run=run)
+    return parser
+
+
+# -- arguments ----------------------------------------------------------------------------------------
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Reads a whole number that is at least `least`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError as bad:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number; write one from {least}") from bad
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{number}: write a whole number from {least}")
+        return number
+
+    return read
+
+
+def positive(text: str) -> float:
+    """Reads a finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError as bad:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number") from bad
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: write a number above 0")
+    return number
+
+
+def numbers(least: int) -> Callable[[str], tuple[int, ...]]:
+    """Reads whole numbers joined by commas, each at least `least`."""
+
+    def read(text: str) -> tuple[int, ...]:
+        try:
+            return tuple(whole(least)(part) for part in text.split(","))
+        except argparse.ArgumentTypeError as bad:
+            raise argparse.ArgumentTypeError(f"{text!r}: {bad}; join several by commas, such as 4,6") from bad
+
+    return read
+
+
+def span(text: str) -> range:
+    """Reads first:stop, or one number alone."""
+    first, colon, stop = text.partition(":")
+    if not first.isdecimal() or (colon and not stop.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: write first:stop, such as 0:4, or one number")
+    found = range(int(first), int(stop) if colon else int(first) + 1)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is empty; write first:stop, such as 0:4")
+    return found
+
+
+# -- answers ------------------------------------------------------------------------------------------
+
+
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """One JSON value to stdout; what is no number becomes null."""
+    print(json.dumps(plain(value), indent=indent, allow_nan=False))
+
+
+def plain(value: Any) -> Any:
+    """The same in types that JSON has: NumPy's numbers as Python's, infinities and NaN as None."""
+    match value:
+        case dict():
+            return {str(key): plain(each) for key, each in value.items()}
+        case list() | tuple():
+            return [plain(each) for each in value]
+        case np.generic() | np.ndarray():
+            return plain(value.tolist())
+        case float():
+            return value if np.isfinite(value) else None
+        case Path():
+            return str(value)
+        case _:
+            return value
+
+
+def print_facts(facts: Mapping[str, Any], console: RichConsole) -> None:
+    """A column of names and a column of values."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), shown(value), style=None)
+    console.print(table, markup=False)
+
+
+def shown(value: Any) -> str:
+    """A value as tables show it."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.1f}"
+        case dict():
+            return ", ".join(f"{name} {shown(each)}" for name, each in value.items())
+        case _:
+            return str(value)
+
+
+def show_progress(what: str, parts: Iterator[float], *, quiet: bool = False) -> None:
+    """Run through `parts`, which yields the part done, under a bar on stderr."""
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        task = progress.add_task(what, total=1.0)
+        for done in parts:
+            progress.update(task, completed=done)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that the user named. Raises MeshfeedError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise MeshfeedError(f"{path}: {error.strerror or error}; choose another file to write") from error
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,176 @@
+"""What `doctor` looks at in the machine: versions, packages, delivery, limits, memory, device."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import meshfeed as mf
+from meshfeed.cli.finding import Finding, Times
+from meshfeed.deliver import can_share
+from meshfeed.roles import choose_delivery
+
+_GIB = 1 << 30
+_FEW_DESCRIPTORS = 1024
+_REQUIREMENT = re.compile(
+    r"^([\w.-]+)(?:\[[^]]*\])?[^;]*?(?:>=([\d.]+))?[^;]*(?:;.*extra == ['\"]([\w-]+)['\"])?$"
+)
+
+
+def findings(layout: mf.Layout | None) -> Iterator[Finding]:
+    """All of this machine; how a layout would be fed, where one is given."""
+    yield _versions()
+    yield from _packages()
+    yield _within_nodes()
+    yield _across_nodes()
+    if layout is not None:
+        yield _chosen(layout)
+    yield _descriptors()
+    yield _memory()
+    yield _shared_memory()
+    yield _device()
+
+
+def _versions() -> Finding:
+    says = (
+        f"meshfeed {_installed('meshfeed') or '(not installed)'}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, NumPy {np.__version__}, {os.cpu_count()} cores, "
+        f"{platform.system()} {platform.release()}"
+    )
+    if platform.system() != "Linux":
+        return Finding("versions", "note", f"{says}; meshfeed is made for Linux and tested there alone")
+    return Finding("versions", "ok", says)
+
+
+def _packages() -> Iterator[Finding]:
+    """What meshfeed's own metadata asks for: a finding for what it needs, and one for each extra."""
+    needed: dict[str, list[tuple[str, str]]] = {}
+    for text in _requirements():
+        found = _REQUIREMENT.match(text)
+        if found is not None:
+            needed.setdefault(found[3] or "", []).append((found[1], found[2] or "0"))
+    for extra, packages in needed.items():
+        missing = [f"{name} from {least}" for name, least in packages if not _is_there(name, least)]
+        topic = f"extra [{extra}]" if extra else "packages"
+        if not missing:
+            told = ", ".join(f"{name} {_installed(name)}" for name, _ in packages)
+            yield Finding(topic, "ok", told)
+        elif extra:
+            yield Finding(
+                topic, "note", f"no {', '.join(missing)}: pip install 'meshfeed[{extra}]' if you need it"
+            )
+        else:
+            yield Finding(topic, "bad", f"no {', '.join(missing)}: pip install meshfeed")
+
+
+def _requirements() -> list[str]:
+    try:
+        return metadata.requires("meshfeed") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _is_there(package: str, least: str) -> bool:
+    found = _installed(package)
+    return found is not None and _numbers(found) >= _numbers(least)
+
+
+def _numbers(version: str) -> list[int]:
+    # 2.13.0+cpu -> [2, 13, 0]
+    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def _within_nodes() -> Finding:
+    topic, why_not = "delivery within a node", can_share()
+    if why_not:
+        told = f"broadcast: {why_not}. delivery='auto' takes it, delivery='share' is refused"
+        return Finding(topic, "note", told)
+    return Finding(topic, "ok", "share: memfd and abstract unix sockets work")
+
+
+def _across_nodes() -> Finding:
+    topic = "delivery across nodes"
+    if not (dist.is_available() and dist.is_gloo_available()):
+        return Finding(topic, "bad", "this torch has no gloo; only direct and share will work")
+    if can_share():
+        return Finding(topic, "ok", "broadcast: torch.distributed has gloo")
+    return Finding(topic, "ok", "tree: gloo between the leaders of nodes, share within each")
+
+
+def _chosen(layout: mf.Layout) -> Finding:
+    stages, fields = mf.StageMap(pp=layout.pp), mf.Windows(4096).fields
+    delivery = choose_delivery(layout, stages, fields, can_share=can_share() is None)
+    roles = mf.assign_roles(layout, stages, fields, delivery)
+    nodes = len(set(layout.node(roles.ranks).tolist()))
+    told = f"{layout} on {nodes:,} node(s): delivery='auto' takes {delivery}"
+    return Finding("layout", "ok", f"{told}; {int(roles.reads.sum()):,} rank(s) open storage")
+
+
+def _descriptors() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    says = f"limit {soft} (hard {hard}); a feed keeps some 10 and half of the limit for files of stores"
+    if soft < _FEW_DESCRIPTORS:
+        return Finding("open files", "note", f"{says}; raise it with ulimit -n {min(hard, 65_536)}")
+    return Finding("open files", "ok", says)
+
+
+def _memory() -> Finding:
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    within = limit.read_text().strip() if limit.is_file() else "max"
+    container = f", this container may use {int(within) / _GIB:.1f} GiB" if within.isdecimal() else ""
+    return Finding("memory", "ok", f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free{container}")
+
+
+def _shared_memory() -> Finding:
+    """memfd is not limited by /dev/shm, but workers of a torch DataLoader are."""
+    folder, topic = Path("/dev/shm"), "shared memory"
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            topic, "note", "no /dev/shm: delivery needs none, worker processes of torch's loaders do"
+        )
+    free = shutil.disk_usage(folder).free
+    says = f"{free / _GIB:.1f} GiB free in /dev/shm"
+    if free < _GIB // 4:
+        return Finding(topic, "note", f"{says}: enough for delivery, few for torch's worker processes")
+    return Finding(topic, "ok", says)
+
+
+def _device() -> Finding:
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
+    if not torch.cuda.is_available():
+        told = f"no CUDA device: tensors stay in ordinary memory, device='cpu'; memory lock limit {limit}"
+        return Finding("device", "note", told)
+    try:
+        page_locked = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+
+        def copy() -> None:
+            page_locked.to("cuda")
+            torch.cuda.synchronize()
+
+        copy()
+        rate = page_locked.numel() / Times.of([copy] * 5).p50_s
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        return Finding("device", "bad", f"{torch.cuda.get_device_name()}: no page-locked copy: {reason}")
+    told = f"{torch.cuda.get_device_name()}: page-locked copies at {rate / 1e9:.0f} GB/s, lock limit {limit}"
+    return Finding("device", "ok", told, {"bytes_per_s": rate})

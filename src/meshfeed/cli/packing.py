@@ -1,0 +1,109 @@
+"""How a job makes microbatches, as options of the commands that plan its steps."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+import meshfeed as mf
+from meshfeed.cli.command import positive, whole
+from meshfeed.errors import MeshfeedError
+from meshfeed.plan import CpSplit, Packing
+from meshfeed.plan.policy import Oversize, Policy
+from meshfeed.stepping import Stepping
+
+_ALPHA = 25_100.0
+
+
+def add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    """Layout and packing. required: --layout and --capacity must be given."""
+    group = parser.add_argument_group("layout and packing, as the job has them")
+    group.add_argument(
+        "--layout",
+        required=required,
+        default=None if required else "dp1",
+        metavar="LAYOUT",
+        help="such as tp2-cp2-dp8-pp2" + ("" if required else " (dp1)"),
+    )
+    group.add_argument(
+        "--vpp", type=whole(1), default=1, metavar="N", help="virtual stages per pipeline rank (1)"
+    )
+    group.add_argument(
+        "--cp-split",
+        choices=get_args(CpSplit),
+        default="zigzag",
+        help="how cp ranks split a sequence (zigzag)",
+    )
+    group.add_argument(
+        "--capacity", type=int, required=required, metavar="N", help="padded tokens per rank and microbatch"
+    )
+    group.add_argument(
+        "--policy", choices=get_args(Policy), default="balanced", help="how sequences are packed (balanced)"
+    )
+    group.add_argument(
+        "--oversize",
+        choices=get_args(Oversize),
+        default="error",
+        help="what becomes of sequences that are too long (error)",
+    )
+    cost = group.add_mutually_exclusive_group()
+    cost.add_argument(
+        "--alpha", type=positive, default=_ALPHA, metavar="X", help="linear over quadratic cost (25100)"
+    )
+    cost.add_argument(
+        "--cost", type=Path, metavar="FILE", help="instead: layer times, as `meshfeed bench calibrate` writes"
+    )
+    group.add_argument(
+        "--microbatches",
+        type=whole(1),
+        metavar="N",
+        help="at least so many; else the fewest that hold a step",
+    )
+    group.add_argument(
+        "--align-sequence", type=whole(1), default=1, metavar="N", help="pad sequences to multiples (1)"
+    )
+    group.add_argument(
+        "--align-pack", type=whole(1), default=1, metavar="N", help="pad a rank's packs to multiples (1)"
+    )
+
+
+def packing_of(args: argparse.Namespace) -> Packing | None:
+    """What the options mean; None without --capacity. Raises MeshfeedError."""
+    if args.capacity is None:
+        return None
+    return Packing(
+        capacity=args.capacity,
+        policy=args.policy,
+        cost=_cost(args),
+        align=mf.Align(sequence=args.align_sequence, pack=args.align_pack),
+        oversize=args.oversize,
+        microbatches=args.microbatches,
+    )
+
+
+def stepping_of(args: argparse.Namespace, recipe: mf.Recipe, micro_batch_size: int) -> Stepping:
+    """The steps of a recipe under the options. Raises MeshfeedError."""
+    packed, rule = packing_of(args), recipe.sequence
+    if getattr(rule, "packed", False) and packed is None:
+        raise MeshfeedError(
+            f"{rule.summary()} needs packing; give --capacity N, and --policy, as the job has"
+        )
+    return Stepping(
+        recipe=recipe,
+        layout=mf.Layout.parse(args.layout),
+        micro_batch_size=micro_batch_size,
+        packing=packed,
+        cp_split=args.cp_split,
+        vpp=args.vpp,
+    )
+
+
+def _cost(args: argparse.Namespace) -> mf.CostModel:
+    if args.cost is None:
+        return mf.CostModel(alpha=args.alpha)
+    try:
+        with args.cost.open(newline="") as file:
+            return mf.CostModel.from_csv(file)
+    except (OSError, UnicodeDecodeError, MeshfeedError) as bad:
+        raise MeshfeedError(f"--cost {args.cost}: {bad}") from bad

@@ -1,0 +1,142 @@
+"""What `doctor` looks at in storage: the cache folder, a disk, an object far away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+import meshfeed as mf
+from meshfeed.cli.finding import Finding, Times
+from meshfeed.errors import MeshfeedError, MissingError
+from meshfeed.files.client import Client, Patience, Stat
+from meshfeed.files.url import is_remote, local_path, split, without_secrets
+from meshfeed.store import IndexedWriter
+
+_PROBE_TOKENS = 4_000_000
+_PROBE_READS = 256
+_ASKED_BYTES, _ASKED_TIMES = 64 << 10, 32
+_DEFAULT_LIMIT = 64 << 30
+_GIB = 1 << 30
+_SUFFIXES = ("", ".idx", "/dataset.json", "/index.json")  # what may stand for the store at a URL
+_PATIENCE = Patience(timeout_s=10.0, give_up_s=20.0, attempts=2, hedge=False)
+_NOT_FOR_CACHES = {
+    "tmpfs": "is memory",
+    "nfs": "is a network file system",
+    "nfs4": "is a network file system",
+    "cifs": "is a network file system",
+    "lustre": "is a network file system",
+    "beegfs": "is a network file system",
+}
+
+
+def cache_folder(cache: mf.Cache) -> Finding:
+    """Whether the node's cache can be written, how much room it has, and on what it lies."""
+    topic = "cache"
+    try:
+        folder = cache.make()
+    except MeshfeedError as error:
+        return Finding(topic, "bad", str(error))
+    free, limit = shutil.disk_usage(folder).free, cache.limit_bytes or _DEFAULT_LIMIT
+    says, kind = f"{cache.path}: {free / _GIB:.1f} GiB free", _kind_of(folder)
+    figures = {"free_bytes": float(free)}
+    if kind in _NOT_FOR_CACHES:
+        told = f"{says}, but {kind} {_NOT_FOR_CACHES[kind]}; give a folder on a disk of the node"
+        return Finding(topic, "note", f"{told}: mf.Cache(folder) or $MESHFEED_CACHE", figures)
+    if free < limit:
+        told = f"{says}, and it may grow to {limit / _GIB:.0f} GiB; set limit_bytes, or another folder"
+        return Finding(topic, "note", told, figures)
+    return Finding(topic, "ok", f"{says} on {kind}", figures)
+
+
+def disk(folder: Path) -> Finding:
+    """Random reads of 4,096 tokens, the page cache dropped where that is allowed."""
+    if not os.access(folder, os.W_OK):
+        return Finding("storage", "note", f"{folder} cannot be written; give --dir to measure another")
+    if shutil.disk_usage(folder).free < 4 * _PROBE_TOKENS:
+        return Finding("storage", "note", f"{folder} is full; give --dir to measure another")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        prefix = Path(scratch) / "probe"
+        with IndexedWriter(prefix, np.uint16) as writer:
+            writer.add_document(np.zeros(_PROBE_TOKENS, np.uint16))
+        with Path(f"{prefix}.bin").open("rb") as data:
+            os.fsync(data.fileno())
+            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        starts = np.random.default_rng(0).integers(0, _PROBE_TOKENS - 4096, _PROBE_READS)
+        with mf.open(prefix) as store:
+            times = Times.of(lambda at=at: store.read_stream(at, at + 4096) for at in starts.reshape(-1, 1))
+    return Finding(
+        "storage",
+        "ok",
+        f"{folder}: 8 KiB reads, cold: {times}",
+        {"p50_s": times.p50_s, "p99_s": times.p99_s},
+    )
+
+
+def place(url: str, options: Mapping[str, str], cache: mf.Cache) -> Iterator[Finding]:
+    """Whether a store can be opened and its objects fetched, and how fast storage answers."""
+    try:
+        remote = is_remote(url)
+        if remote:
+            yield _asked(url, options)
+        with mf.open(url, cache=cache, options=options) as store:
+            told = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.dtype.name}"
+        yield Finding(without_secrets(url), "ok", f"opens: {store.facts()['format']}, {told}")
+        if not remote:
+            yield disk_of(Path(local_path(url)))
+    except MeshfeedError as error:
+        yield Finding(without_secrets(url), "bad", str(error))
+
+
+def disk_of(path: Path) -> Finding:
+    """The disk that a path lies on, by its folder."""
+    return disk(path if path.is_dir() else path.absolute().parent)
+
+
+def _asked(url: str, options: Mapping[str, str]) -> Finding:
+    """Requests for the size of an object, and for its first bytes. Raises StoreError where it refuses."""
+    root, path = split(url)
+    client = Client(root, options, _PATIENCE)
+    try:
+        name, found = _found(client, path)
+        size = min(found.size_bytes, _ASKED_BYTES)
+        heads = Times.of([lambda: client.stat(name)] * _ASKED_TIMES)
+        bodies = Times.of([lambda: client.read(name, 0, size, found.tag)] * _ASKED_TIMES)
+    finally:
+        client.close()
+    says = f"answers for {name} ({found.size_bytes:,} bytes): head {heads}; first {size:,} bytes {bodies}"
+    return Finding(
+        without_secrets(root),
+        "ok",
+        says,
+        {"head_p50_s": heads.p50_s, "read_p50_s": bodies.p50_s, "read_p99_s": bodies.p99_s},
+    )
+
+
+def _found(client: Client, path: str) -> tuple[str, Stat]:
+    """An object of the store at a path: one of those that its format must have, or the first below it."""
+    for suffix in _SUFFIXES:
+        with contextlib.suppress(MissingError):
+            return path + suffix, client.stat(path + suffix)
+    for name, size_bytes in client.list(path):
+        if size_bytes:
+            return name, client.stat(name)
+    raise MissingError(f"{path}: no object there or below it; look at the URL")
+
+
+def _kind_of(folder: Path) -> str:
+    """The file system that a folder lies on, by the longest mount above it; "" where nothing tells."""
+    mounts = Path("/proc/self/mounts")
+    if not mounts.is_file():
+        return ""
+    best, kind = "", ""
+    for line in mounts.read_text().splitlines():
+        _, at, of_kind, *_ = line.split(" ")
+        if folder.is_relative_to(at) and len(at) >= len(best):
+            best, kind = at, of_kind
+    return kind

@@ -1,0 +1,96 @@
+"""How long the documents of a store are: figures, and a histogram by powers of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+
+_PERCENTILES = {"p1": 1, "p10": 10, "p25": 25, "median": 50, "p75": 75, "p90": 90, "p99": 99, "p99.9": 99.9}
+
+
+@dataclass(frozen=True, slots=True)
+class Bin:
+    """Documents of first..last tokens.
+
+    Attributes:
+        first, last: tokens, both included.
+        documents: how many are so long.
+        tokens: that they have together.
+    """
+
+    first: int
+    last: int
+    documents: int
+    tokens: int
+
+    @property
+    def span(self) -> str:
+        """As tables and pictures name it."""
+        return f"{self.first:,}" if self.first == self.last else f"{self.first:,}..{self.last:,}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Document lengths: of all documents, or of blocks spread evenly over a huge store.
+
+    Attributes:
+        tokens: of each document looked at; int64 [n].
+        num_documents: documents in the store.
+    """
+
+    tokens: I64
+    num_documents: int
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether some documents were not looked at."""
+        return self.tokens.size < self.num_documents
+
+    @property
+    def title(self) -> str:
+        """What the figures are of."""
+        if not self.is_partial:
+            return f"tokens per document, {self.num_documents:,} documents"
+        return (
+            f"tokens per document, from {self.tokens.size:,} of {self.num_documents:,} documents (blocks "
+            f"spread evenly)"
+        )
+
+    def statistics(self) -> dict[str, int | float]:
+        """Figures in tokens, and how many documents are empty; none where there is no document."""
+        if not self.tokens.size:
+            return {}
+        of_each = np.percentile(self.tokens, list(_PERCENTILES.values())).tolist()
+        return {
+            "min": int(self.tokens.min()),
+            **dict(zip(_PERCENTILES, of_each)),
+            "max": int(self.tokens.max()),
+            "mean": float(self.tokens.mean()),
+            "empty": int((self.tokens == 0).sum()),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Statistics and histogram, as JSON-able values, and of how many documents they are."""
+        bins = [
+            {"first": each.first, "last": each.last, "documents": each.documents, "tokens": each.tokens}
+            for each in self.bins()
+        ]
+        counts = {"looked_at": self.tokens.size, "of": self.num_documents}
+        return counts | self.statistics() | {"histogram": bins}
+
+    def bins(self) -> list[Bin]:
+        """A bin per power of two, from the first that holds a document to the last."""
+        if not self.tokens.size:
+            return []
+        # 0 -> bin 0, 1 -> 1, 2..3 -> 2, 4..7 -> 3; frexp's exponent is the number of bits
+        bits = np.frexp(self.tokens.astype(np.float64))[1]
+        counts = np.bincount(bits)
+        tokens = np.zeros(counts.size, np.int64)
+        np.add.at(tokens, bits, self.tokens)
+        some = range(int(np.flatnonzero(counts)[0]), counts.size)
+        return [Bin(1 << b >> 1, (1 << b) - 1, int(counts[b]), int(tokens[b])) for b in some]

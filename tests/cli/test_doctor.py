@@ -1,0 +1,119 @@
+"""`meshfeed doctor` on stores near and far, caches that will not do, and packages that are missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from corpus import write_corpus
+from meshfeed.cli import machine, storage
+from meshfeed.cli.demo.storage import Manners, SlowStorage
+from meshfeed.cli.main import main
+
+
+def findings(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    status = main(["doctor", "--json", *words])
+    told = json.loads(capsys.readouterr().out)["findings"]
+    assert all(set(each) == {"topic", "verdict", "says", "figures"} for each in told)
+    return status, {each["topic"]: each for each in told}
+
+
+def test_a_store_far_away_is_opened_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "served").mkdir()
+    write_corpus(tmp_path / "served/c", num_tokens=2000)
+    with SlowStorage(tmp_path / "served", Manners(latency_s=0.01, late=0.0)) as server:
+        status, found = findings(capsys, f"{server.url}/c", "--cache", str(tmp_path / "cache"))
+        assert status == 0
+        assert "answers for c.idx" in found[server.url]["says"]
+        assert found[server.url]["figures"]["head_p50_s"] >= 0.01
+        assert "2,000 tokens" in found[f"{server.url}/c"]["says"]
+        status, found = findings(capsys, f"{server.url}/d", "--cache", str(tmp_path / "cache"))
+        assert status == 1 and found[f"{server.url}/d"]["verdict"] == "bad"
+        url = server.url
+    status, found = findings(capsys, f"{url}/c", "--cache", str(tmp_path / "other"))
+    assert status == 1, "the server is gone"
+    assert found[f"{url}/c"]["verdict"] == "bad"
+
+
+def test_a_store_near_by_and_one_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(tmp_path / "c", num_tokens=2000)
+    status, found = findings(capsys, str(tmp_path / "c"), "--dir", str(tmp_path))
+    assert status == 0 and "opens: megatron" in found[str(tmp_path / "c")]["says"]
+    assert found["storage"]["figures"]["p99_s"] >= found["storage"]["figures"]["p50_s"] > 0
+    status, found = findings(capsys, str(tmp_path / "d"))
+    assert status == 1 and "found nothing" in found[str(tmp_path / "d")]["says"]
+    status, found = findings(capsys, "ftp://host/c")
+    assert status == 1 and "scheme 'ftp' is unknown" in found["ftp://host/c"]["says"]
+
+
+def test_the_delivery_of_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    _, found = findings(capsys, "--layout", "tp2-cp2-dp4")
+    assert "takes share; 4 rank(s) open storage" in found["layout"]["says"]
+    _, found = findings(capsys, "--layout", "tp8-cp2-dp2", "--ranks-per-node", "4")
+    assert "on 8 node(s): delivery='auto' takes tree" in found["layout"]["says"]
+
+
+def test_caches_that_will_not_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    status, found = findings(capsys, "--cache", str(tmp_path / "file"))
+    assert status == 1 and found["cache"]["verdict"] == "bad"
+    monkeypatch.setattr(storage, "_kind_of", lambda folder: "nfs4")
+    _, found = findings(capsys, "--cache", str(tmp_path / "cache"))
+    assert found["cache"]["verdict"] == "note" and "network file system" in found["cache"]["says"]
+    monkeypatch.setattr(storage, "_kind_of", lambda folder: "ext4")
+    monkeypatch.setattr(storage, "_DEFAULT_LIMIT", 1 << 60)
+    _, found = findings(capsys, "--cache", str(tmp_path / "cache"))
+    assert found["cache"]["verdict"] == "note" and "it may grow to" in found["cache"]["says"]
+
+
+def test_packages_and_limits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [
+        "numpy>=1.26",
+        "torch>=99",
+        'obstore[all]>=0.9; extra == "remote"',
+        'nowhere-to-be-had>=2; python_version >= "3" and extra == "mds"',
+    ]
+    monkeypatch.setattr(machine, "_requirements", lambda: asked)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(
+        machine, "_installed", lambda package: {"nowhere-to-be-had": "1.9"}.get(package, "2.0")
+    )
+    status, found = findings(capsys)
+    assert status == 1
+    assert found["packages"]["says"] == "no torch from 99: pip install meshfeed"
+    assert found["extra [remote]"] == {
+        "topic": "extra [remote]", "verdict": "ok", "says": "obstore 2.0", "figures": None,
+    }  # fmt: skip
+    assert "pip install 'meshfeed[mds]'" in found["extra [mds]"]["says"]
+    assert found["open files"]["verdict"] == "note" and "ulimit -n 4096" in found["open files"]["says"]
+
+
+def test_a_device_that_locks_no_pages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nand more")
+
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "H200", synchronize=refuse)
+    fake = SimpleNamespace(cuda=cuda, empty=refuse, uint8=None, __version__="2.13.0")
+    monkeypatch.setattr(machine, "torch", fake)
+    status, found = findings(capsys)
+    assert status == 1
+    assert found["device"]["says"] == "H200: no page-locked copy: CUDA error: out of memory"
+
+
+def test_no_room_in_shared_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm" and real(path, mode))
+    _, found = findings(capsys)
+    assert found["shared memory"]["verdict"] == "note"

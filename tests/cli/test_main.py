@@ -1,0 +1,221 @@
+"""The command as a shell sees it: help, versions, wrong words, signals, pipes, terminals, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corpus import write_corpus
+from meshfeed.cli import main as module
+from meshfeed.cli.main import main, parser_of_all
+
+COMMANDS = parser_of_all().get_default("commands")
+PYTHON = (sys.executable, "-m", "meshfeed")
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(words)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def shell(script: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", script], env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    status, out, _ = told(capsys, command, "--help")
+    assert status == 0
+    assert 2 <= out.count(f"  meshfeed {command}") <= 4, "two to four examples"
+    for text in ("examples:", "exit status:", "  2  "):
+        assert text in out
+    assert ("--json" in out) == ("keys of --json:" in out)
+    assert max(map(len, out.splitlines())) <= 130
+
+
+def test_every_command_with_tables_has_json(capsys: pytest.CaptureFixture[str]) -> None:
+    without = [name for name in COMMANDS if "--json" not in told(capsys, name, "--help")[1]]
+    assert set(without) == {"demo", "completion"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("inspct", "corpus"), "there is no command 'inspct'; did you mean 'inspect'?"),
+        (("xyzzy",), "choose one of demo, inspect"),
+        (("trace", "c", "--step", "two"), "--step: 'two' is no whole number; write one from 0"),
+        (("trace", "c", "--step", "-1"), "-1: write a whole number from 0"),
+        (("trace", "c", "--document", "3", "--epochs", "2:1"), "'2:1' is empty"),
+        (("trace", "c"), "one of the arguments --step --document is required"),
+        (("plan", "c", "--capacity", "8"), "required: --layout"),
+        (("plan", "c", "--layout", "tp2-", "--capacity", "8"), "layout 'tp2-': cannot read ''"),
+        (("plan", "c", "--layout", "dp2", "--capacity", "8", "--steps", "x"), "write first:stop"),
+        (("plan", "nowhere.py", "--layout", "dp2", "--capacity", "8"), "nowhere.py: no such file"),
+        (("roles", "tp2", "--reads", "0;1"), "'0;1' is no whole number"),
+        (("roles", "tp2", "--rank", "tp1"), "'tp1' is no whole number"),
+        (("inspect", "nowhere"), "nowhere: found nothing"),
+        (("inspect", "c", "--tokens"), "unrecognized arguments: --tokens"),
+        (("bench", "--only", "speed"), "--only speed: choose from start"),
+        (("doctor", "--layout", "8"), "layout '8': cannot read '8'"),
+        (("completion", "fish"), "choose from"),
+    ],
+)
+def test_wrong_words_end_with_two_and_a_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(tmp_path / "c", num_tokens=500)
+    status, out, err = told(capsys, *words)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1 and err.startswith("meshfeed")
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "says"),
+    [
+        (KeyboardInterrupt(), 130, "meshfeed: interrupted\n"),
+        (BrokenPipeError(), 0, ""),
+        (
+            ZeroDivisionError("of ours"),
+            2,
+            "ZeroDivisionError: of ours\nmeshfeed: this is an error in meshfeed",
+        ),
+    ],
+)
+def test_how_a_command_may_end(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    raised: BaseException,
+    status: int,
+    says: str,
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr("meshfeed.cli.roles.Layout.parse", fail)
+    kept = os.dup(1)
+    try:
+        assert main(["roles", "tp2"]) == status
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    assert says in capfd.readouterr().err
+
+
+def test_as_a_module_with_a_version_and_through_a_pipe() -> None:
+    python = " ".join(PYTHON)
+    done = shell(
+        f"set -o pipefail; {python} --version && {python} roles tp8-cp4-dp32-pp2 --all | head -3; "
+        f"echo ${{PIPESTATUS[*]}}"
+    )
+    version, *rows, statuses = done.stdout.splitlines()
+    assert version.startswith("meshfeed 0.") and len(rows) == 3
+    assert (statuses, done.stderr) == ("0 0", "")
+
+
+def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+    """The recipe says when it is being read, and then waits; the signal comes as from a terminal."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import time\nprint('reading', flush=True)\ntime.sleep(300)\n")
+    words = [*PYTHON, "trace", str(recipe), "--step", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "meshfeed: interrupted\n")
+
+
+def test_colours_and_widths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    long = "corpus-" + "x" * 150
+    write_corpus(tmp_path / long, num_tokens=500)
+    plain = told(capsys, "inspect", long)[1]
+    assert long in plain and "\x1b" not in plain, "whole paths and no colours into a file"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[32m" in told(capsys, "roles", "tp2")[1]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in told(capsys, "roles", "tp2")[1]
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("FORCE_COLOR")
+    narrow = told(capsys, "inspect", long)[1]
+    assert max(map(len, narrow.splitlines())) <= 60
+    assert long in narrow.replace("\n", "").replace(" ", ""), "folded, not cut"
+
+
+def completed(script: Path, *words: str) -> set[str]:
+    """What bash offers for the last of some words."""
+    line = " ".join(words)
+    quoted = " ".join(f"'{word}'" for word in words)
+    done = shell(
+        f"source {script}; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; COMP_LINE='{line}'; "
+        f"COMP_POINT={len(line)}; "
+        "found=$(complete -p meshfeed); [[ $found =~ -F\\ ([^ ]+) ]]; ${BASH_REMATCH[1]} meshfeed "
+        f"'{words[-1]}' '{words[-2]}'; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    assert done.returncode == 0, done.stderr
+    return {word.strip() for word in done.stdout.split("\n") if word.strip()}
+
+
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = told(capsys, "completion", "bash")
+    script = tmp_path / "meshfeed.bash"
+    script.write_text(out)
+    (tmp_path / "corpus.bin").touch()
+    assert status == 0
+    assert completed(script, "meshfeed", "") >= set(COMMANDS)
+    assert completed(script, "meshfeed", "ins") == {"inspect"}
+    assert completed(script, "meshfeed", "plan", "--cap") == {"--capacity"}
+    assert completed(script, "meshfeed", "plan", "--policy", "") == {"balanced", "dynamic_cp", "in_order"}
+    assert completed(script, "meshfeed", "bench", "cal") == {"calibrate"}
+    assert completed(script, "meshfeed", "inspect", f"{tmp_path}/corp") == {f"{tmp_path}/corpus.bin"}
+
+
+@pytest.mark.parametrize("which", ["zsh", "tcsh"])
+def test_other_shells_have_scripts(capsys: pytest.CaptureFixture[str], which: str) -> None:
+    status, out, _ = told(capsys, "completion", which)
+    assert status == 0
+    assert all(command in out for command in COMMANDS)
+
+
+def test_without_shtab_the_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    status, _, err = told(capsys, "completion", "bash")
+    assert status == 2 and "pip install shtab" in err
+
+
+def test_json_has_no_numbers_that_json_has_not(capsys: pytest.CaptureFixture[str]) -> None:
+    from meshfeed.cli.command import print_json
+
+    print_json({"a": float("nan"), "b": [float("inf"), 1.5], "c": Path("x")})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.5], "c": "x"}
+
+
+def test_a_version_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise module.PackageNotFoundError(name)
+
+    monkeypatch.setattr(module, "version", missing)
+    assert main(["--version"]) == 0

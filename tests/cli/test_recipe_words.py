@@ -1,0 +1,112 @@
+"""What commands take for RECIPE: a file that makes one, whose errors name its line, or a store by its path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corpus import write_corpus
+from meshfeed.cli.main import main
+from meshfeed.store import IndexedWriter
+
+RECIPE = "recipe = mf.Recipe(data=mf.open({!r}), sequence=mf.Windows(32), batch=mf.Batch(sequences=4))\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    write_corpus(tmp_path / "c", num_tokens=2000)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def traced(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    status = main(["trace", *words, "--json"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return [json.loads(line) for line in captured.out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import meshfeed as mf\n\nrecipe = mf.Recipe(data=nothing)\n",
+         "recipe.py:3: NameError: name 'nothing' is not defined\n    recipe = mf.Recipe(data=nothing)"),
+        ("import meshfeed as mf\nstore = mf.open('nowhere')\n",
+         "recipe.py:2: nowhere: found nothing"),
+        ("import meshfeed as mf\ndef make():\n    return mf.Batch(sequences=0)\nrecipe = make()\n",
+         "recipe.py:3: Batch(sequences=0)"),
+        ("recipe = (\n", "recipe.py:1: '(' was never closed: recipe = ("),
+        ("import sys\nsys.exit('no')\n", "recipe.py:2: SystemExit: no"),
+        ("other = 3\n", "recipe.py makes no mf.Recipe called 'recipe'; give FILE.py"),
+        (f"import meshfeed as mf\n{RECIPE.format('c')}mine, recipe = recipe, None\n", "it has recipe.py:mine"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_line_of_the_users_file(
+    folder: Path, capsys: pytest.CaptureFixture[str], text: str, says: str
+) -> None:
+    (folder / "recipe.py").write_text(text)
+    assert main(["trace", "recipe.py", "--step", "0"]) == 2
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err
+
+
+def test_a_recipe_may_import_what_lies_beside_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "jobs").mkdir()
+    (folder / "jobs/made_by_me.py").write_text(f"import meshfeed as mf\n{RECIPE.format('c')}")
+    (folder / "jobs/recipe.py").write_text("from made_by_me import recipe\n")
+    assert traced(capsys, "jobs/recipe.py", "--step", "0")
+
+
+def test_a_store_alone_has_the_options_of_a_stream(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_recipe = f"import meshfeed as mf\n{RECIPE.format('c')}"
+    (folder / "recipe.py").write_text(by_recipe)
+    by_path = traced(capsys, "c", "--window", "32", "--sequences", "4", "--step", "3")
+    assert by_path == traced(capsys, "recipe.py", "--step", "3")
+    assert by_path != traced(capsys, "c", "--window", "32", "--sequences", "4", "--step", "3", "--seed", "5")
+    assert main(["trace", "recipe.py", "--step", "0", "--sequences", "8"]) == 2
+    assert "--sequences is of a store given by its path; recipe.py says it itself" in capsys.readouterr().err
+
+
+def test_a_store_alone_has_the_options_of_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [{"words": f"text number {number}", "tokens": [number] * number} for number in range(1, 20)]
+    (folder / "c.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["c.jsonl", "--cache", str(folder / "cache"), "--document", "4"]
+    assert traced(capsys, *words)[0]["index"] == 4
+    plan = ["plan", "c.jsonl", "--layout", "dp2", "--capacity", "512", "--sequences", "19", "--json"]
+    plan += ["--cache", str(folder / "cache")]
+    assert main(plan) == 0
+    assert json.loads(capsys.readouterr().out)["steps"][0]["tokens"] == sum(range(1, 20))
+    assert main([*plan, "--column", "words", "--tokenizer", "bytes"]) == 0
+    of_text = sum(len(str(line["words"])) for line in lines)
+    assert json.loads(capsys.readouterr().out)["steps"][0]["tokens"] == of_text
+    assert (folder / "cache").is_dir()
+
+
+def test_a_plan_of_rows_is_refused_in_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "c", "--window", "32", "--layout", "dp2", "--capacity", "64"]) == 2
+    assert "has sequences of one length, which need no plan" in capsys.readouterr().err
+
+
+def test_a_document_without_a_token_and_one_that_is_dropped(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with IndexedWriter(folder / "d", np.uint16) as writer:
+        for size in (5, 0, 90, 7):
+            writer.add_document(np.ones(size, np.uint16))
+    words = ["d", "--layout", "dp2", "--capacity", "16", "--oversize", "drop", "--sequences", "4"]
+    found = {}
+    for document in range(4):
+        (found[document],) = traced(capsys, *words, "--document", str(document))
+    assert found[0]["tokens"] == "0:5" and len(found[0]["ranks"]) == 1
+    assert (found[1]["step"], found[1]["tokens"], found[1]["ranks"]) == (0, None, [])
+    assert (found[2]["step"], found[2]["ranks"], found[2]["microbatch"]) == (0, [], None)
+    without = traced(capsys, "d", "--document", "0", "--sequences", "4")
+    assert without[0]["ranks"] is None, "nothing tells how they are packed"
+    assert main(["trace", *words, "--document", "0"]) == 0
+    assert "0:5" in capsys.readouterr().out
+    assert main(["trace", *words, "--document", "0", "--rank", "7"]) == 2
+    assert "rank 7 is not in layout" in capsys.readouterr().err

@@ -1,0 +1,57 @@
+"""What Feed and Exchange refuse in their constructors, before anything is opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshfeed as mf
+
+RECIPE = mf.Recipe(data=mf.Lengths(np.ones(64, int)), sequence=mf.Documents(), batch=mf.Batch(sequences=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        (
+            {"layout": "tp2-dp2"},
+            mf.LayoutError,
+            r"layout='tp2-dp2' is a str; give mf.Layout.parse\('tp2-dp2'\)",
+        ),
+        ({"layout": (2, 2)}, mf.LayoutError, "is a tuple; give a mf.Layout"),
+        ({"delivery": "fast"}, mf.RoleError, "delivery='fast': choose one of auto, direct, broadcast, share"),
+        ({"delivery": None}, mf.RoleError, "delivery=None"),
+        ({"device": "cdua"}, mf.RecipeError, "device='cdua' is no device"),
+        ({"device": 1.5}, mf.RecipeError, "device=1.5 is no device"),
+        ({"device": "mps"}, mf.RecipeError, "tensors are put on 'cpu' or 'cuda'"),
+    ],
+)
+def test_both_refuse(options: dict[str, Any], kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        mf.Feed(RECIPE, packing=mf.Packing(capacity=16), **options)
+    with pytest.raises(kind, match=says):
+        mf.Exchange(iter(()), packing=mf.Packing(capacity=16), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"read_ahead_bytes": 1.5},
+        {"read_ahead_bytes": -1},
+        {"prefetch": 2.0},
+        {"prefetch": True},
+        {"timeout_s": 0},
+    ],
+)
+def test_a_feed_refuses_numbers_that_are_none(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(mf.RecipeError, match=f"{name}="):
+        mf.Feed(RECIPE, packing=mf.Packing(capacity=16), **options)
+
+
+def test_devices_are_taken_in_every_spelling() -> None:
+    for device in ("cpu", torch.device("cpu"), "cuda", "cuda:1", torch.device("cuda", 0)):
+        mf.Feed(RECIPE, packing=mf.Packing(capacity=16), device=device)
