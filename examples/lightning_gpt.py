@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from loops_shared import SEED, parser_of, recipes_of, versions_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,17 +59,8 @@ class GPT(pl.LightningModule):
 
 
 def data_of(corpus: str, steps_per_epoch: int | None) -> Any:
-    """The data module: what to train on, and two steps of the corpus, in its order, to validate on."""
-    store = mf.open(corpus)
-    train = mf.Recipe(data=store, sequence=mf.Windows(WINDOW), batch=mf.Batch(sequences=SEQUENCES), seed=1234)
-    validate = mf.Recipe(
-        data=store,
-        sequence=mf.Windows(WINDOW),
-        batch=mf.Batch(sequences=SEQUENCES),
-        shuffle="none",
-        epochs=1,
-        steps=2,
-    )
+    """The data module."""
+    train, validate = recipes_of(corpus, WINDOW, SEQUENCES)
     return DataModule(
         train=train, validate=validate, micro_batch_size=MICRO_BATCH, steps_per_epoch=steps_per_epoch
     )
@@ -85,7 +77,7 @@ def train(
     callbacks: Sequence[pl.Callback] = (),
 ) -> pl.Trainer:
     """Train to `steps` optimizer steps, from the last checkpoint where asked to resume."""
-    pl.seed_everything(1234)
+    pl.seed_everything(SEED)
     world_size = torch.distributed.get_world_size()
     microbatches = SEQUENCES // (MICRO_BATCH * world_size)  # of a step, on each rank
     trainer = pl.Trainer(
@@ -110,18 +102,17 @@ def train(
     return trainer
 
 
-def main() -> None:
-    """Train."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", required=True, help="a Megatron .bin/.idx pair")
-    parser.add_argument("--out", type=Path, required=True, help="where checkpoints go")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=128)
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = parser_of(__doc__)
     parser.add_argument("--steps-per-epoch", type=int, help="of Lightning's; without it the stream is one")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    args = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Train."""
+    args = arguments()
     torch.distributed.init_process_group("gloo")
     trainer = train(
         args.corpus,
@@ -131,7 +122,8 @@ def main() -> None:
         resume=args.resume,
         steps_per_epoch=args.steps_per_epoch,
     )
-    print(f"rank {trainer.global_rank}: {trainer.global_step} steps")
+    print(f"rank {trainer.global_rank}: {trainer.global_step} steps, {versions_of('lightning')}")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

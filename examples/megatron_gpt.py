@@ -1,10 +1,11 @@
 """Train Megatron-core's GPTModel, by its own pipeline schedules, fed by meshfeed.
 
     torchrun --nproc-per-node 4 examples/megatron_gpt.py --corpus PREFIX --tp 2 --pp 2 --vpp 2 --out DIR
+    torchrun --nproc-per-node 4 examples/megatron_gpt.py --corpus PREFIX --pp 2 --capacity 128 --out DIR
 
 Four lines are meshfeed's: the feed, its iterators, `begin` and `get_batch`. With --capacity, documents are
 packed. Under DIR are losses.jsonl, and state-RANK.pt after every step; --resume goes on from there. It needs
-neither TransformerEngine nor a GPU. Run with megatron-core 0.16.1 and torch 2.13.
+neither TransformerEngine nor a GPU. Run with megatron-core 0.16.1 and torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loops_shared import versions_of
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -38,6 +40,8 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     with contextlib.nullcontext() if torch.cuda.is_available() else OnCpu():
         train(args)
+    if dist.get_rank() == 0:
+        print(f"{args.steps} steps, {versions_of('megatron-core')}")
     dist.destroy_process_group()
 
 

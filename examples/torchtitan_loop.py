@@ -12,19 +12,20 @@ builds its loader anew. What is not here is the model's own sharding. Run with t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from loops_shared import SEED, parser_of, recipes_of, versions_of
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
-import meshfeed as mf
 from meshfeed.integrations.torchtitan import DataLoader
 
 SEQ_LEN, GLOBAL_BATCH, LOCAL_BATCH, IGNORE_INDEX = 32, 8, 2, -100
@@ -37,7 +38,7 @@ class Trainer:
     """torchtitan's, as far as data goes. Its own state is the step."""
 
     def __init__(self, mesh: DeviceMesh, corpus: str, vocab: int) -> None:
-        torch.manual_seed(1234)
+        torch.manual_seed(SEED)
         torch.set_default_dtype(torch.float64)  # so that curves under other meshes can be compared
         self.mesh, self.step = mesh, 0
         self.model = nn.Sequential(
@@ -53,9 +54,7 @@ class Trainer:
             "seq_len": SEQ_LEN,
             "local_batch_size": LOCAL_BATCH,
         }
-        store, rule, sequences = mf.open(corpus), mf.Windows(SEQ_LEN), mf.Batch(sequences=GLOBAL_BATCH)
-        train = mf.Recipe(data=store, sequence=rule, batch=sequences, seed=1234)
-        held_out = mf.Recipe(data=store, sequence=rule, batch=sequences, shuffle="none", epochs=1, steps=2)
+        train, held_out = recipes_of(corpus, SEQ_LEN, GLOBAL_BATCH)
         self.validation = DataLoader.Config(recipe=held_out, infinite=False)
         self.dataloader = DataLoader.Config(recipe=train).build(**self.placed)
 
@@ -126,6 +125,7 @@ class Trainer:
         state_dict_saver.save(self.parts(), checkpoint_id=making)
         dist.barrier()
         if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)  # of a run that was resumed from before it
             making.rename(path)
         dist.barrier()
 
@@ -168,19 +168,18 @@ def train(
     return trainer.train(steps, out, watch)
 
 
-def main() -> None:
-    """Train."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", required=True, help="a Megatron .bin/.idx pair")
-    parser.add_argument("--out", type=Path, required=True, help="where checkpoints go")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=128)
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = parser_of(__doc__)
     parser.add_argument("--resume", type=Path, help="a checkpoint, of any mesh")
     for dim in DIMS[1:]:
         parser.add_argument(f"--{dim}", type=int, default=1, help="size of this mesh dimension")
-    args = parser.parse_args()
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """Train."""
+    args = arguments()
     dist.init_process_group("gloo")
 
     def told(step: int, tokens: torch.Tensor, loss: float | None) -> None:
@@ -189,6 +188,8 @@ def main() -> None:
 
     sizes = {dim: getattr(args, dim) for dim in DIMS[1:]}
     train(args.corpus, args.out, sizes, steps=args.steps, vocab=args.vocab, resume=args.resume, watch=told)
+    if dist.get_rank() == 0:
+        print(f"{args.steps} steps, {versions_of('torchtitan')}")
     dist.destroy_process_group()
 
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from loops_shared import SEED, parser_of, recipes_of, versions_of
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-import meshfeed as mf
 from meshfeed.integrations.transformers import FeedTrainer
 
 WINDOW, SEQUENCES, MICRO_BATCH = 32, 8, 2  # tokens, sequences per step, sequences per microbatch and rank
@@ -23,13 +23,6 @@ WINDOW, SEQUENCES, MICRO_BATCH = 32, 8, 2  # tokens, sequences per step, sequenc
 
 class FedTrainer(FeedTrainer, Trainer):
     """transformers' own Trainer, whose datasets are recipes."""
-
-
-def recipes_of(corpus: str) -> tuple[mf.Recipe, mf.Recipe]:
-    """What to train on, and what to evaluate on: two steps of the corpus, in its order."""
-    store, rule, batch = mf.open(corpus), mf.Windows(WINDOW), mf.Batch(sequences=SEQUENCES)
-    train = mf.Recipe(data=store, sequence=rule, batch=batch, seed=1234)
-    return train, mf.Recipe(data=store, sequence=rule, batch=batch, shuffle="none", epochs=1, steps=2)
 
 
 def train(
@@ -50,11 +43,11 @@ def train(
         eval_strategy="steps",
         eval_steps=2,
         logging_steps=1,
-        seed=1234,
+        seed=SEED,
         report_to=[],
         disable_tqdm=True,
     )
-    torch.manual_seed(1234)
+    torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=32,
@@ -63,7 +56,7 @@ def train(
         num_attention_heads=2,
         max_position_embeddings=WINDOW,
     )
-    recipe, held_out = recipes_of(corpus)
+    recipe, held_out = recipes_of(corpus, WINDOW, SEQUENCES)
     trainer = FedTrainer(
         model=LlamaForCausalLM(config),
         args=args,
@@ -75,20 +68,21 @@ def train(
     return trainer
 
 
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    return parser.parse_args(given)
+
+
 def main() -> None:
     """Train."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--corpus", required=True, help="a Megatron .bin/.idx pair")
-    parser.add_argument("--out", type=Path, required=True, help="where checkpoints go")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=128)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    args = parser.parse_args()
+    args = arguments()
     torch.distributed.init_process_group("gloo")
     trainer = train(args.corpus, args.out, steps=args.steps, vocab=args.vocab, resume=args.resume)
-    print(f"rank {trainer.args.process_index}: {trainer.state.global_step} steps")
+    told = versions_of("transformers", "accelerate")
+    print(f"rank {trainer.args.process_index}: {trainer.state.global_step} steps, {told}")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ class Feed:
             )
         if timeout_s <= 0:
             raise RecipeError(f"timeout_s={timeout_s} must be positive")
-        self.recipe = recipe
+        self.recipe, self.micro_batch_size, self.packing = recipe, micro_batch_size, packing
         self._given_layout, self._given_rank, self._given_delivery = layout or Layout(), rank, delivery
         self._device, self._given_stage_map = device, stage_map
         self._reads = None if reads is None else frozenset(reads)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import LayoutError
+from meshfeed.errors import LayoutError, MeshfeedError
 
 DIMS = ("tp", "cp", "dp", "pp")
 """The dimensions that decide what data a rank needs; the columns of `Layout.coords`."""
@@ -197,13 +197,13 @@ class Layout:
         groups: a ProcessGroupCollection that has tp, cp, dp and pp; None takes those that
         `parallel_state.initialize_model_parallel` made. ep folds into tp x cp x dp; gtp_remat, whose ranks
         have data of their own, is part of dp.
-        Raises LayoutError without Megatron-core or without such groups; see `from_groups` too.
+        Raises MeshfeedError without Megatron-core, LayoutError without such groups; see `from_groups` too.
         """
         try:
             from megatron.core import parallel_state
         except ImportError as missing:
-            raise LayoutError(
-                "from_megatron needs megatron-core: pip install 'meshfeed[megatron]'"
+            raise MeshfeedError(
+                f"megatron.core cannot be imported ({missing}); pip install 'meshfeed[megatron]'"
             ) from missing
         if groups is None and not parallel_state.model_parallel_is_initialized():
             raise LayoutError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,20 +37,34 @@ def test_the_page_of_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(first) == 8 and first != second == third
 
 
+FRAMEWORKS = {
+    "lightning_gpt": ("lightning",),
+    "transformers_gpt": ("transformers", "accelerate"),
+    "torchtitan_loop": ("torchtitan",),
+    "megatron_gpt": ("megatron-core",),
+}
+
+
 def test_the_examples_run_as_they_say(tmp_path: Path) -> None:
+    """Every command of their docstrings, resuming included, with the versions that they name."""
     corpus = loops.write(tmp_path / "text")
-    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    running = {
-        name: subprocess.Popen(
-            [*launched, EXAMPLES / name, "--corpus", corpus, "--out", tmp_path / name, "--steps", "2"],
+    path = os.pathsep.join([str(ROOT / "tests"), str(EXAMPLES), *sys.path])
+    running: dict[str, subprocess.Popen[str]] = {}
+    for name in FRAMEWORKS:
+        (tmp_path / name).mkdir()
+        running[name] = subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("example_commands.py"), name, corpus, tmp_path / name],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
-        for name in ("lightning_gpt.py", "transformers_gpt.py", "torchtitan_loop.py")
-    }
-    said = {name: process.communicate(timeout=240)[0] for name, process in running.items()}
+    said = {name: process.communicate(timeout=280)[0] for name, process in running.items()}
     assert {name: process.returncode for name, process in running.items()} == dict.fromkeys(running, 0), said
-    assert "rank 0: 2 steps" in said["lightning_gpt.py"]
-    assert "rank 0: 2 steps" in said["transformers_gpt.py"]
-    assert "step 1: loss 4." in said["torchtitan_loop.py"]
+    for name, packages in FRAMEWORKS.items():
+        versions = ", ".join(f"{package} {version(package)}" for package in packages)
+        assert said[name].count(f"4 steps, run with {versions}, torch ") == 2, said[name]
+        assert "\n2 commands\n" in said[name]
+        shown = (EXAMPLES / f"{name}.py").read_text()
+        assert all(f"{package} {version(package)}" in shown for package in packages)
+    assert "step 1: loss 4." in said["torchtitan_loop"]

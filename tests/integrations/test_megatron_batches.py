@@ -7,8 +7,10 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
+from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -25,6 +27,7 @@ from megatron_world import (
     megatrons_batch,
     plain,
     run,
+    sample_of,
     samples_of_step,
     stage_kinds,
     write_documents,
@@ -45,7 +48,11 @@ WORLD_8 = [
     Case(pp=2, vpp=2, stages="Et|t|tm|L", mtp=1, order="tp-cp-ep-pp-dp"),
     Case(pp=4, mtp=1),
 ]
-WORLD_16 = [Case(tp=2, cp=2, pp=2, ep=2, order="tp-cp-ep-pp-dp"), Case(cp=2, pp=4, vpp=2)]
+WORLD_16 = [
+    Case(tp=2, cp=2, pp=2, ep=2, order="tp-cp-ep-pp-dp"),
+    Case(cp=2, pp=4, vpp=2),
+    Case(tp=2, pp=4, vpp=2, stages="Et|t|t|t|t|t|m|L", mtp=1, order="tp-cp-ep-pp-dp"),
+]
 
 
 def megatrons_datasets(path: Path, is_reader: Any, samples: int) -> Any:
@@ -97,6 +104,8 @@ def check_readers(case: Case, recipe: mf.Recipe) -> None:
     assert reads == [kind and leads for kind in kinds]
     assert megatron.is_reader(config=case.config) == any(reads)
     assert megatron.is_reader(config=case.config, loading="replicated") == any(kinds)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    assert megatron.is_reader(config=case.config, groups=groups) == any(reads)
     for loading in LOADINGS:
         told = [None] * dist.get_world_size()
         dist.all_gather_object(told, megatron.is_reader(config=case.config, loading=loading))
@@ -157,6 +166,77 @@ def job(rank: int, path: Path, cases: list[Case]) -> int:
 def test_eight_ranks_get_what_megatrons_own_path_gives(tmp_path: Path) -> None:
     path = write_documents(tmp_path / "corpus")
     assert run(job, 8, path, WORLD_8) == [len(WORLD_8)] * 8
+
+
+def groups_job(rank: int, path: Path) -> list[str]:
+    """All that takes process groups, by groups of the user's own; parallel_state knows of none."""
+    own: dict[str, Any] = {}
+    for dims in ("tp", "cp", "dp", "pp", "dp-cp"):
+        made = [(ranks, dist.new_group(ranks)) for ranks in mf.Layout(tp=2, dp=2, pp=2).groups(dims).tolist()]
+        (own[dims.replace("-", "_")],) = [group for ranks, group in made if rank in ranks]
+    groups = ProcessGroupCollection(**own)
+    config = Case(tp=2, pp=2).config
+    config.sequence_packing_scheduler, config.max_seqlen_per_dp_cp_rank = "balanced", 64
+    assert not parallel_state.model_parallel_is_initialized()
+    layout = mf.Layout.from_megatron(groups)
+    assert layout == mf.Layout(tp=2, dp=2, pp=2)
+    recipe = mf.Recipe(data=mf.open(path), sequence=mf.Windows(8), batch=mf.Batch(sequences=8))
+    (step,) = mf.simulate(recipe, layout, 1, ranks=[rank], micro_batch_size=2)
+    for loading in LOADINGS:
+        with megatron.feed(recipe, config, loading=loading, groups=groups, micro_batch_size=2) as feed:
+            iterator = megatron.data_iterators(feed)
+            for wanted in step.microbatches:
+                batch = megatron.get_batch(iterator)
+                assert plain(batch["tokens"]) == plain(wanted.fields.get("tokens")), loading
+                assert plain(batch["labels"]) == plain(wanted.fields.get("labels")), loading
+    reads = megatron.is_reader(config=config, groups=groups)
+    assert (rank in megatron.readers(config, groups=groups)) == reads == (rank % 2 == 0)
+    told: list[str] = []
+    dp = layout.coord(rank).dp
+    samples = [sample_of(np.full(9 + dp, 100 * dp + n)) for n in range(3)]
+    with megatron.SequencePacking(device="cpu", timeout_s=120) as wrap:
+        iterator, count, *numbers = wrap(iter([samples]) if reads else None, config, 1, groups)
+        batches = [megatron.get_batch(iterator) for _ in range(count)]
+        told.append(f"{numbers} {sum(int(b['packed_seq_params'].cu_seqlens_q[-1]) for b in batches)}")
+    wrapper = megatron.HybridCPDataLoaderWrapper(iter([samples]), config, groups, device="cpu")
+    told.append(str(next(wrapper)[1]))
+    return told
+
+
+def test_process_groups_of_ones_own_do_instead_of_parallel_state(tmp_path: Path) -> None:
+    results = run(groups_job, 8, write_documents(tmp_path / "corpus"))
+    numbers, lengths = {told[0] for told in results}, [9] * 3 + [10] * 3
+    assert {text.rpartition(" ")[0] for text in numbers} == {
+        f"[{sum(lengths)}, {sum(n * n for n in lengths)}]"
+    }
+    for stage in (results[:4], results[4:]):
+        assert len({told[1] for told in stage}) == 1
+        assert sum(int(told[0].split()[-1]) for told in stage[::2]) == sum(lengths)
+
+
+def test_steps_and_megatrons_microbatches_must_agree(tmp_path: Path) -> None:
+    """By its own calculator, under its ramp-up of the batch size."""
+    data = mf.open(write_documents(tmp_path / "corpus"))
+
+    def begun(batch: mf.Batch, steps: int) -> list[int]:
+        recipe, consumed = mf.Recipe(data=data, sequence=mf.Windows(8), batch=batch), 0
+        microbatches.init_num_microbatches_calculator(0, [4, 4, 16], 12, 2, 1)
+        try:
+            with mf.Feed(recipe, micro_batch_size=2) as feed:
+                iterator = megatron.data_iterators(feed, num_microbatches=microbatches.get_num_microbatches)
+                seen: list[int] = []
+                for _ in range(steps):
+                    microbatches.update_num_microbatches(consumed, consistency_check=False)
+                    seen.append(megatron.begin(iterator).num_microbatches)
+                    consumed += microbatches.get_current_global_batch_size()
+                return seen
+        finally:
+            microbatches.destroy_num_microbatches_calculator()
+
+    assert begun(mf.Batch(sequences=4).then(2, 8).then(3, 12), 5) == [2, 2, 4, 6, 6]
+    told = r"step 2 is 4 sequences, 2 micro.*micro_batch_size=2.*num_microbatches is 4; .*global_batch_size is, 8"
+    with pytest.raises(mf.RecipeError, match=told):
+        begun(mf.Batch(sequences=4), 3)
 
 
 def test_sixteen_ranks_get_what_megatrons_own_path_gives(tmp_path: Path) -> None:

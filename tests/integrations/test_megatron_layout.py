@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -116,18 +114,6 @@ def test_without_process_groups_it_says_what_to_call() -> None:
         mf.Layout.from_megatron(SimpleNamespace())
     with pytest.raises(mf.LayoutError, match="no 'tp' group"):
         mf.Layout.from_megatron(SimpleNamespace(tp=-100, cp=-100, dp=-100, pp=-100))
-
-
-def test_without_megatron_core_it_names_the_extra() -> None:
-    code = (
-        "import sys; sys.modules['megatron'] = None\n"
-        "import meshfeed as mf; from meshfeed.integrations import megatron\n"
-        "for call in (mf.Layout.from_megatron, megatron.is_reader):\n"
-        "    try: call()\n"
-        '    except mf.LayoutError as error: print("meshfeed[megatron]" in str(error))'
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True"]
 
 
 def config_of(**options: object) -> SimpleNamespace:

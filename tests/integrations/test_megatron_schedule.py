@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron_world import Case, initialized, plain, run, sample_of, write_documents
 
@@ -110,9 +112,9 @@ def equal_job(rank: int, path: Path) -> list[bool]:
                 megatron.feed(recipe_of(path), config, packing=packing, device="cpu", timeout_s=120) as feed,
             ):
                 planned = megatron.data_iterators(feed)
-                for _ in range(STEPS):
+                for groups in (None, ProcessGroupCollection.use_mpu_process_groups()):  # STEPS of them
                     wanted = seen(wrap(planned, config, 3))
-                    got.append(seen(wrap(iterator, config, 3)) == wanted)
+                    got.append(seen(wrap(iterator, config, 3, groups)) == wanted)
                 with pytest.raises(StopIteration):
                     wrap(iterator, config, 3)
     return got
@@ -123,7 +125,15 @@ def test_a_trainers_own_samples_become_what_a_feed_plans(tmp_path: Path) -> None
     assert run(equal_job, 8, path) == [[True] * STEPS * len(CASES)] * 8
 
 
-def turns_job(rank: int) -> list[Any]:
+RAMP = ((2, 2, 3), (4, 5, 6), (7, 8, 9))  # num_microbatches, of three steps a turn
+
+
+def held() -> tuple[int, int]:
+    """Threads and open files of this process."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def turns_job(rank: int) -> tuple[list[Any], list[tuple[int, int]]]:
     """Training and validation through one object, of other sizes, validation over and over again."""
 
     def numbers(first: int, count: int | None = None) -> Iterator[dict[str, Any]]:
@@ -131,13 +141,14 @@ def turns_job(rank: int) -> list[Any]:
             yield sample_of(np.full(3 + n % 5, first + n))
 
     got: list[Any] = []
+    holding: list[tuple[int, int]] = []
     case = Case(tp=2)
     config = config_of(case, "dp_balanced")
     with initialized(case), megatron.SequencePacking(timeout_s=120) as wrap:
         reads, dp = megatron.is_reader(), parallel_state.get_data_parallel_rank()
         train = numbers(1000 * dp + 1) if reads else None
-        for turn in range(3):
-            for pulls in (2, 2, 3):  # a batch size that grows
+        for turn, ramp in enumerate(RAMP):
+            for pulls in ramp:
                 got.append(set(next(wrap(train, config, pulls)[0])["tokens"].unique().tolist()) - {0})
             valid = numbers(5001 + 1000 * dp, 4) if reads else None
             for _ in range(2):
@@ -145,18 +156,24 @@ def turns_job(rank: int) -> list[Any]:
             if turn == 1:
                 with pytest.raises(StopIteration):
                     wrap(valid, config, 2)
-    return got
+            dist.barrier()
+            holding.append(held())
+    return got, holding
 
 
 def test_data_sets_take_turns() -> None:
-    results = run(turns_job, 4)
+    results, holding = zip(*run(turns_job, 4))
+    for first, *others in holding:
+        assert others == [first] * (len(RAMP) - 1), "a batch size that grows opens nothing"
     assert results[0] == results[1]
     assert results[2] == results[3]
     steps = [one | other for one, other in zip(results[0], results[2])]
-    for turn in range(3):  # 2 + 2 + 3 of training a turn, and validation from its start
-        for at, (first, count) in enumerate(((7 * turn, 2), (7 * turn + 2, 2), (7 * turn + 4, 3))):
-            own = range(first + 1, first + 1 + count)
+    first = 1
+    for turn, ramp in enumerate(RAMP):  # so many of training a turn, and validation from its start
+        for at, count in enumerate(ramp):
+            own = range(first, first + count)
             assert steps[5 * turn + at] == {*own, *(n + 1000 for n in own)}
+            first += count
         for at, own in enumerate(((5001, 5002), (5003, 5004))):
             assert steps[5 * turn + 3 + at] == {*own, *(n + 1000 for n in own)}
 

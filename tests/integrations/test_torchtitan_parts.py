@@ -153,7 +153,10 @@ def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
     loader = fed.DataLoader.Config(recipe=recipe(corpus)).build(**PLACE)
     batches = iter(loader)
     next(batches)
-    with pytest.raises(mf.StateError, match=r"within step 0, of 4 microbatches.*global_batch_size"):
+    with pytest.raises(
+        mf.StateError,
+        match=r"within step 0: .*dp_world_size=1 .*4 microbatches of local_batch_size=2, and 1 .*be .* 8",
+    ):
         loader.state_dict()
     for _ in range(3):
         next(batches)
@@ -170,5 +173,8 @@ def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
 
 def test_replicas_of_unequal_size_are_no_layout() -> None:
     assert fed.layout_of_ranks([1, 0, 1, 0]) == mf.Layout(tp=2, dp=2, order="tp-dp", table=(1, 3, 0, 2))
+    loader = fed.DataLoader(fed.DataLoader.Config(recipe="x:y"), **{**PLACE, "dp_world_size": 2})
+    with pytest.raises(mf.LayoutError, match=r"dp_world_size=2.*init_process_group first, or pass layout"):
+        loader._layout()
     with pytest.raises(mf.LayoutError, match=r"replicas have \[2, 1\] ranks"):
         fed.layout_of_ranks([0, 0, 1])

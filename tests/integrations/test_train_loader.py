@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import loops
 import meshfeed as mf
+import world
 from meshfeed.integrations.loader import EvalLoader, TrainLoader
 
 EACH = 3  # microbatches of a step
@@ -21,11 +23,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return loops.write(tmp_path_factory.mktemp("corpus") / "text")
 
 
-def feed_of(corpus: str, *, sequences: int = 6, micro: int = 2, **options: Any) -> mf.Feed:
+def feed_of(corpus: str, *, sequences: int = 6, micro: int = 2, prefetch: int = 0, **options: Any) -> mf.Feed:
     recipe = mf.Recipe(
         data=mf.open(corpus), sequence=mf.Windows(32), batch=mf.Batch(sequences=sequences), **options
     )
-    return mf.Feed(recipe, micro_batch_size=micro, prefetch=0)
+    return mf.Feed(recipe, micro_batch_size=micro, prefetch=prefetch)
 
 
 def named(microbatch: mf.Microbatch) -> tuple[int, list[int]]:
@@ -40,10 +42,12 @@ def stream(corpus: str, steps: int, **options: Any) -> list[Any]:
 class Loop:
     """A framework: fetches `ahead`, trains, ends its epochs where it is told to, and is killed."""
 
-    def __init__(self, corpus: str, ahead: int, steps_per_epoch: int | None, state: Any) -> None:
+    def __init__(
+        self, corpus: str, ahead: int, steps_per_epoch: int | None, state: Any = None, **options: Any
+    ) -> None:
         self.ahead, self.trained = ahead, []
         self.loader = TrainLoader(
-            feed_of(corpus),
+            feed_of(corpus, **options),
             named,
             steps_per_epoch=steps_per_epoch,
             accumulated=lambda: EACH,
@@ -98,6 +102,74 @@ def test_a_state_within_a_step_says_so_and_is_refused(corpus: str) -> None:
         Loop(corpus, 1, None, state)
     with pytest.raises(mf.RecipeError, match="ended its epoch after 2 of 3"):
         loop.epoch(1)
+
+
+WHOLE = 4 * EACH  # microbatches of a stream that ends
+HABITS = [(ahead, per_epoch, prefetch) for ahead in (0, 4) for per_epoch in (None, 2) for prefetch in (0, 2)]
+
+
+def to_the_end(loop: Loop) -> list[Any]:
+    """Epoch by epoch, until one is empty."""
+    before = -1
+    while before < len(loop.trained):
+        before = len(loop.trained)
+        loop.epoch(WHOLE + 1)
+    loop.loader.close()
+    return loop.trained
+
+
+def elsewhere(rank: int, corpus: str, states: list[Any]) -> list[Any]:
+    """Each state gone on from in this process, by a loop of another habit than the one before."""
+    return [
+        to_the_end(Loop(corpus, ahead, per_epoch, state, prefetch=prefetch, steps=4))
+        for state, (ahead, per_epoch, prefetch) in zip(states, HABITS * len(states), strict=False)
+    ]
+
+
+def test_wherever_a_loop_breaks_it_goes_on(corpus: str) -> None:
+    """After every microbatch, those that end a step, an epoch or the stream among them: the loop does not ask
+    for the end of its epoch, which it would be told with the next batch."""
+    whole = stream(corpus, 4)
+    states: dict[int, list[Any]] = {}
+    for ahead, per_epoch, prefetch in HABITS:
+        for k in range(WHOLE + 1):
+            loop = Loop(corpus, ahead, per_epoch, prefetch=prefetch, steps=4)
+            while len(loop.trained) < k:
+                loop.epoch(k - len(loop.trained))
+            assert loop.trained == whole[:k]
+            state = loop.loader.state_dict()
+            if k % EACH:
+                with pytest.raises(mf.StateError, match=f"after {k % EACH} microbatches of step {k // EACH}"):
+                    Loop(corpus, ahead, per_epoch, state)
+                with pytest.raises(
+                    mf.RecipeError, match=f"after {k % EACH} of 3 microbatches of step {k // EACH}"
+                ):
+                    loop.epoch(1)
+                loop.loader.close()
+            else:
+                states.setdefault(k, []).append(state)
+                assert to_the_end(loop) == whole, (ahead, per_epoch, prefetch, k)
+    for saved in states.values():
+        assert saved == [saved[0]] * len(HABITS)
+    (rest,) = world.run(elsewhere, 1, corpus, [state for saved in states.values() for state in saved])
+    wanted = [whole[k:] for k, saved in states.items() for _ in saved]
+    assert [list(map(tuple, trained)) for trained in rest] == wanted
+
+
+def test_a_loop_that_trains_what_it_fetches_may_break_after_any_step(corpus: str) -> None:
+    whole = stream(corpus, 4)
+    for per_epoch, prefetch, k in itertools.product((None, 1, 2), (0, 2), range(0, WHOLE + 1, EACH)):
+        loader = TrainLoader(feed_of(corpus, prefetch=prefetch, steps=4), named, steps_per_epoch=per_epoch)
+        trained: list[Any] = []
+        while len(trained) < k:
+            for batch in loader:
+                trained.append(batch)
+                if len(trained) == k:
+                    break
+        while batches := list(loader):
+            trained += batches
+        loader.close()
+        assert trained == whole
 
 
 def test_a_feeds_own_state_is_one_too(corpus: str) -> None:

@@ -7,9 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import loops
+import meshfeed as mf
 import world
 
 STEPS = 7
@@ -55,20 +57,62 @@ def trained(corpus: str, out: Path, rank: int, *, resume: bool, kill_after: int 
     return ledger, losses, evaluated, weights, trainer.state.global_step
 
 
+def evaluated(corpus: str, out: Path, rank: int, layout: mf.Layout | None, packing: Any = None) -> Any:
+    """(rows of labels, how many there were, loss) of a set whose steps do not fill the ranks' batches."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+    from transformers_gpt import FedTrainer
+
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    torch.manual_seed(0)
+    shape = LlamaConfig(vocab_size=loops.VOCAB, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    args = TrainingArguments(
+        output_dir=str(out),
+        use_cpu=True,
+        ddp_backend="gloo",
+        per_device_eval_batch_size=2,
+        max_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    options = {"packing": packing} if packing else {}
+    trainer = FedTrainer(LlamaForCausalLM(shape), args, layout=layout, feed_options=options)
+    told = trainer.evaluation_loop(trainer.get_test_dataloader(uneven(corpus, bool(packing))), "uneven")
+    return torch.as_tensor(told.label_ids), told.num_samples, told.metrics["eval_loss"]
+
+
+def uneven(corpus: str, packed: bool = False) -> mf.Recipe:
+    rule, batch = mf.Documents() if packed else mf.Windows(32), mf.Batch(sequences=5)
+    return mf.Recipe(data=mf.open(corpus), sequence=rule, batch=batch, shuffle="none", epochs=1, steps=3)
+
+
+LAYOUTS = (None, mf.Layout(tp=2), mf.Layout(dp=2, table=(1, 0)))
+
+
 def first(rank: int, corpus: str, out: Path) -> None:
     trained(corpus, out, rank, resume=False, kill_after=11)  # within step 5; 4 was saved
 
 
 def second(rank: int, corpus: str, out: Path) -> Any:
     resumed = trained(corpus, out, rank, resume=True)
-    return resumed, trained(corpus, out.with_name("whole"), rank, resume=False)
+    whole = trained(corpus, out.with_name("whole"), rank, resume=False)
+    counted = [evaluated(corpus, out, rank, layout) for layout in LAYOUTS]
+    return resumed, whole, counted, evaluated(corpus, out, rank, None, mf.Packing(capacity=256))
 
 
 def test_the_trainer_killed_and_resumed_trains_the_same(tmp_path: Path) -> None:
     corpus = loops.write(tmp_path / "text")
     killed = world.start(first, 2, corpus, tmp_path / "out").join()
     assert [outcome.exitcode for outcome in killed] == [-signal.SIGKILL] * 2, killed
-    for rank, (resumed, whole) in enumerate(world.run(second, 2, corpus, tmp_path / "out")):
+    steps = list(mf.simulate(uneven(corpus), mf.Layout(), 3, micro_batch_size=5))
+    labels = torch.cat([each["labels"] for step in steps for each in step.microbatches])
+    for rank, (resumed, whole, counted, packed) in enumerate(world.run(second, 2, corpus, tmp_path / "out")):
+        for rows, num, loss in counted:  # five rows a step, of eight in the batches of two ranks
+            assert num == 15 and torch.equal(rows, labels)
+            assert loss == pytest.approx(counted[0][2], rel=1e-6)
+        assert packed[1] == 15 and packed[0].shape == (
+            9,
+            200,
+        )  # five documents of 100 are three packs of four
         assert whole[0] == loops.wanted(corpus, range(STEPS), rank, window=32, sequences=8)
         assert resumed[0] == whole[0][2 * 4 :]
         assert resumed[1] == whole[1] and len(whole[1]) == STEPS

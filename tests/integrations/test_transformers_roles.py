@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +17,7 @@ import loops
 import meshfeed as mf
 from meshfeed.integrations.loader import TrainLoader
 from meshfeed.integrations.transformers import FeedTrainer, causal_batch
+from meshfeed.store import IndexedWriter
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +30,9 @@ def recipe(corpus: str, **options: Any) -> mf.Recipe:
     return mf.Recipe(data=mf.open(corpus), sequence=mf.Windows(32), **given)
 
 
-def trainer(out: Path, train: Any, evaluate: Any = None, **options: Any) -> Any:
+def trainer(
+    out: Path, train: Any, evaluate: Any = None, feed: Mapping[str, Any] | None = None, **options: Any
+) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     class Watched(FeedTrainer, Trainer):
@@ -54,13 +61,14 @@ def trainer(out: Path, train: Any, evaluate: Any = None, **options: Any) -> Any:
         intermediate_size=16,
         num_hidden_layers=1,
         num_attention_heads=1,
-        max_position_embeddings=32,
+        max_position_embeddings=64,
     )
     made = Watched(
         model=LlamaForCausalLM(config),
         args=TrainingArguments(output_dir=str(out), **{**args, **options}),
         train_dataset=train,
         eval_dataset=evaluate,
+        feed_options=feed,
     )
     made.trained, made.evaluated = [], []
     return made
@@ -120,6 +128,9 @@ def test_a_state_travels_with_its_step_and_only_fits_its_recipe(corpus: str, tmp
     again = trainer(tmp_path, recipe(corpus), max_steps=4, restore_callback_states_from_checkpoint=True)
     again.train(f"{tmp_path}/checkpoint-2")
     assert again.trained == rows(corpus, range(2, 4))
+    finished = trainer(tmp_path, recipe(corpus), max_steps=4)
+    finished.train(f"{tmp_path}/checkpoint-4")
+    assert (finished.trained, finished.state.global_step) == ([], 4)
 
     del state["stateful_callbacks"]["meshfeed"]
     kept.write_text(json.dumps(state))
@@ -128,10 +139,114 @@ def test_a_state_travels_with_its_step_and_only_fits_its_recipe(corpus: str, tmp
 
 
 def test_what_recipe_and_arguments_disagree_about_is_refused(corpus: str, tmp_path: Path) -> None:
-    with pytest.raises(mf.RecipeError, match="has 4 microbatches on each rank, and the loop accumulates 2"):
+    with pytest.raises(
+        mf.RecipeError,
+        match=r"4 microbatches .*\(per_device_train_batch_size=2\), but gradient_accumulation_steps is 2, for 4",
+    ):
         trainer(tmp_path, recipe(corpus), gradient_accumulation_steps=2).train()
     with pytest.raises(mf.RecipeError, match="max_steps=3, and the stream ends after 2 steps"):
         trainer(tmp_path, recipe(corpus, steps=2)).train()
+    with pytest.raises(mf.RecipeError, match="never ends"):
+        trainer(tmp_path, recipe(corpus), recipe(corpus)).evaluate()
+    packing = {"packing": mf.Packing(capacity=128, policy="dynamic_cp")}
+    with pytest.raises(mf.RecipeError, match="choose policy='balanced'"):
+        trainer(tmp_path, recipe(corpus), feed=packing).train()
+
+
+def test_bases_in_another_order_are_refused() -> None:
+    from transformers import Seq2SeqTrainer, Trainer
+
+    for bases in ((Trainer, FeedTrainer), (Seq2SeqTrainer, FeedTrainer)):
+        with pytest.raises(
+            mf.MeshfeedError, match=r"bases \(FeedTrainer, Trainer\), in this order; in Wrong"
+        ):
+            type("Wrong", bases, {})
+    right = type("Right", (type("Mixin", (), {}), FeedTrainer, Seq2SeqTrainer), {})
+    assert issubclass(type("Further", (right,), {}), FeedTrainer)
+    with pytest.raises(mf.MeshfeedError, match="FeedTrainer has no Trainer among its bases"):
+        FeedTrainer()
+
+
+@pytest.mark.parametrize("size", [8, 4, 3])
+def test_evaluation_counts_sequences(tmp_path: Path, size: int) -> None:
+    short = mf.Recipe(
+        data=mf.open(loops.write(tmp_path / "short", 600)),
+        sequence=mf.Windows(32),
+        batch=mf.Batch(sequences=5, last="keep"),
+        shuffle="none",
+        epochs=1,
+    )
+    counts: list[tuple[int, bool]] = []
+
+    def counted(predicted: Any, compute_result: bool) -> dict[str, int]:
+        counts.append((len(predicted.predictions), compute_result))
+        return {"counted": sum(num for num, _ in counts)}
+
+    run = trainer(tmp_path, None, short, per_device_eval_batch_size=size, batch_eval_metrics=True)
+    run.compute_metrics = counted
+    whole = run.evaluation_loop(run.get_eval_dataloader(), "whole")
+    assert whole.num_samples == whole.metrics["eval_counted"] == 18
+    assert [last for _, last in counts] == [False] * (len(counts) - 1) + [True]
+    run.args.batch_eval_metrics, run.compute_metrics = False, None
+    predicted = run.predict(short)
+    steps = list(mf.simulate(short, mf.Layout(), 4, micro_batch_size=size))
+    microbatches = [each for step in steps for each in step.microbatches]
+    assert predicted.predictions.shape == (18, 32, loops.VOCAB)
+    rows = torch.cat([each["labels"][: len(each.draws)] for each in microbatches])
+    assert torch.equal(torch.as_tensor(predicted.label_ids), rows)
+    with torch.no_grad():
+        losses = [(len(each.draws), run.model(**causal_batch(each)).loss.item()) for each in microbatches]
+    mean = sum(num * loss for num, loss in losses) / 18
+    assert predicted.metrics["test_loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def documents(path: Path) -> mf.Recipe:
+    rng = np.random.default_rng(5)
+    with IndexedWriter(path, np.uint16) as writer:
+        for length in rng.integers(2, 60, 60).tolist():
+            writer.add_document(rng.integers(1, loops.VOCAB, length))
+    return mf.Recipe(data=mf.open(path), sequence=mf.Documents(), batch=mf.Batch(sequences=12), epochs=1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("align", [1, 8])
+def test_sequences_of_a_pack_do_not_see_each_other(tmp_path: Path, attention: str, align: int) -> None:
+    given, model = documents(tmp_path / "docs"), trainer(tmp_path, None).model.eval()
+    model.set_attn_implementation(attention)
+    packing = mf.Packing(capacity=128, policy="in_order", align=mf.Align(sequence=align))
+    (step,) = mf.simulate(given, mf.Layout(), 1, packing=packing)
+    for each in step.microbatches:
+        batch = causal_batch(each)
+        starts = batch["cu_seq_lens_q"].tolist()
+        assert (starts[-1], batch["max_length_q"]) == (batch["input_ids"].shape[1], max(np.diff(starts)))
+        alone = [
+            model(input_ids=batch["input_ids"][:, start:stop]).logits for start, stop in pairwise(starts)
+        ]
+        assert torch.allclose(model(**batch).logits, torch.cat(alone, 1), atol=1e-6)
+
+
+def test_packs_are_trained_and_evaluated(tmp_path: Path) -> None:
+    given, packing = documents(tmp_path / "docs"), mf.Packing(capacity=128)
+    run = trainer(tmp_path, given, given, feed={"packing": packing})
+    run.train()
+    packed = [
+        list(mf.simulate(given, mf.Layout(), 5, packing=replace(packing, microbatches=num))) for num in (4, 1)
+    ]
+    wanted = [
+        [loops.rows(each["tokens"]) for step in steps for each in step.microbatches] for steps in packed
+    ]
+    assert run.trained == wanted[0][: 3 * 4]
+    again = trainer(tmp_path, given, feed={"packing": packing})
+    again.train(f"{tmp_path}/checkpoint-2")
+    assert again.trained == wanted[0][2 * 4 : 3 * 4]
+    assert torch.equal(again.model.lm_head.weight, run.model.lm_head.weight)
+    told = run.evaluation_loop(run.get_eval_dataloader(), "packs")
+    assert (run.evaluated, told.num_samples) == (wanted[1], 60)
+    assert told.metrics["eval_loss"] == pytest.approx(4.9, abs=0.2)
+    with pytest.raises(
+        mf.RecipeError, match=r"packed into \d+ .*gradient_accumulation_steps is 4; .* now 64"
+    ):
+        trainer(tmp_path, given, feed={"packing": mf.Packing(capacity=64)}).train()
 
 
 def test_a_trainer_that_trains_twice_begins_twice(corpus: str, tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ A batch of Lightning's is a microbatch, so that `accumulate_grad_batches` (which
 microbatches of a step) keeps its meaning, and gradients are synchronised once a step. What Lightning has
 fetched ahead is not trained: the state is counted by the trainer's own progress.
 
+Within a step the weights are still those of its beginning, so that is where a checkpoint that was saved there
+goes on: the trainer's progress is put back by the microbatches whose gradients were lost.
+
     data = DataModule(train=recipe, validate=other, micro_batch_size=2)
     Trainer(max_steps=1000, accumulate_grad_batches=4).fit(model, datamodule=data, ckpt_path="last")
 """
@@ -15,13 +18,25 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from meshfeed.batch import Step
-from meshfeed.errors import RecipeError
+from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
-from meshfeed.integrations.loader import BatchOf, EvalLoader, TrainLoader, check_state, framework
+from meshfeed.integrations.loader import (
+    BatchOf,
+    EvalLoader,
+    Settings,
+    TrainLoader,
+    at_step_start,
+    check_state,
+    framework,
+)
 from meshfeed.layout import Layout
 from meshfeed.recipe import Recipe
 
 _MESH_NAMES = {"data_parallel": "dp", "tensor_parallel": "tp"}  # of Lightning's ModelParallelStrategy
+_SETTINGS = Settings(
+    accumulated="accumulate_grad_batches",
+    epoch="steps_per_epoch=..., or limit_train_batches a multiple of accumulate_grad_batches",
+)
 
 Recipes = Recipe | Sequence[Recipe]
 
@@ -58,6 +73,7 @@ class _Data:
         self._feed_options = feed_options
         self._loader: TrainLoader | None = None
         self._state: dict[str, Any] | None = None
+        self._num_lost = 0  # microbatches that a checkpoint has counted, and whose gradients it has not
 
     @property
     def step(self) -> Step | None:
@@ -70,14 +86,17 @@ class _Data:
         if not isinstance(train, Recipe):
             raise RecipeError(f"fit needs one recipe: DataModule(train=recipe), not {type(train).__name__}")
         if self._loader is None:
-            self._loader = TrainLoader(
+            progress = self._put_back()
+            self._loader = _Loader(
                 self._feed(train),
                 self._batch_of,
                 steps_per_epoch=self._steps_per_epoch,
                 accumulated=self._accumulated,
-                trained=lambda: self.trainer.fit_loop.epoch_loop.batch_progress.total.processed,
+                trained=lambda: progress.total.processed,
+                settings=_SETTINGS,
             )
             if self._state is not None:
+                check_state(self._state, train)
                 self._loader.load_state_dict(self._state)
         return self._loader
 
@@ -94,21 +113,36 @@ class _Data:
         return self._evaluated("predict")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, for Lightning's checkpoint; {} before it began."""
-        return (self._loader.state_dict() if self._loader is not None else self._state) or {}
+        """Where training stands, for Lightning's checkpoint; {} before it began.
+
+        Raises StateError within a step under manual optimization: the weights may be no longer those of its
+        beginning.
+        """
+        if self._loader is None:
+            return self._state or {}
+        state = self._loader.state_dict()
+        step, done = at_step_start(state)
+        if done and self._by_hand:
+            raise StateError(
+                f"a checkpoint after {done} microbatches of step {step['step']}, under manual optimization: "
+                f"what of it is in the weights is not known; save between steps (every_n_train_steps)"
+            )
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on training there. A checkpoint that is loaded to validate, test or predict changes nothing."""
         train = self._recipes["train"]
         if state_dict and isinstance(train, Recipe) and self.trainer.state.fn == "fit":
-            check_state(state_dict, train)
-            self._state = dict(state_dict)
+            state, num_lost = at_step_start(state_dict)
+            check_state(state, train)
+            self._state, self._num_lost = state, num_lost
 
     def teardown(self, stage: str) -> None:
         """Keep the place and let go of files and peers. A run that only tries the code out moves nothing."""
         if self._loader is not None and stage == "fit":
             if not self.trainer.fast_dev_run:
-                self._state = self._loader.state_dict()
+                state = self._loader.state_dict()
+                self._state = state if self._by_hand else at_step_start(state)[0]
             self._loader.close()
             self._loader = None
 
@@ -126,9 +160,28 @@ class _Data:
         options = {"device": strategy.root_device, **self._feed_options}
         return Feed(recipe, layout or Layout(dp=self.trainer.world_size), self.trainer.global_rank, **options)
 
+    @property
+    def _by_hand(self) -> bool:
+        return not self.trainer.lightning_module.automatic_optimization
+
     def _accumulated(self) -> int | None:
-        by_hand = not self.trainer.lightning_module.automatic_optimization
-        return None if by_hand or self.trainer.fast_dev_run else self.trainer.accumulate_grad_batches
+        takes_any = self._by_hand or self.trainer.fast_dev_run
+        return None if takes_any else self.trainer.accumulate_grad_batches
+
+    def _put_back(self) -> Any:
+        """The trainer's progress in batches, without those whose gradients were lost."""
+        progress, lost = self.trainer.fit_loop.epoch_loop.batch_progress, self._num_lost
+        self._num_lost = 0
+        for count in (progress.total, progress.current) if lost else ():
+            count.ready = count.started = count.completed = count.processed = count.processed - lost
+        return progress
+
+
+class _Loader(TrainLoader):
+    """Lightning keeps the states of loaders too: the data module's, which has put back what was lost."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(at_step_start(state_dict)[0])
 
 
 if TYPE_CHECKING:

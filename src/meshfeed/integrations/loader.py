@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from meshfeed.batch import Microbatch, Step
 from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
+from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.state import State
 
@@ -42,6 +43,14 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
     return labels.masked_fill(microbatch["loss_mask"] == 0, _IGNORED)
 
 
+class Settings(NamedTuple):
+    """What a framework calls that on which it and the recipe must agree, for messages."""
+
+    accumulated: str = "the number of microbatches that the loop accumulates"
+    micro_batch_size: str = "micro_batch_size"
+    epoch: str = "by steps_per_epoch, say"
+
+
 class EvalLoader:
     """A validation or test set: every pass begins at its first step, and no state is kept.
 
@@ -53,11 +62,15 @@ class EvalLoader:
         self._feed, self._batch_of = feed, batch_of
 
     def __iter__(self) -> Iterator[Any]:
+        return (self._batch_of(microbatch) for _, microbatch in self._microbatches())
+
+    def _microbatches(self) -> Iterator[tuple[Step, Microbatch]]:
+        """Those of a pass, each with its step."""
         self._feed.load_state_dict(_state_at(self._feed, 0))
         with self._feed:
             for step in self._feed:
                 for microbatch in step.microbatches:
-                    yield self._batch_of(microbatch)
+                    yield step, microbatch
 
     def __len__(self) -> int:
         """Microbatches of a pass. Raises TypeError, as len does, where they cannot be counted."""
@@ -81,6 +94,7 @@ class TrainLoader:
     accumulated: tells how many microbatches the loop takes for a step; None where it takes what comes.
     trained: tells how many microbatches the loop has trained, counted from any start; None for a loop that
         trains whatever it has fetched before it takes a state.
+    settings: what the loop calls these numbers.
 
     Iterating raises RecipeError where recipe and loop disagree about a step's microbatches.
     """
@@ -93,11 +107,13 @@ class TrainLoader:
         steps_per_epoch: int | None = None,
         accumulated: Callable[[], int | None] = lambda: None,
         trained: Callable[[], int] | None = None,
+        settings: Settings | None = None,
     ) -> None:
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise RecipeError(f"steps_per_epoch={steps_per_epoch}: a whole number from 1, or None")
         self._feed, self._batch_of, self._steps_per_epoch = feed, batch_of, steps_per_epoch
         self._accumulated, self._trained = accumulated, trained or self._fetched
+        self._settings = settings or Settings()
         self._steps: Iterator[Step] | None = None  # the feed's, kept from epoch to epoch
         self._out: deque[Step] = deque()  # fetched, and not known to be trained
         self._num_fetched = 0
@@ -179,7 +195,7 @@ class TrainLoader:
         if done:
             raise RecipeError(
                 f"the loop ended its epoch after {done} of {self._out[0].num_microbatches} microbatches "
-                f"of step {self._position()}; let it end between steps (by steps_per_epoch, say)"
+                f"of step {self._position()}; let it end between steps ({self._settings.epoch})"
             )
         if self._steps is None or self._out:
             first, end = self._position(), self._feed.num_steps
@@ -198,11 +214,30 @@ class TrainLoader:
     def _check(self, step: int, num_microbatches: int | None) -> None:
         wanted = self._accumulated()
         if wanted is not None and num_microbatches and num_microbatches != wanted:
-            raise RecipeError(
-                f"step {step} has {num_microbatches} microbatches on each rank, and the loop accumulates "
-                f"{wanted}; sequences per step / (dp * micro batch size) must be that in every step "
-                f"(in the last one by Batch(last='drop') or 'pad')"
-            )
+            raise RecipeError(disagreement(self._feed, step, num_microbatches, wanted, self._settings))
+
+
+def disagreement(feed: Feed, step: int, num_microbatches: int, wanted: int, name: Settings) -> str:
+    """Why a step of these microbatches does not suit a loop that wants others, and what to set."""
+    ranks = f"each of {feed.layout.dp} data-parallel ranks"
+    if feed.packing is not None:
+        return (
+            f"step {step} is packed into {num_microbatches} microbatches on {ranks}, but {name.accumulated} "
+            f"is {wanted}; set Packing(microbatches={wanted}), and a capacity, now {feed.packing.capacity}, "
+            f"at which no step needs more"
+        )
+    num, whole = len(draws_of_step(feed.recipe, step)), feed.micro_batch_size * feed.layout.dp * wanted
+    told = (
+        f"step {step} is {num} sequences, {num_microbatches} microbatches on {ranks} "
+        f"({name.micro_batch_size}={feed.micro_batch_size}), but {name.accumulated} is {wanted}, for {whole} "
+        f"sequences"
+    )
+    if num < feed.recipe.batch.position(step + 1) - feed.recipe.batch.position(step):
+        return f"{told}; the stream ends within a step: give the recipe Batch(last='drop') or 'pad'"
+    return (
+        f"{told}; make {name.accumulated} {num_microbatches}, or the recipe's Batch(sequences={whole}), in "
+        f"every step"
+    )
 
 
 def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
@@ -214,6 +249,11 @@ def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
             f"this state was taken after {done} microbatches of step {state.step}, whose gradients no "
             f"checkpoint keeps; resume from a checkpoint that was saved between optimizer steps"
         )
+
+
+def at_step_start(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """The state without what was trained within its step, and how many microbatches that was."""
+    return {k: v for k, v in state_dict.items() if k != _DONE}, int(state_dict.get(_DONE, 0))
 
 
 def _state_at(feed: Feed, step: int) -> dict[str, Any]:

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from meshfeed.batch import Microbatch
 from meshfeed.errors import LayoutError, RecipeError, StateError
 from meshfeed.feed import Feed
-from meshfeed.integrations.loader import TrainLoader, check_state, framework, masked_labels
+from meshfeed.integrations.loader import TrainLoader, at_step_start, check_state, framework, masked_labels
 from meshfeed.layout import Layout
+from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -102,12 +103,13 @@ class _Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """The state after what was handed out. Raises StateError where that is no whole step."""
-        state = self._loader.state_dict()
+        state, done = at_step_start(self._loader.state_dict())
         if step := self._loader.step:
             raise StateError(
-                f"saved within step {step.index}, of {step.num_microbatches} microbatches on each rank: the "
-                f"trainer's global batch is not the recipe's; make training.global_batch_size equal to its "
-                f"sequences per step"
+                f"saved within step {step.index}: on each of dp_world_size={self._dp_world_size} ranks it is "
+                f"{step.num_microbatches} microbatches of local_batch_size={self._local_batch_size}, and "
+                f"{done} were taken; training.global_batch_size must be the recipe's sequences per step, "
+                f"{len(draws_of_step(self._recipe, step.index))}"
             )
         return {_KEY: json.dumps(state)}
 
@@ -145,8 +147,15 @@ class _Loader:
         return TrainLoader(feed, batch_of)
 
     def _layout(self) -> Layout:
-        if self._given_layout is not None or not dist.is_initialized():
-            return self._given_layout or Layout()
+        if self._given_layout is not None:
+            return self._given_layout
+        if not dist.is_initialized():
+            if self._dp_world_size > 1:
+                raise LayoutError(
+                    f"dp_world_size={self._dp_world_size}, and no process group by which to tell each other "
+                    f"places; call init_process_group first, or pass layout=layout_of(mesh)"
+                )
+            return Layout()
         device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         mine = torch.tensor([self._dp_rank], dtype=torch.int64, device=device)
         told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -2,7 +2,8 @@
 
 A batch is a microbatch: `per_device_train_batch_size` rows, `gradient_accumulation_steps` of them a step, and
 these two times the data-parallel ranks must be the recipe's sequences per step. accelerate neither shards nor
-wraps the loaders, for they are rank by rank already.
+wraps the loaders, for they are rank by rank already. With a Packing, a batch is a pack, in
+transformers' padding-free form.
 
     class MyTrainer(FeedTrainer, Trainer): ...
 
@@ -11,45 +12,66 @@ wraps the loaders, for they are rank by rank already.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from meshfeed.batch import Microbatch, Step
-from meshfeed.errors import RecipeError, StateError
+from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
-from meshfeed.integrations.loader import EvalLoader, TrainLoader, masked_labels
+from meshfeed.integrations.loader import EvalLoader, Settings, TrainLoader, framework, masked_labels
 from meshfeed.layout import Layout
+from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
 
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json, beside the step that it belongs to
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate cuts sequences itself: cp ranks are to get whole ones
+_SETTINGS = Settings(
+    accumulated="gradient_accumulation_steps",
+    micro_batch_size="per_device_train_batch_size",
+    epoch="by max_steps",
+)
 
 
-def causal_batch(microbatch: Microbatch) -> dict[str, torch.Tensor]:
+def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
     """What transformers' causal models take; labels are those of the stream, shifted already.
 
     input_ids, position_ids, labels, shift_labels: int64 [rows, tokens]; -100 where no loss is borne.
+    Of a pack, [1, tokens]: position_ids begin anew at every sequence, by which eager, sdpa and flex attention
+    keep them apart; cu_seq_lens_q, cu_seq_lens_k, int32, max_length_q, max_length_k are for flash attention.
     """
     labels = masked_labels(microbatch)
-    return {
+    made: dict[str, Any] = {
         "input_ids": microbatch["tokens"],
         "position_ids": microbatch["position_ids"],
         "labels": labels,  # what the Trainer looks for; the loss is taken of shift_labels
         "shift_labels": labels,
     }
+    if "cu_seqlens_padded" in microbatch:
+        starts: torch.Tensor = microbatch["cu_seqlens_padded"]
+        widths = starts.diff()
+        positions = torch.arange(labels.shape[1], device=labels.device)
+        made["position_ids"] = (positions - starts[:-1].repeat_interleave(widths))[None]
+        made |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        made |= dict.fromkeys(("max_length_q", "max_length_k"), int(widths.max()))
+        made["use_cache"] = False  # with a cache, transformers does not look for packed sequences
+    return made
 
 
 class FeedTrainer:
     """Goes before `transformers.Trainer` among the bases of a class; datasets that are no recipes stay its.
 
     layout: where the ranks stand; None for accelerate's device mesh, or data parallelism alone.
-    feed_options: further arguments of `Feed`: packing, delivery, verify, ...
+    feed_options: further arguments of `Feed`: packing, delivery, verify, ... A training step is packed into
+        gradient_accumulation_steps microbatches; one that does not go into them is refused.
     batch_of: what to hand out of a microbatch; override it for models that take something else.
 
     The stream is one epoch of the Trainer's, `max_steps` long at most; state travels in the checkpoint's
-    trainer_state.json, and nothing is skipped by reading it.
+    trainer_state.json, and nothing is skipped by reading it. Evaluation counts sequences, not the rows that
+    only fill the last batch up. Raises MeshfeedError for a class whose bases are in the wrong order.
     """
 
     args: Any
@@ -67,7 +89,18 @@ class FeedTrainer:
     ) -> None:
         self._layout, self._feed_options = layout, dict(feed_options or {})
         self._train_loader: TrainLoader | None = None
+        self._evaluating = False  # a recipe
+        if not isinstance(self, framework("transformers", "transformers").Trainer):
+            raise MeshfeedError(f"{_BASES}; {type(self).__name__} has no Trainer among its bases")
         super().__init__(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[1 : cls.__mro__.index(FeedTrainer)]
+        if wrong := [base.__name__ for base in before if _is_trainer(base)]:
+            raise MeshfeedError(
+                f"{_BASES}; in {cls.__name__}, {wrong[0]} goes before FeedTrainer and hides it"
+            )
 
     @property
     def step(self) -> Step | None:
@@ -92,7 +125,7 @@ class FeedTrainer:
             return cast(Any, super()).get_train_dataloader()
         if self._train_loader is not None:  # of a run that auto_find_batch_size has given up
             self._train_loader.close()
-        feed = self._feed(self.train_dataset, self._micro_batch_size)
+        feed = self._feed(self.train_dataset, self._micro_batch_size, self.args.gradient_accumulation_steps)
         if feed.num_steps is not None and feed.num_steps < self.args.max_steps:
             raise RecipeError(
                 f"max_steps={self.args.max_steps}, and the stream ends after {feed.num_steps} steps; "
@@ -117,19 +150,39 @@ class FeedTrainer:
             return cast(Any, super()).get_test_dataloader(test_dataset)
         return self._evaluated(test_dataset)
 
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, over rows that hold a sequence."""
+        trainer = cast(Any, self)
+        plain, self._evaluating = trainer.gather_function, isinstance(dataloader, _Evaluated)
+        if isinstance(dataloader, _Evaluated):
+            trainer.gather_function = dataloader.gathered
+        try:
+            return cast(Any, super()).evaluation_loop(dataloader, *args, **kwargs)
+        finally:
+            trainer.gather_function, self._evaluating = plain, False
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own. Losses that are shares of all ranks' tokens mean something only together."""
+        loss, *rest = cast(Any, super()).prediction_step(*args, **kwargs)
+        trainer = cast(Any, self)
+        of_all = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        if self._evaluating and loss is not None and of_all and self.args.average_tokens_across_devices:
+            loss = self.accelerator.gather(loss).mean()
+        return loss, *rest
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._train_loader is not None:
             self.state.stateful_callbacks[_KEY] = self._train_loader.state_dict()
         cast(Any, super())._save_checkpoint(*args, **kwargs)
 
     def _evaluated(self, recipe: Recipe) -> EvalLoader:
-        return EvalLoader(self._feed(recipe, self.args.per_device_eval_batch_size), self.batch_of)
+        return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size))
 
     @property
     def _micro_batch_size(self) -> int:
         return int(cast(Any, self)._train_batch_size)  # what auto_find_batch_size has come to
 
-    def _feed(self, recipe: Recipe, micro_batch_size: int) -> Feed:
+    def _feed(self, recipe: Recipe, micro_batch_size: int, num_microbatches: int | None = None) -> Feed:
         mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
@@ -138,7 +191,84 @@ class FeedTrainer:
             "micro_batch_size": micro_batch_size,
             **self._feed_options,
         }
+        if isinstance(packing := options.get("packing"), Packing):
+            check_packing(packing, mesh)
+            options["packing"] = replace(packing, microbatches=packing.microbatches or num_microbatches)
         return Feed(recipe, layout or Layout(dp=self.args.world_size), self.args.process_index, **options)
+
+
+_BASES = "a class of one's own has the bases (FeedTrainer, Trainer), in this order"
+
+
+def _is_trainer(base: type) -> bool:
+    """Whether it is transformers' Trainer, or one that is made of it alone."""
+    return not issubclass(base, FeedTrainer) and hasattr(base, "get_train_dataloader")
+
+
+def check_packing(packing: Packing, mesh: Any) -> None:
+    """Raises RecipeError or LayoutError where sequences would be split among ranks."""
+    if packing.policy == "dynamic_cp":
+        raise RecipeError(
+            "Packing(policy='dynamic_cp') splits sequences among ranks, and transformers' attention does not "
+            "join them; choose policy='balanced' or 'in_order'"
+        )
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    if cutting := [name for name in names if name in _MESH_NAMES and mesh[name].size() > 1]:
+        raise LayoutError(
+            f"accelerate cuts batches along {cutting}, wherever sequences of a pack begin; train packs "
+            f"without {cutting}, or sequences of one length"
+        )
+
+
+class _Evaluated(EvalLoader):
+    """An evaluation set as the Trainer counts one.
+
+    dataset: as long as there are sequences. end_of_dataloader, remainder: what accelerate asks the loader
+    that is being iterated for.
+    """
+
+    def __init__(self, trainer: FeedTrainer, feed: Feed) -> None:
+        super().__init__(feed, trainer.batch_of)
+        if feed.num_sequences is None:
+            raise RecipeError(
+                "an evaluation of a stream without end never ends; give its recipe epochs=1 or steps=..."
+            )
+        self.dataset, self.end_of_dataloader, self.remainder = range(feed.num_sequences), False, -1
+        self._accelerator = trainer.accelerator
+        self._held: list[tuple[int, int]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        state, last = self._accelerator.gradient_state, (self._feed.num_steps or 0) - 1
+        self.end_of_dataloader = False
+        state._add_dataloader(self)
+        try:
+            for step, microbatch in self._microbatches():
+                self._held = held(self._feed, step.plan, microbatch.index)
+                self.end_of_dataloader = (step.index, microbatch.index + 1) == (last, step.num_microbatches)
+                yield self._batch_of(microbatch)
+        finally:
+            state._remove_dataloader(self)
+
+    def gathered(self, data: Any) -> Any:
+        """What all ranks have of the microbatch that was handed out last: rows with a sequence, each once."""
+        apply = framework("accelerate.utils", "transformers").recursively_apply
+        return apply(self._kept, self._accelerator.gather(data))
+
+    def _kept(self, rows: torch.Tensor) -> torch.Tensor:
+        each = len(rows) // self._accelerator.num_processes
+        return torch.cat([rows[rank * each :][: min(num, each)] for rank, num in self._held])
+
+
+def held(feed: Feed, plan: StepPlan, microbatch: int) -> list[tuple[int, int]]:
+    """(rank, rows of its microbatch that hold a sequence), of one rank for each dp and cp place in turn."""
+    layout = feed.layout
+    first_ranks = plan.first_rank[plan.microbatch == microbatch]
+    num_rows = np.bincount(first_ranks // layout.cp, minlength=layout.dp)
+    if feed.packing is not None:
+        num_rows = np.minimum(num_rows, 1)  # a pack is a row
+    places = [(layout.coord(rank), rank) for rank in layout.ranks().tolist()]
+    alone = sorted((at.dp, at.cp, rank) for at, rank in places if at.tp == at.pp == 0)
+    return [(rank, int(num_rows[dp])) for dp, _, rank in alone]
 
 
 class _Resumed(TrainLoader):
@@ -151,15 +281,18 @@ class _Resumed(TrainLoader):
             trainer.batch_of,
             accumulated=lambda: args.gradient_accumulation_steps,
             trained=lambda: trainer.state.global_step * args.gradient_accumulation_steps,
+            settings=_SETTINGS,
         )
         self._trainer = trainer
         self._begun = False
 
     def __iter__(self) -> Any:
-        if not self._begun and self._trainer.state.global_step:
+        state = self._trainer.state
+        if not self._begun and state.global_step:
             self.load_state_dict(self._saved())
         self._begun = True
-        yield from super().__iter__()
+        if state.global_step < state.max_steps:  # a finished run would train a step before it counts them
+            yield from super().__iter__()
 
     def __len__(self) -> int:
         raise TypeError("the Trainer counts steps of a stream: give max_steps")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.distributed import get_process_group_ranks
@@ -37,9 +37,11 @@ class StageIterator(Iterator[dict[str, Any]]):
         step: the step that it stands in; None before the first.
     """
 
-    def __init__(self, source: Source, steps: Iterator[Step]) -> None:
+    def __init__(
+        self, source: Source, steps: Iterator[Step], num_microbatches: Callable[[], int] | None = None
+    ) -> None:
         self.step: Step | None = None
-        self._source, self._steps = source, steps
+        self._source, self._steps, self._num_microbatches = source, steps, num_microbatches
         self._left: Iterator[dict[str, Any]] = iter(())
 
     def __next__(self) -> dict[str, Any]:
@@ -48,14 +50,31 @@ class StageIterator(Iterator[dict[str, Any]]):
         return made
 
     def begin(self) -> Step:
-        """Go on to the next step; what is left of this one is dropped. Raises StopIteration at the end."""
+        """Go on to the next step; what is left of this one is dropped.
+
+        Raises StopIteration at the end, RecipeError for a step of other microbatches than Megatron's.
+        """
         self.step = next(self._steps)
+        self._check(self.step)
         self._left = self._dicts(self.step)
         return self.step
 
     def rest(self) -> Iterator[dict[str, Any]]:
         """What is left of the step that it stands in, and no more."""
         return self._left
+
+    def _check(self, step: Step) -> None:
+        wanted = step.num_microbatches if self._num_microbatches is None else self._num_microbatches()
+        if step.num_microbatches == wanted:
+            return
+        num, dp = len(step.plan.lengths), self._source.layout.dp
+        rows = getattr(self._source, "micro_batch_size", 1)
+        raise RecipeError(
+            f"step {step.index} is {num} sequences, {step.num_microbatches} microbatches on each of {dp} "
+            f"data-parallel ranks (micro_batch_size={rows}), but num_microbatches is {wanted}; make the "
+            f"recipe's Batch what global_batch_size is, {wanted * rows * dp} (rampup_batch_size by "
+            f"Batch.then), or give the schedule the num_microbatches that megatron.begin tells"
+        )
 
     def _dicts(self, step: Step) -> Iterator[dict[str, Any]]:
         layout, changing = self._source.layout, len(self._source.cp_groups) > 1
@@ -71,15 +90,18 @@ class StageIterator(Iterator[dict[str, Any]]):
             yield made
 
 
-def data_iterators(source: Source) -> StageIterator | list[StageIterator]:
+def data_iterators(
+    source: Source, *, num_microbatches: Callable[[], int] | None = None
+) -> StageIterator | list[StageIterator]:
     """What Megatron's training loop takes for its data iterator: one, or one per virtual stage in a list.
 
     source: an entered Feed, or an Exchange. Each stage gets the same microbatches, read once; all stages must
-    be iterated. The source's state counts the steps that were begun: save it between steps.
+    be iterated. The source's state counts the steps that were begun: save it between steps. num_microbatches:
+    Megatron-core's `get_num_microbatches`; with it, a step of other microbatches is refused where it begins.
     """
     if source.stage_map.vpp == 1:
-        return StageIterator(source, iter(source))
-    return [StageIterator(source, iter(stage)) for stage in source.virtual_stages]
+        return StageIterator(source, iter(source), num_microbatches)
+    return [StageIterator(source, iter(stage), num_microbatches) for stage in source.virtual_stages]
 
 
 def begin(iterators: StageIterator | Sequence[StageIterator]) -> Step:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from meshfeed.errors import LayoutError
+from meshfeed.integrations.loader import framework
 
 
 def core(name: str) -> Any:
-    """The module megatron.core.NAME. Raises LayoutError where Megatron-core, or this part, is missing."""
-    try:
-        return importlib.import_module(f"megatron.core.{name}")
-    except ImportError as missing:
-        raise LayoutError(
-            f"megatron.core.{name} cannot be imported ({missing}): pip install 'meshfeed[megatron]'"
-        ) from missing
+    """The module megatron.core.NAME. Raises MeshfeedError where Megatron-core, or this part, is missing."""
+    return framework(f"megatron.core.{name}", "megatron")

@@ -155,18 +155,18 @@ def _cut(values: Mapping[str, Any], per_token: Set[str], start: int, size: int) 
 class _Turn:
     """The iterator of the call that is under way, as one source without an end: data sets take turns.
 
-    An iterator that has come to its end gives nothing for the rest of its call. That one data set has ended
-    on this rank must not end the others: what ends it is a step without a sequence from any rank.
+    Its element is all that a call pulls, however much that is, so a batch size that grows needs no other
+    Exchange. An iterator that has come to its end gives nothing for the rest of its call. That one data set
+    has ended on this rank must not end the others: what ends it is a step without a sequence from any rank.
     """
 
     def __init__(self, keys: Keys | None) -> None:
         self.source: Iterator[Any] | None = None
-        self._keys = keys
-        self._ended = False
+        self._keys, self._num_elements = keys, 0
 
-    def take(self, source: Iterator[Any] | None) -> None:
-        """Go on with this one."""
-        self.source, self._ended = source, False
+    def take(self, source: Iterator[Any] | None, num_elements: int) -> None:
+        """Go on with this one, and with so many elements of it."""
+        self.source, self._num_elements = source, num_elements
 
     def __iter__(self) -> Self:
         return self
@@ -174,14 +174,14 @@ class _Turn:
     def __next__(self) -> list[dict[str, Any]]:
         if self.source is None:
             raise RecipeError("this rank had a data iterator before and has none now; give it in every call")
-        if self._ended:
-            return []
-        try:
-            element = next(self.source)
-        except StopIteration:
-            self._ended = True
-            return []
-        made = sequences_of(element, self._keys)
+        made: list[dict[str, Any]] = []
+        for _ in range(self._num_elements):
+            try:
+                element = next(self.source)
+            except StopIteration:
+                break
+            made += sequences_of(element, self._keys)
+        self._num_elements = 0
         return [{k: v for k, v in each.items() if k not in _OVERWRITTEN} for each in made]
 
 
@@ -245,10 +245,12 @@ class SequencePacking:
         stages = [each for each in inner if isinstance(each, StageIterator)]
         if stages and len(stages) == len(inner):
             return _wrapped(stages)
-        self._turn.take(next((each for each in given if each is not None), None))
+        if num_microbatches < 1:
+            raise RecipeError(f"num_microbatches={num_microbatches}: a step pulls from 1 on")
+        self._turn.take(next((each for each in given if each is not None), None), num_microbatches)
         layout = layout_of(pg_collection)
         plan = packing_of(config, layout)
-        key = (layout, stages_of(config, layout), plan, num_microbatches)
+        key = (layout, stages_of(config, layout), plan)
         if key not in self._open:
             self._open[key] = self._new_exchange(config, key, pg_collection)
             if self._turn.source is None:
@@ -271,7 +273,6 @@ class SequencePacking:
             layout,
             packing=key[2],
             keys=self._keys,
-            pulls=key[3],
             owners=readers(config, loading=self._loading, groups=groups),
             delivery=delivery_of(self._loading),
             stage_map=stages,
