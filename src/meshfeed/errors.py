@@ -14,6 +14,7 @@ MeshfeedError
 │   ├── ChecksumError     bytes that are not those that were written, though fetched again
 │   ├── UnavailableError  storage that goes on failing
 │   └── CacheError        a cache folder that is full, too small, or not to be written
+├── PrepareError      text that cannot be prepared as asked
 └── DeliveryError     bytes that did not reach a rank
     ├── PeerError     a rank that is missing, late or gone
     └── VerifyError   ranks that should agree and do not
@@ -78,6 +79,10 @@ class UnavailableError(StoreError):
 
 class CacheError(StoreError):
     """A cache folder that is full, smaller than what a step needs, or not to be written."""
+
+
+class PrepareError(MeshfeedError, RuntimeError):
+    """Text that cannot be made tokens as asked: malformed lines, an output that exists, a dead worker."""
 
 
 class DeliveryError(MeshfeedError, RuntimeError):

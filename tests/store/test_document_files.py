@@ -423,10 +423,12 @@ def test_a_package_that_is_missing_is_named(
     tmp_path: Path, write: Writer, monkeypatch: pytest.MonkeyPatch, tokenizer: Path
 ) -> None:
     path = write(tmp_path / "c", "text", TEXTS)
+    other = tmp_path / "other.json"  # not one that this process has loaded
+    other.write_bytes(tokenizer.read_bytes())
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(StoreError, match=r"pip install 'meshfeed\[tables\]'"):
-        open_store(path, tokenizer=tokenizer)
+    with pytest.raises(StoreError, match=r"pip install 'meshfeed\[(tables|prepare)\]'"):
+        open_store(path, tokenizer=other)
 
 
 def test_a_file_that_changes_under_its_index_is_refused(

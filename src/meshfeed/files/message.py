@@ -9,7 +9,7 @@ import struct
 from typing import Any
 
 from meshfeed import errors
-from meshfeed.errors import MeshfeedError, StoreError
+from meshfeed.errors import MeshfeedError, PrepareError, StoreError
 
 VERSION = 3
 _HEAD = struct.Struct("<II")
@@ -48,11 +48,8 @@ def told(error: MeshfeedError) -> dict[str, str]:
 def untold(error: dict[str, str]) -> MeshfeedError:
     """The error again, of the same class where it is one of storage."""
     kind = getattr(errors, error["kind"], StoreError)
-    return (
-        kind(error["text"])
-        if isinstance(kind, type) and issubclass(kind, StoreError)
-        else StoreError(error["text"])
-    )
+    known = isinstance(kind, type) and issubclass(kind, StoreError | PrepareError)
+    return kind(error["text"]) if known else StoreError(error["text"])
 
 
 def same_user(link: socket.socket) -> bool:

@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
@@ -62,15 +63,27 @@ class DatasetWriter:
 
     def add_document(self, **columns: npt.ArrayLike) -> None:
         """Add a document: one value per token in each column, [n] each, that its dtype can hold."""
+        document = self._refuse_others(columns)
+        for name, writer in self._writers.items():
+            writer.add_document(columns[name])
+        self._refuse_apart(document)
+
+    def add_documents(self, lengths: npt.NDArray[np.int64], **columns: npt.NDArray[Any]) -> None:
+        """Add documents: their lengths, int64 [n], and each column's values back to back, [sum]."""
+        document = self._refuse_others(columns)
+        for name, writer in self._writers.items():
+            writer.add_documents(columns[name], lengths)
+        self._refuse_apart(document)
+
+    def _refuse_others(self, columns: Mapping[str, object]) -> int:
+        """The document that comes next, whose columns are those of the dataset."""
         document = self._writers["tokens"].num_documents
         if columns.keys() != self._writers.keys():
             raise StoreError(
                 f"{self.folder}: document {document} has columns {sorted(columns)}, where "
                 f"{sorted(self._writers)} belong"
             )
-        for name, writer in self._writers.items():
-            writer.add_document(columns[name])
-        self._refuse_apart(document)
+        return document
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -101,13 +101,20 @@ class IndexedWriter:
 
     def add_document(self, tokens: npt.ArrayLike) -> None:
         """Add a document of one sequence; tokens [n], n >= 0, that `dtype` can hold."""
-        if self._ended_sequences != self.num_sequences:
-            raise StoreError(
-                f"{self.prefix}: add_document within a document of "
-                f"{self.num_sequences - self._ended_sequences} sequences; call end_document first"
-            )
+        self._refuse_within()
         self.add_sequence(tokens)
         self.end_document()
+
+    def add_documents(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
+        """Add documents of one sequence each: tokens back to back [sum], lengths int64 [n]."""
+        self._refuse_within()
+        if lengths.min(initial=0) < 0 or tokens.shape != (int(lengths.sum()),):
+            raise StoreError(
+                f"{self._place()}: tokens of shape {tokens.shape} for lengths of {lengths.sum()} in all"
+            )
+        first = self.num_sequences + 1
+        self._write(self._exact(tokens), lengths, 0)
+        self._end_documents(np.arange(first, self.num_sequences + 1))
 
     def add_sequence(self, tokens: npt.ArrayLike, mode: int = 0) -> None:
         """Add a sequence to the document at hand; tokens [n], n >= 0, that `dtype` can hold.
@@ -115,30 +122,43 @@ class IndexedWriter:
         Whole numbers are kept exactly or refused, never wrapped; fractions round to a float `dtype`.
         mode: -128 to 127, kept where the store keeps modes and refused elsewhere unless 0.
         """
-        files = self._writing()
         array = self._exact(tokens)
         if not -128 <= mode <= 127 or (mode and not self.modes):
             raise StoreError(f"{self._place()}: mode {mode}; modes are -128..127 and want modes=True")
+        self._write(array, np.array([array.size]), mode)
+
+    def end_document(self) -> None:
+        """End the document that the sequences since the last end make up; there may be none."""
+        self._end_documents(np.array([self.num_sequences]))
+
+    # -- below --------------------------------------------------------------------------------------
+
+    def _write(self, array: npt.NDArray[Any], lengths: npt.NDArray[np.int64], mode: int) -> None:
+        files = self._writing()
         with typed_errors(files.data_path):
             tokens_bytes = array.view(np.uint8).data
             files.data.write(tokens_bytes)
             if files.summer is not None:
                 files.summer.update(tokens_bytes)
-            files.index.write(struct.pack("<i", array.size))
+            files.index.write(lengths.astype("<i4").tobytes())
             if self.modes:
-                files.modes.write(struct.pack("<b", mode))
-        self.num_sequences += 1
+                files.modes.write(struct.pack("<b", mode) * lengths.size)
+        self.num_sequences += lengths.size
         self.num_tokens += array.size
 
-    def end_document(self) -> None:
-        """End the document that the sequences since the last end make up; there may be none."""
+    def _end_documents(self, ends: npt.NDArray[np.int64]) -> None:
         files = self._writing()
         with typed_errors(files.index_path):
-            files.documents.write(struct.pack("<q", self.num_sequences))
-        self.num_documents += 1
+            files.documents.write(ends.astype("<i8").tobytes())
+        self.num_documents += ends.size
         self._ended_sequences = self.num_sequences
 
-    # -- below --------------------------------------------------------------------------------------
+    def _refuse_within(self) -> None:
+        if self._ended_sequences != self.num_sequences:
+            raise StoreError(
+                f"{self.prefix}: add_document within a document of "
+                f"{self.num_sequences - self._ended_sequences} sequences; call end_document first"
+            )
 
     def _writing(self) -> _Files:
         if self._files is None:

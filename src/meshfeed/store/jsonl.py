@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from meshfeed.store.stream import I64, Pieces
 
 _SPAN_BYTES = 1 << 26
 _STEP_BYTES = 1 << 23
+_BEYOND_BYTES = 1 << 16
 _LINES_TOGETHER = 512
 
 
@@ -90,33 +92,44 @@ class JsonlStore(DocumentFiles):
 
     def _parsed(self, file: ByteFile, begins: Sequence[int], lines: Sequence[bytes]) -> list[Array]:
         def where(i: int) -> str:
-            return _place(file, begins[i])
+            return place_of(file, begins[i])
 
-        values = [self._value(line, i, where) for i, line in enumerate(lines)]
-        return self._column.encoded(values, where)
+        def value(i: int, line: bytes) -> Any:
+            return value_in(record_of(line, partial(where, i)), self._column.names, partial(where, i))
 
-    def _value(self, line: bytes, i: int, where: Any) -> Any:
-        try:
-            record: Any = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise StoreError(f"{where(i)}: no JSON: {error}; mend the line, or leave it out") from error
-        if not isinstance(record, dict):
-            raise StoreError(f"{where(i)}: {type(record).__name__} where a JSON object belongs, one per line")
-        for name in self._column.names:
-            if name in record:
-                return record[name]
-        there = ", ".join(map(repr, list(record)[:8])) or "nothing"
-        raise StoreError(
-            f"{where(i)}: no {' or '.join(map(repr, self._column.names))}, found {there}; name it by column="
-        )
+        return self._column.encoded([value(i, line) for i, line in enumerate(lines)], where)
+
+
+def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[], str]) -> Any:
+    """The value of the first of some columns that a record has. Raises StoreError, naming the place."""
+    for name in names:
+        if name in record:
+            return record[name]
+    there = ", ".join(map(repr, list(record)[:8])) or "nothing"
+    raise StoreError(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; name it by column=")
+
+
+def record_of(line: bytes, where: Callable[[], str]) -> dict[str, Any]:
+    """What a line says. Raises StoreError, naming the place."""
+    try:
+        record: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{where()}: no JSON: {error}; mend the line, or leave it out") from error
+    if not isinstance(record, dict):
+        raise StoreError(f"{where()}: {type(record).__name__} where a JSON object belongs, one per line")
+    return cast(dict[str, Any], record)
 
 
 def lines_of(file: ByteFile, span: Span) -> Iterator[tuple[int, bytes]]:
     """(byte of its begin, line without its newline) of each line that begins in the span."""
     # The line that holds the byte before the span is not of it, even if nothing but its newline is there.
     size, at, skipping, rest = file.size_bytes, max(span.begin - 1, 0), span.begin > 0, b""
-    for begin in range(at, size, _STEP_BYTES):
-        end = min(begin + _STEP_BYTES, size)
+    end, beyond = at, _BEYOND_BYTES
+    while (begin := end) < size:
+        if begin < span.end:
+            end = min(begin + _STEP_BYTES, span.end)
+        else:  # the rest of its last line, which may be of any length
+            end, beyond = min(begin + beyond, size), 2 * beyond
         if file.is_remote and end < size:
             file.will_need(np.array([end]), np.array([min(end + _STEP_BYTES, size)]))
         *lines, rest = (rest + read_bytes(file, begin, end)).split(b"\n")
@@ -132,7 +145,7 @@ def lines_of(file: ByteFile, span: Span) -> Iterator[tuple[int, bytes]]:
         yield at, rest
 
 
-def _place(file: ByteFile, byte: int) -> str:
+def place_of(file: ByteFile, byte: int) -> str:
     """File, line and byte, as a message names them; counts the lines before."""
     line = 1 + sum(
         read_bytes(file, begin, min(begin + _STEP_BYTES, byte)).count(b"\n")

@@ -68,8 +68,9 @@ def open_store(
     http(s)://.
     column: of MDS, litdata, JSONL or Parquet: what holds each document's tokens, "tokens" or "input_ids" if
     there; or its text, "text", if there is a tokenizer. dtype: of MDS: of tokens in a column of plain bytes.
-    tokenizer: of JSONL or Parquet: "bytes" for UTF-8, or a `tokenizers` JSON file on this machine, used
-    without special tokens.
+    tokenizer: of JSONL or Parquet: "bytes" for UTF-8, or one on this machine, used without special tokens:
+    a `tokenizers` JSON file, a transformers directory, a sentencepiece .model, NAME.ENCODING.tiktoken, or
+    tiktoken:ENCODING.
     cache: where a node keeps what it fetches of a remote store, and the lengths of documents where the format
     does not tell them; or that folder alone; None for the default.
     options: for the storage client, such as {"endpoint": ..., "region": ...}; what they leave open, the

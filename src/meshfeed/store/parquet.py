@@ -90,7 +90,7 @@ class ParquetStore(DocumentFiles):
     def batches(self, names: Sequence[str], batch_bytes: int) -> Iterator[tuple[str, int, Any]]:
         """(file, its first row, Arrow record batch) of some columns, in order, of some so many bytes each."""
         for f, file in enumerate(self._files):
-            with file, _typed(file.url):
+            with file, typed_arrow(file.url):
                 parquet, first = self._parquet(f), 0
                 for group in _groups(parquet):
                     facts = parquet.metadata.row_group(group)
@@ -101,7 +101,7 @@ class ParquetStore(DocumentFiles):
 
     def _with(self, f: int, ask: Callable[[Any], Any]) -> Any:
         """What a file's footer tells."""
-        with self._files[f], _typed(self._files[f].url):
+        with self._files[f], typed_arrow(self._files[f].url):
             return ask(self._parquet(f))
 
     # -- the index --------------------------------------------------------------------------------------
@@ -110,9 +110,9 @@ class ParquetStore(DocumentFiles):
         """Row groups of files."""
         spans: list[Span] = []
         for f, file in enumerate(self._files):
-            with file, _typed(file.url):
+            with file, typed_arrow(file.url):
                 parquet = self._parquet(f)
-                sizes = [b - a for a, b in (_extent(parquet, g, self._name(f)) for g in _groups(parquet))]
+                sizes = [b - a for a, b in (extent_of(parquet, g, self._name(f)) for g in _groups(parquet))]
             first = size = 0
             for group, more in enumerate(sizes):
                 size += more
@@ -165,8 +165,8 @@ class ParquetStore(DocumentFiles):
                     self._announced.add(group)
                     f, g = self._index["groups"][group].tolist()
                     file = self._files[f]
-                    with _typed(file.url):
-                        begin, end = _extent(self._parquet(f), g, self._name(f))
+                    with typed_arrow(file.url):
+                        begin, end = extent_of(self._parquet(f), g, self._name(f))
                         file.will_need(np.array([begin]), np.array([end]))
 
     def forget_needs(self) -> None:
@@ -192,7 +192,7 @@ class ParquetStore(DocumentFiles):
 
     def _decoded(self, f: int, group: int) -> _Rows:
         file = self._files[f]
-        with _typed(f"{file.url}: row group {group}"):
+        with typed_arrow(f"{file.url}: row group {group}"):
             parquet, name = self._parquet(f), self._name(f)
             table = parquet.read_row_group(group, columns=[name], use_threads=False)
             first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
@@ -202,21 +202,11 @@ class ParquetStore(DocumentFiles):
     def _parquet(self, f: int) -> Any:
         """The opened file, its footer read; the file must be entered."""
         if f not in self._open:
-            arrow, file = _arrow(self.path), self._files[f]
-            parquet = importlib.import_module("pyarrow.parquet")
-            with _typed(file.url):
-                self._open[f] = parquet.ParquetFile(arrow.PythonFile(_Stream(file), mode="r"))
+            self._open[f] = parquet_of(self._files[f])
         return self._open[f]
 
     def _name(self, f: int) -> str:
-        names = self._parquet(f).schema_arrow.names
-        for name in self._column.names:
-            if name in names:
-                return name
-        raise StoreError(
-            f"{self._files[f].url}: no column {' or '.join(map(repr, self._column.names))}, found "
-            f"{', '.join(map(repr, names[:8])) or 'nothing'}; name it by column="
-        )
+        return name_in(self._parquet(f), self._column.names, self._files[f].url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +289,27 @@ def _rows_of(column: Any, place: _Place, *, is_text: bool) -> _Rows:
     return _Rows(place, len(array), array.nbytes, ends, numbers)
 
 
-class _Stream(io.RawIOBase):
+def parquet_of(file: ByteFile) -> Any:
+    """An entered file as pyarrow's ParquetFile, its footer read. Raises StoreError."""
+    arrow = _arrow(file.url)
+    parquet = importlib.import_module("pyarrow.parquet")
+    with typed_arrow(file.url):
+        return parquet.ParquetFile(arrow.PythonFile(RawStream(file), mode="r"))
+
+
+def name_in(parquet: Any, names: Sequence[str], url: str) -> str:
+    """The first of some columns that a file has. Raises StoreError."""
+    there = parquet.schema_arrow.names
+    for name in names:
+        if name in there:
+            return name
+    raise StoreError(
+        f"{url}: no column {' or '.join(map(repr, names))}, found "
+        f"{', '.join(map(repr, there[:8])) or 'nothing'}; name it by column="
+    )
+
+
+class RawStream(io.RawIOBase):
     """An entered ByteFile as Python's file objects are."""
 
     def __init__(self, file: ByteFile) -> None:
@@ -336,7 +346,7 @@ def _groups(parquet: Any) -> range:
     return range(parquet.num_row_groups)
 
 
-def _extent(parquet: Any, group: int, name: str) -> tuple[int, int]:
+def extent_of(parquet: Any, group: int, name: str) -> tuple[int, int]:
     """Bytes begin..end of a column in a row group; its leaves lie side by side."""
     facts = parquet.metadata.row_group(group)
     chunks = [facts.column(i) for i in range(facts.num_columns)]
@@ -356,7 +366,8 @@ def _arrow(path: str) -> Any:
 
 
 @contextlib.contextmanager
-def _typed(where: str) -> Generator[None, None, None]:
+def typed_arrow(where: str) -> Generator[None, None, None]:
+    """Turn what pyarrow says into a StoreError."""
     try:
         yield
     except StoreError:

@@ -1,0 +1,173 @@
+"""Paths, globs, folders and URLs -> files of text, and how they are cut into parts."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import PrepareError
+from meshfeed.files import ByteFile, Folder, LocalFile, typed_errors
+from meshfeed.files.url import is_http, is_remote, join, local_path, parent
+from meshfeed.store.parquet import extent_of, name_in, parquet_of
+
+I64 = npt.NDArray[np.int64]
+
+KINDS = ("text", "jsonl", "parquet")
+_CODECS = {".gz": "gz", ".zst": "zstd"}
+_JSON = (".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A file of documents.
+
+    Attributes:
+        url: its absolute path, or its URL.
+        kind: "text", one document; "jsonl", one in a line; "parquet", one in a row.
+        codec: "gz" or "zstd" where it is compressed.
+        size_bytes: as it lies there.
+        modified_ns: when it was last written; 0 where it lies far away.
+    """
+
+    url: str
+    kind: str
+    codec: str | None
+    size_bytes: int
+    modified_ns: int
+
+    def file(self) -> ByteFile:
+        """Its bytes, to be entered."""
+        return _file_of(self.url)
+
+
+def find_inputs(given: Sequence[str], *, pattern: str | None = None, kind: str | None = None) -> list[Input]:
+    """The files of some paths, globs, folders and URLs, in the order given; those of a folder by name.
+
+    pattern: of the names to take from folders, such as "*.py"; None for .txt, .jsonl and .parquet. Names that
+    begin with a dot are left out. kind: one of KINDS; None goes by the suffix, text where that says nothing.
+
+    Raises PrepareError where there is nothing, or a file comes twice; StoreError where it cannot be read.
+    """
+    found: list[Input] = []
+    for each in given:
+        some = [_input(url, kind) for url in _urls_of(each, pattern, kind)]
+        if not some:
+            raise PrepareError(
+                f"{each}: nothing to prepare there; give a file, a folder with .txt, .jsonl or .parquet "
+                f"files, or, for files of other names, --glob '*.py'"
+            )
+        found += some
+    seen: set[str] = set()
+    for each in found:
+        if each.url in seen:
+            raise PrepareError(f"{each.url}: given twice; every document would be in it twice")
+        seen.add(each.url)
+    return found
+
+
+def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int) -> I64:
+    """Spans of the inputs, in order: part, input, begin and end; int64 [num_spans, 4].
+
+    What begin and end count is bytes of plain JSON lines (a line is of the span in which it begins), rows of
+    Parquet, and nothing elsewhere: 0 and 1. A part has about `part_bytes`, one span at least. A compressed
+    file is one span, since it has to be read from its begin.
+    """
+    spans: list[tuple[int, int, int, int]] = []
+    part = size = 0
+    for i, each in enumerate(inputs):
+        for begin, end, more in _pieces(each, names, part_bytes):
+            if size and size + more > part_bytes:
+                part, size = part + 1, 0
+            spans.append((part, i, begin, end))
+            size += more
+    return np.array(spans, np.int64).reshape(-1, 4)
+
+
+def _pieces(each: Input, names: Sequence[str], part_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, bytes) of each span of an input."""
+    if each.kind == "parquet":
+        yield from _rows(each, names, part_bytes)
+    elif each.kind == "jsonl" and each.codec is None:
+        for begin in range(0, each.size_bytes, part_bytes):
+            end = min(begin + part_bytes, each.size_bytes)
+            yield begin, end, end - begin
+    else:
+        yield 0, 1, each.size_bytes
+
+
+def _rows(each: Input, names: Sequence[str], part_bytes: int) -> Iterator[tuple[int, int, int]]:
+    with each.file() as file:
+        parquet = parquet_of(file)
+        name, first = name_in(parquet, names, each.url), 0
+        for group in range(parquet.num_row_groups):
+            count = int(parquet.metadata.row_group(group).num_rows)
+            begin, end = extent_of(parquet, group, name)
+            num_pieces = min(max(-(-(end - begin) // part_bytes), 1), max(count, 1))
+            ends = [first + count * (i + 1) // num_pieces for i in range(num_pieces)]
+            for low, high in zip([first, *ends], ends):
+                yield low, high, (end - begin) // num_pieces
+            first += count
+
+
+def facts_of(url: str) -> tuple[int, int]:
+    """(bytes, when it was written) of a file, looked at anew. Raises StoreError."""
+    file = _file_of(url)
+    if file.is_remote:
+        return file.size_bytes, 0
+    with typed_errors(url):
+        return file.size_bytes, Path(url).stat().st_mtime_ns
+
+
+# -- what a user names ------------------------------------------------------------------------------------
+
+
+def _urls_of(given: str, pattern: str | None, kind: str | None) -> list[str]:
+    def taken(name: str) -> bool:
+        if any(part.startswith(".") for part in name.split("/")):
+            return False
+        if pattern is not None:
+            return fnmatch(Path(name).name, pattern)
+        return kind is not None or _kind_of(name) is not None
+
+    if is_remote(given):
+        folder, name = parent(given)
+        if is_http(given) or (name and Folder(folder).holds(name)):
+            return [given]
+        return [join(given, name) for name, _ in Folder(given).names() if taken(name)]
+    path = Path(local_path(given)).absolute()
+    if path.is_dir():
+        return [str(path / name) for name, _ in Folder(str(path)).names() if taken(name)]
+    if path.exists() or not glob.has_magic(str(path)):
+        return [str(path)]
+    return sorted(each for each in glob.glob(str(path), recursive=True) if Path(each).is_file())  # noqa: PTH207
+
+
+def _kind_of(name: str) -> str | None:
+    *_, suffix = Path(name).suffixes or [""]
+    packed = suffix in _CODECS
+    if packed:
+        suffix = Path(Path(name).stem).suffix
+    if suffix in _JSON or (packed and suffix == ".json"):
+        return "jsonl"
+    if suffix == ".txt":
+        return "text"
+    return "parquet" if suffix == ".parquet" and not packed else None
+
+
+def _input(url: str, kind: str | None) -> Input:
+    kind = kind or _kind_of(url) or "text"
+    codec = None if kind == "parquet" else _CODECS.get(Path(url).suffix)
+    return Input(url, kind, codec, *facts_of(url))
+
+
+def _file_of(url: str) -> ByteFile:
+    if not is_remote(url):
+        return LocalFile(url)
+    folder, name = parent(url)
+    return Folder(folder).file(name)

@@ -1,0 +1,159 @@
+"""What is to be prepared, in a folder that every worker reads: inputs, their parts, and how to encode them.
+
+    job.json    written last: what was asked (`Request`), and how far malformed lines are let pass
+    spans.npy   which spans of which inputs make up which part; see `inputs.cut`
+    parts/      what is done; see `part`
+    lock        held by the process that runs the job
+
+It is no machine's own: an engine may run the parts wherever the folder and the inputs can be read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import ChangedError, PrepareError
+from meshfeed.files import typed_errors
+from meshfeed.prepare.encoders import Encoder, encoder_of
+from meshfeed.prepare.inputs import Input, facts_of
+from meshfeed.prepare.part import write_array
+from meshfeed.store.indexed_writer import sync_directory
+
+I64 = npt.NDArray[np.int64]
+
+VERSION = 1
+"""Of what a job says, and so of what it makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All that decides the bytes that come out.
+
+    Attributes:
+        inputs: in order.
+        encoder: how values become tokens, as JSON-able values; see `Encoding.told`.
+        dedup: whether only the first of equal documents stays.
+        validation: share of the documents that is set apart, in [0, 1).
+    """
+
+    inputs: tuple[Input, ...]
+    encoder: Mapping[str, Any]
+    dedup: bool
+    validation: float
+
+    @property
+    def wants_hashes(self) -> bool:
+        """Whether documents are told apart."""
+        return self.dedup or self.validation > 0
+
+    def told(self) -> dict[str, Any]:
+        """As JSON-able values."""
+        return {"version": VERSION} | json.loads(json.dumps(asdict(self)))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request, cut into parts, in its folder.
+
+    Attributes:
+        folder: of the job.
+        request: what was asked.
+        max_malformed: records that may be none.
+        spans: part, input, begin, end; int64 [num_spans, 4].
+    """
+
+    folder: Path
+    request: Request
+    max_malformed: int
+    spans: I64
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts there are."""
+        return int(self.spans[-1, 0]) + 1 if len(self.spans) else 0
+
+    @cached_property
+    def first_spans(self) -> I64:
+        """The first span of each part, and their number; int64 [num_parts + 1]."""
+        return np.append(self.spans[:, 0].searchsorted(np.arange(self.num_parts)), len(self.spans))
+
+    def spans_of(self, part: int) -> range:
+        """The spans of a part."""
+        first, last = self.first_spans[part : part + 2].tolist()
+        return range(first, last)
+
+    def encoder(self) -> Encoder:
+        """What encodes its records, loaded anew. Raises StoreError, PrepareError."""
+        return encoder_of(self.request.encoder, self.folder)
+
+    def save(self) -> None:
+        """Write it to its folder, job.json last. Raises StoreError."""
+        with typed_errors(self.folder):
+            (self.folder / "parts").mkdir(parents=True, exist_ok=True)
+            partial = self.folder / f"spans.{secrets.token_hex(4)}.tmp"
+            with partial.open("xb") as stream:
+                write_array(stream, self.spans)
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(self.folder / "spans.npy")
+        told = self.request.told() | {"max_malformed": self.max_malformed}
+        write_json(self.folder / "job.json", told)
+
+    def refuse_changed(self) -> None:
+        """Raises ChangedError where an input is no more what it was."""
+        for each in self.request.inputs:
+            if facts_of(each.url) != (each.size_bytes, each.modified_ns):
+                raise ChangedError(
+                    f"{each.url}: was changed while it was prepared; put the old one back and go on with "
+                    f"--resume, or start anew with --overwrite"
+                )
+
+
+def job_in(folder: Path) -> Job | None:
+    """The job of a folder; None where none was saved. Raises StoreError, PrepareError for another version."""
+    path = folder / "job.json"
+    if not path.exists():
+        return None
+    with typed_errors(path):
+        told = cast(dict[str, Any], json.loads(path.read_bytes()))
+        if told.get("version") != VERSION:
+            raise PrepareError(
+                f"{path}: of another version of meshfeed, {told.get('version')} and not {VERSION}; start "
+                f"anew with --overwrite"
+            )
+        spans = np.load(folder / "spans.npy", mmap_mode="r", allow_pickle=False)
+        inputs = tuple(Input(**each) for each in told["inputs"])
+    request = Request(inputs, told["encoder"], told["dedup"], told["validation"])
+    return Job(folder, request, told["max_malformed"], spans)
+
+
+def write_json(path: Path, told: Any) -> None:
+    """Write a file that is whole and on the disk, or not there. Raises StoreError."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    with typed_errors(path):
+        try:
+            with partial.open("x") as stream:
+                json.dump(told, stream, indent=1, sort_keys=True)
+                stream.write("\n")
+                stream.flush()
+                os.fsync(stream.fileno())
+            partial.replace(path)
+            sync_directory(path.parent)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """What such a file says. Raises StoreError."""
+    with typed_errors(path):
+        return json.loads(path.read_bytes())

@@ -1,0 +1,186 @@
+"""Parts -> token stores, in the order of the inputs: the only step that is one process's work."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import PrepareError
+from meshfeed.files import typed_errors
+from meshfeed.files.url import without_secrets
+from meshfeed.prepare.choose import Mask, first_of_each, set_apart
+from meshfeed.prepare.job import Job
+from meshfeed.prepare.part import (
+    Block,
+    Malformed,
+    PartFacts,
+    blocks_of_part,
+    facts_of_part,
+    hashes_of_part,
+    part_path,
+    write_array,
+)
+from meshfeed.prepare.task import refuse_malformed
+from meshfeed.store import DatasetWriter, open_store
+
+I64 = npt.NDArray[np.int64]
+
+ORIGINS, ERRORS = "origins.npy", "errors.jsonl"
+TRAIN, VALIDATION = "train", "validation"
+
+
+def join(job: Job, out: Path, on_part: Callable[[int], None]) -> dict[str, Any]:
+    """Write the stores of a job whose parts are all there into a folder; returns what they hold, as JSON.
+
+    on_part: is told of each part that has been written. Raises StoreError, and PrepareError where too many
+    records are malformed.
+    """
+    facts = [_facts(job, part) for part in range(job.num_parts)]
+    malformed = [each for part in facts for each in part.malformed]
+    refuse_malformed(job, malformed)
+    bases = bases_of([count for part in facts for count in part.counts], job.spans[:, 1])
+    columns = job.encoder().columns
+    keep, apart = _chosen(job, facts, len(columns))
+    names = [TRAIN, VALIDATION] if job.request.validation else ["."]
+    with ExitStack() as stack:
+        stores = {name: stack.enter_context(_Store(out / name, columns)) for name in names}
+        first = 0
+        for part, block in _blocks(job, facts, list(columns)):
+            mine = slice(first, first + block.lengths.size)
+            for name, store in stores.items():
+                chosen = keep[mine] & (apart[mine] == (name == VALIDATION))
+                store.add(block, job.spans[block.spans, 1], bases[block.spans] + block.numbers, chosen)
+            first = mine.stop
+            on_part(part)
+    _write_malformed(job, out / ERRORS, bases, malformed)
+    return {
+        "num_duplicates": int((~keep).sum()),
+        "num_malformed": len(malformed),
+        "stores": {name: _counted(out / name) for name in names},
+    }
+
+
+def bases_of(counts: Sequence[int] | I64, inputs: I64) -> I64:
+    """The number of the first line or row of each span in its input; int64 [num_spans].
+
+    counts: lines or rows of each span. inputs: that each is in, in order. Example: counts [3 2 4] of inputs
+    [0 0 1] -> [0 3 0].
+    """
+    before = np.cumsum(counts, dtype=np.int64) - np.asarray(counts, np.int64)
+    first = inputs.searchsorted(inputs)
+    return before - before[first]
+
+
+def runs_of(inputs: I64, numbers: I64, last: tuple[int, int]) -> I64:
+    """The documents, of some in a row, that do not come right after the one before in the same file.
+
+    inputs, numbers: where each is from; int64 [n]. last: where the one before them is from.
+    """
+    files, places = np.append(last[0], inputs), np.append(last[1], numbers)
+    return np.flatnonzero((files[1:] != files[:-1]) | (places[1:] != places[:-1] + 1))
+
+
+class _Store:
+    """A token store being written, and where its documents come from."""
+
+    def __init__(self, folder: Path, columns: Mapping[str, np.dtype[Any]]) -> None:
+        self._folder = folder
+        self._writer = DatasetWriter(folder, columns)
+        self._origins: list[I64] = []
+        self._num_documents, self._last = 0, (-1, -1)
+
+    def __enter__(self) -> Self:
+        self._writer.__enter__()
+        return self
+
+    def add(self, block: Block, inputs: I64, numbers: I64, chosen: Mask) -> None:
+        """The chosen documents of a block; inputs, numbers: where each of the block's is from; int64 [n]."""
+        if not chosen.any():
+            return
+        lengths, inputs, numbers = block.lengths[chosen], inputs[chosen], numbers[chosen]
+        columns = block.columns
+        if not chosen.all():
+            tokens = np.repeat(chosen, block.lengths)
+            columns = {name: values[tokens] for name, values in columns.items()}
+        self._writer.add_documents(lengths, **columns)
+        starts = runs_of(inputs, numbers, self._last)
+        self._origins.append(
+            np.stack([self._num_documents + starts, inputs[starts], numbers[starts]], axis=1)
+        )
+        self._num_documents += lengths.size
+        self._last = int(inputs[-1]), int(numbers[-1])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
+        if kind is None:
+            path = self._folder / ORIGINS
+            with typed_errors(path), path.open("xb") as stream:
+                write_array(stream, np.concatenate([np.zeros((0, 3), np.int64), *self._origins]))
+                stream.flush()
+                os.fsync(stream.fileno())
+
+
+def _facts(job: Job, part: int) -> PartFacts:
+    facts = facts_of_part(part_path(job.folder, part))
+    if facts is None:
+        raise PrepareError(f"{job.folder}: part {part} is not there; go on with --resume")
+    return facts
+
+
+def _blocks(job: Job, facts: Sequence[PartFacts], names: Sequence[str]) -> Iterator[tuple[int, Block]]:
+    for part, each in enumerate(facts):
+        for block in blocks_of_part(part_path(job.folder, part), each.num_blocks, names):
+            yield part, block
+
+
+def _chosen(job: Job, facts: Sequence[PartFacts], num_columns: int) -> tuple[Mask, Mask]:
+    """Whether each document stays, and whether it is set apart; bool [num_documents] each."""
+    count = sum(each.num_documents for each in facts)
+    keep, apart = np.ones(count, np.bool_), np.zeros(count, np.bool_)
+    if job.request.wants_hashes:
+        found = [
+            hashes_of_part(part_path(job.folder, part), each.num_blocks, num_columns)
+            for part, each in enumerate(facts)
+        ]
+        hashes = np.concatenate([np.zeros((0, 2), np.uint64), *found])
+        if job.request.dedup:
+            keep = first_of_each(hashes)
+        apart = set_apart(hashes, job.request.validation)
+    return keep, apart
+
+
+def _write_malformed(job: Job, path: Path, bases: I64, malformed: Sequence[Malformed]) -> None:
+    if not malformed:
+        return
+    with typed_errors(path), path.open("x") as stream:
+        for each in malformed:
+            where, number = (
+                job.request.inputs[int(job.spans[each.span, 1])],
+                int(bases[each.span]) + each.number,
+            )
+            place = {"jsonl": {"line": 1 + number}, "parquet": {"row": number}}.get(where.kind, {})
+            byte = {"byte": each.byte} if each.byte >= 0 else {}
+            told = {"file": without_secrets(where.url)} | place | byte | {"error": each.reason}
+            stream.write(json.dumps(told) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _counted(folder: Path) -> dict[str, Any]:
+    store = open_store(folder)
+    return {
+        "num_documents": store.num_documents,
+        "num_tokens": store.num_tokens,
+        "dtype": store.dtype.name,
+        "fingerprint": store.fingerprint,
+    }

@@ -1,0 +1,228 @@
+"""Text -> token store, by parts that are encoded anywhere and joined in order.
+
+    OUT.preparing/      until it is done: the job (see `job`), its parts, and `out/`, which becomes OUT
+    OUT/                appears at one moment, whole
+        tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
+        origins.npy     which document is from where
+        errors.jsonl    malformed records, if any
+        tokenizer.json  where it was trained here
+        manifest.json   what was asked, and what came out
+
+What comes out is a function of the inputs and of what was asked: not of engine, workers, parts, or kills.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from meshfeed.errors import MeshfeedError, PrepareError
+from meshfeed.files import typed_errors
+from meshfeed.files.url import is_remote, without_secrets
+from meshfeed.prepare.encoders import TRAINED, Encoding
+from meshfeed.prepare.engine import Engine, Local
+from meshfeed.prepare.inputs import cut, find_inputs
+from meshfeed.prepare.job import Job, Request, job_in, read_json, write_json
+from meshfeed.prepare.join import join
+from meshfeed.prepare.part import Malformed, facts_of_part, part_path
+from meshfeed.prepare.place import MANIFEST, clear, finished, held, publish, refuse_existing
+from meshfeed.prepare.task import refuse_malformed
+from meshfeed.prepare.train import train_bpe
+
+_MOST_PART_BYTES, _LEAST_PART_BYTES, _PARTS = 16 << 20, 256 << 10, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        doing: "encoding" or "joining".
+        done_parts, num_parts: in this.
+        num_documents, num_tokens, num_bytes: encoded so far, before this run too.
+    """
+
+    doing: str
+    done_parts: int
+    num_parts: int
+    num_documents: int
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was made.
+
+    Attributes:
+        path: of the folder.
+        manifest: what lies in its manifest.json.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+
+def prepare(
+    inputs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    encoding: Encoding,
+    *,
+    pattern: str | None = None,
+    kind: str | None = None,
+    dedup: bool = False,
+    validation: float = 0.0,
+    max_errors: int = 0,
+    engine: Engine | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    part_bytes: int | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Prepared:
+    """Make a token store of files of text; `mf.open(out)` opens it.
+
+    inputs: files, folders, globs, URLs: .txt and source files are a document each, .jsonl(.gz, .zst) one per
+    line, .parquet one per row. They stay in the order given, those of a folder in that of their names.
+    pattern, kind: see `find_inputs`.
+    dedup: of documents with the same text, the first stays.
+    validation: share of the documents, chosen by their text, that goes to out/validation and not out/train.
+    max_errors: malformed records that are let pass, listed in out/errors.jsonl.
+    engine: who encodes; None for a process per core of this machine.
+    resume: go on with what a run of the same job has left, or with nothing; done is done.
+    overwrite: what lies at `out` is replaced, once the new one is whole.
+    part_bytes: of input that is encoded as one; None for what suits its size. Nothing that comes out depends
+    on it.
+    on_progress: is told now and then how far it is.
+
+    Raises PrepareError, StoreError. What was encoded stays for `resume`, whatever happens.
+    """
+    if not 0 <= validation < 1:
+        raise PrepareError(f"--validation {validation}: a share of all documents, from 0 to less than 1")
+    if (part_bytes is not None and part_bytes < 1) or max_errors < 0:
+        raise PrepareError(f"parts of {part_bytes} bytes, {max_errors} errors let pass; 1 and 0 at least")
+    if is_remote(os.fspath(out)):
+        raise PrepareError(
+            f"{without_secrets(os.fspath(out))}: far away; prepare to a disk here, then copy it, each "
+            f"tokens.idx and dataset.json last"
+        )
+    found = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
+    request = Request(tuple(found), encoding.told(), dedup, validation)
+    target = Path(out).absolute()
+    work = target.with_name(f"{target.name}.preparing")
+    told = request.told()
+    refuse_existing(target, work, told, resume=resume, overwrite=overwrite)
+    with held(work):
+        manifest = finished(target, told) if resume else None
+        if manifest is None:
+            job = _job(work, request, encoding, max_errors, part_bytes, resume=resume)
+            try:
+                _encode(job, engine or Local(os.cpu_count() or 1), on_progress)
+                manifest = _joined(job, on_progress)
+                publish(work, target)
+            except MeshfeedError as error:
+                error.add_note(f"{work}: what was encoded is kept; go on with --resume")
+                raise
+        clear(work)
+    return Prepared(target, manifest)
+
+
+def _job(
+    work: Path, request: Request, encoding: Encoding, max_errors: int, part_bytes: int | None, *, resume: bool
+) -> Job:
+    """The job of the folder, which is this one, or a new one."""
+    job = job_in(work) if resume else None
+    if job is None:
+        clear(work, lock=False)
+        spans = cut(request.inputs, encoding.columns.names, part_bytes or _part_bytes(request))
+        if encoding.train_bpe is not None:
+            train_bpe(work / TRAINED, encoding.train_bpe, request.inputs, spans, encoding.columns)
+        job = Job(work, request, max_errors, spans)
+        job.encoder()  # or it is refused now
+        job.save()
+        return job
+    _refuse_other(work, job.request.told(), request.told())
+    with typed_errors(work):
+        for stale in (work / "parts").glob("*.tmp"):
+            stale.unlink(missing_ok=True)
+    if job.max_malformed != max_errors:
+        job = replace(job, max_malformed=max_errors)
+        job.save()
+    return job
+
+
+def _part_bytes(request: Request) -> int:
+    """So many that there is work for all, and that what a kill loses is little."""
+    total = sum(each.size_bytes for each in request.inputs)
+    return min(max(total // _PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
+
+
+def _refuse_other(work: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    differ = [name for name in new if old.get(name) != new[name]]
+    if not differ:
+        return
+    was: Any = old.get(differ[0])
+    is_: Any = new[differ[0]]
+    if differ[0] == "inputs":
+        was, is_ = next((a, b) for a, b in zip_longest(was, is_) if a != b)
+    raise PrepareError(
+        f"{work}: of another job: {differ[0]} was {was} and is {is_}; go on with the same inputs and "
+        f"options, or start anew: --overwrite"
+    )
+
+
+def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -> None:
+    """Have every part encoded that is not there yet."""
+    malformed: list[Malformed] = []
+    progress = Progress("encoding", 0, job.num_parts, 0, 0, 0)
+
+    def count(part: int) -> bool:
+        nonlocal progress
+        facts = facts_of_part(part_path(job.folder, part))
+        if facts is None:
+            return False
+        malformed.extend(facts.malformed)
+        progress = Progress(
+            "encoding",
+            progress.done_parts + 1,
+            job.num_parts,
+            progress.num_documents + facts.num_documents,
+            progress.num_tokens + facts.num_tokens,
+            progress.num_bytes + facts.num_bytes,
+        )
+        return True
+
+    missing = [part for part in range(job.num_parts) if not count(part)]
+    on_progress(progress)
+    refuse_malformed(job, malformed)
+    with closing(engine.encode(job.folder, missing)) as parts:
+        for part in parts:
+            if not count(part):
+                raise PrepareError(f"{job.folder}: part {part} was encoded and is not there; is it shared?")
+            on_progress(progress)
+            refuse_malformed(job, malformed)
+
+
+def _joined(job: Job, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
+    """Join the parts into the folder's `out`, its manifest last, unless that lies there; the manifest."""
+    out = job.folder / "out"
+    if (out / MANIFEST).exists():
+        return read_json(out / MANIFEST)
+    with typed_errors(out):
+        if out.exists():
+            shutil.rmtree(out)
+        out.mkdir()
+    made = join(job, out, lambda part: on_progress(Progress("joining", part + 1, job.num_parts, 0, 0, 0)))
+    trained = job.folder / TRAINED
+    if trained.exists():
+        with typed_errors(trained):
+            (out / trained.name).write_bytes(trained.read_bytes())
+    job.refuse_changed()
+    manifest = {"format": "meshfeed prepare", "request": job.request.told()} | made
+    write_json(out / MANIFEST, manifest)
+    return manifest

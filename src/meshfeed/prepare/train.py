@@ -1,0 +1,60 @@
+"""A byte-level BPE trained on the inputs themselves."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshfeed.errors import PrepareError
+from meshfeed.files import typed_errors
+from meshfeed.prepare.encoders import END
+from meshfeed.prepare.inputs import I64, Input
+from meshfeed.prepare.records import Columns, records
+
+TRAINED_ON_BYTES = 256 << 20
+"""At most: more text hardly changes which pairs are frequent, and costs memory."""
+_LEAST_VOCABULARY = 257  # all bytes, and the end
+
+
+def train_bpe(path: Path, vocab_size: int, inputs: Sequence[Input], spans: I64, columns: Columns) -> None:
+    """Train on the text of the inputs, and write a `tokenizers` JSON file to `path`.
+
+    Where there is more text than TRAINED_ON_BYTES, parts evenly spread over the inputs are taken. The same
+    inputs, cut the same way, give the same file. Raises PrepareError, StoreError.
+    """
+    if vocab_size < _LEAST_VOCABULARY:
+        raise PrepareError(f"--train-bpe {vocab_size}: {_LEAST_VOCABULARY} at least, bytes and an end")
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as missing:
+        raise PrepareError("--train-bpe needs tokenizers: pip install 'meshfeed[prepare]'") from missing
+    tokenizer: Any = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(inputs, spans, columns), trainer)
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    with typed_errors(path):
+        with partial.open("x", encoding="utf-8") as stream:
+            stream.write(tokenizer.to_str(pretty=True))
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+
+
+def _texts(inputs: Sequence[Input], spans: I64, columns: Columns) -> Iterator[str]:
+    """Text of evenly spread spans; what is malformed is left to who encodes it."""
+    total = sum(each.size_bytes for each in inputs)
+    stride = max(-(-total // TRAINED_ON_BYTES), 1)
+    for _, i, begin, end in spans[::stride].tolist():
+        for record in records(inputs[i], begin, end, columns):
+            if record is not None and record.reason is None and isinstance(record.value, str):
+                yield record.value

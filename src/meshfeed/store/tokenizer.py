@@ -1,0 +1,287 @@
+"""Tokenizers by name: text -> tokens, whichever library encodes it, without special tokens."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from meshfeed.columns import Array
+from meshfeed.errors import StoreError
+from meshfeed.files import typed_errors
+
+BYTES = "bytes"
+KNOWN = (
+    "'bytes'; the path of a tokenizers JSON file, of a transformers directory, of a sentencepiece .model, or "
+    "of NAME.ENCODING.tiktoken; or tiktoken:ENCODING"
+)
+_TIKTOKEN = "tiktoken:"
+
+
+class Tokenizer(Protocol):
+    """Text -> tokens."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the greatest id."""
+        ...
+
+    @property
+    def end(self) -> int | None:
+        """What ends a document, where the tokenizer itself says so."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[Array]:
+        """The tokens of each text; whole numbers [n]. No text in it becomes a special token."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens."""
+        ...
+
+    def id_of(self, token: str) -> int | None:
+        """A token's id, special ones too; None where there is none such."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer as it is named, and the bytes that make it; pickled, it takes them along.
+
+    Attributes:
+        name: as KNOWN says.
+        kind: "bytes", "tiktoken", "sentencepiece" or "tokenizers".
+        content: of its file; empty where the name says all.
+        config: of tokenizer_config.json beside it, in a directory.
+    """
+
+    name: str
+    kind: str
+    content: bytes = b""
+    config: bytes = b""
+
+    @property
+    def digest(self) -> str:
+        """All that decides its tokens."""
+        if not self.content:
+            return self.name
+        return hashlib.blake2b(self.content, digest_size=16).hexdigest()
+
+    def load(self) -> Tokenizer:
+        """The tokenizer. Raises StoreError for a damaged one, or a package that is missing."""
+        return _loaded(self)
+
+
+def tokenizer_file(name: str) -> TokenizerFile:
+    """The tokenizer of a name, read but not made. Raises StoreError where there is none."""
+    if name == BYTES:
+        return TokenizerFile(name, "bytes")
+    if name.startswith(_TIKTOKEN):
+        return TokenizerFile(name, "tiktoken")
+    with typed_errors(name):
+        path, config = Path(name), b""
+        if path.is_dir():
+            told = path / "tokenizer_config.json"
+            config = told.read_bytes() if told.exists() else b""
+            inside = [path / "tokenizer.json", path / "tokenizer.model"]
+            there = [each for each in inside if each.exists()]
+            if not there:
+                raise StoreError(
+                    f"{name}: no tokenizer.json and no tokenizer.model in it; save a fast tokenizer there"
+                )
+            path = there[0]
+        kind = {".model": "sentencepiece", ".tiktoken": "tiktoken"}.get(path.suffix, "tokenizers")
+        return TokenizerFile(name, kind, path.read_bytes(), config)
+
+
+# -- each library -----------------------------------------------------------------------------------------
+
+
+class _Bytes:
+    """UTF-8, byte by byte."""
+
+    vocab_size, end = 256, None
+
+    def encode(self, texts: Sequence[str]) -> list[Array]:
+        """See Tokenizer."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def id_of(self, token: str) -> int | None:
+        """See Tokenizer."""
+        raw = token.encode()
+        return raw[0] if len(raw) == 1 else None
+
+
+class _Tokenizers:
+    """Of the package `tokenizers`."""
+
+    def __init__(self, file: TokenizerFile) -> None:
+        package = _package("tokenizers", file.name)
+        with _made(file.name, "give a JSON file as `tokenizers` saves it"):
+            self._own = package.Tokenizer.from_buffer(file.content)
+            self._own.no_padding()
+            self._own.no_truncation()
+        self.vocab_size = 1 + max(self._own.get_vocab(with_added_tokens=True).values(), default=-1)
+        end = _configured(file, "eos_token")
+        self.end = None if end is None else self.id_of(end)
+
+    def encode(self, texts: Sequence[str]) -> list[Array]:
+        """See Tokenizer."""
+        found = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(one.ids, np.int64) for one in found]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return self._own.decode(list(tokens), skip_special_tokens=False)
+
+    def id_of(self, token: str) -> int | None:
+        """See Tokenizer."""
+        return self._own.token_to_id(token)
+
+
+class _SentencePiece:
+    """Of the package `sentencepiece`."""
+
+    def __init__(self, file: TokenizerFile) -> None:
+        package = _package("sentencepiece", file.name)
+        self._own: Any = package.SentencePieceProcessor()
+        with _made(file.name, "give a .model as sentencepiece trains it"):
+            self._own.LoadFromSerializedProto(file.content)
+        self.vocab_size = int(self._own.get_piece_size())
+        self.end = int(self._own.eos_id()) if self._own.eos_id() >= 0 else None
+
+    def encode(self, texts: Sequence[str]) -> list[Array]:
+        """See Tokenizer."""
+        return [np.array(ids, np.int64) for ids in self._own.encode(list(texts), out_type=int)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return self._own.decode([int(token) for token in tokens])
+
+    def id_of(self, token: str) -> int | None:
+        """See Tokenizer."""
+        found = int(self._own.piece_to_id(token))
+        return found if self._own.id_to_piece(found) == token else None
+
+
+class _Tiktoken:
+    """Of the package `tiktoken`: one of its encodings, or ranks from a file under one's pattern."""
+
+    def __init__(self, file: TokenizerFile) -> None:
+        package = _package("tiktoken", file.name)
+        with _made(file.name, "give tiktoken:ENCODING that it knows, or a file of ranks"):
+            if file.content:
+                self._own: Any = package.Encoding(**_ranks(file))
+            else:
+                self._own = package.get_encoding(file.name.removeprefix(_TIKTOKEN))
+        self.vocab_size = int(self._own.max_token_value) + 1
+        self.end = self.id_of("<|endoftext|>")
+
+    def encode(self, texts: Sequence[str]) -> list[Array]:
+        """See Tokenizer."""
+        return [np.array(self._own.encode_ordinary(text), np.int64) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """See Tokenizer."""
+        return self._own.decode([int(token) for token in tokens])
+
+    def id_of(self, token: str) -> int | None:
+        """See Tokenizer."""
+        with contextlib.suppress(KeyError):
+            return int(self._own.encode_single_token(token))
+        return None
+
+
+_LOADERS: Mapping[str, Callable[[TokenizerFile], Tokenizer]] = {
+    "bytes": lambda file: _Bytes(),
+    "tokenizers": _Tokenizers,
+    "sentencepiece": _SentencePiece,
+    "tiktoken": _Tiktoken,
+}
+
+
+@lru_cache(maxsize=1)
+def _loaded(file: TokenizerFile) -> Tokenizer:
+    """Large vocabularies take seconds, and a process mostly has one."""
+    return _LOADERS[file.kind](file)
+
+
+_ENDINGS = r"'(?i:[sdmt]|ll|ve|re)"
+_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+_CL100K = (
+    _ENDINGS
+    + r"""|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K = "|".join(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+_PATTERNS = {"gpt2": _GPT2, "r50k_base": _GPT2, "cl100k_base": _CL100K, "o200k_base": _O200K}
+"""Encoding -> how it cuts text into words: the ranks in a file do not say."""
+
+
+def _ranks(file: TokenizerFile) -> dict[str, Any]:
+    encoding = Path(file.name).stem.rpartition(".")[2]
+    if encoding not in _PATTERNS:
+        raise StoreError(
+            f"{file.name}: its ranks do not say how text is cut into words; call it NAME.ENCODING.tiktoken, "
+            f"with the encoding that it was trained for: {', '.join(_PATTERNS)}"
+        )
+    pairs = (line.split() for line in file.content.splitlines() if line)
+    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
+    # OpenAI's own files leave an id out before the end.
+    end = {100_256: 100_257, 199_998: 199_999}.get(len(ranks), max(ranks.values(), default=-1) + 1)
+    return {
+        "name": file.name,
+        "pat_str": _PATTERNS[encoding],
+        "mergeable_ranks": ranks,
+        "special_tokens": {"<|endoftext|>": end},
+    }
+
+
+def _configured(file: TokenizerFile, name: str) -> str | None:
+    try:
+        told = json.loads(file.config or b"{}").get(name)
+    except (ValueError, AttributeError) as error:
+        raise StoreError(f"{file.name}: tokenizer_config.json: no JSON object: {error}") from error
+    return cast(dict[str, Any], told).get("content") if isinstance(told, dict) else told
+
+
+def _package(name: str, tokenizer: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as missing:
+        raise StoreError(
+            f"{tokenizer}: a tokenizer needs the package {name}: pip install 'meshfeed[prepare]'"
+        ) from missing
+
+
+@contextlib.contextmanager
+def _made(name: str, hint: str) -> Generator[None, None, None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:  # tokenizers raises Exception itself, the others what comes
+        raise StoreError(f"{name}: no tokenizer: {' '.join(str(error).split())}; {hint}") from error

@@ -1,0 +1,99 @@
+"""Kill `meshfeed prepare` at random moments, go on, and compare with a run that was left alone.
+
+python tests/prepare/kills.py --kills 100 --workers 1 2 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from texts import jsonl, left_behind, texts, tree
+
+
+def command(folder: Path, out: Path, workers: int) -> list[str]:
+    options = [
+        "--train-bpe",
+        "300",
+        "--eod",
+        "--dedup",
+        "exact",
+        "--validation",
+        "0.2",
+        "--max-errors",
+        "1",
+        "--resume",
+    ]
+    given = [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "c.txt")]
+    return [
+        *(sys.executable, "-m", "meshfeed", "prepare", *given),
+        *("--out", str(out), "--workers", str(workers), *options),
+    ]
+
+
+def make_corpus(folder: Path, count: int) -> None:
+    some = texts(count, 8)
+    jsonl(folder / "a.jsonl", some + some[:50])
+    with (folder / "a.jsonl").open("a") as stream:
+        stream.write("{broken\n")
+    jsonl(folder / "b.jsonl.gz", texts(count // 4, 9))
+    (folder / "c.txt").write_text("the last one")
+
+
+def killed(words: list[str], after_s: float, *, workers_too: bool) -> bool:
+    """Whether a run was killed, and did not end before."""
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen(words, stdout=said, stderr=said, start_new_session=True)
+        try:
+            process.wait(after_s)
+        except subprocess.TimeoutExpired:
+            (os.killpg if workers_too else os.kill)(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+        said.seek(0)
+        assert process.returncode == 0, said.read().decode()
+    return False
+
+
+def run(folder: Path, num_kills: int, workers: list[int], seed: int, count: int = 20_000) -> dict[str, int]:
+    """Raises AssertionError where a killed run comes to something else; else how often what was done."""
+    rng = random.Random(seed)
+    make_corpus(folder, count)
+    begun = time.monotonic()
+    assert not killed(command(folder, folder / "whole", workers[0]), 600, workers_too=False)
+    whole_s, whole = time.monotonic() - begun, tree(folder / "whole")
+    kills = finished = chain = 0
+    while kills < num_kills or chain:
+        out, count_ = folder / "out", workers[kills % len(workers)]
+        more = kills < num_kills and chain < 8  # or one run would hardly ever reach its end
+        after_s = rng.uniform(0.2, 1.0) * whole_s if more else 600
+        if killed(command(folder, out, count_), after_s, workers_too=rng.random() < 0.5):
+            kills, chain = kills + 1, chain + 1
+            continue
+        assert tree(out) == whole, f"after {chain} kills the output differs"
+        assert left_behind(out) == [], left_behind(out)
+        for path in sorted(out.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        finished, chain = finished + 1, 0
+    return {"kills": kills, "finished": finished}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 5])
+    parser.add_argument("--documents", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        print(json.dumps(run(Path(place), args.kills, args.workers, args.seed, args.documents)))

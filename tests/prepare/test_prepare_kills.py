@@ -1,0 +1,69 @@
+"""Killed at any step, a run goes on to the very same bytes."""
+
+import os
+import sys
+
+from kills import run
+from texts import Here, jsonl, left_behind, texts, tree
+
+from meshfeed.prepare import Text, prepare
+
+_STEPS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
+
+
+def dies_at(step, work):
+    """Run `work` in a fork that ends, as by SIGKILL, right before its step-th change to a folder."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    left = step
+
+    def hook(event, args):
+        nonlocal left
+        made = event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
+        if event in _STEPS or made:
+            left -= 1
+            if left == 0:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+    try:
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def test_killed_before_any_step_it_goes_on_to_the_same_bytes(tmp_path):
+    """Every creation, rename and removal of a file, one after the other, of a run that replaces another."""
+    some = texts(7)
+    jsonl(tmp_path / "a.jsonl", some + some[:3])
+    jsonl(tmp_path / "old.jsonl", some[:2])
+
+    def run(out, **options):
+        options = {"dedup": True, "validation": 0.5, "part_bytes": 900, "engine": Here()} | options
+        return prepare([tmp_path / "a.jsonl"], out, Text(tokenizer="bytes"), **options)
+
+    run(tmp_path / "whole")
+    whole, out, step = tree(tmp_path / "whole"), tmp_path / "out", 0
+    killed = True
+    while killed:
+        step += 1
+        if not out.exists():
+            prepare([tmp_path / "old.jsonl"], out, Text(tokenizer="bytes"), engine=Here())
+        old = tree(out)
+        killed = dies_at(step, lambda: run(out, overwrite=True))
+        assert not out.exists() or tree(out) in (old, whole), "never anything in between"
+        run(out, overwrite=True, resume=True)
+        assert tree(out) == whole, step
+        assert left_behind(out) == [], step
+        for path in sorted(out.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        out.rmdir()
+    assert step > 40, "the steps were not seen"
+
+
+def test_real_kills_of_the_command_and_its_workers(tmp_path):
+    done = run(tmp_path, 4, [1, 2, 5], seed=1, count=4000)
+    assert done["kills"] == 4
+    assert done["finished"] >= 1

@@ -1,0 +1,255 @@
+"""What a wrong input, a full disk and a dead worker get."""
+
+import json
+import os
+import re
+import resource
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from texts import Here, documents, jsonl, left_behind, parquet, texts, tree
+
+from meshfeed.cli.main import main
+from meshfeed.errors import ChangedError, ChecksumError, PrepareError, StoreError
+from meshfeed.prepare import Local, Text, prepare
+
+BYTES = Text(tokenizer="bytes")
+BAD = {
+    b"{broken": "no JSON",
+    b"[1]": "list where a JSON object belongs",
+    b'{"txt": "a"}': "no 'text', found 'txt'",
+    b'{"text": null}': "null where text belongs",
+    b'{"text": 5}': "int where text belongs",
+    b'{"text": "\\ud800"}': "text that is no Unicode",
+    b'{"text": "\xff"}': "no JSON",
+}
+
+
+def lines(path, *some):
+    path.write_bytes(b"\n".join(some) + b"\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("bad", "engine"),
+    [(b"{broken", Local(2)), *((bad, Here()) for bad in BAD)],
+    ids=["processes", *BAD.values()],
+)
+def test_the_first_malformed_line_stops_it_named(tmp_path, bad, engine):
+    good = b'{"text": "good"}'
+    path = lines(tmp_path / "a.jsonl", good, b"", good, good, bad, good)
+    with pytest.raises(PrepareError) as caught:
+        prepare([path], tmp_path / "out", BYTES, engine=engine, part_bytes=20)
+    assert f"{path}: line 5 (byte {path.read_bytes().index(bad)}): {BAD[bad]}" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("part_bytes", [10, 10_000])
+def test_within_the_limit_malformed_records_are_listed_and_left_out(tmp_path, part_bytes):
+    good = b'{"text": "good"}'
+    lines(tmp_path / "a.jsonl", *BAD, good, b"", b"{")
+    jsonl(tmp_path / "b.jsonl.gz", ["b0"])
+    parquet(tmp_path / "c.parquet", ["c0", None, "c2"], 2)
+    (tmp_path / "d.txt").write_bytes(b"\xff")
+    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d.txt")]
+    count = len(BAD) + 3
+    made = prepare(paths, tmp_path / "out", BYTES, engine=Here(), part_bytes=part_bytes, max_errors=count)
+    assert documents(tmp_path / "out") == [b"good", b"b0", b"c0", b"c2"]
+    assert made.manifest["num_malformed"] == count
+    told = [json.loads(line) for line in (tmp_path / "out/errors.jsonl").read_text().splitlines()]
+    places = [(Path(each["file"]).name, each.get("line"), each.get("row")) for each in told]
+    a = [("a.jsonl", line, None) for line in [*range(1, len(BAD) + 1), len(BAD) + 3]]
+    assert places == [*a, ("c.parquet", None, 1), ("d.txt", None, None)]
+    assert all(reason in each["error"] for reason, each in zip(BAD.values(), told))
+    with pytest.raises(PrepareError, match=f"{count} malformed documents, {count - 1} let pass"):
+        prepare(paths, tmp_path / "less", BYTES, engine=Here(), part_bytes=part_bytes, max_errors=count - 1)
+    prepare(
+        paths, tmp_path / "less", BYTES, engine=Here(), part_bytes=part_bytes, max_errors=count, resume=True
+    )
+    assert tree(tmp_path / "less") == tree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_cut_or_damaged_compressed_file_is_refused(tmp_path, name):
+    path = jsonl(tmp_path / name, texts(300))
+    whole = path.read_bytes()
+    for raw in (whole[:-3], whole[: len(whole) // 2], b"no such codec"):
+        path.write_bytes(raw)
+        with pytest.raises(ChecksumError, match=f"{name}: "):
+            prepare([path], tmp_path / "out", BYTES, engine=Here(), max_errors=9, overwrite=True)
+
+
+def test_an_output_that_exists_is_replaced_only_if_asked(tmp_path):
+    a, b = jsonl(tmp_path / "a.jsonl", ["a"]), jsonl(tmp_path / "b.jsonl", ["b"])
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is nothing
+    prepare([a], out, BYTES, engine=Here())
+    with pytest.raises(PrepareError, match="exists already; take another path"):
+        prepare([b], out, BYTES, engine=Here())
+    with pytest.raises(PrepareError, match="is not what this job makes"):
+        prepare([b], out, BYTES, engine=Here(), resume=True)
+    assert documents(out) == [b"a"]
+    prepare([a], out, BYTES, engine=Here(stop_after=0), resume=True)  # done is done
+    prepare([b], out, BYTES, engine=Here(), overwrite=True)
+    assert documents(out) == [b"b"]
+    assert left_behind(out) == []
+
+
+def test_an_unfinished_run_goes_on_only_as_what_it_was(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", texts(30))
+    out = tmp_path / "out"
+
+    def run(encoding=BYTES, **options):
+        return prepare([path], out, encoding, **({"engine": Here(), "part_bytes": 300} | options))
+
+    with pytest.raises(KeyboardInterrupt):
+        run(engine=Here(stop_after=1))
+    with pytest.raises(PrepareError, match="an earlier run was not finished; go on: --resume"):
+        run()
+    with pytest.raises(PrepareError, match=r"of another job: encoder was .*'eod': False.* and is .*True"):
+        run(Text(tokenizer="bytes", eod=True), resume=True)
+    with pytest.raises(PrepareError, match="of another job: dedup was False and is True"):
+        run(dedup=True, resume=True)
+    old = path.stat()
+    jsonl(path, texts(31))
+    with pytest.raises(PrepareError, match=r"of another job: inputs was .*a\.jsonl"):
+        run(resume=True)
+    jsonl(path, texts(30))
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+    run(resume=True, part_bytes=9)  # how it is cut was said at first
+
+
+def test_an_input_that_changes_meanwhile_is_refused(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", texts(30))
+
+    class Changes(Here):
+        def encode(self, folder, parts):
+            yield from super().encode(folder, parts)
+            os.utime(path, ns=(0, 0))
+
+    with pytest.raises(ChangedError, match=r"a\.jsonl: was changed while it was prepared"):
+        prepare([path], tmp_path / "out", BYTES, engine=Changes())
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_runs_of_one_output_do_not_meet(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+
+    class Meets(Here):
+        def encode(self, folder, parts):
+            with pytest.raises(PrepareError, match="another run is preparing this"):
+                prepare([path], tmp_path / "out", BYTES, engine=Here(), resume=True)
+            yield from super().encode(folder, parts)
+
+    prepare([path], tmp_path / "out", BYTES, engine=Meets())
+    assert documents(tmp_path / "out") == [b"a"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["nowhere/*.jsonl"], "nothing|missing"),
+        (["a.jsonl", "a.jsonl"], "given twice"),
+        (["."], "given twice"),
+        (["a.jsonl", "--glob", "*.py"], ""),
+        (["sub"], "nothing to prepare there; .*--glob"),
+        (["a.jsonl", "--validation", "1"], "--validation 1.0: a share"),
+        (["a.jsonl", "--eod-token", "<end>"], "has no token '<end>'"),
+        (["a.jsonl", "--workers", "0"], "0 workers; one at least"),
+        (["a.jsonl", "--out", "s3://bucket/x"], "s3://bucket/x: far away; prepare to a disk here"),
+        (["a.jsonl", "--dtype", "uint8", "--eod"], "257 tokens, of which uint8 holds 256"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_at_once(tmp_path, monkeypatch, capsys, options, said):
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/x.py").write_text("x")
+    more = ["a.jsonl"] if options == ["."] else []
+    status = main(["prepare", "--out", "out", "--workers", "1", "--tokenizer", "bytes", *options, *more])
+    assert status == (2 if said else 0)
+    err = capsys.readouterr().err
+    assert not said or re.search(said, err), err
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
+        ["a.jsonl", "sub"] + ([] if said else ["out"])
+    )
+
+
+@contextmanager
+def full_disk(num_bytes):
+    """A limit on the size of files stands for the disk; worker processes have it, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("engine", [Here(), Local(2)], ids=["here", "processes"])
+@pytest.mark.parametrize(("part_bytes", "where"), [(None, "parts/0"), (8000, "out/tokens.bin")])
+def test_a_full_disk_stops_it_cleanly_and_it_goes_on_with_space(tmp_path, part_bytes, where, engine):
+    some = texts(1000)
+    path = jsonl(tmp_path / "a.jsonl", some)
+    with full_disk(60_000), pytest.raises(StoreError, match=f"{where}.*: File too large") as caught:
+        prepare([path], tmp_path / "out", BYTES, engine=engine, part_bytes=part_bytes)
+    assert "what was encoded is kept; go on with --resume" in caught.value.__notes__[0]
+    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out.preparing").rglob("*.tmp"))
+    prepare([path], tmp_path / "out", BYTES, engine=engine, resume=True)
+    assert documents(tmp_path / "out") == [text.encode() for text in some]
+    assert left_behind(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed, perhaps for want of memory"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV"),
+        ("raise SystemExit(3)", "ended with status 3"),
+    ],
+)
+def test_a_worker_that_dies_is_named_with_its_part(tmp_path, monkeypatch, how, said):
+    path = jsonl(tmp_path / "a.jsonl", texts(200))
+    entry = tmp_path / "entry.py"
+    entry.write_text(f"import os, signal, sys; sys.stdin.readline(); {how}")
+    with monkeypatch.context() as patched:
+        patched.setattr("meshfeed.prepare.engine._ENTRY", entry)
+        with pytest.raises(PrepareError, match=f"part 0: the worker that encoded it {said}.*--resume"):
+            prepare([path], tmp_path / "out", BYTES, engine=Local(1))
+    prepare([path], tmp_path / "out", BYTES, engine=Local(1), resume=True)
+    assert documents(tmp_path / "out") == [text.encode() for text in texts(200)]
+
+
+def test_workers_end_with_the_run(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", texts(200))
+    with (
+        pytest.raises(StoreError, match="no job"),
+        closing(Local(2).encode(tmp_path / "no job", [0, 1])) as parts,
+    ):
+        next(parts)
+    engine = Local(2)
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = set(children.read_text().split())
+    with pytest.raises(KeyboardInterrupt):
+
+        def interrupt(progress):
+            if progress.done_parts == 1:
+                raise KeyboardInterrupt
+
+        prepare([path], tmp_path / "out", BYTES, engine=engine, part_bytes=500, on_progress=interrupt)
+    assert set(children.read_text().split()) <= before
+
+
+def test_a_part_that_is_no_part_is_refused(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", texts(30))
+    with pytest.raises(KeyboardInterrupt):
+        prepare([path], tmp_path / "out", BYTES, engine=Here(stop_after=2), part_bytes=300)
+    part = next(iter((tmp_path / "out.preparing/parts").iterdir()))
+    part.write_bytes(part.read_bytes()[:-9])
+    with pytest.raises(StoreError, match="no whole part; remove it"):
+        prepare([path], tmp_path / "out", BYTES, engine=Here(), part_bytes=300, resume=True)
+    part.unlink()
+    prepare([path], tmp_path / "out", BYTES, engine=Here(), part_bytes=300, resume=True)
+    assert documents(tmp_path / "out") == [text.encode() for text in texts(30)]

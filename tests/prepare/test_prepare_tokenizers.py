@@ -1,0 +1,175 @@
+"""Every kind of tokenizer gives what its own library gives."""
+
+import base64
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+import sentencepiece
+import tiktoken
+import tokenizers
+from texts import Here, jsonl, texts, tree
+
+import meshfeed as mf
+from meshfeed.errors import PrepareError, StoreError
+from meshfeed.prepare import Local, Text, prepare
+from meshfeed.store.tokenizer import _PATTERNS, tokenizer_file
+
+TEXTS = [text for text in texts(80, 4) if text] + ["<|endoftext|> </s> it's  3.14159\r\n\tEs WAR's\u00a0 42"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A directory with a tokenizer of each kind."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    jsonl(folder / "a.jsonl", TEXTS)
+    prepare([folder / "a.jsonl"], folder / "bpe", Text(train_bpe=320, eod=True), engine=Here())
+    shutil.copy(folder / "bpe/tokenizer.json", folder / "plain.json")
+    (folder / "hf").mkdir()
+    shutil.copy(folder / "plain.json", folder / "hf/tokenizer.json")
+    (folder / "hf/tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_writer=model, vocab_size=60, minloglevel=2, model_type="bpe"
+    )
+    (folder / "sp.model").write_bytes(model.getvalue())
+    (folder / "llama").mkdir()
+    shutil.copy(folder / "sp.model", folder / "llama/tokenizer.model")
+    ranks = {bytes([i]): i for i in range(256)} | {b"ab": 256, b"ee": 257, b" b": 258, b"bee": 259}
+    said = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items())
+    for name in _PATTERNS:
+        (folder / f"own.{name}.tiktoken").write_text(said)
+    (folder / "own.tiktoken").write_text(said)
+    return folder, ranks
+
+
+def prepared(trained, tmp_path, name, **options):
+    jsonl(tmp_path / "a.jsonl", TEXTS)
+    out = tmp_path / "out"
+    prepare([tmp_path / "a.jsonl"], out, Text(tokenizer=name, **options), engine=Here(), part_bytes=900)
+    with mf.open(out) as store:
+        lengths = store.lengths(np.arange(store.num_documents))
+        stream = store.read_stream(np.array([0]), np.array([lengths.sum()]))
+        return [each.tolist() for each in np.split(stream, lengths.cumsum()[:-1])], store.dtype
+
+
+@pytest.mark.parametrize("name", ["plain.json", "hf"])
+def test_tokenizers(trained, tmp_path, name):
+    folder, _ = trained
+    own = tokenizers.Tokenizer.from_file(str(folder / "plain.json"))
+    end = own.token_to_id("<|endoftext|>")
+    how = {"eod": True} if name == "hf" else {"eod": "<|endoftext|>"}
+    found, dtype = prepared(trained, tmp_path, str(folder / name), **how)
+    assert found == [[*own.encode(text, add_special_tokens=False).ids, end] for text in TEXTS]
+    assert dtype == np.uint16
+
+
+@pytest.mark.parametrize("name", ["sp.model", "llama"])
+def test_sentencepiece(trained, tmp_path, name):
+    folder, _ = trained
+    own = sentencepiece.SentencePieceProcessor(model_file=str(folder / "sp.model"))
+    found, _ = prepared(trained, tmp_path, str(folder / name), eod=True)
+    assert found == [[*own.encode(text), own.eos_id()] for text in TEXTS]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
+def test_tiktoken_ranks(trained, tmp_path, monkeypatch, name):
+    """What tiktoken's own encoding of that name would be, were these its ranks."""
+    folder, ranks = trained
+    public = pytest.importorskip("tiktoken_ext.openai_public")
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *args, **options: ranks)
+    monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", lambda *args, **options: ranks)
+    told = getattr(public, name)()
+    told.pop("explicit_n_vocab", None)
+    own = tiktoken.Encoding(**told)
+    found, _ = prepared(trained, tmp_path, str(folder / f"own.{name}.tiktoken"), eod=True)
+    assert found == [[*own.encode_ordinary(text), len(ranks)] for text in TEXTS]
+
+
+def test_bytes(trained, tmp_path):
+    found, dtype = prepared(trained, tmp_path, "bytes")
+    assert found == [list(text.encode()) for text in TEXTS]
+    assert dtype == np.uint8
+
+
+def test_every_kind_decodes_what_it_encodes(trained):
+    folder, _ = trained
+    for name in ["bytes", *map(str, (folder / "hf", folder / "own.gpt2.tiktoken"))]:
+        tokenizer = tokenizer_file(name).load()
+        for text, tokens in zip(TEXTS, tokenizer.encode(TEXTS)):
+            assert tokenizer.decode(tokens.tolist()) == text
+            assert tokens.max(initial=0) < tokenizer.vocab_size
+
+
+def test_a_tokenizer_that_is_trained_is_the_same_each_time(trained, tmp_path):
+    folder, _ = trained
+    jsonl(tmp_path / "a.jsonl", TEXTS)
+    for name in ("one", "two"):
+        prepare([folder / "a.jsonl"], tmp_path / name, Text(train_bpe=320, eod=True), engine=Local(2))
+        assert tree(tmp_path / name) == tree(folder / "bpe")
+
+
+def test_what_is_no_tokenizer_is_refused(trained, tmp_path):
+    folder, _ = trained
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "bad.model").write_text("no model")
+    (tmp_path / "bad.gpt2.tiktoken").write_text("no ranks")
+    wrong = {
+        "bad.json": "no tokenizer: .*give a JSON file",
+        "bad.model": "no tokenizer: .*sentencepiece",
+        "bad.gpt2.tiktoken": "no tokenizer: ",
+        "none": "missing",
+        ".": r"no tokenizer\.json and no tokenizer\.model",
+    }
+    for name, said in wrong.items():
+        with pytest.raises(StoreError, match=said):
+            Text(tokenizer=str(tmp_path / name)).told()
+    with pytest.raises(StoreError, match=r"NAME\.ENCODING\.tiktoken"):
+        Text(tokenizer=str(folder / "own.tiktoken")).told()
+    with pytest.raises(StoreError, match=r"no tokenizer: .*tiktoken:ENCODING"):
+        Text(tokenizer="tiktoken:nothing").told()
+    with pytest.raises(PrepareError, match="does not say which token ends a document"):
+        Text(tokenizer=str(folder / "plain.json"), eod=True).told()
+    with pytest.raises(PrepareError, match="320 tokens, of which uint8 holds 256"):
+        Text(tokenizer=str(folder / "plain.json"), dtype="uint8").told()
+
+
+def test_a_tokenizer_that_changes_under_a_job_is_refused(trained, tmp_path):
+    folder, _ = trained
+    jsonl(tmp_path / "a.jsonl", TEXTS)
+    path = tmp_path / "t.json"
+    shutil.copy(folder / "plain.json", path)
+
+    class Changes(Here):
+        def encode(self, job, parts):
+            path.write_text(path.read_text().replace(" ", "  ", 1))
+            yield from super().encode(job, parts)
+
+    with pytest.raises(PrepareError, match=r"t\.json: was changed since this job began"):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", Text(tokenizer=str(path)), engine=Changes())
+
+
+def test_conversations_are_tokens_and_a_loss_mask(trained, tmp_path):
+    chat = pytest.importorskip("meshfeed.prepare.chat")
+    from meshfeed.prepare import Chats
+
+    folder, _ = trained
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% if tools %}{{ tools | length }}{% endif %}"
+        "{% for m in messages %}<|endoftext|>{{ m.role }}: {{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|endoftext|>assistant: {% endif %}"
+    )
+    turns = [{"role": "user", "content": "a bee"}, {"role": "assistant", "content": "cedar"}]
+    rows = [{"conv": turns}, {"conv": turns, "tools": [{"name": "x"}]}, {"conv": turns * 2}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    encoding = Chats(tokenizer=str(folder / "hf"), template=str(template), column="conv")
+    prepare([tmp_path / "a.jsonl"], tmp_path / "out", encoding, engine=Local(2), part_bytes=100)
+    own = chat.ChatEncoder(str(folder / "hf"), str(template))
+    told = own.encode([turns, {"messages": turns, "tools": rows[1]["tools"]}, turns * 2])
+    with mf.open(tmp_path / "out") as store:
+        for name, column in {"tokens": store, "loss_mask": store.columns["loss_mask"]}.items():
+            stream = column.read_stream(np.array([0]), np.array([store.num_tokens]))
+            assert stream.tolist() == [value for each in told for value in each[name].tolist()]
