@@ -7,10 +7,9 @@ hands what it makes to the training loop, and the rest of this file says who thi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -22,28 +21,27 @@ from meshfeed.deliver import (
     Digester,
     Digests,
     Meeting,
-    Verifier,
     can_share,
-    default_store,
     make_delivery,
     tell,
 )
-from meshfeed.device import OnHost, Placer, microbatches_of, placer_of
+from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import DeliveryError, RecipeError
-from meshfeed.launch import check_arguments, this_layout, this_rank
+from meshfeed.launch import check_arguments
 from meshfeed.layout import Layout
 from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.prefetch import StageClock
 from meshfeed.recipe import Recipe
-from meshfeed.roles import DeliveryName, Role, Roles, StageMap, assign_roles, choose_delivery
-from meshfeed.run import COUNTERS, Item, Made, Meter, Run, StepEnd, StepStart, VirtualStage, views_of
+from meshfeed.roles import DeliveryName, Field, StageMap
+from meshfeed.run import COUNTERS, Item, Made, Meter, StepEnd, StepStart
 from meshfeed.sequence import Columns, Portion, SequenceRule
+from meshfeed.source import StepSource
 from meshfeed.state import State
 from meshfeed.stepping import Stepping
 
 
-class Feed:
+class Feed(StepSource[Delivery]):
     """One rank's view of the training stream.
 
     Construction remembers its arguments; entering (`with`, or the first iteration) opens what this
@@ -100,75 +98,33 @@ class Feed:
             )
         if timeout_s <= 0:
             raise RecipeError(f"timeout_s={timeout_s} must be positive")
+        super().__init__(
+            layout or Layout(),
+            rank,
+            delivery=delivery,
+            device=device,
+            stage_map=stage_map,
+            readers=reads,
+            packing=packing,
+            cp_split=cp_split,
+            prefetch=prefetch,
+            verify=verify,
+            timeout_s=timeout_s,
+            rendezvous=rendezvous,
+        )
         self.recipe, self.micro_batch_size, self.packing = recipe, micro_batch_size, packing
-        self._given_layout, self._given_rank, self._given_delivery = layout or Layout(), rank, delivery
-        self._device, self._given_stage_map = device, stage_map
-        self._reads = None if reads is None else frozenset(reads)
         self._stepping = Stepping(
             recipe=recipe,
-            layout=self._given_layout,
+            layout=layout or Layout(),
             micro_batch_size=micro_batch_size,
             packing=packing,
             vpp=self.stage_map.vpp,
             cp_split=cp_split,
         )
-        self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
         self._read_ahead_bytes = read_ahead_bytes
-        self._rendezvous = rendezvous
         self._host = OnHost()
         self._resources = contextlib.ExitStack()
         self._entered = False
-        self._next_step, self._loaded = 0, False
-        self._run: Run | None = None
-        self.virtual_stages = tuple(VirtualStage(self._steps, v) for v in range(self.stage_map.vpp))
-
-    # -- what this rank is ----------------------------------------------------------------------------
-
-    @cached_property
-    def rank(self) -> int:
-        """This process's global rank."""
-        return this_rank(self._given_rank)
-
-    @cached_property
-    def layout(self) -> Layout:
-        """The layout, its node size taken from the launcher where it was not given."""
-        return this_layout(self._given_layout, self.rank)
-
-    @cached_property
-    def stage_map(self) -> StageMap:
-        """Which pipeline stage does what."""
-        return self._given_stage_map or StageMap(pp=self._given_layout.pp)
-
-    @cached_property
-    def delivery(self) -> DeliveryName:
-        """How stored bytes reach this rank; what "auto" came to."""
-        if self._given_delivery != "auto":
-            return cast(DeliveryName, self._given_delivery)
-        return choose_delivery(
-            self.layout, self.stage_map, self._rule.fields, self._reads, can_share=can_share() is None
-        )
-
-    @cached_property
-    def roles(self) -> Roles:
-        """Every rank's role."""
-        rule, shared = self._rule, self._stepping.shares_packs
-        return assign_roles(
-            self.layout, self.stage_map, rule.fields, self.delivery, self._reads, shares_packs=shared
-        )
-
-    @cached_property
-    def role(self) -> Role:
-        """This rank's role."""
-        return self.roles[self.rank]
-
-    @cached_property
-    def cp_groups(self) -> dict[int, tuple[int, ...]]:
-        """The context-parallel groups that this rank can be in, size -> global ranks in order of slices.
-
-        A trainer makes them once, at its start; `Microbatch.cp_ranks` is always one of them. With a fixed cp
-        there is the one.
-        """
-        return self._stepping.cp_groups(self.layout.coord(self.rank))
 
     @property
     def num_steps(self) -> int | None:
@@ -197,9 +153,6 @@ class Feed:
             self._entered = True
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Stop producing, let the peers go, close the files. May be entered again."""
         self._stop()
@@ -208,16 +161,12 @@ class Feed:
 
     # -- the training loop's side ---------------------------------------------------------------------
 
-    def __iter__(self) -> Iterator[Step]:
-        return self._steps(None)
-
     def state_dict(self) -> dict[str, Any]:
         """The state after the steps handed out so far: at most 4 KB, JSON-able, equal on every rank.
 
         Taken in the body of the loop over steps, it resumes at the next step.
         """
-        step = self._run.step if self._run is not None else self._next_step
-        return State(recipe=self.recipe.summary(until=step), step=step).to_json()
+        return State(recipe=self.recipe.summary(until=self._step), step=self._step).to_json()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where a state was taken, under any layout; iterate anew afterwards.
@@ -232,78 +181,13 @@ class Feed:
     def _steps(self, virtual_stage: int | None) -> Iterator[Step]:
         entered_here = not self._entered
         self.__enter__()
-        view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
-        if self._run is None or not self._run.join(view, num_views):
-            self._stop()
-            self._run = self._new_run(None if virtual_stage is None else self.stage_map)
-            self._run.join(view, num_views)
-        yield from self._run.steps(view)
-        # An iterator that is dropped midway leaves its run to the next one, or to close.
-        if num_views == 1:
-            self._stop()
-            if entered_here:
-                self.close()
-
-    def _new_run(self, by_stage: StageMap | None) -> Run:
-        role, fields, clock = self.role, self._rule.fields, StageClock()
-        meeting = self._meeting()
-        delivery = make_delivery(
-            self.delivery,
-            role,
-            meeting,
-            num_slots=self._prefetch + 2,
-            patience_s=None if self._prefetch else self._timeout_s,
-        )
-        placer = placer_of(self._device)
-        return Run(
-            start=self._next_step,
-            items=self._items(self._next_step, delivery, placer, clock),
-            clock=clock,
-            delivery=delivery,
-            verifier=self._new_verifier(meeting),
-            meeting=meeting,
-            check=self._new_check(meeting),
-            placer=placer,
-            role=role,
-            views=views_of(fields, by_stage, self.layout.coord(self.rank).pp),
-            prefetch=self._prefetch,
-            timeout_s=self._timeout_s,
-        )
-
-    def _new_check(self, meeting: Meeting | None) -> Callable[[], None]:
-        """After a state was loaded: whether the whole job goes on from the same step."""
-        loaded, self._loaded = self._loaded, False
-        if meeting is None or not loaded:
-            return lambda: None
-        return lambda: meeting.check_start(self.rank)
-
-    def _new_verifier(self, meeting: Meeting | None) -> Verifier | None:
-        """Compares with the ranks that hold the same slices, where any of them take stored bytes."""
-        replicas = self.layout.group_of(self.rank, "tp-pp").tolist()
-        peers = tuple(sorted(rank for rank in replicas if self.roles[rank].source is not None))
-        if not self._verify or self.rank not in peers or len(peers) == 1:
-            return None
-        if meeting is None:
-            raise DeliveryError(
-                f"verify=True: rank {self.rank} needs a way to meet ranks {peers}: call "
-                f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
-            )
-        return Verifier(self.rank, peers, [f.name for f in self._rule.fields], meeting)
-
-    def _meeting(self) -> Meeting | None:
-        store = self._rendezvous or default_store()
-        topic = (
-            f"recipe {self.recipe.fingerprint}, {self._stepping.summary()}, delivery {self.delivery}, "
-            f"verify {self._verify}, reads {self._reads and sorted(self._reads)}, {self.stage_map}"
-        )
-        ranks = self.roles.ranks.tolist()
-        return None if store is None else Meeting(store, self._timeout_s, topic, self._next_step, ranks)
+        yield from super()._steps(virtual_stage)
+        if entered_here and (virtual_stage is None or self.stage_map.vpp == 1):
+            self.close()
 
     def _stop(self) -> None:
         if self._run is not None:
-            self._next_step = self._run.step
-            self._run.stop()
-            self._run = None
+            super()._stop()
             forget(self.recipe.sources)
 
     # -- the producer's side --------------------------------------------------------------------------
@@ -311,6 +195,21 @@ class Feed:
     @property
     def _rule(self) -> SequenceRule:
         return self._stepping.rule
+
+    @property
+    def _fields(self) -> Sequence[Field]:
+        return self._rule.fields
+
+    @property
+    def _topic(self) -> str:
+        return (
+            f"recipe {self.recipe.fingerprint}, {self._stepping.summary()}, delivery {self.delivery}, "
+            f"verify {self._verify}, reads {self._readers and sorted(self._readers)}, {self.stage_map}"
+        )
+
+    def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:
+        slots = self._prefetch + 2
+        return make_delivery(self.delivery, self.role, meeting, num_slots=slots, patience_s=patience_s)
 
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
         """The way of every sequence, from its place in the stream to the device."""

@@ -23,17 +23,18 @@ def this_rank(given: int | None) -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def this_layout(given: Layout, rank: int) -> Layout:
-    """The layout, its node size taken from the launcher where it was not given.
+def this_layout(given: Layout | None) -> Layout:
+    """The layout, its node size taken from the launcher where it was not given; None for one process.
 
-    Raises LayoutError where the job cannot hold it, or the rank is not in it.
+    Raises LayoutError where the job cannot hold it, or is more than one process without it.
     """
-    layout = given
+    layout = given or Layout()
+    if given is None and (size := _num_processes()) > 1:
+        raise LayoutError(f"a job of {size} processes needs a layout; pass one, such as mf.Layout(dp={size})")
     if dist.is_available() and dist.is_initialized():
         layout.check_world(dist.get_world_size())
     if layout.ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
         layout = replace(layout, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    layout.coord(rank)
     return layout
 
 
@@ -51,3 +52,18 @@ def check_arguments(layout: Any, delivery: Any, device: Any) -> None:
         raise RecipeError(f"device={device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from error
     if place.type not in ("cpu", "cuda"):
         raise RecipeError(f"device={device!r}: tensors are put on 'cpu' or 'cuda'; move them on from there")
+
+
+def check_rank(given: int | None) -> None:
+    """Raises LayoutError for another rank than torch.distributed has for this process."""
+    if given is not None and dist.is_available() and dist.is_initialized() and given != dist.get_rank():
+        raise LayoutError(
+            f"rank {dist.get_rank()} of torch.distributed was told rank={given}; leave rank out, or pass the "
+            f"rendezvous in which it is {given}"
+        )
+
+
+def _num_processes() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))

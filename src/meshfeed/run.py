@@ -125,6 +125,7 @@ class Run:
         self._due = start  # the step that the producer's next item belongs to
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
+        self._failure: Exception | None = None
         self._process = os.getpid()
         self._stats: dict[str, Any] = {}
 
@@ -188,10 +189,17 @@ class Run:
 
     def _take(self, view: _View) -> StepStart | Microbatch | None:
         """The view's next item; None at the end of the stream."""
+        if self._failure is not None:
+            raise self._failure
         if self._stopped:
             raise StateError("this iteration ended with load_state_dict, close or a new one; iterate anew")
         while not view.items:
-            self._pull()
+            try:
+                self._pull()
+            except Exception as failure:
+                self._failure = failure
+                self.stop()  # whoever handles this: peers that wait for this rank must see that it is gone
+                raise
         return view.items.popleft()
 
     def _pull(self) -> None:

@@ -96,6 +96,105 @@ def test_so_it_does_on_all_ranks_however_uneven_they_ended() -> None:
     assert world.run(resumed_unevenly, 2) == [[4, 40, True]] * 2
 
 
+# -- iterators that tell no state --------------------------------------------------------------------
+
+
+class Shards:
+    """A data set of elements by place; iterating it does not end."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        return numbered(place)
+
+
+def listed(count: int = 7) -> list[Any]:
+    """Elements of one item, and of two."""
+    return [[numbered(place)] * (1 + place % 2) for place in range(count)]
+
+
+def elements(step: mf.Step) -> list[int]:
+    return sorted(set(numbers(step)))
+
+
+def state_after(source: Any, num_steps: int) -> dict[str, Any]:
+    with exchange_of(source, pulls=2, prefetch=2) as exchange:
+        for step in exchange:
+            if step.index + 1 == num_steps:
+                break
+        return exchange.state_dict()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("made", [listed, Shards])
+def test_a_list_goes_on_where_its_state_was_taken(made: Any, prefetch: int) -> None:
+    with exchange_of(made(7), pulls=2) as exchange:
+        straight = [(step.index, elements(step)) for step in exchange]
+        again = [(step.index, elements(step)) for step in exchange]  # the next round, steps go on counting
+    assert [number for _, step in straight for number in step] == list(range(7))
+    assert [(index - 4, step) for index, step in again] == straight
+    both = straight + again
+    for num_steps in range(1, 4):
+        with exchange_of(made(7), pulls=2, prefetch=prefetch) as resumed:
+            resumed.load_state_dict(state_after(made(7), num_steps))
+            rounds = [[(step.index, elements(step)) for step in resumed] for _ in range(2)]
+        assert [step for one in rounds for step in one] == both[num_steps:]
+
+
+def test_a_list_is_set_back() -> None:
+    with exchange_of(listed(), pulls=2, prefetch=2) as exchange:
+        straight = [elements(step) for step in exchange]
+        exchange.load_state_dict(state_after(listed(), 1))
+        assert [elements(step) for step in exchange] == straight[1:]
+
+
+def test_a_generator_has_one_round() -> None:
+    with exchange_of(iter(listed()), pulls=2) as exchange:
+        assert [len(list(exchange)) for _ in range(3)] == [4, 0, 0]
+
+
+class Anew:
+    """Begins at the beginning each time, and tells no state: a DataLoader, say."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(listed())
+
+
+def test_what_would_be_replayed_or_lost_is_refused() -> None:
+    state = state_after(iter(listed()), 2)
+    for source, text in (
+        (Anew(), "after 4 elements .* this Anew would begin anew; give an iterator that stands there"),
+        (listed(3), "after 4 elements, and this list has 3"),
+        (Epochs(9), "after 4 elements .* this Epochs would begin anew"),
+    ):
+        with exchange_of(source) as exchange, pytest.raises(mf.StateError, match=text):
+            exchange.load_state_dict(state)
+    standing = iter(listed()[4:])
+    with exchange_of(standing, pulls=2) as exchange:
+        for _ in range(2):  # nothing was taken between, so it stands there still
+            exchange.load_state_dict(state)
+        assert [(step.index, elements(step)) for step in exchange] == [(2, [4, 5]), (3, [6])]
+        with pytest.raises(mf.StateError, match="cannot be set back, has given 10"):
+            exchange.load_state_dict(state)
+
+
+def test_an_iterator_goes_back_as_far_as_its_items_are_kept() -> None:
+    with exchange_of(iter(listed()), pulls=2, prefetch=4) as exchange:
+        steps, states = iter(exchange), []
+        for _ in range(2):
+            next(steps)
+            states.append(exchange.state_dict())
+        exchange.load_state_dict(states[0])
+        assert [(step.index, elements(step)) for step in exchange] == [(1, [2, 3]), (2, [4, 5]), (3, [6])]
+
+
+# -- errors, threads, odd items ----------------------------------------------------------------------
+
+
 class Flaky:
     """Eight items; at the fourth it raises, once."""
 

@@ -112,7 +112,7 @@ class Alarm:
         try:
             self._publish(cause, 0 if isinstance(error, PeerError) else step)
         except _FAILURES:
-            raise error from None
+            raise error from error.__cause__  # not from the store's failure, which is a consequence
         if self._first is None or self._first.text == cause.text:
             raise error
         raise self._first.error() from error
@@ -132,11 +132,11 @@ class Alarm:
                 break
         self._hear()
 
-    def _hear(self) -> None:
-        """Take in the words that have come since."""
+    def _hear(self, store: Store | None = None) -> None:
+        """Take in the words that have come since. store: a connection of this thread's own."""
         if self._meeting is None or self._process != os.getpid():
             return
-        store = self._meeting.store
+        store = store or self._meeting.store
         with self._lock:
             try:
                 while store.check([key := f"{self._prefix}/word/{self._words}"]):
@@ -154,9 +154,17 @@ class Alarm:
                     self._hear()
             elif self._may_sleep():
                 own.wait([self._bell(self._rank)], _FOR_EVER)
+            if not self._ending.is_set():
+                self._call_off(own or store)
         if not self._ending.is_set():
             self._hear()
             self._wake()
+
+    def _call_off(self, store: Store) -> None:
+        """End this rank's waiting for peers, where the job ends before its first step."""
+        self._hear(store)
+        if self._meeting is not None and self._first is not None and self._step <= self._meeting.start:
+            self._meeting.call_off(store)
 
     def _may_sleep(self) -> bool:
         with self._lock:

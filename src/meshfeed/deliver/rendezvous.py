@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from meshfeed.errors import DeliveryError, PeerError, StateError
 # A rank may rightly wait for a broadcast as long as its source's trainer is busy elsewhere. A dead peer
 # closes its connection and is noticed at once; how long a trainer may wait for data is the Feed's timeout.
 _NO_TIMEOUT = timedelta(days=30)
+
+_CALLED_OFF = "called off"
 
 _meetings: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
 
@@ -43,21 +46,25 @@ class Meeting:
     topic: str
     start: int = 0
     ranks: Sequence[int] = ()
+    _off: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
+    _awaited: list[str] = field(default_factory=list[str], init=False, repr=False, compare=False)
 
     def meet(self, purpose: str, rank: int, peers: tuple[int, ...]) -> str:
         """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
 
         Members must call in the same order for the same peers, as for torch.distributed.new_group.
-        Raises PeerError naming who is missing after `timeout_s`, or who brings another topic; StateError
-        where one goes on from another step.
+        Raises PeerError naming who is missing after `timeout_s`, or who brings another topic, and where the
+        meeting is called off; StateError where one goes on from another step.
         """
         turn = next(_meetings[purpose, peers])
         prefix = f"meshfeed/{purpose}/{turn}/{'-'.join(map(str, _runs(peers)))}"
         self.store.set(f"{prefix}/{rank}", f"{self.start} {self.topic}")
-        self._wait([f"{prefix}/{peer}" for peer in peers], purpose, rank, peers)
+        keys = [f"{prefix}/{peer}" for peer in peers]
+        if not self._go_on(prefix, self._have_come(keys, purpose, rank, peers)):
+            raise PeerError(f"rank {rank} waited for ranks {peers}, and one of them ended before it came")
         starts, topics = {}, {}
-        for peer in peers:
-            starts[peer], _, topics[peer] = self.store.get(f"{prefix}/{peer}").decode().partition(" ")
+        for peer, brought in zip(peers, self._read_all(keys)):
+            starts[peer], _, topics[peer] = brought.partition(" ")
         others = [peer for peer in peers if topics[peer] != self.topic]
         if others:
             raise PeerError(
@@ -68,6 +75,15 @@ class Meeting:
         for peer, start in starts.items():
             self._check_start(rank, start, f"rank {peer}")
         return prefix
+
+    def call_off(self, store: Store) -> None:
+        """From another thread: somebody will not come. Who waits here ends with PeerError.
+
+        store: another connection than the one on which this rank waits.
+        """
+        self._off.set()
+        for key in list(self._awaited):
+            cast(Any, store).compare_set(key, "", _CALLED_OFF)
 
     def check_start(self, rank: int) -> None:
         """Compare the first step with the rank of the job that came first; waits for nobody.
@@ -117,6 +133,25 @@ class Meeting:
         """What `source` has left, waiting for it. Raises PeerError naming it after `timeout_s`."""
         self._wait([key], "share", rank, (source,))
         return self.store.get(key).decode()
+
+    def _have_come(self, keys: list[str], purpose: str, rank: int, peers: tuple[int, ...]) -> bool:
+        """Whether all peers come before the meeting is called off."""
+        self._awaited[:] = keys
+        try:
+            if self._off.is_set():  # asked once `call_off` can see the keys
+                return False
+            self._wait(keys, purpose, rank, peers)
+            return _CALLED_OFF not in self._read_all(keys)
+        finally:
+            self._awaited.clear()
+
+    def _go_on(self, prefix: str, come: bool) -> bool:
+        """All members go on, or none does, since each would wait for the others: the first word holds."""
+        word: str = cast(Any, self.store).compare_set(f"{prefix}/go", "", str(come)).decode()
+        return word == str(True)
+
+    def _read_all(self, keys: list[str]) -> list[str]:
+        return [value.decode() for value in cast(Any, self.store).multi_get(keys)]
 
     def _wait(self, keys: list[str], purpose: str, rank: int, peers: tuple[int, ...]) -> None:
         try:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from meshfeed.columns import Arrays
 from meshfeed.deliver.rendezvous import GlooGroup, Meeting
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
+from meshfeed.layout import Layout
+from meshfeed.roles import Roles
 
 Digests = npt.NDArray[np.int64]
 
@@ -60,6 +62,25 @@ class Verifier:
     def __init__(self, rank: int, peers: tuple[int, ...], names: Sequence[str], meeting: Meeting) -> None:
         self._rank, self._peers, self._names, self._meeting = rank, peers, tuple(names), meeting
         self._group: GlooGroup | None = None
+
+    @classmethod
+    def among(
+        cls, layout: Layout, roles: Roles, rank: int, names: Sequence[str], meeting: Meeting | None
+    ) -> Self | None:
+        """That of a rank among the replicas that take stored bytes; None where it takes none, or is alone.
+
+        names: of the fields to compare. Raises DeliveryError without a way to meet.
+        """
+        replicas = layout.group_of(rank, "tp-pp").tolist()
+        peers = tuple(sorted(peer for peer in replicas if roles[peer].source is not None))
+        if rank not in peers or len(peers) == 1:
+            return None
+        if meeting is None:
+            raise DeliveryError(
+                f"verify=True: rank {rank} needs a way to meet ranks {peers}: call "
+                f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
+            )
+        return cls(rank, peers, names, meeting)
 
     def __enter__(self) -> Self:
         self._group = self._meeting.gloo_group("verify", self._rank, self._peers)

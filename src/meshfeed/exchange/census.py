@@ -2,7 +2,7 @@
 
 Each member reports on its own items in one message:
 
-    0   eight int64: magic, status, items, number of the first, owns, ended, bytes of the text, 0
+    0   eight int64: magic, status, items, number of the first, owns, ended, bytes of the text, content
     64  a row of int64 per item: length, loss-bearing tokens, bytes beside its tokens, schema
         text: its schemas as JSON, or the cause of an error
 
@@ -12,6 +12,7 @@ A *schema* is what an item's keys are: names, types and shapes, as far as items 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,6 +74,7 @@ class Report:
         schemas: what the last column counts.
         owns: whether it has an iterator.
         ended: whether that has come to its end.
+        content: a digest of what the items are, from some of the numbers of their length key.
         cause: an encoded `deliver.Cause`, under ERROR.
     """
 
@@ -82,20 +84,39 @@ class Report:
     schemas: tuple[Schema, ...] = ()
     owns: bool = True
     ended: bool = False
+    content: int = 0
     cause: bytes = b""
+
+    @property
+    def digest(self) -> str:
+        """What must be equal where others give the same items: lengths, loss-bearing tokens, content, end."""
+        measured = np.ascontiguousarray(self.rows[:, [LENGTH, VALID]]).tobytes()
+        told = f"{self.first} {self.ended} {self.content} {zlib.crc32(measured):x}"
+        return f"{zlib.crc32(told.encode()):08x}"
 
     def encode(self) -> bytes:
         """The message."""
         told = [[schema.split, schema.rest] for schema in self.schemas]
         text = self.cause if self.status == ERROR else json.dumps(told, separators=(",", ":")).encode()
-        head = [_MAGIC, self.status, len(self.rows), self.first, self.owns, self.ended, len(text), 0]
+        head = [
+            _MAGIC,
+            self.status,
+            len(self.rows),
+            self.first,
+            self.owns,
+            self.ended,
+            len(text),
+            self.content,
+        ]
         return np.array(head, np.int64).tobytes() + self.rows.astype(np.int64).tobytes() + text
 
     @classmethod
     def decode(cls, message: Bytes) -> tuple[Self, int]:
         """The report at the start of some bytes, and where it ends. Raises DeliveryError."""
         try:
-            magic, status, count, first, owns, ended, size, _ = message[:_HEADER].view(np.int64).tolist()
+            magic, status, count, first, owns, ended, size, content = (
+                message[:_HEADER].view(np.int64).tolist()
+            )
             start = _HEADER + 32 * count
             rows = np.frombuffer(message[_HEADER:start].tobytes(), np.int64).reshape(count, 4)
             text = message[start : start + size].tobytes()
@@ -117,6 +138,7 @@ class Report:
             schemas=schemas,
             owns=bool(owns),
             ended=bool(ended),
+            content=content,
             cause=cause,
         ), start + size
 
@@ -199,6 +221,12 @@ class Census:
         _refuse_mixed(census, seats)
         return census
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The keys that any item has."""
+        keys = [(*schema.split, *schema.rest) for schema in self.schemas]
+        return frozenset(name for schema in keys for name, _, _ in schema)
+
     def item(self, place: int, seats: Seats) -> str:
         """An item in words."""
         dp_rank = int(self.draws.source[place])
@@ -213,8 +241,8 @@ def _refuse_different(reports: Sequence[Report], members: tuple[int, ...], seats
     if differ:
         raise PeerError(
             f"rank {seats.ranks[first]} and rank(s) {differ} are of one data-parallel rank, but their "
-            f"iterators gave items of other lengths or keys; give all its ranks the same items, or only one "
-            f"of them an iterator",
+            f"iterators gave items of other lengths, keys or tokens; give all its ranks the same items, or "
+            f"only one of them an iterator",
             differ,
         )
 

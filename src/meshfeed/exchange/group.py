@@ -27,14 +27,22 @@ class Group:
         process_group: a torch ProcessGroup, or a backend of one, that takes tensors on the CPU (gloo); None
             for a single member, who needs none.
         patience_s: how long to wait for a member; None for ever, since a dead one is noticed.
+        ranks: the members' global ranks, for the text of errors.
 
     Attributes:
         traffic: counters of this rank.
     """
 
-    def __init__(self, process_group: Any = None, *, patience_s: float | None = None) -> None:
+    def __init__(
+        self,
+        process_group: Any = None,
+        *,
+        patience_s: float | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self.traffic = Traffic()
         self._group: Any = process_group
+        self._ranks = ranks
         self._timeout = _NO_TIMEOUT if patience_s is None else timedelta(seconds=patience_s)
         self._room = _ROOM
         self._kept = {name: np.zeros(0, np.uint8) for name in ("out", "in", "row", "rows")}
@@ -113,4 +121,10 @@ class Group:
         return incoming
 
     def _lost(self, broken: Exception) -> PeerError:
-        return PeerError(f"member {self.member} of {self.size} lost the group that exchanges items: {broken}")
+        ranks = range(self.size) if self._ranks is None else self._ranks
+        others = [rank for member, rank in enumerate(ranks) if member != self.member]
+        return PeerError(
+            f"rank {ranks[self.member]} waits for items of ranks {others}, and one of them is dead, stands "
+            f"still, or has left its loop without closing its Exchange (use it in `with`): {broken}",
+            others,
+        )

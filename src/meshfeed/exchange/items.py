@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,13 +14,16 @@ from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.exchange.census import Bytes, Report, Schema
 from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier
-from meshfeed.exchange.keys import ANY, RESERVED, Keys
+from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
 from meshfeed.exchange.routing import Encoded
 from meshfeed.roles import Field
 from meshfeed.store import NUMBERS, Refused
 from meshfeed.store.mapped import plain
 
 _NOTHING = np.zeros(0, np.uint8)
+_LOOKED_AT = (
+    64  # numbers of an item that its digest is made of: all would cost what a checksum of the batch does
+)
 # complex ones go by way of `plain`, which resolves what torch keeps as a flag
 _NAME_OF_TYPE = {
     getattr(torch, name): name
@@ -36,10 +40,12 @@ class Given:
     Attributes:
         report: what the others must know of them.
         encoded: their bytes, views of what the user gave as far as possible.
+        error: why there are none; what the report tells is the rest of the job's version of it.
     """
 
     report: Report
     encoded: tuple[Encoded, ...]
+    error: Exception | None = None
 
 
 def encode(
@@ -61,16 +67,18 @@ def encode(
     rows: list[tuple[int, int, int, int]] = []
     schemas: dict[Schema, int] = {}
     encoded: list[Encoded] = []
-    declared = keys.by_name()
+    declared, content = keys.by_name(), 0
     for number, item in enumerate(items, first):
         try:
-            length, valid, schema, its_bytes = _encoded(item, keys, declared, wanted)
+            tokens, valid, schema, its_bytes = _encoded(item, keys, declared, wanted)
         except StoreError as error:
-            raise StoreError(f"rank {rank}: item {number}: {error}") from error
+            raise StoreError(f"rank {rank}: item {number}: {error}") from None
         encoded.append(its_bytes)
-        rows.append((length, valid, its_bytes.rest.size, schemas.setdefault(schema, len(schemas))))
+        content = zlib.crc32(_some_of(tokens), content)
+        rows.append((its_bytes.length, valid, its_bytes.rest.size, schemas.setdefault(schema, len(schemas))))
     table = np.array(rows, np.int64).reshape(len(rows), 4)
-    return Given(Report(first=first, rows=table, schemas=tuple(schemas), ended=ended), tuple(encoded))
+    report = Report(first=first, rows=table, schemas=tuple(schemas), ended=ended, content=content)
+    return Given(report, tuple(encoded))
 
 
 def nothing() -> Given:
@@ -91,15 +99,19 @@ def elements_of(element: Any) -> list[Mapping[str, Any]]:
 
 def _encoded(
     item: Mapping[str, Any], keys: Keys, declared: Mapping[str, Field], wanted: frozenset[str] | None
-) -> tuple[int, int, Schema, Encoded]:
+) -> tuple[Array, int, Schema, Encoded]:
     for name in (keys.length, keys.valid):
         if name is not None and item.get(name) is None:
             there = sorted(str(each) for each, value in item.items() if value is not None)
             raise StoreError(f"key {name!r} is missing, there are only {there}; give it in every item")
     length_value = value_of(keys.length, item[keys.length])
-    if not length_value[1].ndim:
-        raise StoreError(f"key {keys.length!r} is a single number; its first dimension would be the length")
-    length = length_value[1].shape[0]
+    if length_value[1].ndim != 1:
+        raise StoreError(
+            f"key {keys.length!r} has shape {length_value[1].shape}, and what tells the length has one "
+            f"dimension; give a dict for each sequence (do not collate), or name a key with one number per "
+            f"token as Keys(..., length=...)"
+        )
+    length = length_value[1].size
     split: list[tuple[str, str, tuple[int, ...]]] = []
     rest: list[tuple[str, str, int]] = []
     entries: list[Bytes] = []
@@ -124,13 +136,18 @@ def _encoded(
                 raise StoreError(f"key {name!r} has {has}, {keys.length!r} {length} tokens; make them agree")
             split.append((name, dtype, array.shape[1:]))
             entries.append(flat)
+        elif field is None and name in USUAL and array.shape[:1] == (length,):
+            raise StoreError(
+                f"key {name!r} has one entry per token and is not declared, so nobody would cut it; add "
+                f"Field(name={name!r}, dtype={dtype!r}, split=True) to Keys, or the plain name for a list"
+            )
         else:
             rest.append((name, dtype, array.ndim))
             dims += array.shape
             others.append(flat)
     whole = np.concatenate([np.array(dims, np.int64).view(np.uint8), *others]) if others else _NOTHING
     valid = length if keys.valid is None else num_nonzero(item[keys.valid])
-    return length, valid, Schema(tuple(split), tuple(rest)), Encoded(whole, tuple(entries), length)
+    return length_value[1], valid, Schema(tuple(split), tuple(rest)), Encoded(whole, tuple(entries), length)
 
 
 def value_of(name: str, value: Any) -> tuple[str, Array]:
@@ -150,6 +167,11 @@ def value_of(name: str, value: Any) -> tuple[str, Array]:
     if isinstance(made, Refused):
         raise StoreError(f"key {name!r} {made.why}")
     return (BYTES, np.frombuffer(made, np.uint8)) if isinstance(made, bytes) else (made.dtype.name, made)
+
+
+def _some_of(tokens: Array) -> bytes:
+    """Evenly spaced numbers of an item, the last one among them."""
+    return tokens[:: -max(tokens.size // _LOOKED_AT, 1)].tobytes()
 
 
 def num_nonzero(value: Any) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Set
 from dataclasses import dataclass
 
-from meshfeed.errors import RecipeError
+from meshfeed.errors import RecipeError, StoreError
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import PLAN_FIELDS
 
@@ -62,11 +64,29 @@ class Keys:
         """The declared fields by name."""
         return {field.name: field for field in self.declared}
 
+    def check_present(self, there: Set[str], wanted: Set[str], step: int) -> None:
+        """Whether items have what was declared. there: the keys that any item of a step has; wanted: needed.
+
+        Raises StoreError for a split field that none has: padding alone would be trained on. Of the fields
+        that are split without being declared, those that no item has are left out.
+        """
+        for field in self.declared:
+            if field.split and field not in _USUAL and field.name in wanted - there:
+                near = difflib.get_close_matches(field.name, there - {self.length}, 1)
+                meant = f"did you mean {near[0]!r}? " if near else ""
+                raise StoreError(
+                    f"step {step}: no item has key {field.name!r}, which is declared split; they have "
+                    f"{sorted(there)}. {meant}Give it in one item of every step at least, or leave it out of "
+                    f"Keys"
+                )
+
     @property
     def fields(self) -> tuple[Field, ...]:
         """All that roles are assigned for."""
         return (*self.declared, _CENSUS, *PLAN_FIELDS)
 
 
+USUAL = frozenset(field.name for field in _USUAL)
+"""Names that stand for one entry per token everywhere."""
 RESERVED = frozenset(field.name for field in PLAN_FIELDS)
 """Names that no key may have."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from meshfeed.deliver import Cause
-from meshfeed.errors import StateError
+from meshfeed.errors import RecipeError, StateError
 from meshfeed.exchange.census import ERROR, Report
 from meshfeed.exchange.items import Given, elements_of, encode, nothing
 from meshfeed.exchange.keys import Keys
@@ -20,11 +20,12 @@ _MOST_BYTES = 2048
 
 @dataclass(frozen=True, slots=True)
 class _Pulled:
-    """What was pulled for a step. state: of the iterator thereafter. taken: items so far."""
+    """What was pulled for a step, and where the iterator stood thereafter; see `Puller.state`."""
 
     given: Given
     state: Any
     taken: int
+    pulled: int
     ended: bool
 
 
@@ -40,10 +41,9 @@ class Puller:
         self._source, self._keys, self._pulls = source, keys, pulls
         self._iterator: Iterator[Any] | None = None
         self._pulled: dict[int, _Pulled] = {}
-        self._waiting: list[
-            Any
-        ] = []  # elements of a step that is not kept yet; its next try begins with them
-        self._taken, self._ended = 0, False
+        # elements of a step that is not kept yet; its next try begins with them
+        self._waiting: list[Any] = []
+        self._taken, self._at, self._ended = 0, 0, False
         self._anew: tuple[int, _Pulled] | None = None
 
     @property
@@ -61,19 +61,21 @@ class Puller:
             del self._pulled[old]
         if step not in self._pulled:
             if step - 1 not in self._pulled:  # a loop that is ahead of its first step has not been handed it
-                self._pulled[step - 1] = self._now(nothing())
+                self._pulled[step - 1] = self._now()
             try:
-                self._pulled[step] = self._now(self._next(rank, wanted))
+                given = self._next(rank, wanted)
+                taken, at = self._taken + len(given.encoded), self._at + len(self._waiting)
+                self._pulled[step] = _Pulled(given, _state_of(self._source), taken, at, self._ended)
             except Exception as error:
                 return _failed(error, rank, step, self._taken)
-            self._taken, self._waiting = self._pulled[step].taken, []
+            self._taken, self._at, self._waiting = taken, at, []
         return self._pulled[step].given
 
     def restart(self, step: int) -> None:
         """All iterators have ended before a step: whoever iterates again begins it with them anew."""
         self._pulled.pop(step, None)
-        self._iterator, self._ended = None, False
-        self._anew = step, self._now(nothing())
+        self._iterator, self._at, self._ended = None, 0, False
+        self._anew = step, self._now()
 
     def handed_end(self) -> None:
         """The loop has been handed the end: a state taken now is that of the iterators begun anew.
@@ -86,46 +88,91 @@ class Puller:
             self._pulled[step - 1] = replace(now, given=last.given)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Where the iterator stood before a step: its own state, items taken, whether it had ended."""
-        after = self._pulled.get(step - 1)
-        if after is None:
-            return {"iterator": _state_of(self._source), "taken": self._taken, "ended": self._ended}
-        return {"iterator": after.state, "taken": after.taken, "ended": after.ended}
+        """Where the iterator stood before a step.
+
+        Its own state; items taken so far; elements pulled since it was begun; whether it had ended.
+        """
+        after = self._pulled.get(step - 1) or self._now()
+        return {
+            "iterator": after.state,
+            "taken": after.taken,
+            "pulled": after.pulled,
+            "ended": after.ended,
+        }
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raises StateError for what `state` of such an iterator did not give."""
+        """Raises StateError for what `state` did not give, or where this iterator cannot stand there."""
         try:
-            version, step, taken, _ = (saved[name] for name in ("version", "step", "taken", "ended"))
+            version, step, taken, pulled, _ = (
+                saved[name] for name in ("version", "step", "taken", "pulled", "ended")
+            )
             state = saved["iterator"]
         except (KeyError, TypeError) as bad:
             raise StateError(
                 f"not a state of an exchange ({bad!r}); pass what state_dict() returned"
             ) from bad
-        counts = version, step, taken
+        counts = version, step, taken, pulled
         if any(type(count) is not int or count < 0 for count in counts) or version != 1:
-            raise StateError(f"state with version, step, taken = {counts}; this meshfeed reads version 1")
+            raise StateError(
+                f"state with version, step, taken, pulled = {counts}; this meshfeed reads version 1"
+            )
         if state is not None and not hasattr(self._source, "load_state_dict"):
             raise StateError(
                 f"the state holds an iterator's own, but {type(self._source).__name__} has no "
                 f"load_state_dict; give the same kind of iterator"
             )
+        if state is None and self._source is not None and not self._keeps(saved):
+            self._check_reaches(taken, pulled)
+
+    def _keeps(self, saved: Mapping[str, Any]) -> bool:
+        """Whether all that was pulled since a state is kept, so that an iterator need not go back to it."""
+        after = self._pulled.get(saved["step"] - 1)
+        there = after is not None and (after.taken, after.pulled) == (saved["taken"], saved["pulled"])
+        return there and self._anew is None and not _is_indexed(self._source)
+
+    def _check_reaches(self, taken: int, pulled: int) -> None:
+        """Whether an iterator that tells no state can be where so much was pulled of it."""
+        source: Any = self._source
+        kind = type(source).__name__
+        if _is_indexed(source):
+            if len(source) < pulled:
+                raise StateError(
+                    f"the state was taken after {pulled} elements, and this {kind} has {len(source)}; give "
+                    f"the one that it was taken of"
+                )
+        elif not isinstance(source, Iterator) or _has_state(source):
+            if not pulled:
+                return
+            raise StateError(
+                f"the state was taken after {pulled} elements of an iterator that tells no state, and this "
+                f"{kind} would begin anew; give an iterator that stands there, or one with state_dict and "
+                f"load_state_dict"
+            )
+        elif (self._iterator or self._anew) and (taken, pulled) != (self._taken, self._at):
+            raise StateError(
+                f"the state was taken after {taken} items, and this {kind}, which cannot be set back, has "
+                f"given {self._taken}; give a new Exchange one that stands there, or one with state_dict and "
+                f"load_state_dict"
+            )
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Stand where a checked state was taken. Nobody may be pulling."""
+        if saved["iterator"] is None and self._keeps(saved):
+            return
         if saved["iterator"] is not None:
             self._source.load_state_dict(copy.deepcopy(saved["iterator"]))  # type: ignore
         self._iterator, self._pulled, self._waiting, self._anew = None, {}, [], None
-        self._taken, self._ended = saved["taken"], bool(saved["ended"])
+        self._taken, self._at, self._ended = saved["taken"], saved["pulled"], bool(saved["ended"])
 
-    def _now(self, given: Given) -> _Pulled:
-        """Where the iterator stands, having given this since the last step that was kept."""
-        return _Pulled(given, _state_of(self._source), self._taken + len(given.encoded), self._ended)
+    def _now(self) -> _Pulled:
+        """Where the iterator stands after the last step that was kept."""
+        return _Pulled(nothing(), _state_of(self._source), self._taken, self._at, self._ended)
 
     def _next(self, rank: int, wanted: frozenset[str]) -> Given:
         if self._source is None:
             return nothing()
         if self._iterator is None:
-            self._iterator = iter(self._source)
+            self._iterator = _begun(self._source, self._at)
         while len(self._waiting) < self._pulls and not self._ended:
             try:
                 self._waiting.append(next(self._iterator))
@@ -133,6 +180,27 @@ class Puller:
                 self._ended = True
         items = [item for element in self._waiting for item in elements_of(element)]
         return encode(items, self._keys, first=self._taken, ended=self._ended, wanted=wanted, rank=rank)
+
+
+def _is_indexed(source: Any) -> bool:
+    """Whether it is a list or a data set, which any element can be asked of, and tells no state."""
+    return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not _has_state(source)
+
+
+def _has_state(source: Any) -> bool:
+    return hasattr(source, "state_dict") or hasattr(source, "load_state_dict")
+
+
+def _begun(source: Any, at: int) -> Iterator[Any]:
+    """Its elements; of one that can be asked for any, from `at` on. Raises RecipeError where it has none."""
+    if _is_indexed(source) and (at or not hasattr(source, "__iter__")):
+        return (source[place] for place in range(at, len(source)))
+    if callable(source) and not hasattr(source, "__iter__"):
+        name: str = getattr(source, "__name__", type(source).__name__)
+        raise RecipeError(f"{name} is a function, not an iterator; pass what it returns: {name}(...)")
+    if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
+        raise RecipeError(f"{type(source).__name__} is no iterable of items; pass an iterator, or a list")
+    return iter(cast(Iterable[Any], source))
 
 
 def _state_of(source: Any) -> Any:
@@ -146,4 +214,4 @@ def _failed(error: Exception, rank: int, step: int, taken: int) -> Given:
         text = f"rank {rank}: its iterator failed at step {step}, after {taken} items: {cause.text}"
         cause = Cause(cause.kind, text, cause.ranks)
     told = cause.encode(_MOST_BYTES)
-    return Given(Report(status=ERROR, rows=np.zeros((0, 4), np.int64), cause=told), ())
+    return Given(Report(status=ERROR, rows=np.zeros((0, 4), np.int64), cause=told), (), error)

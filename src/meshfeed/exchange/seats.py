@@ -23,11 +23,14 @@ class Seats:
         served: the dp_cp ranks that each takes for: itself and those that get theirs from it. Each dp_cp
             rank is served by one member, all of a member's are of one data-parallel rank.
         cp: the layout's context-parallel size.
+        speakers: the first member of each exchange of the same items, this one's among them: those of
+            several stages or tp ranks are not in one.
     """
 
     ranks: tuple[int, ...]
     served: tuple[tuple[int, ...], ...]
     cp: int
+    speakers: tuple[int, ...] = ()
 
     @classmethod
     def all_of(cls, ranks: Sequence[int], *, cp: int = 1) -> Self:
@@ -62,7 +65,8 @@ class Seats:
                 f"dp and cp own one, or choose delivery 'broadcast'"
             )
         turn = readers_of[tuple(sorted(served[rank]))].index(rank)
-        return cls(tuple(readers_of[each][turn] for each in places), tuple(places), layout.cp)
+        ranks = tuple(readers_of[each][turn] for each in places)
+        return cls(ranks, tuple(places), layout.cp, tuple(readers_of[places[0]]))
 
     def dp_rank(self, member: int) -> int:
         """The data-parallel rank that a member is of."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from meshfeed.batch import Microbatch, Value
 from meshfeed.columns import Allocate, Array, Arrays
-from meshfeed.deliver import Cause, EndOfStream
+from meshfeed.deliver import Cause, Digester, EndOfStream
 from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import PlanError
 from meshfeed.exchange.census import END, ERROR, Bytes, Census, Report
@@ -27,20 +27,24 @@ from meshfeed.exchange.seats import Seats
 from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, account_of, plan_step
 from meshfeed.plan.account import exact_sum
+from meshfeed.plan.policy import room_of
 from meshfeed.sequence import Portion, portions_of
 from meshfeed.sequence.packed import PLAN_FIELDS, Pieces, fields_of_plan
 from meshfeed.stepping import GlobalBatch, ranks_beside
 
+_OTHERS = "(keys that are not declared)"
 
-def gather_reports(report: Report, group: Group) -> list[Report]:
-    """What every member reports; one collective.
+
+def gather_reports(given: Given, group: Group) -> list[Report]:
+    """What every member reports; one collective. given: this one's.
 
     Raises the error that a member reports, EndOfStream with the members that want no more.
     """
-    reports = [Report.decode(message)[0] for message in group.all_gather(report.encode())]
-    for each in reports:
+    reports = [Report.decode(message)[0] for message in group.all_gather(given.report.encode())]
+    for member, each in enumerate(reports):
         if each.status == ERROR:
-            raise Cause.decode(each.cause).error()
+            own = given.error if member == group.member else None
+            raise Cause.decode(each.cause).error() from own
     if left := [member for member, each in enumerate(reports) if each.status == END]:
         raise EndOfStream(*left)
     return reports
@@ -51,7 +55,7 @@ def gather_lengths(given: Given, seats: Seats, group: Group) -> Census:
 
     given: this rank's own, by `encode`. Raises MeshfeedErrors; see `Census.of`.
     """
-    return Census.of(gather_reports(given.report, group), seats)
+    return Census.of(gather_reports(given, group), seats)
 
 
 def plan(
@@ -68,16 +72,18 @@ def plan(
 
     length: the key that told the lengths, for the text of errors. Raises PlanError naming rank, item and key.
     """
+    most, longest = room_of(packing, dp=layout.dp, cp=layout.cp).longest, int(census.lengths.max(initial=0))
+    if packing.oversize == "error" and longest > most:
+        item = census.item(int(census.lengths.argmax()), seats)
+        raise PlanError(
+            f"{item}: key {length!r} has {longest} tokens, at step {step}; the widest cp group holds {most} "
+            f"({(census.lengths > most).sum()} such); cut them in the iterator, raise capacity or "
+            f"cp, or set oversize='split', 'truncate' or 'drop'"
+        )
     try:
         made = plan_step(census.lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=vpp)
     except PlanError as error:
-        told = f"step {step}: {error}"
-        if len(census):
-            longest = int(census.lengths.argmax())
-            told = (
-                f"{census.item(longest, seats)}: key {length!r} has {census.lengths[longest]} tokens: {told}"
-            )
-        raise PlanError(told) from error
+        raise PlanError(f"step {step}: {error}") from error
     kept = np.flatnonzero(made.microbatch >= 0)
     lengths = made.lengths[kept]
     if packing.oversize == "truncate" and made.oversize.size and (census.valid != census.lengths).any():
@@ -237,11 +243,21 @@ def portions(batch: GlobalBatch, layout: Layout, rank: int, split: CpSplit) -> l
 
 
 def packed(
-    received: Received, portion: Portion, keys: Keys, names: Sequence[str] | None, placer: Placer
+    received: Received,
+    portion: Portion,
+    keys: Keys,
+    names: Sequence[str] | None,
+    placer: Placer,
+    digester: Digester | None = None,
 ) -> tuple[list[Microbatch], Any]:
-    """The one microbatch of a portion on its device, and the placer's ticket for it."""
+    """The one microbatch of a portion on its device, and the placer's ticket for it.
+
+    digester: is told the fields, under the names of `compared`.
+    """
     types: dict[str, str] = {}
     arrays = fields_of_pack(received, portion, keys, names, placer.allocate, types)
+    if digester is not None:
+        digester.add([_comparable(arrays, keys)])
     made, ticket = microbatches_of(portion, [arrays], placer)
     carried = {name: dtype for name, dtype in types.items() if dtype in CARRIED}
     return [replace(each, fields=_retyped(each.fields, carried)) for each in made], ticket
@@ -330,6 +346,24 @@ def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str] | No
             if name in values or name not in declared:
                 values.setdefault(name, [None] * rows.size)[sequence] = value
     return values
+
+
+def compared(keys: Keys) -> list[str]:
+    """What digests are made of: the declared fields, all others together, and those that lengths decide."""
+    return [*(field.name for field in keys.declared), _OTHERS, *(field.name for field in PLAN_FIELDS)]
+
+
+def _comparable(arrays: Arrays, keys: Keys) -> Arrays:
+    names = set(compared(keys))
+    made: dict[str, list[Any]] = {}
+    for name, value in sorted(arrays.items()):
+        listed: list[Any] = [value] if isinstance(value, np.ndarray) else list(value)
+        pieces = [b"" if each is None else each for each in listed]
+        if name in names:
+            made[name] = pieces
+        else:
+            made.setdefault(_OTHERS, []).extend([name.encode(), *pieces])
+    return cast(Arrays, made)
 
 
 def _retyped(fields: Any, types: dict[str, str]) -> dict[str, Value]:

@@ -12,8 +12,10 @@ import numpy as np
 from meshfeed.columns import Columns
 from meshfeed.deliver import Delivery, EndOfStream, Meeting, Traffic
 from meshfeed.errors import DeliveryError
+from meshfeed.exchange.alike import Alike
 from meshfeed.exchange.census import END, Report
 from meshfeed.exchange.group import Group
+from meshfeed.exchange.items import Given
 from meshfeed.exchange.seats import Seats
 from meshfeed.exchange.steps import gather_reports
 
@@ -32,7 +34,8 @@ class Ways:
         self._meeting, self._patience_s = meeting, patience_s
         self._resources = contextlib.ExitStack()
         self._interrupted = threading.Event()
-        self.group = Group(patience_s=patience_s)
+        self.alike = Alike(rank, seats, None)
+        self.group = Group(patience_s=patience_s, ranks=seats.ranks)
 
     @property
     def traffic(self) -> Traffic:
@@ -58,6 +61,7 @@ class Ways:
                 stack.callback(joined.close)
                 stack.callback(self.group.leave)
                 self.group.join(joined.backend)
+            self.alike = Alike(self._rank, self._seats, self._meeting)
             stack.enter_context(self._delivery)
             self._resources = stack.pop_all()
         return self
@@ -83,7 +87,7 @@ class Ways:
 
     def leave(self) -> None:
         """Tell the other members that this one ends. Raises EndOfStream."""
-        gather_reports(Report(status=END, rows=np.zeros((0, 4), np.int64)), self.group)
+        gather_reports(Given(Report(status=END, rows=np.zeros((0, 4), np.int64)), ()), self.group)
 
     def end(self, end: EndOfStream) -> NoReturn:
         """Members leave: tell the peers that get their items from this one. Raises EndOfStream."""

@@ -110,7 +110,7 @@ class HybridCPDataLoaderWrapper:
         except Exception as error:
             none = nothing()
             told = Cause.of(error).encode(_MOST_BYTES)
-            return replace(none, report=replace(none.report, status=ERROR, cause=told))
+            return replace(none, report=replace(none.report, status=ERROR, cause=told), error=error)
 
     def _join(self) -> tuple[Layout, Seats, Group]:
         layout, rank = layout_of(self._groups), dist.get_rank()

@@ -42,7 +42,7 @@ def delivery_of(loading: Loading) -> DeliveryName | Literal["auto"]:
 
 def layout_of(groups: Any = None) -> Layout:
     """`Layout.from_megatron`, with the node size that the launcher tells. Raises LayoutError."""
-    return this_layout(Layout.from_megatron(groups), dist.get_rank())
+    return this_layout(Layout.from_megatron(groups))
 
 
 def device_of(given: str | torch.device | None) -> str | torch.device:

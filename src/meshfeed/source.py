@@ -1,0 +1,205 @@
+"""What a Feed and an Exchange have in common: who this rank is, its runs, where it stands between them."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Generic, Literal, Self, TypeVar, cast
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from meshfeed.batch import Step
+from meshfeed.deliver import Delivery, Meeting, Verifier, can_share, default_store
+from meshfeed.device import Placer, placer_of
+from meshfeed.launch import this_layout, this_rank
+from meshfeed.layout import Layout
+from meshfeed.plan import CpSplit, Packing
+from meshfeed.prefetch import StageClock
+from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_roles, choose_delivery
+from meshfeed.run import Item, Run, VirtualStage, views_of
+from meshfeed.stepping import cp_groups_of
+
+D = TypeVar("D", bound=Delivery)
+
+
+class StepSource(abc.ABC, Generic[D]):
+    """One rank's view of a stream of steps. Construction remembers; the first step asked for acquires.
+
+    A kind of source says which fields there are, what all ranks must agree on, and how an item is made.
+
+    Args:
+        readers: the ranks that may read, or own an iterator; None where that is not limited.
+        packing: None for rows of one length. The others are those of a `Feed`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | None,
+        rank: int | None,
+        *,
+        delivery: DeliveryName | Literal["auto"],
+        device: str | torch.device,
+        stage_map: StageMap | None,
+        readers: Iterable[int] | None,
+        packing: Packing | None,
+        cp_split: CpSplit,
+        prefetch: int,
+        verify: bool,
+        timeout_s: float,
+        rendezvous: Store | None,
+    ) -> None:
+        self._given_layout, self._given_rank, self._given_delivery = layout, rank, delivery
+        self._device, self._packing = device, packing
+        self._readers = None if readers is None else frozenset(readers)
+        self._cp_split: CpSplit = cp_split
+        self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
+        self._rendezvous = rendezvous
+        self._next_step, self._loaded = 0, False
+        self._run: Run | None = None
+        self.stage_map = stage_map or StageMap(pp=1 if layout is None else layout.pp)
+        self.virtual_stages = tuple(VirtualStage(self._steps, v) for v in range(self.stage_map.vpp))
+
+    # -- what a kind of source says -------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def _fields(self) -> Sequence[Field]:
+        """All that roles are assigned for."""
+
+    @property
+    @abc.abstractmethod
+    def _topic(self) -> str:
+        """What every rank must agree on, in one line."""
+
+    @abc.abstractmethod
+    def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> D:
+        """How what is read reaches this rank; its peers are met when it is entered."""
+
+    @abc.abstractmethod
+    def _items(self, start: int, delivery: D, placer: Placer, clock: StageClock) -> Iterator[Item]:
+        """The way of everything, up to the device, from a step on; on the producer's thread."""
+
+    @property
+    def _compared(self) -> Sequence[str]:
+        """Names of what `verify` compares."""
+        return [field.name for field in self._fields]
+
+    # -- what this rank is ----------------------------------------------------------------------------
+
+    @cached_property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return this_rank(self._given_rank)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout, its node size taken from the launcher where it was not given."""
+        return this_layout(self._given_layout)
+
+    @cached_property
+    def delivery(self) -> DeliveryName:
+        """How what is read reaches this rank; what "auto" came to."""
+        if self._given_delivery != "auto":
+            return cast(DeliveryName, self._given_delivery)
+        return self._chosen_delivery()
+
+    def _chosen_delivery(self) -> DeliveryName:
+        shares = can_share() is None
+        return choose_delivery(self.layout, self.stage_map, self._fields, self._readers, can_share=shares)
+
+    @cached_property
+    def roles(self) -> Roles:
+        """Every rank's role; who `reads` opens storage, or takes part in the exchange."""
+        shares_packs = self._packing is None or self._packing.policy != "dynamic_cp"
+        return assign_roles(
+            self.layout,
+            self.stage_map,
+            self._fields,
+            self.delivery,
+            self._readers,
+            shares_packs=shares_packs,
+        )
+
+    @cached_property
+    def role(self) -> Role:
+        """This rank's role. Raises LayoutError where the layout has no such rank."""
+        self.layout.coord(self.rank)
+        return self.roles[self.rank]
+
+    @cached_property
+    def cp_groups(self) -> dict[int, tuple[int, ...]]:
+        """The context-parallel groups that this rank can be in, size -> global ranks in order of slices.
+
+        A trainer makes them once, at its start; `Microbatch.cp_ranks` is always one of them. With a fixed cp
+        there is the one.
+        """
+        return cp_groups_of(self.layout, self._packing, self.layout.coord(self.rank))
+
+    # -- the training loop's side ---------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop, and let the peers go. May be iterated again: the next step is the one not handed out yet."""
+        self._stop()
+
+    def __iter__(self) -> Iterator[Step]:
+        return self._steps(None)
+
+    @property
+    def _step(self) -> int:
+        """The first step that has not been handed out."""
+        return self._run.step if self._run is not None else self._next_step
+
+    def _steps(self, virtual_stage: int | None) -> Iterator[Step]:
+        view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
+        if self._run is None or not self._run.join(view, num_views):
+            self._stop()
+            self._run = self._new_run(None if virtual_stage is None else self.stage_map)
+            self._run.join(view, num_views)
+        yield from self._run.steps(view)
+        # An iterator that is dropped midway leaves its run to the next one, or to close.
+        if num_views == 1:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._run is not None:
+            self._next_step = self._run.step
+            self._run.stop()
+            self._run = None
+
+    # -- a run ----------------------------------------------------------------------------------------
+
+    def _new_run(self, by_stage: StageMap | None) -> Run:
+        role, meeting, clock, placer = self.role, self._meeting(), StageClock(), placer_of(self._device)
+        delivery = self._new_delivery(meeting, None if self._prefetch else self._timeout_s)
+        verifier = None
+        if self._verify:
+            verifier = Verifier.among(self.layout, self.roles, self.rank, self._compared, meeting)
+        loaded, self._loaded = self._loaded, False
+        return Run(
+            start=self._next_step,
+            items=self._items(self._next_step, delivery, placer, clock),
+            clock=clock,
+            delivery=delivery,
+            verifier=verifier,
+            meeting=meeting,
+            # after a state was loaded: whether the whole job goes on from the same step
+            check=lambda: meeting.check_start(self.rank) if meeting is not None and loaded else None,
+            placer=placer,
+            role=role,
+            views=views_of(self._fields, by_stage, self.layout.coord(self.rank).pp),
+            prefetch=self._prefetch,
+            timeout_s=self._timeout_s,
+        )
+
+    def _meeting(self) -> Meeting | None:
+        store = self._rendezvous or default_store()
+        ranks = self.roles.ranks.tolist()
+        return None if store is None else Meeting(store, self._timeout_s, self._topic, self._next_step, ranks)
