@@ -18,7 +18,7 @@ import meshfeed
 
 SOURCE = Path(meshfeed.__file__).parent
 FRAMEWORKS = {"megatron", "lightning", "torchtitan", "transformers", "accelerate"}
-OPTIONAL = {"rich", "tokenizers", "pyarrow", "obstore", "hypothesis", "pytest"} | FRAMEWORKS
+OPTIONAL = {"rich", "tokenizers", "pyarrow", "obstore", "opentelemetry", "hypothesis", "pytest"} | FRAMEWORKS
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_examples" not in path.parts)
 
 

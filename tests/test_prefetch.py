@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.prefetch import Inline, Prefetcher, Span, StageClock, exposed_wait
+from meshfeed.metrics import Span, StageClock, exposed_wait, work
+from meshfeed.prefetch import Inline, Prefetcher
 
 SOON_S = 10.0
 
@@ -67,7 +68,7 @@ class FakeTime:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    monkeypatch.setattr("meshfeed.prefetch.time", fake)
+    monkeypatch.setattr("meshfeed.metrics.clock.time", fake)
     monkeypatch.setattr("meshfeed.run.time", fake)
     return fake
 
@@ -86,9 +87,10 @@ def test_what_was_made_before_it_was_asked_for_costs_nothing(clock: FakeTime) ->
     ahead.start()
     for i in range(5):
         assert made.acquire(timeout=SOON_S)
-        assert ahead.get(SOON_S, clock.now) == (i, {})
+        item, spans = ahead.get(SOON_S)
+        assert (item, exposed_wait(clock.now, clock.now, spans), work(spans)) == (i, {}, {"read": 7})
     with pytest.raises(StopIteration):
-        ahead.get(SOON_S, clock.now)
+        ahead.get(SOON_S)
     assert ahead.join(SOON_S)
 
 
@@ -106,10 +108,32 @@ def test_at_most_depth_items_are_made_ahead() -> None:
     ahead = Prefetcher(items(), StageClock(), 3)
     ahead.start()
     assert reached.wait(SOON_S)  # three in the queue, and one that waits for room
-    assert ahead.get(SOON_S, 0.0)[0] == 0
+    assert ahead.get(SOON_S)[0] == 0
     ahead.stop()
     assert ahead.join(SOON_S), "stopped: the iterator runs to its end, and nothing is kept"
     assert made == list(range(100))
+
+
+@pytest.mark.parametrize(("light", "ahead_of_all"), [(0, 3), (2, 7), (100, 7)])
+def test_light_items_go_with_the_heavy_ones_but_not_without_end(light: int, ahead_of_all: int) -> None:
+    """Depth 2, a heavy item after so many light ones; the last that is made waits for room."""
+    made: list[int] = []
+    reached = threading.Event()
+
+    def items() -> Iterator[int]:
+        for i in range(200):
+            made.append(i)
+            if len(made) == ahead_of_all:
+                reached.set()
+            yield i
+
+    ahead = Prefetcher(items(), StageClock(), 2, lambda i: i % (light + 1) == light)
+    ahead.start()
+    assert reached.wait(SOON_S) and len(made) == ahead_of_all
+    assert ahead.num_ready == {0: 2, 2: 2, 100: 0}[light]
+    assert [ahead.get(SOON_S)[0] for _ in range(20)] == list(range(20))
+    ahead.stop()
+    assert ahead.join(SOON_S)
 
 
 def test_errors_come_in_their_turn_but_a_lost_peer_at_once() -> None:
@@ -124,10 +148,10 @@ def test_errors_come_in_their_turn_but_a_lost_peer_at_once() -> None:
         ahead = Prefetcher(items(), StageClock(), 8)
         ahead.start()
         assert over.wait(SOON_S) and ahead.join(SOON_S)
-        assert [ahead.get(SOON_S, 0.0)[0] for _ in range(turns)] == list(range(turns))
+        assert [ahead.get(SOON_S)[0] for _ in range(turns)] == list(range(turns))
         for _ in range(2):
             with pytest.raises(type(error)):
-                ahead.get(SOON_S, 0.0)
+                ahead.get(SOON_S)
 
 
 def test_a_late_item_is_a_timeout_and_comes_after_all() -> None:
@@ -140,9 +164,9 @@ def test_a_late_item_is_a_timeout_and_comes_after_all() -> None:
     ahead = Prefetcher(items(), StageClock(), 1)
     ahead.start()
     with pytest.raises(TimeoutError):
-        ahead.get(0.05, 0.0)
+        ahead.get(0.05)
     go.set()
-    assert ahead.get(SOON_S, 0.0)[0] == 1
+    assert ahead.get(SOON_S)[0] == 1
 
 
 def test_inline_makes_each_item_when_asked(clock: FakeTime) -> None:
@@ -158,9 +182,11 @@ def test_inline_makes_each_item_when_asked(clock: FakeTime) -> None:
     inline = Inline(items(), stages)
     inline.start()
     clock.now += 50
-    assert inline.get(SOON_S, clock.now - 4) == (1, {"read": 2, "build": 1, "other": 4})
+    asked = clock.now - 4
+    item, spans = inline.get(SOON_S)
+    assert (item, exposed_wait(asked, clock.now, spans)) == (1, {"read": 2, "build": 1, "other": 4})
     with pytest.raises(StopIteration):
-        inline.get(SOON_S, clock.now)
+        inline.get(SOON_S)
     assert inline.join(SOON_S)
 
 
@@ -172,7 +198,7 @@ def test_an_inline_iterator_that_cannot_end_is_left_in_time() -> None:
         release.wait()
 
     inline = Inline(items(), StageClock())
-    assert inline.get(SOON_S, 0.0)[0] == 1
+    assert inline.get(SOON_S)[0] == 1
     assert not inline.join(0.05)
     release.set()
 
@@ -267,7 +293,7 @@ def test_stats_are_plain_numbers_of_their_own_step(corpus: str) -> None:
         stats = [step.stats for step in itertools.islice(feed, 3)]
     assert len({id(each) for each in stats}) == 3
     counted = {"bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes"}
-    assert set(stats[0]) == {"exposed_wait_s", *counted}
+    assert set(stats[0]) == {"exposed_wait_s", "work_s", "queue_depth", *counted}
     assert isinstance(types.MappingProxyType(stats[0])["bytes_read"], int)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshfeed.errors import StoreError
 from meshfeed.layout import Coord
-from meshfeed.prefetch import StageClock
+from meshfeed.metrics import StageClock
 from meshfeed.sequence import Portion
 from meshfeed.stepping import GlobalBatch, Stepping
 

@@ -71,11 +71,18 @@ class Step:
         valid_tokens: those of them that bear loss: the denominator of per-token loss, on any split.
         sum_sq: sum of squared sequence lengths of the global batch.
         stats: what the step has cost this rank so far; complete once its microbatches are consumed.
-            exposed_wait_s: seconds that the loop was kept waiting, by stage (start, plan, read,
-            exchange, deliver, build, copy, other); bytes_read: from storage; opens: of data files;
-            collectives; delivered_bytes: sent or received. Where sequences are packed also efficiency,
-            objective_over_bound, max_over_mean, padding, and the (source, epoch, index) of those that were
-            oversize or empty.
+            exposed_wait_s: seconds that the loop was kept waiting, by stage; work_s: seconds that the
+            producer spent, waited for or not, by stage. Stages are start (joining the peers), plan (that of
+            a later step), read (storage, or a user's iterator), exchange, deliver (waiting for peers
+            included), build, copy, verify and other.
+            queue_depth: reads that lay ready, of at most `prefetch`, when the loop asked for the step.
+            bytes_read: from storage; bytes_fetched: brought from far away on its account; opens: of data
+            files; collectives; delivered_bytes: sent or received.
+            Where sequences are packed, of the whole global batch: efficiency, objective_over_bound,
+            max_over_mean, padding, and the (source, epoch, index) of those that were oversize or empty.
+            Where there are several sources, arrays: source_drawn and source_epochs, how far each has come
+            with this step; source_asked, its share of this step as the recipe has it.
+            Under `metrics=`, metrics_lost: steps that some sink has not taken so far, though it should.
         plan: which sequence goes where, for the whole job.
         microbatches: the microbatches, once.
     """

@@ -15,6 +15,7 @@ MeshfeedError
 │   ├── UnavailableError  storage that goes on failing
 │   └── CacheError        a cache folder that is full, too small, or not to be written
 ├── PrepareError      text that cannot be prepared as asked
+├── MetricsError      a run log that cannot be written or read, or a sink that failed
 └── DeliveryError     bytes that did not reach a rank
     ├── PeerError     a rank that is missing, late or gone
     └── VerifyError   ranks that should agree and do not
@@ -83,6 +84,10 @@ class CacheError(StoreError):
 
 class PrepareError(MeshfeedError, RuntimeError):
     """Text that cannot be made tokens as asked: malformed lines, an output that exists, a dead worker."""
+
+
+class MetricsError(MeshfeedError, OSError):
+    """A run log that cannot be written or is damaged, or a sink of metrics that failed."""
 
 
 class DeliveryError(MeshfeedError, RuntimeError):

@@ -29,12 +29,12 @@ from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import DeliveryError, RecipeError
 from meshfeed.launch import check_arguments
 from meshfeed.layout import Layout
+from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.prefetch import StageClock
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Field, StageMap
-from meshfeed.run import COUNTERS, Item, Made, Meter, StepEnd, StepStart
+from meshfeed.run import Item, Made, StepEnd, StepStart
 from meshfeed.sequence import Columns, Portion, SequenceRule
 from meshfeed.source import StepSource
 from meshfeed.state import State
@@ -67,6 +67,7 @@ class Feed(StepSource[Delivery]):
         timeout_s: how long to wait for peers to join, and for a batch when the loop asks for one.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
             process group.
+        metrics: where to tell what each step costs, such as a `metrics.RunLog`; a sink or several.
 
     Errors are MeshfeedErrors: LayoutError where the job cannot hold the layout, RoleError where a rank
     cannot be fed, PeerError where a peer is missing or dies, StoreError from storage.
@@ -90,6 +91,7 @@ class Feed(StepSource[Delivery]):
         verify: bool = False,
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
+        metrics: Sink | Sequence[Sink] | None = None,
     ) -> None:
         check_arguments(layout, delivery, device)
         if {type(prefetch), type(read_ahead_bytes)} != {int} or min(prefetch, read_ahead_bytes) < 0:
@@ -111,6 +113,7 @@ class Feed(StepSource[Delivery]):
             verify=verify,
             timeout_s=timeout_s,
             rendezvous=rendezvous,
+            metrics=metrics,
         )
         self.recipe, self.micro_batch_size, self.packing = recipe, micro_batch_size, packing
         self._stepping = Stepping(
@@ -124,7 +127,6 @@ class Feed(StepSource[Delivery]):
         self._read_ahead_bytes = read_ahead_bytes
         self._host = OnHost()
         self._resources = contextlib.ExitStack()
-        self._entered = False
 
     @property
     def num_steps(self) -> int | None:
@@ -153,11 +155,10 @@ class Feed(StepSource[Delivery]):
             self._entered = True
         return self
 
-    def close(self) -> None:
-        """Stop producing, let the peers go, close the files. May be entered again."""
+    def _close(self, during: BaseException | None) -> None:
         self._stop()
         self._resources.close()
-        self._entered = False
+        super()._close(during)
 
     # -- the training loop's side ---------------------------------------------------------------------
 
@@ -184,6 +185,12 @@ class Feed(StepSource[Delivery]):
         yield from super()._steps(virtual_stage)
         if entered_here and (virtual_stage is None or self.stage_map.vpp == 1):
             self.close()
+
+    def _about(self, step: int) -> RunStart:
+        recipe = self.recipe
+        return RunStart.here(
+            step, self.layout, self.rank, self.delivery, recipe.fingerprint, recipe.source_names
+        )
 
     def _stop(self) -> None:
         if self._run is not None:
@@ -225,7 +232,7 @@ class Feed(StepSource[Delivery]):
             budget_bytes=self._read_ahead_bytes,
         )
         for batch, portions in ahead:
-            yield StepStart(batch, {"exposed_wait_s": {}, **dict.fromkeys(COUNTERS, 0), **batch.facts()})
+            yield StepStart(batch, batch.facts())
             digester = Digester(fields) if self._verify else None
             for portion in portions:
                 columns, hint = None, self._hint(portion)

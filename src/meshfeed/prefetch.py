@@ -1,81 +1,40 @@
-"""Producing ahead on a thread, and telling what the consumer waited for."""
+"""Producing ahead on a thread."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 from meshfeed.errors import DeliveryError, PeerError
+from meshfeed.metrics import Span, StageClock
 
 T = TypeVar("T")
 CalledOff = Callable[[], BaseException | None]
 
 
-class Span(NamedTuple):
-    """A stretch of the producer's time, in seconds of `time.monotonic`."""
-
-    stage: str
-    start: float
-    stop: float
-
-
-class StageClock:
-    """The producer's diary: which stage it was in, when.
-
-    Attributes:
-        spans: stages that are over, since the last `take`.
-        now: the stage that it entered last.
-    """
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self.now: str | None = None
-
-    @contextlib.contextmanager
-    def stage(self, name: str) -> Generator[None]:
-        """Time what happens inside as one stage."""
-        start, self.now = time.monotonic(), name
-        try:
-            yield
-        finally:
-            self.spans.append(Span(name, start, time.monotonic()))
-
-    def take(self) -> list[Span]:
-        """The spans since the last call."""
-        taken, self.spans = self.spans, []
-        return taken
-
-
-def exposed_wait(start: float, stop: float, spans: list[Span]) -> dict[str, float]:
-    """A wait of the consumer split by the stages that the producer was in meanwhile; seconds.
-
-    What no span covers is "other".
-    """
-    wait: dict[str, float] = {}
-    for span in spans:
-        shared = min(stop, span.stop) - max(start, span.start)
-        if shared > 0:
-            wait[span.stage] = wait.get(span.stage, 0.0) + shared
-    rest = (stop - start) - sum(wait.values())
-    if rest > 0:
-        wait["other"] = rest
-    return wait
-
-
 class Prefetcher(Generic[T]):
     """Runs an iterator on a thread, at most `depth` items ahead.
+
+    Only items that are `heavy` count. The others go with them, so that the thread need not run between one
+    heavy item and the next: where a loop takes both at once, that would cost it a millisecond.
 
     Errors come out of `get` in their turn, but a lost peer comes out at once: what is still queued
     would only lead the trainer into a collective that its peer will never join.
     """
 
-    def __init__(self, items: Iterator[T], clock: StageClock, depth: int) -> None:
-        self._items, self._clock, self._depth = items, clock, max(depth, 1)
+    def __init__(
+        self,
+        items: Iterator[T],
+        clock: StageClock,
+        depth: int,
+        heavy: Callable[[T], bool] = lambda item: True,
+    ) -> None:
+        self._items, self._clock, self._depth, self._heavy = items, clock, max(depth, 1), heavy
+        self._num_ready = 0
         self._process = os.getpid()
         self._queue: deque[tuple[T, list[Span]]] = deque()
         self._changed = threading.Condition()
@@ -88,10 +47,13 @@ class Prefetcher(Generic[T]):
         """Start producing."""
         self._thread.start()
 
-    def get(
-        self, timeout_s: float, asked: float, called_off: CalledOff = lambda: None
-    ) -> tuple[T, dict[str, float]]:
-        """The next item, and the seconds waited for it by stage, since it was `asked` for.
+    @property
+    def num_ready(self) -> int:
+        """Heavy items made ahead that nobody has taken yet."""
+        return self._num_ready
+
+    def get(self, timeout_s: float, called_off: CalledOff = lambda: None) -> tuple[T, list[Span]]:
+        """The next item, and what the producer did since the one before.
 
         called_off: an error that forbids to hand it out; looked at again after each `wake`.
         Raises StopIteration at the end, TimeoutError after `timeout_s`, the producer's own error, or that.
@@ -112,8 +74,9 @@ class Prefetcher(Generic[T]):
             if not self._queue:
                 raise StopIteration
             item, spans = self._queue.popleft()
+            self._num_ready -= self._heavy(item)
             self._changed.notify_all()
-        return item, exposed_wait(asked, time.monotonic(), spans)
+        return item, spans
 
     def wake(self) -> None:
         """Have a waiting consumer look around."""
@@ -135,14 +98,22 @@ class Prefetcher(Generic[T]):
     def _has_news(self) -> bool:
         return bool(self._queue) or self._finished or isinstance(self._error, PeerError)
 
+    def _has_room(self, heavy: bool) -> bool:
+        # light ones are few, but nothing endless may pile up
+        return self._num_ready < self._depth if heavy else len(self._queue) < 3 * self._depth
+
+    def _offer(self, item: T, heavy: bool) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._has_room(heavy))
+            if not self._stopped:
+                self._queue.append((item, self._clock.take()))
+                self._num_ready += heavy
+                self._changed.notify_all()
+
     def _run(self) -> None:
         try:
             for item in self._items:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._stopped or len(self._queue) < self._depth)
-                    if not self._stopped:
-                        self._queue.append((item, self._clock.take()))
-                        self._changed.notify_all()
+                self._offer(item, self._heavy(item))
         except BaseException as error:  # carried to the consumer, whatever it is
             self._error = error
         finally:
@@ -160,14 +131,16 @@ class Inline(Generic[T]):
     def start(self) -> None:
         """Nothing to start."""
 
-    def get(
-        self, timeout_s: float, asked: float, called_off: CalledOff = lambda: None
-    ) -> tuple[T, dict[str, float]]:
+    @property
+    def num_ready(self) -> int:
+        """Nothing is ever made ahead."""
+        return 0
+
+    def get(self, timeout_s: float, called_off: CalledOff = lambda: None) -> tuple[T, list[Span]]:
         """The next item, all of whose making is waited for; raises as above, but sees `called_off` first."""
         if other := called_off():
             raise other
-        item = next(self._items)
-        return item, exposed_wait(asked, time.monotonic(), self._clock.take())
+        return next(self._items), self._clock.take()
 
     def wake(self) -> None:
         """Nobody waits."""

@@ -11,46 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshfeed.batch import Microbatch, Step
-from meshfeed.deliver import Alarm, Delivery, Digests, EndOfStream, Meeting, Traffic, Verifier
+from meshfeed.deliver import Alarm, Delivery, Digests, EndOfStream, Meeting, Verifier
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
-from meshfeed.prefetch import Inline, Prefetcher, StageClock
+from meshfeed.metrics import Recorder, StageClock
+from meshfeed.prefetch import Inline, Prefetcher
 from meshfeed.roles import Field, Role, StageMap
 from meshfeed.stepping import GlobalBatch
-
-COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
-"""What is counted of every microbatch, and summed in a step's stats."""
-
 
 _JOIN_S = 10.0  # how long a producer may take to end with its peers
 
 
-class Meter:
-    """What was read and delivered, by counter, from one `take` to the next."""
-
-    def __init__(self, sources: Sequence[Any], *traffic: Traffic) -> None:
-        self._sources, self._traffic = sources, traffic
-        self._before = self._now()
-
-    def take(self) -> dict[str, int]:
-        """The counts since the last call."""
-        before, self._before = self._before, self._now()
-        return {name: now - then for name, now, then in zip(COUNTERS, self._before, before)}
-
-    def _now(self) -> tuple[int, ...]:
-        stores = [source.stats for source in self._sources]
-        return (
-            sum(stats.bytes_read for stats in stores),
-            sum(stats.bytes_fetched for stats in stores),
-            sum(stats.opens for stats in stores),
-            sum(traffic.collectives for traffic in self._traffic),
-            sum(traffic.num_bytes for traffic in self._traffic),
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """The producer begins a step. stats: what it will have cost, filled in as it goes; see `batch.Step`."""
+    """The producer begins a step. stats: facts of its plan, to which its costs will be added."""
 
     batch: GlobalBatch
     stats: dict[str, Any]
@@ -77,6 +51,10 @@ class StepEnd:
 Item = StepStart | Made | StepEnd
 
 
+def _is_read(item: Item) -> bool:
+    return isinstance(item, Made)
+
+
 @dataclass(slots=True)
 class _View:
     """A consumer's place: fields it does not want, items kept for it, the step it is to get next."""
@@ -96,6 +74,7 @@ class Run:
         delivery, verifier: entered at the first item, left at `stop`.
         meeting: where all ranks of the job hear of what ends one of them; None for one process.
         check: called when they are entered; raises where this run must not begin.
+        recorder: told of all that the steps cost.
         views: names of the fields that each consumer does not want. Every one of them gets every step.
     """
 
@@ -111,6 +90,7 @@ class Run:
         check: Callable[[], None],
         placer: Placer,
         role: Role,
+        recorder: Recorder,
         views: Sequence[frozenset[str]],
         prefetch: int,
         timeout_s: float,
@@ -118,16 +98,16 @@ class Run:
         self._check = check
         self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
         self._clock, self._timeout_s = clock, timeout_s
+        self._recorder, self._num_ready = recorder, 0
         self._views = [_View(hidden, start) for hidden in views]
         items = self._told(items, start)
-        self._prefetcher = Prefetcher(items, clock, prefetch) if prefetch else Inline(items, clock)
+        self._prefetcher = Prefetcher(items, clock, prefetch, _is_read) if prefetch else Inline(items, clock)
         self._alarm = Alarm(meeting, role.rank, self._prefetcher.wake)
         self._due = start  # the step that the producer's next item belongs to
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
         self._failure: Exception | None = None
         self._process = os.getpid()
-        self._stats: dict[str, Any] = {}
 
     @property
     def step(self) -> int:
@@ -145,6 +125,7 @@ class Run:
         """The steps of one view. What is left of a step is dropped when the next is asked for."""
         place = self._views[view]
         while True:
+            self._num_ready = self._prefetcher.num_ready
             item = self._take(place)
             if item is None:
                 return
@@ -159,6 +140,7 @@ class Run:
         self._stopped = True
         if self._process != os.getpid():
             return  # a fork that unwinds: the parent goes on
+        self._recorder.over()
         if self._started:
             self._prefetcher.stop()
             self._delivery.interrupt()
@@ -207,7 +189,8 @@ class Run:
         asked = time.monotonic()
         self._start()
         try:
-            item, waited = self._prefetcher.get(self._timeout_s, asked, lambda: self._alarm.struck(self._due))
+            with self._recorder.around("wait"):
+                item, spans = self._prefetcher.get(self._timeout_s, lambda: self._alarm.struck(self._due))
         except StopIteration:
             self._hand_out(None)
             return
@@ -218,15 +201,15 @@ class Run:
         except PeerError as lost:
             self._alarm.sound(lost, self._due)
         if isinstance(item, StepStart):
-            self._stats, self._due = item.stats, item.batch.step
-        for stage, seconds in waited.items():
-            self._stats["exposed_wait_s"][stage] = self._stats["exposed_wait_s"].get(stage, 0.0) + seconds
+            batch, self._due = item.batch, item.batch.step
+            self._recorder.step(batch.step, batch.tokens, self._num_ready, item.stats)
+        self._recorder.waited(asked, time.monotonic(), spans)
         if isinstance(item, StepEnd):
             self._due = item.step + 1
             self._compare(item)
+            self._recorder.over()
         elif isinstance(item, Made):
-            for name, count in item.counted.items():
-                self._stats[name] += count
+            self._recorder.counted(item.counted)
             self._placer.receive(item.microbatches, item.ticket)
             for microbatch in item.microbatches:
                 self._hand_out(microbatch)
@@ -237,7 +220,8 @@ class Run:
         if self._verifier is None or end.digests is None:
             return
         try:
-            self._verifier.check(end.step, end.digests, end.reread)
+            with self._recorder.stage("verify"):
+                self._verifier.check(end.step, end.digests, end.reread)
         except DeliveryError as error:
             self._alarm.sound(error, self._due)
 
@@ -277,6 +261,7 @@ class Run:
                 if self._verifier is not None:
                     stack.enter_context(self._verifier)
                 self._check()
+                self._recorder.start(self._due)
             except MeshfeedError as error:
                 self._alarm.sound(error, self._due)
             self._resources = stack.pop_all()

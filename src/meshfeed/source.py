@@ -15,8 +15,8 @@ from meshfeed.deliver import Delivery, Meeting, Verifier, can_share, default_sto
 from meshfeed.device import Placer, placer_of
 from meshfeed.launch import this_layout, this_rank
 from meshfeed.layout import Layout
+from meshfeed.metrics import Recorder, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.prefetch import StageClock
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_roles, choose_delivery
 from meshfeed.run import Item, Run, VirtualStage, views_of
 from meshfeed.stepping import cp_groups_of
@@ -49,6 +49,7 @@ class StepSource(abc.ABC, Generic[D]):
         verify: bool,
         timeout_s: float,
         rendezvous: Store | None,
+        metrics: Sink | Sequence[Sink] | None,
     ) -> None:
         self._given_layout, self._given_rank, self._given_delivery = layout, rank, delivery
         self._device, self._packing = device, packing
@@ -56,6 +57,8 @@ class StepSource(abc.ABC, Generic[D]):
         self._cp_split: CpSplit = cp_split
         self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
         self._rendezvous = rendezvous
+        self._recorder = Recorder(metrics, self._about)
+        self._entered = False
         self._next_step, self._loaded = 0, False
         self._run: Run | None = None
         self.stage_map = stage_map or StageMap(pp=1 if layout is None else layout.pp)
@@ -72,6 +75,10 @@ class StepSource(abc.ABC, Generic[D]):
     @abc.abstractmethod
     def _topic(self) -> str:
         """What every rank must agree on, in one line."""
+
+    @abc.abstractmethod
+    def _about(self, step: int) -> RunStart:
+        """What sinks of metrics are told of a run that begins with a step."""
 
     @abc.abstractmethod
     def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> D:
@@ -140,14 +147,23 @@ class StepSource(abc.ABC, Generic[D]):
     # -- the training loop's side ---------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        self._entered = True
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._close(error)
 
     def close(self) -> None:
-        """Stop, and let the peers go. May be iterated again: the next step is the one not handed out yet."""
+        """Stop, let the peers go, close what is open. May be iterated again, from the step not handed out.
+
+        Raises MetricsError, when all that is done, where a sink of metrics has not got everything.
+        """
+        self._close(None)
+
+    def _close(self, during: BaseException | None) -> None:
         self._stop()
+        self._entered = False
+        self._recorder.close(during)
 
     def __iter__(self) -> Iterator[Step]:
         return self._steps(None)
@@ -166,7 +182,7 @@ class StepSource(abc.ABC, Generic[D]):
         yield from self._run.steps(view)
         # An iterator that is dropped midway leaves its run to the next one, or to close.
         if num_views == 1:
-            self._stop()
+            self._stop() if self._entered else self.close()
 
     def _stop(self) -> None:
         if self._run is not None:
@@ -177,7 +193,8 @@ class StepSource(abc.ABC, Generic[D]):
     # -- a run ----------------------------------------------------------------------------------------
 
     def _new_run(self, by_stage: StageMap | None) -> Run:
-        role, meeting, clock, placer = self.role, self._meeting(), StageClock(), placer_of(self._device)
+        role, meeting, placer = self.role, self._meeting(), placer_of(self._device)
+        clock = StageClock(self._recorder.around)
         delivery = self._new_delivery(meeting, None if self._prefetch else self._timeout_s)
         verifier = None
         if self._verify:
@@ -194,6 +211,7 @@ class StepSource(abc.ABC, Generic[D]):
             check=lambda: meeting.check_start(self.rank) if meeting is not None and loaded else None,
             placer=placer,
             role=role,
+            recorder=self._recorder,
             views=views_of(self._fields, by_stage, self.layout.coord(self.rank).pp),
             prefetch=self._prefetch,
             timeout_s=self._timeout_s,

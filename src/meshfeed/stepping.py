@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
-from meshfeed.order import Draws, drawn_until, draws_of_step, lanes_of_step
+from meshfeed.order import Draws, asked_at, drawn_until, draws_of_step, lanes_of_step
 from meshfeed.plan import (
     Account,
     Align,
@@ -44,6 +44,7 @@ class GlobalBatch:
         account: how balanced it is; None where sequences are not packed.
         drawn: sequences of each source that this step and all before it take, int64 [num_sources], and the
             same in epochs, float64; None where there is one source.
+        asked: part of this step that is asked of each source, float64 [num_sources]; None likewise.
     """
 
     step: int
@@ -54,12 +55,14 @@ class GlobalBatch:
     sum_sq: int
     account: Account | None = None
     drawn: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None
+    asked: npt.NDArray[np.float64] | None = None
 
     def facts(self) -> dict[str, Any]:
         """What a step's stats say of its plan: balance, padding, and every sequence not held as it was."""
         facts: dict[str, Any] = {}
         if self.drawn is not None:
             facts["source_drawn"], facts["source_epochs"] = self.drawn
+            facts["source_asked"] = self.asked
         if self.account is None:
             return facts
 
@@ -111,6 +114,7 @@ class Stepping:
         if not len(draws):
             return None
         plan = self._plan(step, draws, self.rule.lengths(self.recipe, draws))
+        is_mixed = len(self.recipe.sources) > 1
         kept = np.flatnonzero(plan.microbatch >= 0)
         lengths, starts = plan.lengths[kept], plan.start[kept]
         valid = self.rule.valid_tokens(self.recipe, draws.take(plan.sequence[kept]), starts, lengths)
@@ -122,7 +126,8 @@ class Stepping:
             valid_tokens=int(valid.sum()),
             sum_sq=exact_sum(lengths, lengths),
             account=self._account(plan),
-            drawn=drawn_until(self.recipe, step + 1) if len(self.recipe.sources) > 1 else None,
+            drawn=drawn_until(self.recipe, step + 1) if is_mixed else None,
+            asked=asked_at(self.recipe, step) if is_mixed else None,
         )
 
     def num_microbatches(self, step: int) -> int | None:

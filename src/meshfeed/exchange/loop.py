@@ -36,10 +36,10 @@ from meshfeed.exchange.steps import Received, compared, gather_reports, packed, 
 from meshfeed.exchange.ways import Ways
 from meshfeed.launch import check_arguments, check_rank
 from meshfeed.layout import Layout
+from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.prefetch import StageClock
 from meshfeed.roles import DeliveryName, Field, Role, StageMap
-from meshfeed.run import COUNTERS, Item, Made, Meter, Run, StepEnd, StepStart
+from meshfeed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.source import StepSource
 from meshfeed.stepping import GlobalBatch
 
@@ -75,7 +75,7 @@ class Exchange(StepSource[Ways]):
             get theirs by `delivery` from one of them, as do owners that another one can serve. None where
             each rank that needs items has its own, and nothing is delivered.
         delivery: how, "broadcast", "share", "tree" or "auto"; without owners, "direct".
-        device, stage_map, cp_split, verify, timeout_s, rendezvous: as for a `Feed`.
+        device, stage_map, cp_split, verify, timeout_s, rendezvous, metrics: as for a `Feed`.
         prefetch: microbatches made ahead on a thread, which then pulls from the iterator; 0 pulls when a
             step is asked for, on the caller's thread.
 
@@ -110,6 +110,7 @@ class Exchange(StepSource[Ways]):
         verify: bool = False,
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
+        metrics: Sink | Sequence[Sink] | None = None,
     ) -> None:
         check_arguments(layout, delivery, device)
         _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys))
@@ -133,6 +134,7 @@ class Exchange(StepSource[Ways]):
             verify=verify,
             timeout_s=timeout_s,
             rendezvous=rendezvous,
+            metrics=metrics,
         )
         self._packing: Packing = packing
         self._keys, self._uneven = keys or Keys(), uneven
@@ -212,7 +214,7 @@ class Exchange(StepSource[Ways]):
         not touched then.
         """
         self._puller.check(state_dict)
-        self.close()
+        self._stop()
         if not self._at_rest.is_set():
             raise StateError(
                 f"rank {self.rank}: the iterator is still at an item that was asked for ahead, and cannot be "
@@ -224,6 +226,9 @@ class Exchange(StepSource[Ways]):
     def _steps(self, virtual_stage: int | None) -> Iterator[Step]:
         yield from super()._steps(virtual_stage)
         self._puller.handed_end()
+
+    def _about(self, step: int) -> RunStart:
+        return RunStart.here(step, self.layout, self.rank, self.delivery)
 
     def _new_run(self, by_stage: StageMap | None) -> Run:
         try:
@@ -263,11 +268,12 @@ class Exchange(StepSource[Ways]):
             with clock.stage("deliver"):
                 columns = ways.deliver(told, 0)
             if told is None:
-                planned = self._told(step, columns)
+                with clock.stage("plan"):
+                    planned = self._told(step, columns)
             if planned is None:
                 break
             batch, received = planned
-            yield StepStart(batch, {"exposed_wait_s": {}, **dict.fromkeys(COUNTERS, 0), **batch.facts()})
+            yield StepStart(batch, batch.facts())
             digester = Digester(self._compared) if self._verify else None
             for portion in portions(batch, self.layout, self.rank, self._cp_split):
                 with clock.stage("build"):
@@ -290,7 +296,8 @@ class Exchange(StepSource[Ways]):
                 )
             with clock.stage("exchange"):
                 reports = gather_reports(pulled, ways.group)
-            census = Census.of(reports, self._seats)
+            with clock.stage("plan"):
+                census = Census.of(reports, self._seats)
             told = np.frombuffer(b"".join(report.encode() for report in reports), np.uint8)
             if self._is_end(census):
                 ways.alike.check(step, census, reports)

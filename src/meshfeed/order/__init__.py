@@ -6,6 +6,7 @@ from meshfeed.order.permutation import key_of, permute, unpermute
 from meshfeed.order.stream import (
     Draws,
     EpochIndex,
+    asked_at,
     concatenated,
     drawn_until,
     draws_between,
@@ -20,6 +21,7 @@ __all__ = [
     "Draws",
     "EpochIndex",
     "Interleaving",
+    "asked_at",
     "concatenated",
     "drawn_until",
     "draws_between",

@@ -107,6 +107,13 @@ class Course:
         counts[stretch.sources] += stretch.schedule.counts(position - stretch.start)
         return counts
 
+    def shares(self, position: int) -> npt.NDArray[np.float64]:
+        """What part of the draws at a position is asked of each source; float64 [num_sources]."""
+        stretch = [each for each in self._stretches if each.start <= position][-1]
+        shares = np.zeros(self.sizes.size)
+        shares[stretch.sources] = stretch.schedule.weights
+        return shares
+
     def position(self, source: int, count: int) -> int | None:
         """Where the draw of a source comes before which there were `count`; None where it never does."""
         nexts = [*self._stretches[1:], None]

@@ -125,6 +125,14 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
     return drawn, drawn / course.sizes
 
 
+def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
+    """What part of a step is asked of each source; float64 [num_sources].
+
+    None where a rule's own order does not tell.
+    """
+    return None if has_own_order(recipe) else course_of(recipe).shares(recipe.batch.position(step))
+
+
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
     """Where in the stream a sequence comes; the inverse of `draws_between`. None where it does not.
 

@@ -1,0 +1,119 @@
+"""Brings what happens to the sinks, on a thread that the training loop never waits for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from meshfeed.errors import MetricsError
+from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+
+EVERY_S = 1.0
+"""How often sinks are told."""
+
+MOST_KEPT = 4096
+"""Steps kept for a sink that takes none; then the oldest are lost."""
+
+_CLOSE_S = 10.0
+
+Entry = RunStart | StepRecord
+
+
+class _Backlog:
+    """What a sink has not taken yet."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink
+        self.entries: list[Entry] = []
+        self.dropped = 0
+        self.error: Exception | None = None
+
+    def pass_on(self, more: Sequence[Entry]) -> None:
+        self.entries += more
+        try:
+            if self.entries:
+                self.sink.take(self.entries)
+        except Exception as error:  # of a disk, or of a user's own sink: training goes on, whatever it is
+            self.error = error
+            self._drop_oldest()
+        else:
+            self.entries, self.error = [], None
+
+    @property
+    def lost(self) -> int:
+        """Steps that the sink has not been told of, and will not be unless it recovers."""
+        return self.dropped + (len(self.entries) if self.error else 0)
+
+    def _drop_oldest(self) -> None:
+        old, kept = self.entries[:-MOST_KEPT], self.entries[-MOST_KEPT:]
+        starts = [entry for entry in old if isinstance(entry, RunStart)]
+        self.dropped += len(old) - len(starts)
+        self.entries = starts + kept
+
+
+class Courier:
+    """Several sinks and the thread that tells them.
+
+    Args:
+        sinks: whom to tell.
+        start: the first thing to tell them, here and now. What a sink raises is raised.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], start: RunStart) -> None:
+        self._backlogs = [_Backlog(sink) for sink in sinks]
+        with contextlib.ExitStack() as stack:
+            for sink in sinks:
+                stack.callback(sink.close)
+                sink.take([start])
+            stack.pop_all()
+        self._inbox: deque[Entry] = deque()
+        self._overflown = 0  # a sink hangs
+        self._process = os.getpid()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="meshfeed-metrics", daemon=True)
+        self._thread.start()
+
+    def send(self, entry: Entry) -> None:
+        """Tell the sinks soon."""
+        if len(self._inbox) < MOST_KEPT or isinstance(entry, RunStart):
+            self._inbox.append(entry)
+        else:
+            self._overflown += 1
+
+    @property
+    def lost(self) -> int:
+        """Steps that some sink does not take, or has missed for good."""
+        return self._overflown + max(backlog.lost for backlog in self._backlogs)
+
+    def close(self) -> None:
+        """Tell the sinks the rest and close them. Raises MetricsError where one has not got everything."""
+        if self._process != os.getpid():
+            return  # a fork that unwinds
+        self._closing.set()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            names = ", ".join(type(backlog.sink).__name__ for backlog in self._backlogs)
+            raise MetricsError(f"{names}: {len(self._inbox)} steps or more are not written: the sink hangs")
+        for backlog in self._backlogs:
+            if backlog.error or self.lost:
+                raise MetricsError(
+                    f"{type(backlog.sink).__name__} has missed {self.lost} steps: {backlog.error}"
+                ) from backlog.error
+
+    def _run(self) -> None:
+        while not self._closing.wait(EVERY_S):
+            self._pass_on()
+        self._pass_on()
+        for backlog in self._backlogs:
+            try:
+                backlog.sink.close()
+            except Exception as error:
+                backlog.error = backlog.error or error
+
+    def _pass_on(self) -> None:
+        more = [self._inbox.popleft() for _ in range(len(self._inbox))]
+        for backlog in self._backlogs:
+            backlog.pass_on(more)

@@ -1,0 +1,269 @@
+"""A run log read back: what every rank's steps have cost, through all restarts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import MetricsError
+from meshfeed.metrics.lines import COUNTED, file_name
+from meshfeed.metrics.rank_file import RankFile, RankStart
+
+Longs = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_OF_THE_JOB = ("step", "layout", "world_size", "delivery", "fingerprint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """The job starts: for the first time, or from where it was stopped.
+
+    Attributes:
+        time: unix time in seconds, of the rank that was first.
+        step: the first step.
+        layout: text that `Layout.parse` takes; None where no text tells it all.
+        world_size: ranks of the job.
+        delivery, fingerprint: see `RunStart`.
+        meshfeed: version of the package; None where it was not installed.
+        ranks: those that told of this start, ascending.
+        hosts: where they ran, ascending.
+    """
+
+    time: float
+    step: int
+    layout: str | None
+    world_size: int
+    delivery: str
+    fingerprint: str | None
+    meshfeed: str | None
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RankHistory:
+    """The steps of one rank, ascending, each once: as they were handed out last.
+
+    Attributes:
+        rank, coord, host, pid: who; process and place are those of its last start.
+        start: which start each step belongs to, a place in `RunHistory.starts`; int64 [n].
+        step: int64 [n].
+        time: unix time at which the loop got it, seconds; float64 [n].
+        seconds: from then until the loop got the next; NaN for the last of a start; float64 [n].
+        wait: seconds that the loop was kept waiting; float64 [n, stages].
+        work: seconds that the producer spent; float64 [n, stages].
+        queue_depth, bytes_read, bytes_fetched, delivered_bytes, opens, collectives: see `batch.Step`; int64
+            [n].
+        tokens: of the global batch, without padding; int64 [n].
+        padding: part of the padded tokens of the global batch; NaN where nothing is packed; float64 [n].
+        imbalance: work of the busiest rank over the mean; NaN likewise; float64 [n].
+    """
+
+    rank: int
+    coord: Mapping[str, int]
+    host: str
+    pid: int
+    start: Longs
+    step: Longs
+    time: Floats
+    seconds: Floats
+    wait: Floats
+    work: Floats
+    queue_depth: Longs
+    bytes_read: Longs
+    bytes_fetched: Longs
+    delivered_bytes: Longs
+    opens: Longs
+    collectives: Longs
+    tokens: Longs
+    padding: Floats
+    imbalance: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MixtureHistory:
+    """What each source of a mixture has given, now and then.
+
+    Attributes:
+        names: of the sources.
+        steps: after which; int64 [m].
+        drawn: sequences of each source until then; int64 [m, sources].
+        asked: share of each source that was asked for at that step; float64 [m, sources].
+    """
+
+    names: tuple[str, ...]
+    steps: Longs
+    drawn: Longs
+    asked: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunHistory:
+    """All of a run log.
+
+    Attributes:
+        stages: names of the columns of `wait` and `work`.
+        starts: of the job, in order of time. Steps at or past the first step of a later start were undone by
+            it, and are left out.
+        ranks: rank -> its steps, in order of ranks.
+        mixture: None where there is one source, or none told.
+    """
+
+    stages: tuple[str, ...]
+    starts: tuple[Start, ...]
+    ranks: Mapping[int, RankHistory]
+    mixture: MixtureHistory | None
+
+
+def read_run(path: str | os.PathLike[str]) -> RunHistory:
+    """Everything that a run log holds, of a run that is over or under way.
+
+    Raises MetricsError where the folder is no run log, or a line of it is damaged.
+    """
+    return RunReader(path).poll()
+
+
+class RunReader:
+    """Reads a run log that grows.
+
+    Args:
+        path: the folder.
+        keep: steps of each rank to keep, the last ones; None keeps all.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
+        self._folder, self._keep = Path(path), keep
+        self._files: dict[str, RankFile] = {}
+
+    def poll(self) -> RunHistory:
+        """The history so far. Only what was written since the last call is read. Raises MetricsError."""
+        try:
+            names = sorted(path.name for path in self._folder.iterdir() if _is_log(path.name))
+        except OSError as error:
+            raise MetricsError(f"{self._folder}: no run log can be read there: {error}") from error
+        if not names:
+            raise MetricsError(
+                f"{self._folder}: no run log: it has no {file_name(0)} nor that of another rank"
+            )
+        for name in names:
+            file = self._files.setdefault(name, RankFile(self._folder / name))
+            file.read_on()
+            if self._keep is not None:
+                file.keep(self._keep)
+        return _history([file.starts for file in self._files.values() if file.starts])
+
+
+def _is_log(name: str) -> bool:
+    return name.startswith("rank-") and name.endswith(".jsonl")
+
+
+def _history(ranks: Sequence[Sequence[RankStart]]) -> RunHistory:
+    """What several ranks have told, put together."""
+    together = _together([start for starts in ranks for start in starts])
+    starts = tuple(map(_start_of, together))
+    place = {id(start): place for place, several in enumerate(together) for start in several}
+    # the first step that a later start did anew
+    undone = np.minimum.accumulate([np.inf, *(start.step for start in reversed(starts))])[::-1][1:]
+    stages = tuple(dict.fromkeys(name for several in together for name in several[0].told["stages"]))
+    histories = [
+        _rank_history(several, [place[id(start)] for start in several], undone, stages) for several in ranks
+    ]
+    return RunHistory(
+        stages=stages,
+        starts=starts,
+        ranks={each.rank: each for each in sorted(histories, key=lambda each: each.rank)},
+        mixture=_mixture(together, undone),
+    )
+
+
+def _together(starts: Iterable[RankStart]) -> list[list[RankStart]]:
+    """The starts of ranks that are one start of the job, in order of time."""
+    jobs: list[dict[int, RankStart]] = []  # each by rank
+    for start in sorted(starts, key=lambda start: start.told["time"]):
+        rank, of_the_job = start.told["rank"], [start.told[name] for name in _OF_THE_JOB]
+        # The latest like it that lacks this rank: nodes' clocks differ, and some ranks may never have come.
+        for job in reversed(jobs):
+            first = next(iter(job.values())).told
+            if rank not in job and of_the_job == [first[name] for name in _OF_THE_JOB]:
+                job[rank] = start
+                break
+        else:
+            jobs.append({rank: start})
+    return [list(job.values()) for job in jobs]
+
+
+def _start_of(ranks: Sequence[RankStart]) -> Start:
+    told = ranks[0].told
+    return Start(
+        time=told["time"],
+        meshfeed=told.get("meshfeed"),
+        ranks=tuple(sorted(each.told["rank"] for each in ranks)),
+        hosts=tuple(sorted({each.told["host"] for each in ranks})),
+        **{name: told[name] for name in _OF_THE_JOB},
+    )
+
+
+def _rank_history(
+    starts: Sequence[RankStart], places: Sequence[int], undone: Floats, stages: Sequence[str]
+) -> RankHistory:
+    start = np.repeat(np.array(places, np.int64), [len(each.table) for each in starts])
+    steps = np.concatenate([each.table[:, 0] for each in starts])
+    kept = np.flatnonzero(steps < undone[start])
+    start = start[kept]
+
+    def column(name: str) -> Floats:
+        return np.concatenate([_column(each, name) for each in starts])[kept]
+
+    def seconds_of(kind: str) -> Floats:
+        return np.nan_to_num(np.stack([column(f"{kind}_{stage}") for stage in stages], axis=1))
+
+    time = column("time")
+    seconds = np.full(time.size, np.nan)
+    seconds[:-1] = np.where(np.diff(start) == 0, np.diff(time), np.nan)
+    told = starts[-1].told
+    return RankHistory(
+        rank=told["rank"],
+        coord=told["coord"],
+        host=told["host"],
+        pid=told["pid"],
+        start=start,
+        time=time,
+        seconds=seconds,
+        wait=seconds_of("wait"),
+        work=seconds_of("work"),
+        **{name: np.nan_to_num(column(name)).astype(np.int64) for name in ("step", *COUNTED, "tokens")},
+        padding=column("padding"),
+        imbalance=column("imbalance"),
+    )
+
+
+def _column(start: RankStart, name: str) -> Floats:
+    """One column of a start; NaN where it knows of none."""
+    columns, table = start.told["columns"], start.table
+    return table[:, columns.index(name)] if name in columns else np.full(len(table), np.nan)
+
+
+def _mixture(jobs: Sequence[Sequence[RankStart]], undone: Floats) -> MixtureHistory | None:
+    told = [
+        (start.told["sources"], each)
+        for several, end in zip(jobs, undone)
+        for start in several
+        for each in start.drawn
+        if each.step < end
+    ]
+    if not told:
+        return None
+    names = tuple(dict.fromkeys(name for sources, _ in told for name in sources))  # a recipe may gain some
+    drawn, asked = np.zeros((len(told), len(names)), np.int64), np.zeros((len(told), len(names)))
+    for row, (sources, each) in enumerate(told):
+        at = [names.index(name) for name in sources]
+        drawn[row, at], asked[row, at] = each.drawn, each.asked
+    return MixtureHistory(
+        names=names, steps=np.array([each.step for _, each in told], np.int64), drawn=drawn, asked=asked
+    )

@@ -1,0 +1,95 @@
+"""The lines of a run log: one JSON object where a run starts, then one JSON array for each step.
+
+A start names the columns of the arrays that follow it, so that a reader needs to know no version. What a
+mixture has drawn is told by an object too. Every line ends in a newline; one that does not was torn.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from meshfeed.metrics.clock import STAGES
+from meshfeed.metrics.sink import RunStart, StepRecord
+
+COUNTED = ("queue_depth", "bytes_read", "bytes_fetched", "delivered_bytes", "opens", "collectives")
+COLUMNS = (
+    "step",
+    "time",
+    *(f"wait_{stage}" for stage in STAGES),
+    *(f"work_{stage}" for stage in STAGES),
+    *COUNTED,
+    "tokens",
+    "padding",
+    "imbalance",
+)
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank, inside the folder of its run."""
+    return f"rank-{rank:06d}.jsonl"
+
+
+def line_of(entry: RunStart | StepRecord) -> str:
+    """A start or a step as a line."""
+    return _line_of_start(entry) if isinstance(entry, RunStart) else _line_of_step(entry)
+
+
+def mixture_line(record: StepRecord) -> str:
+    """What each source has given until the end of a step, and the shares that are asked for at it."""
+    stats = record.stats
+    told = {
+        "step": record.step,
+        "drawn": stats["source_drawn"].tolist(),
+        "asked": stats["source_asked"].tolist(),
+    }
+    return _line({"mixture": told})
+
+
+def _line_of_start(start: RunStart) -> str:
+    told = {
+        "version": 1,
+        "meshfeed": start.meshfeed,
+        "time": round(start.time_s, 6),
+        "host": start.host,
+        "pid": start.pid,
+        "rank": start.rank,
+        "world_size": start.world_size,
+        "layout": start.layout,
+        "coord": dict(start.coord),
+        "delivery": start.delivery,
+        "fingerprint": start.fingerprint,
+        "step": start.step,
+        "sources": start.sources,
+        "stages": STAGES,
+        "columns": COLUMNS,
+    }
+    return _line({"start": told})
+
+
+def _line_of_step(record: StepRecord) -> str:
+    stats = record.stats
+    wait, work = stats["exposed_wait_s"], stats["work_s"]
+    numbers = (
+        record.step,
+        round(record.time_s, 6),
+        *(_seconds(wait.get(stage)) for stage in STAGES),
+        *(_seconds(work.get(stage)) for stage in STAGES),
+        *(stats[name] for name in COUNTED),
+        record.tokens,
+        _share(stats.get("padding")),
+        _share(stats.get("max_over_mean")),
+    )
+    return _line(numbers)
+
+
+def _line(told: Any) -> str:
+    return json.dumps(told, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _seconds(seconds: float | None) -> float:
+    return round(seconds, 6) if seconds else 0
+
+
+def _share(share: float | None) -> float | None:
+    return None if share is None else round(share, 6)

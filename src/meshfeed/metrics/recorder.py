@@ -1,0 +1,118 @@
+"""Sums up what each step costs, in its stats, and has the sinks told once it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from meshfeed.errors import MetricsError
+from meshfeed.metrics.clock import Span, StageClock, exposed_wait, work
+from meshfeed.metrics.courier import Courier
+from meshfeed.metrics.meter import COUNTERS
+from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Recorder:
+    """The record of one feed, through all its runs; called on the thread of the training loop.
+
+    Args:
+        metrics: where records go: a sink, several, or None.
+        about: a run's first step -> what to tell of its start.
+    """
+
+    def __init__(self, metrics: Sink | Sequence[Sink] | None, about: Callable[[int], RunStart]) -> None:
+        self._sinks = [metrics] if isinstance(metrics, Sink) else list(metrics or ())
+        if strange := [sink for sink in self._sinks if not isinstance(sink, Sink)]:
+            raise MetricsError(f"metrics={strange[0]!r} is no sink; give metrics.RunLog(folder), or another")
+        self._ranges = [sink.stage for sink in self._sinks if type(sink).stage is not Sink.stage]
+        self._about = about
+        self._courier: Courier | None = None
+        self._clocks = (0.0, 0.0)  # unix and monotonic, at one moment
+        self._open: StepRecord | None = None
+        self._stats: dict[str, Any] = {}
+
+    def around(self, name: str) -> AbstractContextManager[Any]:
+        """What the sinks want entered around a stage."""
+        if len(self._ranges) > 1:
+            return _all([stage(name) for stage in self._ranges])
+        return self._ranges[0](name) if self._ranges else _NOTHING
+
+    def start(self, step: int) -> None:
+        """A run begins. Raises what a sink raises at its very first."""
+        self._clocks = time.time(), time.monotonic()
+        if self._courier is not None:
+            self._courier.send(self._about(step))
+        elif self._sinks:
+            self._courier = Courier(self._sinks, self._about(step))
+
+    def step(self, step: int, tokens: int, queue_depth: int, stats: dict[str, Any]) -> None:
+        """The loop gets a step. stats: facts of its plan; what it costs is added, until `over`."""
+        stats |= {
+            "exposed_wait_s": {},
+            "work_s": {},
+            "queue_depth": queue_depth,
+            **dict.fromkeys(COUNTERS, 0),
+        }
+        self._stats = stats
+        if self._courier is not None:
+            stats["metrics_lost"] = self._courier.lost
+            unix, monotonic = self._clocks
+            self._open = StepRecord(step, unix + (time.monotonic() - monotonic), tokens, stats)
+
+    def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
+        """The loop asked for something at `start` and got it at `stop`. spans: how it was made."""
+        _add(self._stats["exposed_wait_s"], exposed_wait(start, stop, spans))
+        _add(self._stats["work_s"], work(spans))
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Something that the loop's own thread does, and waits for."""
+        clock = StageClock(self.around)
+        try:
+            with clock.stage(name):
+                yield
+        finally:
+            (span,) = clock.take()
+            self.waited(span.start, span.stop, [span])
+
+    def counted(self, counts: Mapping[str, int]) -> None:
+        """What was read and delivered meanwhile."""
+        _add(self._stats, counts)
+
+    def over(self) -> None:
+        """Nothing more comes to the step."""
+        if self._open is not None and self._courier is not None:
+            self._courier.send(self._open)
+        self._open = None
+
+    def close(self, during: BaseException | None = None) -> None:
+        """Tell the sinks the rest. Raises MetricsError where one has not got everything.
+
+        during: an error that is being raised; it gets a note of it instead.
+        """
+        courier, self._courier = self._courier, None
+        try:
+            if courier is not None:
+                courier.close()
+        except MetricsError as lost:
+            if during is None:
+                raise
+            during.add_note(str(lost))
+
+
+def _add(sums: dict[str, Any], more: Mapping[str, float]) -> None:
+    for name, amount in more.items():
+        sums[name] = sums.get(name, 0) + amount
+
+
+@contextlib.contextmanager
+def _all(contexts: Sequence[AbstractContextManager[Any]]) -> Generator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

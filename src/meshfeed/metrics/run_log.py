@@ -1,0 +1,117 @@
+"""A small log of a run: a folder with a file for each rank, to which lines are only ever added."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from meshfeed.errors import MetricsError
+from meshfeed.metrics.lines import file_name, line_of, mixture_line
+from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+
+_LOOK_BACK = 1 << 16
+
+
+class RunLog(Sink):
+    """Writes what each step has cost, some 150 bytes, for `meshfeed watch`, `meshfeed report`, `read_run`.
+
+    All ranks and all restarts of a job share one folder, which every node must see, or be brought together
+    from the nodes afterwards. A process that is killed loses what it has not written, at most about a
+    second. A line that was torn then is taken away at the next start.
+
+    A disk that is full, or a file that vanishes, never stops training. What could not be written is kept, and
+    written as soon as that can be; see `Feed.close` for what becomes of the rest.
+
+    Args:
+        path: the folder, made where it is missing. One Feed or Exchange writes to it at a time.
+
+    Raises MetricsError at the start of the first run where it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if "://" in str(path):
+            raise MetricsError(f"{path}: a run log is a folder that this machine sees, not an object store")
+        self._folder = Path(path)
+        self._start: RunStart | None = None
+        self._fd: int | None = None
+
+    def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
+        """See Sink. Raises MetricsError where the disk does not take it."""
+        start = self._start
+        lines: list[str] = []
+        drawn: StepRecord | None = None
+        for entry in entries:
+            if isinstance(entry, RunStart):
+                start = entry
+            elif start is not None and start.is_lowest and "source_drawn" in entry.stats:
+                drawn = entry
+            lines.append(line_of(entry))
+        if drawn is not None:
+            lines.append(mixture_line(drawn))
+        if start is None:
+            raise MetricsError(f"{self._folder}: a log begins with the start of a run")
+        path = self._folder / file_name(start.rank)
+        try:
+            if self._fd is None or os.fstat(self._fd).st_nlink == 0:  # new, or deleted under us
+                self._let_go()
+                self._fd = _open(path, make_folder=self._start is None)
+                if not os.fstat(self._fd).st_size and self._start is not None:
+                    lines.insert(0, line_of(self._start))
+            _append(self._fd, "".join(lines).encode())
+        except OSError as error:
+            self._let_go()
+            raise MetricsError(
+                f"{path}: cannot be written ({error}); free the disk or log elsewhere"
+            ) from error
+        self._start = start
+
+    def close(self) -> None:
+        """See Sink."""
+        self._start = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with suppress(OSError):
+                os.close(fd)
+
+
+def _open(path: Path, *, make_folder: bool) -> int:
+    """The file at its end, which is that of a whole line."""
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        _mend(fd)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _mend(fd: int) -> None:
+    """Cut off a line that has no end: whoever wrote it was killed."""
+    end = os.fstat(fd).st_size
+    while end:
+        begin = max(end - _LOOK_BACK, 0)
+        newline = os.pread(fd, end - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            end = begin + newline + 1
+            break
+        end = begin
+    if end < os.fstat(fd).st_size:
+        os.ftruncate(fd, end)
+
+
+def _append(fd: int, data: bytes) -> None:
+    """All or nothing."""
+    before, rest = os.fstat(fd).st_size, memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+    except OSError:
+        os.ftruncate(fd, before)
+        raise

@@ -1,0 +1,100 @@
+"""Metrics as OpenTelemetry has them, for Prometheus or whatever else a cluster collects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshfeed.errors import MetricsError
+from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter, MeterProvider
+
+_SECONDS = tuple(10.0**power * digit for power in range(-4, 3) for digit in (1, 2, 5))
+_COUNTERS = {
+    "bytes_read": ("meshfeed.read", "By", "read from storage"),
+    "bytes_fetched": ("meshfeed.fetched", "By", "brought from storage that is far away"),
+    "delivered_bytes": ("meshfeed.delivered", "By", "sent to peers or received"),
+    "opens": ("meshfeed.opens", "{file}", "data files opened"),
+    "collectives": ("meshfeed.collectives", "{collective}", "collectives called"),
+}
+_GAUGES = {
+    "queue_depth": ("meshfeed.queue.depth", "what lay ready when the loop asked for its last step"),
+    "padding": ("meshfeed.padding", "part of the global batch's padded tokens"),
+    "max_over_mean": ("meshfeed.imbalance", "work of the busiest rank over the mean"),
+    "metrics_lost": ("meshfeed.metrics.lost", "steps that some sink of metrics has not taken"),
+}
+
+
+class Telemetry(Sink):
+    """Histograms of seconds waited and worked by stage, counters of what moved, gauges of balance.
+
+    All carry the rank and its data-parallel rank, but for steps, tokens and the mixture: these are those of
+    the whole job, and its lowest rank alone tells them.
+
+    Args:
+        meter_provider: an opentelemetry MeterProvider, with its readers and exporters; None takes the global
+            one.
+
+    Raises MetricsError where opentelemetry is missing.
+    """
+
+    def __init__(self, meter_provider: MeterProvider | None = None) -> None:
+        try:
+            from opentelemetry import metrics
+        except ImportError as missing:
+            raise MetricsError(
+                f"Telemetry needs opentelemetry ({missing}): pip install 'meshfeed[telemetry]'"
+            ) from missing
+        provider = meter_provider or metrics.get_meter_provider()
+        self._instruments = _Instruments(provider.get_meter("meshfeed"))
+        self._start: RunStart | None = None
+
+    def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
+        """See Sink."""
+        for entry in entries:
+            if isinstance(entry, RunStart):
+                self._start = entry
+            elif self._start is not None:
+                self._instruments.add(entry, self._start)
+
+
+class _Instruments:
+    """One instrument for each thing that is told."""
+
+    def __init__(self, meter: Meter) -> None:
+        def seconds(name: str, what: str) -> Callable[..., None]:
+            made = meter.create_histogram(name, "s", what, explicit_bucket_boundaries_advisory=_SECONDS)
+            return made.record
+
+        self._wait = seconds("meshfeed.wait", "a step's seconds that the loop was kept waiting, by stage")
+        self._work = seconds("meshfeed.work", "a step's seconds that the producer spent, by stage")
+        self._counters = {key: meter.create_counter(*about).add for key, about in _COUNTERS.items()}
+        self._gauges = {key: meter.create_gauge(name, "", what).set for key, (name, what) in _GAUGES.items()}
+        self._steps = meter.create_counter("meshfeed.steps", "{step}", "steps handed out").add
+        self._tokens = meter.create_counter("meshfeed.tokens", "{token}", "tokens handed out").add
+        self._share = meter.create_gauge("meshfeed.source.share", "", "part of all draws, by source").set
+        self._asked = meter.create_gauge("meshfeed.source.asked", "", "part that is asked, by source").set
+
+    def add(self, record: StepRecord, start: RunStart) -> None:
+        """One step of a rank."""
+        stats, who = record.stats, {"rank": start.rank, "dp": start.coord["dp"]}
+        for tell, by_stage in ((self._wait, stats["exposed_wait_s"]), (self._work, stats["work_s"])):
+            for stage, seconds in by_stage.items():
+                tell(seconds, who | {"stage": stage})
+        for tellers in (self._counters, self._gauges):
+            for key, tell in tellers.items():
+                if key in stats:
+                    tell(stats[key], who)
+        if start.is_lowest:
+            self._steps(1)
+            self._tokens(record.tokens)
+            if "source_drawn" in stats:
+                self._tell_mixture(stats["source_drawn"], stats["source_asked"], start.sources)
+
+    def _tell_mixture(self, drawn: Any, asked: Any, names: Sequence[str]) -> None:
+        shares = (drawn / drawn.sum()).tolist()
+        for name, share, wanted in zip(names, shares, asked.tolist()):
+            self._share(share, {"source": name})
+            self._asked(wanted, {"source": name})

@@ -1,0 +1,288 @@
+"""The log of a run on disk: what is written, what is read back, what a kill and a repeat leave of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import meshfeed as mf
+import world
+from corpus import recipe_of, write_corpus
+from meshfeed.metrics import RunLog, RunReader, RunStart, StepRecord, read_run
+
+PATIENCE_S = 60.0
+LAYOUT = mf.Layout.parse("tp2-dp2")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(path, num_tokens=20_000)
+    return str(path)
+
+
+def start_at(step: int, rank: int = 0, layout: mf.Layout = LAYOUT, **changed: Any) -> RunStart:
+    made = RunStart.here(step, layout, rank, "share", "abc")
+    return RunStart(**{name: getattr(made, name) for name in RunStart.__slots__} | changed)
+
+
+def record_of(step: int, time_s: float = 0.0, **changed: Any) -> StepRecord:
+    counts = ("queue_depth", "bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
+    stats = {"exposed_wait_s": {"read": 0.5}, "work_s": {"read": 0.75, "plan": 1e-3}}
+    return StepRecord(step, time_s, 1000 + step, stats | dict.fromkeys(counts, 2) | changed)
+
+
+def write(folder: Path, *entries: RunStart | StepRecord) -> Path:
+    """A log of some entries; the file."""
+    log = RunLog(folder)
+    log.take(entries)
+    log.close()
+    (rank,) = {entry.rank for entry in entries if isinstance(entry, RunStart)}
+    return folder / f"rank-{rank:06d}.jsonl"
+
+
+# -- what a feed writes ----------------------------------------------------------------------------
+
+
+def test_a_feed_tells_all_of_its_steps(corpus: str, tmp_path: Path) -> None:
+    before = time.time()
+    with mf.Feed(recipe_of(corpus), metrics=RunLog(tmp_path / "a" / "run")) as feed:
+        steps = [(step, list(step.microbatches)) for step in itertools.islice(feed, 7)]
+    history = read_run(tmp_path / "a" / "run")
+    (start,), rank = history.starts, history.ranks[0]
+    assert (start.step, start.world_size, start.layout, start.delivery) == (0, 1, "dp1", "direct")
+    assert start.fingerprint == feed.recipe.fingerprint and start.ranks == (0,)
+    assert (rank.host, rank.pid) == (start.hosts[0], os.getpid())
+    assert rank.coord == {"tp": 0, "cp": 0, "dp": 0, "pp": 0}
+    assert rank.step.tolist() == list(range(7)) and rank.start.tolist() == [0] * 7
+    assert rank.tokens.tolist() == [step.tokens for step, _ in steps]
+    assert rank.bytes_read.tolist() == [step.stats["bytes_read"] for step, _ in steps]
+    assert (np.diff(rank.time) > 0).all() and before <= start.time <= rank.time[0] <= rank.time[
+        -1
+    ] <= time.time()
+    np.testing.assert_array_equal(rank.seconds, [*np.diff(rank.time), np.nan])
+    assert np.isnan(rank.padding).all() and np.isnan(rank.imbalance).all()
+    assert history.mixture is None
+    lines = (tmp_path / "a" / "run" / "rank-000000.jsonl").read_text().splitlines()
+    assert len(lines) == 8 and max(map(len, lines[1:])) < 250
+
+
+def test_packed_steps_tell_padding_and_balance(corpus: str, tmp_path: Path) -> None:
+    recipe = mf.Recipe(data=mf.open(corpus), sequence=mf.Documents(), batch=mf.Batch(sequences=8), steps=3)
+    with mf.Feed(recipe, packing=mf.Packing(capacity=1024), metrics=RunLog(tmp_path)) as feed:
+        stats = [step.stats for step in feed]
+    rank = read_run(tmp_path).ranks[0]
+    np.testing.assert_allclose(rank.padding, [each["padding"] for each in stats], atol=1e-6)
+    np.testing.assert_allclose(rank.imbalance, [each["max_over_mean"] for each in stats], atol=1e-6)
+
+
+def test_the_mixture_is_told_as_it_was_drawn_and_as_it_was_asked(corpus: str, tmp_path: Path) -> None:
+    mixture = mf.Mixture({"code": (mf.open(corpus), 3), "docs": (mf.open(corpus), 1)})
+    mixture = mixture.then(4, {"docs": 1, "math": (mf.open(corpus), 1)})
+    recipe = mf.Recipe(data=mixture, sequence=mf.Windows(64), batch=mf.Batch(sequences=16), steps=6)
+    with mf.Feed(recipe, metrics=RunLog(tmp_path)) as feed:
+        stats = [step.stats for step in feed]
+    assert stats[0]["source_asked"].tolist() == [0.75, 0.25, 0]
+    told = read_run(tmp_path).mixture
+    assert told is not None and told.names == ("code", "docs", "math")
+    assert told.steps[-1] == 5 and told.drawn[-1].tolist() == [48, 32, 16] and told.drawn[-1].sum() == 6 * 16
+    assert told.asked[-1].tolist() == [0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (mf.Layout.parse("tp2-cp2-pp2"), "tp2-cp2-pp2"),
+        (mf.Layout(tp=2, dp=2, order="dp-tp"), None),
+        (mf.Layout(dp=2, table=(3, 1)), None),
+    ],
+)
+def test_a_layout_is_told_where_its_text_tells_it_all(layout: mf.Layout, text: str | None) -> None:
+    told = RunStart.here(0, layout, 1, "direct")
+    assert told.layout == text or np.array_equal(mf.Layout.parse(told.layout or "").grid(), layout.grid())
+    assert told.is_lowest == (layout.table is not None), "rank 1 is the lowest of 3 and 1"
+
+
+# -- what is read back -----------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6))
+def test_of_a_step_that_was_repeated_the_last_time_counts(
+    tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[int, int]]
+) -> None:
+    folder, expected, now = tmp_path_factory.mktemp("run"), dict[int, tuple[int, float]](), 0.0
+    entries: list[RunStart | StepRecord] = []
+    for number, (first, count) in enumerate(runs):
+        entries.append(start_at(first, time_s=(now := now + 1)))
+        expected = {step: told for step, told in expected.items() if step < first}
+        for step in range(first, first + count):
+            entries.append(record_of(step, now := now + 1))
+            expected[step] = (number, now)
+    write(folder, *entries)
+    rank = read_run(folder).ranks[0]
+    assert dict(zip(rank.step.tolist(), zip(rank.start.tolist(), rank.time.tolist()))) == expected
+    assert (np.diff(rank.step) > 0).all()
+    same = np.diff(rank.start, append=-1) == 0
+    assert (rank.seconds[same] == np.diff(rank.time)[same[:-1]]).all() and np.isnan(rank.seconds[~same]).all()
+
+
+def test_starts_of_ranks_are_one_start_of_the_job(tmp_path: Path) -> None:
+    smaller = mf.Layout.parse("dp2")
+    for rank in range(4):
+        entries = [start_at(0, rank, time_s=rank / 10, host=f"node{rank // 2}")]
+        entries += [record_of(step, 1.0 + step) for step in range(6)]
+        if rank < 2:
+            entries += [start_at(4, rank, smaller, time_s=20 + rank / 10), record_of(4, 21.0)]
+        write(tmp_path, *entries)
+    history = read_run(tmp_path)
+    first, second = history.starts
+    assert (first.ranks, first.hosts, first.layout) == ((0, 1, 2, 3), ("node0", "node1"), "tp2-dp2")
+    assert (second.ranks, second.step, second.world_size) == ((0, 1), 4, 2)
+    assert history.ranks[0].step.tolist() == [0, 1, 2, 3, 4]
+    assert history.ranks[3].step.tolist() == [0, 1, 2, 3], (
+        "it is gone, and what it did past step 4 was undone"
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cuts=st.lists(st.integers(0, 4000), max_size=6), keep=st.one_of(st.none(), st.integers(1, 12)))
+def test_reading_on_is_reading_at_once(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], keep: int | None
+) -> None:
+    folder, grows = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("grows")
+    steps = [record_of(step, float(step), source_drawn=np.array([step, 1]), source_asked=np.array([0.5, 0.5]))
+             for step in range(9)]  # fmt: skip
+    entries = [start_at(0, sources=("a", "b")), *steps, start_at(5, sources=("a", "b")), *steps[5:7]]
+    whole = write(folder, *entries).read_bytes()
+    reader, file = RunReader(grows, keep), grows / "rank-000000.jsonl"
+    for cut in [*sorted(cuts), len(whole)]:
+        file.write_bytes(whole[:cut])
+        polled = reader.poll()
+        assert 0 in polled.ranks or b"\n" not in whole[:cut], "a line that is not whole is not there yet"
+    at_once, rank = read_run(folder).ranks[0], polled.ranks[0]
+    for name in ("step", "time", "start", "seconds", "wait", "work", "tokens", "opens"):
+        expected = getattr(at_once, name)
+        np.testing.assert_array_equal(getattr(rank, name)[-5:], expected[-min(5, len(rank.step)) :])
+    assert keep or len(rank.step) == len(at_once.step) == 7
+    assert polled.mixture is not None and polled.mixture.steps[-1] == 6
+
+
+def test_columns_are_those_that_the_start_names(tmp_path: Path) -> None:
+    """A log of another version: a column less, one more, in another order."""
+    file = write(tmp_path, start_at(0), record_of(0, 3.0))
+    told, _ = map(json.loads, file.read_text().splitlines())
+    told["start"] |= {"columns": ["wait_nap", "step", "time", "work_read"], "stages": ["read", "nap"]}
+    file.write_text(json.dumps(told) + "\n[0.5,7,3.5,0.25]\n" + '{"something": "new"}\n')
+    history = read_run(tmp_path)
+    rank = history.ranks[0]
+    assert history.stages == ("read", "nap")
+    assert (rank.step.tolist(), rank.wait.tolist(), rank.work.tolist()) == ([7], [[0, 0.5]], [[0.25, 0]])
+    assert rank.opens.tolist() == [0] and np.isnan(rank.padding[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        (1, "{}"),
+        (1, '{"start":{}}'),
+        (1, '{"start":7}'),
+        (1, '{"mixture":{"step":0,"drawn":[],"asked":[]}}'),
+        (2, "[1,2,3]"),
+        (3, "[1,2"),
+        (3, "[1,2]"),
+        (3, "\0" * 40),
+        (4, '["a"]'),
+        (4, "[1],[2]"),
+        (4, '{"mixture":{}}'),
+        (4, "\xff"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: int, wrong: str) -> None:
+    file = write(tmp_path, start_at(0), *map(record_of, range(6)))
+    lines = file.read_bytes().splitlines()
+    lines[line - 1] = wrong.encode("latin-1")
+    file.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(mf.MetricsError, match=rf"rank-000000.jsonl:{2 if wrong == '{}' else line}: "):
+        read_run(tmp_path)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for wrong in (tmp_path / "nowhere", tmp_path, Path(__file__)):
+        with pytest.raises(mf.MetricsError, match=wrong.name):
+            read_run(wrong)
+    with pytest.raises(mf.MetricsError, match="object store"):
+        RunLog("s3://bucket/run")
+
+
+def test_a_file_that_was_replaced_is_noticed(tmp_path: Path) -> None:
+    file = write(tmp_path, start_at(0), *map(record_of, range(6)))
+    reader = RunReader(tmp_path)
+    reader.poll()
+    file.write_text("")
+    with pytest.raises(mf.MetricsError, match="replaced"):
+        reader.poll()
+
+
+# -- what a kill leaves ----------------------------------------------------------------------------
+
+
+def endless(rank: int, path: str, folder: str) -> None:
+    import meshfeed.metrics.courier as courier
+
+    courier.EVERY_S = 0.01
+    with mf.Feed(recipe_of(path), LAYOUT, delivery="direct", metrics=RunLog(folder)) as feed:
+        for step in feed:
+            for _ in step.microbatches:
+                pass
+
+
+def test_after_a_kill_the_log_goes_on(corpus: str, tmp_path: Path) -> None:
+    job = world.start(endless, 4, corpus, str(tmp_path))
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:  # until every rank has written some steps
+        logged = [file.read_bytes().count(b"\n") for file in tmp_path.iterdir()]
+        if len(logged) == 4 and min(logged) > 20:
+            break
+        time.sleep(0.02)
+    job.kill(range(4))
+    job.join()
+    killed = read_run(tmp_path)
+    assert len(killed.starts) == 1 and min(rank.step.size for rank in killed.ranks.values()) >= 20
+    torn = tmp_path / "rank-000000.jsonl"
+    with torn.open("ab") as file:
+        file.write(b"[77,123.4")
+    assert read_run(tmp_path).ranks[0].step.tolist() == killed.ranks[0].step.tolist()
+    recipe = recipe_of(corpus)
+    with mf.Feed(recipe, metrics=RunLog(tmp_path)) as feed:
+        feed.load_state_dict(mf.State(recipe=recipe.summary(), step=10).to_json())
+        for _ in itertools.islice(feed, 5):
+            pass
+    history = read_run(tmp_path)
+    assert [start.step for start in history.starts] == [0, 10]
+    assert [start.world_size for start in history.starts] == [4, 1]
+    assert history.ranks[0].step.tolist() == list(range(15))
+    assert history.ranks[0].start.tolist() == [0] * 10 + [1] * 5
+    assert history.ranks[2].step.tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("tail", [b"", b"x", b"x" * 70_000, b"[1,2,3"])
+def test_a_torn_line_is_taken_away(tmp_path: Path, tail: bytes) -> None:
+    file = write(tmp_path, start_at(0), record_of(0))
+    whole = file.read_bytes()
+    file.write_bytes(whole + tail)
+    write(tmp_path, start_at(1), record_of(1))
+    assert file.read_bytes().startswith(whole + b'{"start"')
+    assert read_run(tmp_path).ranks[0].step.tolist() == [0, 1]
+    file.write_bytes(b"x" * 70_000)  # not one line is whole
+    write(tmp_path, start_at(0), record_of(0))
+    assert file.read_bytes().startswith(b'{"start"')
