@@ -120,7 +120,8 @@ class CachedFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.forget_needs()
+        if self._depth == 1:
+            self.forget_needs()
         with self._lock:
             self._depth -= 1
             if not self._depth:

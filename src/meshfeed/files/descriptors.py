@@ -87,10 +87,13 @@ class Descriptor:
 
 
 class _Ring:
-    """The files that are open. Its lock is taken before a file's, never after."""
+    """The files that are open. Its lock is taken before a file's, never after.
+
+    Its holder may find itself in `remove`: wherever Python collects garbage, it may close what that had open.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self._files: OrderedDict[Descriptor, None] = OrderedDict()
 
     def opened(self, file: Descriptor) -> int:
@@ -125,6 +128,8 @@ class _Ring:
         """Close the first file round the ring that may be; False where all are being read."""
         for marked in (False, True):
             for _ in range(len(self._files)):
+                if not self._files:  # garbage was collected meanwhile
+                    return False
                 file, _ = self._files.popitem(last=False)
                 if file.give_up(marked=marked):
                     return True

@@ -51,7 +51,9 @@ class Link:
 
     def _reset(self) -> None:
         self.session: Session = (os.getpid(), 0)
-        self._connecting, self._sending, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._connecting = threading.Lock()
+        # Garbage that Python collects here may say something itself: that it needs no more of some file.
+        self._sending, self._lock = threading.RLock(), threading.RLock()
         self._socket: socket.socket | None = None
         self._ids = itertools.count()
         self._futures: dict[int, Future[Answer]] = {}
@@ -110,9 +112,10 @@ class Link:
             _log.warning("waiting for storage since %.0f s: %s", waited_s, what)
 
     def _send(self, link: socket.socket, said: dict[str, Any]) -> None:
+        encoded = message.encode(said)
         with self._sending:
             try:
-                link.sendall(message.encode(said))
+                link.sendall(encoded)
             except OSError as gone:
                 self.lost(link)
                 raise LostError from gone

@@ -59,7 +59,7 @@ class DocumentFiles(DocumentStream):
     def __init__(self, path: str, files: Sequence[ByteFile], column: Column, cache: Cache) -> None:
         self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
         self._depth = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # taken again where garbage is collected
 
     # -- what a format says -----------------------------------------------------------------------------
 

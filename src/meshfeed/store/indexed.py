@@ -44,7 +44,7 @@ class IndexedStore:
         self._idx, self._data = idx or LocalFile(f"{self.path}.idx"), data or LocalFile(f"{self.path}.bin")
         self._depth = 0
         self._index: Index | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # taken again where garbage is collected
 
     # -- what it is ---------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ class _Shard:
 
     def forget_threads(self) -> None:
         """In a forked child: no thread of the parent reads here, and what it announced was its own."""
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.num_readers = 0
         self.times_forgotten = 0
         self.forget()
@@ -75,7 +75,7 @@ class ShardFiles:
 
     def forget_threads(self) -> None:
         """In a forked child: the parent's threads are not here, and hold no lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._to_meet: SimpleQueue[_Shard | None] = SimpleQueue()
         self._num_announcers = 0
         for shard in self._shards.values():
