@@ -12,6 +12,7 @@ import torch
 
 from meshfeed.batch import Microbatch, Value
 from meshfeed.columns import Array, Arrays, Constant
+from meshfeed.errors import RecipeError
 from meshfeed.sequence import Portion
 
 _MOST_KEPT = 64
@@ -36,9 +37,15 @@ class Placer(Protocol):
 
 
 def placer_of(device: str | torch.device) -> Placer:
-    """The placer for a device."""
+    """The placer for a device. Raises RecipeError for one that is not here."""
     place = torch.device(device)
-    return OnCuda(place) if place.type == "cuda" else OnHost()
+    if place.type != "cuda":
+        return OnHost()
+    if (place.index or 0) >= (count := torch.cuda.device_count()):
+        raise RecipeError(
+            f"device={str(place)!r}: torch sees {count} CUDA devices here; give one of them, or 'cpu'"
+        )
+    return OnCuda(place)
 
 
 class OnHost:

@@ -300,12 +300,15 @@ class Exchange(StepSource[Ways]):
                 census = Census.of(reports, self._seats)
             told = np.frombuffer(b"".join(report.encode() for report in reports), np.uint8)
             if self._is_end(census):
+                ways.over()
                 ways.alike.check(step, census, reports)
                 return {"reports": told}, None
             with clock.stage("plan"):
                 batch = self._plan(census, step)
             with clock.stage("exchange"):
                 received = reroute(pulled, census, batch.plan, self._seats, ways.group, split=self._cp_split)
+                if census.ended:
+                    ways.over()
                 ways.alike.check(step, census, reports)  # last, so that no collective is left half-done
         except EndOfStream as end:
             ways.end(end)

@@ -34,6 +34,7 @@ class Ways:
         self._meeting, self._patience_s = meeting, patience_s
         self._resources = contextlib.ExitStack()
         self._interrupted = threading.Event()
+        self._is_over = True
         self.alike = Alike(rank, seats, None)
         self.group = Group(patience_s=patience_s, ranks=seats.ranks)
 
@@ -61,6 +62,7 @@ class Ways:
                 stack.callback(joined.close)
                 stack.callback(self.group.leave)
                 self.group.join(joined.backend)
+                self._is_over = False
             self.alike = Alike(self._rank, self._seats, self._meeting)
             stack.enter_context(self._delivery)
             self._resources = stack.pop_all()
@@ -73,7 +75,12 @@ class Ways:
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """See Delivery."""
-        return self._delivery.deliver(columns, num_bytes)
+        try:
+            return self._delivery.deliver(columns, num_bytes)
+        except EndOfStream:
+            if self.interrupted and not self._is_over:
+                self.leave()
+            raise
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
         """See Delivery."""
@@ -85,8 +92,13 @@ class Ways:
         self._interrupted.set()
         self._delivery.interrupt()
 
+    def over(self) -> None:
+        """The members have been through their last collective; nobody is left to be told."""
+        self._is_over = True
+
     def leave(self) -> None:
         """Tell the other members that this one ends. Raises EndOfStream."""
+        self.over()
         gather_reports(Given(Report(status=END, rows=np.zeros((0, 4), np.int64)), ()), self.group)
 
     def end(self, end: EndOfStream) -> NoReturn:
