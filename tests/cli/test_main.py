@@ -53,7 +53,7 @@ def test_every_command_with_tables_has_json(capsys: pytest.CaptureFixture[str]) 
     [
         ((), "the following arguments are required: COMMAND"),
         (("inspct", "corpus"), "there is no command 'inspct'; did you mean 'inspect'?"),
-        (("xyzzy",), "choose one of demo, inspect"),
+        (("xyzzy",), "choose one of demo, prepare"),
         (("trace", "c", "--step", "two"), "--step: 'two' is no whole number; write one from 0"),
         (("trace", "c", "--step", "-1"), "-1: write a whole number from 0"),
         (("trace", "c", "--document", "3", "--epochs", "2:1"), "'2:1' is empty"),

@@ -5,6 +5,7 @@ Every token of the stores names its document and its place there, so a rank's le
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import defaultdict
 from collections.abc import Iterable
@@ -110,12 +111,14 @@ def real_tokens(microbatch: mf.Microbatch) -> torch.Tensor:
     return microbatch["tokens"][: len(microbatch.draws)]
 
 
-def held_by_ranks(case: Case, folder: Path, steps: int) -> Held:
-    """By `simulate`, of every rank on a first stage."""
+@functools.cache
+def held_by_ranks(name: str, folder: Path) -> Held:
+    """By `simulate`, of every rank on a first stage in the first STEPS steps of a case."""
+    case = CASES[name]
     layout = mf.Layout.parse(case.layout)
     first = [rank for rank in layout.ranks().tolist() if layout.coord(rank).pp == 0]
     made = mf.simulate(
-        recipe_in(folder, case.recipe), layout, steps, ranks=first, packing=case.packing, **case.options
+        recipe_in(folder, case.recipe), layout, STEPS, ranks=first, packing=case.packing, **case.options
     )
     return ledger_of(
         (got.batch.step, got.rank, real_tokens(microbatch)) for got in made for microbatch in got.microbatches
@@ -150,7 +153,7 @@ def test_where_1000_documents_went_is_where_ranks_held_them(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     case = CASES[name]
-    layout, ledger = mf.Layout.parse(case.layout), held_by_ranks(case, folder, STEPS)
+    layout, ledger = mf.Layout.parse(case.layout), held_by_ranks(name, folder)
     chosen = random_documents(1000, seed=len(name))
     words = [word for source, document in chosen for word in ("--document", f"{source}:{document}")]
     told: dict[tuple[str, int], dict[int, tuple[set[int], set[int]]]] = defaultdict(dict)
@@ -178,7 +181,7 @@ def test_what_ranks_held_is_what_a_step_tells(
 ) -> None:
     case = CASES[name]
     layout = mf.Layout.parse(case.layout)
-    ledger = held_by_ranks(case, folder, 8)
+    ledger = held_by_ranks(name, folder)
     for step in (0, 3, 7):
         for rank in layout.ranks().tolist():
             told: dict[tuple[str, int], set[int]] = defaultdict(set)

@@ -1,6 +1,7 @@
 """Kill `meshfeed prepare` at random moments, go on, and compare with a run that was left alone.
 
 python tests/prepare/kills.py --kills 100 --workers 1 2 5
+unshare -n sh -c 'ip link set lo up; exec python tests/prepare/kills.py --engine ray --seconds 600 --workers 2'
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from texts import jsonl, left_behind, texts, tree
 
 
-def command(folder: Path, out: Path, workers: int) -> list[str]:
+def command(folder: Path, out: Path, workers: int, engine: str) -> list[str]:
     options = [
         "--train-bpe",
         "300",
@@ -35,7 +36,7 @@ def command(folder: Path, out: Path, workers: int) -> list[str]:
     given = [str(folder / name) for name in ("a.jsonl", "b.jsonl.gz", "c.txt")]
     return [
         *(sys.executable, "-m", "meshfeed", "prepare", *given),
-        *("--out", str(out), "--workers", str(workers), *options),
+        *("--out", str(out), "--workers", str(workers), "--engine", engine, *options),
     ]
 
 
@@ -63,19 +64,33 @@ def killed(words: list[str], after_s: float, *, workers_too: bool) -> bool:
     return False
 
 
-def run(folder: Path, num_kills: int, workers: list[int], seed: int, count: int = 20_000) -> dict[str, int]:
+def run(
+    folder: Path,
+    num_kills: int,
+    workers: list[int],
+    seed: int,
+    count: int = 20_000,
+    engine: str = "local",
+    limit_s: float = float("inf"),
+) -> dict[str, int]:
     """Raises AssertionError where a killed run comes to something else; else how often what was done."""
     rng = random.Random(seed)
     make_corpus(folder, count)
     begun = time.monotonic()
-    assert not killed(command(folder, folder / "whole", workers[0]), 600, workers_too=False)
+    assert not killed(command(folder, folder / "whole", workers[0], "local"), 600, workers_too=False)
     whole_s, whole = time.monotonic() - begun, tree(folder / "whole")
+    if engine != "local":
+        begun = time.monotonic()
+        assert not killed(command(folder, folder / "timed", workers[0], engine), 600, workers_too=False)
+        whole_s = time.monotonic() - begun
     kills = finished = chain = 0
     while kills < num_kills or chain:
+        if time.monotonic() - begun > limit_s:
+            num_kills = kills
         out, count_ = folder / "out", workers[kills % len(workers)]
         more = kills < num_kills and chain < 8  # or one run would hardly ever reach its end
         after_s = rng.uniform(0.2, 1.0) * whole_s if more else 600
-        if killed(command(folder, out, count_), after_s, workers_too=rng.random() < 0.5):
+        if killed(command(folder, out, count_, engine), after_s, workers_too=rng.random() < 0.5):
             kills, chain = kills + 1, chain + 1
             continue
         assert tree(out) == whole, f"after {chain} kills the output differs"
@@ -94,6 +109,20 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 5])
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=("local", "ray"), default="local")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="kill no more after so many")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        print(json.dumps(run(Path(place), args.kills, args.workers, args.seed, args.documents)))
+        print(
+            json.dumps(
+                run(
+                    Path(place),
+                    args.kills,
+                    args.workers,
+                    args.seed,
+                    args.documents,
+                    args.engine,
+                    args.seconds,
+                )
+            )
+        )

@@ -185,6 +185,9 @@ def test_the_command_says_what_it_made(corpus, tmp_path, capsys):
     assert store["num_tokens"] == sum(len(text.encode()) + 1 for text in unique)
     assert store["fingerprint"] == mf.open(tmp_path / "out").fingerprint
     assert told["path"] == str(tmp_path / "out")
+    assert main(["inspect", str(tmp_path / "out"), "--show", "3", "--tokenizer", "bytes"]) == 0
+    shown = capsys.readouterr().out
+    assert "document 0" in shown and unique[0] in shown
     assert main([*words, "--out", str(tmp_path / "two"), "--validation", "0.5"]) == 0
     said = capsys.readouterr()
     assert f"{tmp_path / 'two/validation'}: " in said.out
@@ -196,8 +199,9 @@ def test_an_interrupted_command_says_how_to_go_on(corpus, tmp_path, capsys, monk
     words = ["prepare", *map(str, corpus[0]), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     with monkeypatch.context() as patched:
         patched.setattr(prepare_command, "Local", lambda count: Here(stop_after=0))
-        assert main(words) == 1
-    assert capsys.readouterr().err == "meshfeed: interrupted; go on with --resume\n"
+        assert main(words) == 130
+    first, how = capsys.readouterr().err.splitlines()
+    assert first == "meshfeed: interrupted" and how.endswith("kept; go on with --resume")
     assert main([*words, "--resume"]) == 0
     assert documents(tmp_path / "out") == expected(corpus[1])
 

@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import json
 import os
 import random
-import signal
+import re
+import secrets
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from meshfeed.prepare import Local, Text, prepare
+from meshfeed.errors import PrepareError
+from meshfeed.prepare import Local, OnRay, OnSlurm, Text, prepare
 from services.needs import needs, needs_root
 from services.slurm import slurm
 
 PART_BYTES = 20_000
+WAIT_S = 120
 RUN = """
 import sys
 from meshfeed.errors import MeshfeedError
-from meshfeed.prepare import OnRay, OnSlurm, Text, prepare
-engine = {"ray": OnRay, "slurm": OnSlurm}[sys.argv[1]](2)
-told = lambda progress: print(progress.doing, progress.done_parts, flush=True)
-try:
-    prepare([sys.argv[2]], sys.argv[3], Text(tokenizer="bytes"), engine=engine, part_bytes=20_000, on_progress=told,
-            resume="resume" in sys.argv)
-except MeshfeedError as error:
-    sys.exit(f"{type(error).__name__}: {error}")
+from meshfeed.prepare import OnRay, OnSlurm, Text, on_slurm, prepare
+engine, corpus, out, *more = sys.argv[1:]
+engines = {"ray": OnRay(2), "slurm": OnSlurm(2, ["--hold"] if "hold" in more else [])}
+on_slurm._LAG_S = 1.0
+def run(told):
+    try:
+        prepare([corpus], out, Text(tokenizer="bytes"), engine=engines[engine],
+                part_bytes=20_000, on_progress=told, resume="resume" in more)
+    except MeshfeedError as error:
+        return f"{type(error).__name__}: {error}"
+def show(progress):
+    print(progress.doing, progress.done_parts, flush=True)
+if "workers die" not in more:
+    sys.exit(run(show))
+"""
+DYING = """
+import os, ray, signal
+from pathlib import Path
+from meshfeed.prepare import on_ray
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
+         object_store_memory=80 << 20, _node_ip_address="127.0.0.1")
+encoded = on_ray._encoded
+on_ray._encoded = lambda folder, part: os.kill(os.getpid(), signal.SIGKILL)
+print(run(lambda progress: None), flush=True)
+on_ray._encoded, killed = encoded, []
+def workers():
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            if (each / "cmdline").read_bytes().startswith((b"ray::_encoded", b"ray::IDLE")) and MARK.encode() in (each / "environ").read_bytes():
+                yield int(each.name)
+        except OSError:
+            pass
+def kill(progress):
+    show(progress)
+    if killed == ["begun"]:
+        killed.extend(workers())
+        for pid in killed[1:]:
+            os.kill(pid, signal.SIGKILL)
+    if not killed:
+        killed.append("begun")
+MARK = os.environ["MARK"]
+error = run(kill)
+print("killed", len(killed) - 1)
+sys.exit(error)
 """
 
 
@@ -49,21 +91,25 @@ def expected(corpus: Path) -> Path:
 
 
 def start(engine: str, corpus: Path, out: Path, *more: str, env: dict[str, str] | None = None):
-    command = [sys.executable, "-c", RUN, engine, str(corpus), str(out), *more]
-    if (
-        engine == "ray"
-    ):  # Ray binds every address; a network of its own keeps it from others and others from it
+    script = RUN + DYING * ("workers die" in more)
+    command = [sys.executable, "-c", script, engine, str(corpus), str(out), *more]
+    if engine == "ray":  # Ray binds every address; a network of its own keeps it from others
         needs("unshare", "ip")
         needs_root()
         command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
     return subprocess.Popen(
         command,
-        env=env or os.environ.copy(),
+        env=os.environ | (env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    said, errors = process.communicate(timeout=180)
+    return process.returncode, said, errors
 
 
 def same(a: Path, b: Path) -> bool:
@@ -72,48 +118,88 @@ def same(a: Path, b: Path) -> bool:
     return filecmp.cmpfiles(a, b, names, shallow=False)[0] == names
 
 
-def killed_in_the_middle(process: subprocess.Popen[str]) -> None:
+def until_part(count: int, process: subprocess.Popen[str]) -> None:
     for line in process.stdout:
-        if line.split() == ["encoding", "2"]:
-            break
-    else:
-        pytest.fail(f"no part came: {process.communicate(timeout=60)[1]}")
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+        if line.split() == ["encoding", str(count)]:
+            return
+    pytest.fail(f"no part came: {process.communicate(timeout=60)[1]}")
 
 
-def test_ray_gives_the_same_bytes_after_a_kill(corpus: Path, expected: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    killed_in_the_middle(start("ray", corpus, out))
+def marked(mark: str) -> Iterator[int]:
+    """Processes that have it in their environment."""
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (each / "environ").read_bytes():
+                yield int(each.name)
+
+
+def test_ray_gives_the_same_bytes_after_kills_of_the_run_and_of_workers(
+    corpus: Path, expected: Path, tmp_path: Path
+) -> None:
+    out, mark = tmp_path / "out", secrets.token_hex(16)
+    process = start("ray", corpus, out, env={"MARK": mark})
+    until_part(2, process)
+    process.kill()  # the driver alone
+    process.wait(60)
     assert not out.exists()
-    process = start("ray", corpus, out, "resume")
-    said, errors = process.communicate(timeout=180)
-    assert process.returncode == 0, errors
-    assert said.split()[1] >= "2", "what was encoded is not encoded again"
+    until = time.monotonic() + WAIT_S
+    while left := list(marked(mark)):
+        assert time.monotonic() < until, f"Ray outlived its run: {left}"
+        time.sleep(0.1)
+    status, said, errors = ended(start("ray", corpus, out, "resume", "workers die", env={"MARK": mark}))
+    assert status == 0, errors
+    told = {line.split()[0]: line for line in reversed(said.splitlines()) if line}  # the first of each word
+    refused = told["PrepareError:"]
+    assert "the Ray task that encoded it is lost: " in refused and refused.endswith("go on with --resume")
+    assert int(told["encoding"].split()[1]) >= 2, "what was encoded is not encoded again"
+    assert int(told["killed"].split()[1]) >= 1
     assert same(out, expected)
 
 
-def test_slurm_gives_the_same_bytes_after_a_kill(corpus: Path, expected: Path, tmp_path: Path) -> None:
+def test_ray_that_is_not_there_is_named_at_once(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(PrepareError, match=r"Ray at 127\.0\.0\.1:1 cannot be reached: .*--ray-address"):
+        prepare([corpus], tmp_path / "out", Text(tokenizer="bytes"), engine=OnRay(2, "127.0.0.1:1"))
+
+
+def test_slurm_gives_the_same_bytes_after_kills_of_the_run_and_of_its_job(
+    corpus: Path, expected: Path, tmp_path: Path
+) -> None:
     out, bad = tmp_path / "out", tmp_path / "bad.jsonl"
     scratch = tmp_path / "slurm"
     scratch.mkdir()
     with slurm(scratch) as env:
-        killed_in_the_middle(start("slurm", corpus, out, env=env))
-        process = start("slurm", corpus, out, "resume", env=env)
-        _, errors = process.communicate(timeout=180)
-        assert process.returncode == 0, errors
-        assert same(out, expected)
+
+        def told_by(*command: str) -> str:
+            return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip()
+
+        def begun(*more: str, part: int) -> tuple[subprocess.Popen[str], str]:
+            """A run whose second task is held back, and its job, when the first has come to the part."""
+            process = start("slurm", corpus, out, "hold", *more, env=env)
+            while not (job := told_by("squeue", "-h", "-o", "%F", "--states=PENDING")) or job == orphan:
+                assert process.poll() is None, process.communicate()
+            told_by("scontrol", "release", f"{job}_0")
+            until_part(part, process)
+            return process, job
+
+        orphan = ""
+        process, orphan = begun(part=5)
+        process.kill()  # the driver alone
+        process.wait(60)
+        process, job = begun("resume", part=8)
+        assert orphan not in told_by("squeue", "-h", "-o", "%F"), "what the killed run has left is ended"
+        told_by("scancel", job)
+        status, _, errors = ended(process)
+        assert status == 1, errors
+        assert re.match(r"PrepareError: part \d: task 1 of the Slurm job ended without it .*--resume", errors)
+        status, _, errors = ended(start("slurm", corpus, out, "resume", env=env))
+        assert status == 0 and same(out, expected), errors
         bad.write_text(corpus.read_text() + "{no json\n")
-        process = start("slurm", bad, tmp_path / "none", env=env)
-        _, errors = process.communicate(timeout=180)
-        assert (
-            process.returncode == 1 and f"{bad}: line 101" in errors and errors.startswith("PrepareError")
-        ), errors
-        queued = subprocess.run(["squeue", "-h"], env=env, capture_output=True, text=True, check=True).stdout
-        assert "PENDING" not in queued
+        status, _, errors = ended(start("slurm", bad, tmp_path / "none", env=env))
+        assert status == 1 and f"{bad}: line 101" in errors and errors.startswith("PrepareError"), errors
+        assert "PENDING" not in told_by("squeue", "-h", "-o", "%T")
 
 
-def test_missing_commands_are_named(corpus: Path, tmp_path: Path) -> None:
-    process = start("slurm", corpus, tmp_path / "out", env={**os.environ, "PATH": str(tmp_path)})
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1 and "no sbatch here" in errors, errors
+def test_missing_commands_are_named(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PrepareError, match="no sbatch here"):
+        prepare([corpus], tmp_path / "out", Text(tokenizer="bytes"), engine=OnSlurm(2))

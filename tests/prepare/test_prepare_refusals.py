@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import subprocess
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from texts import Here, documents, jsonl, left_behind, parquet, texts, tree
 from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, ChecksumError, PrepareError, StoreError
 from meshfeed.prepare import Local, Text, prepare
+from services.needs import needs_root
 
 BYTES = Text(tokenizer="bytes")
 BAD = {
@@ -156,7 +158,11 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         (["sub"], "nothing to prepare there; .*--glob"),
         (["a.jsonl", "--validation", "1"], "--validation 1.0: a share"),
         (["a.jsonl", "--eod-token", "<end>"], "has no token '<end>'"),
-        (["a.jsonl", "--workers", "0"], "0 workers; one at least"),
+        (["a.jsonl", "--workers", "0"], "0: write a whole number from 1"),
+        (["a.jsonl", "--chat-date", "today"], "'today' is no date; write one such as 2025-06-01"),
+        (["a.jsonl", "--chat-date", "2025-06-01"], "are of conversations: add --chat"),
+        (["a.jsonl", "--ray-address", "auto"], "--ray-address auto: says nothing without --engine ray"),
+        (["a.jsonl", "--sbatch=-p cpu"], "--sbatch -p cpu: says nothing without --engine slurm"),
         (["a.jsonl", "--out", "s3://bucket/x"], "s3://bucket/x: far away; prepare to a disk here"),
         (["a.jsonl", "--dtype", "uint8", "--eod"], "257 tokens, of which uint8 holds 256"),
     ],
@@ -200,6 +206,29 @@ def test_a_full_disk_stops_it_cleanly_and_it_goes_on_with_space(tmp_path, part_b
     prepare([path], tmp_path / "out", BYTES, engine=engine, resume=True)
     assert documents(tmp_path / "out") == [text.encode() for text in some]
     assert left_behind(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize(("room", "where"), [("64k", "parts/"), ("400k", "out/")])
+def test_a_disk_without_space_stops_the_command_and_space_lets_it_go_on(tmp_path, capsys, room, where):
+    needs_root()
+    path, disk = jsonl(tmp_path / "a.jsonl", texts(1500)), tmp_path / "disk"
+    words = ["prepare", str(path), "--tokenizer", "bytes", "--eod", "--workers", "2", "--out"]
+    assert main([*words, str(tmp_path / "whole")]) == 0
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "tmpfs", str(disk), "-o"]
+    subprocess.run([*mount, f"size={room}"], check=True)
+    try:
+        assert main([*words, str(disk / "out")]) == 2
+        err = capsys.readouterr().err
+        assert re.match(rf"meshfeed: {disk}/out\.preparing/{where}.*: No space left on device", err), err
+        assert "go on with --resume" in err and "Traceback" not in err
+        assert left_behind(disk / "out") == ["out.preparing"] and not (disk / "out").exists()
+        subprocess.run([*mount, "remount,size=8m"], check=True)
+        assert main([*words, str(disk / "out"), "--resume"]) == 0
+        assert tree(disk / "out") == tree(tmp_path / "whole")
+        assert left_behind(disk / "out") == []
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every kind of tokenizer gives what its own library gives."""
 
 import base64
+import datetime
 import io
 import json
 import shutil
@@ -13,8 +14,9 @@ import tokenizers
 from texts import Here, jsonl, texts, tree
 
 import meshfeed as mf
+from meshfeed.cli.main import main
 from meshfeed.errors import PrepareError, StoreError
-from meshfeed.prepare import Local, Text, prepare
+from meshfeed.prepare import ChatEncoder, Local, Text, prepare
 from meshfeed.store.tokenizer import _PATTERNS, tokenizer_file
 
 TEXTS = [text for text in texts(80, 4) if text] + ["<|endoftext|> </s> it's  3.14159\r\n\tEs WAR's\u00a0 42"]
@@ -151,23 +153,25 @@ def test_a_tokenizer_that_changes_under_a_job_is_refused(trained, tmp_path):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out", Text(tokenizer=str(path)), engine=Changes())
 
 
-def test_conversations_are_tokens_and_a_loss_mask(trained, tmp_path):
-    chat = pytest.importorskip("meshfeed.prepare.chat")
-    from meshfeed.prepare import Chats
-
+def test_conversations_are_tokens_and_a_loss_mask(trained, tmp_path, capsys):
     folder, _ = trained
     template = tmp_path / "template.jinja"
     template.write_text(
-        "{% if tools %}{{ tools | length }}{% endif %}"
+        "{{ strftime_now('%d %b %Y') }}{% if tools %}{{ tools | length }}{% endif %}"
         "{% for m in messages %}<|endoftext|>{{ m.role }}: {{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|endoftext|>assistant: {% endif %}"
     )
     turns = [{"role": "user", "content": "a bee"}, {"role": "assistant", "content": "cedar"}]
     rows = [{"conv": turns}, {"conv": turns, "tools": [{"name": "x"}]}, {"conv": turns * 2}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    encoding = Chats(tokenizer=str(folder / "hf"), template=str(template), column="conv")
-    prepare([tmp_path / "a.jsonl"], tmp_path / "out", encoding, engine=Local(2), part_bytes=100)
-    own = chat.ChatEncoder(str(folder / "hf"), str(template))
+    how = ["--tokenizer", str(folder / "hf"), "--chat", "--chat-template", str(template), "--column", "conv"]
+    words = ["prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out"), "--workers", "1", *how]
+    assert main(words) == 2
+    assert "it asks for today's date" in capsys.readouterr().err
+    assert main([*words, "--resume", "--chat-date", "2025-06-01"]) == 2
+    assert "of another job: encoder was" in capsys.readouterr().err
+    assert main([*words, "--overwrite", "--chat-date", "2025-06-01"]) == 0
+    own = ChatEncoder(folder / "hf", template, date=datetime.date(2025, 6, 1))
     told = own.encode([turns, {"messages": turns, "tools": rows[1]["tools"]}, turns * 2])
     with mf.open(tmp_path / "out") as store:
         for name, column in {"tokens": store, "loss_mask": store.columns["loss_mask"]}.items():

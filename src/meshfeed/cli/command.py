@@ -67,7 +67,7 @@ def add_command(
     told = [f"  {line.strip()}" for line in examples.strip().splitlines()]
     parts = ["examples:", *told, "", "exit status:", "  0  done"]
     parts += [f"  1  {wrong}"] if wrong else []
-    parts += ["  2  asked wrongly, or failed; stderr says why and stdout has no answer"]
+    parts += ["  2  asked wrongly, or failed; stderr says why and stdout has no answer", "  130  interrupted"]
     if keys is not None:
         width = max(map(len, keys)) + 2
         parts += ["", "keys of --json:", *(f"  {key:{width}}{what}" for key, what in keys.items())]

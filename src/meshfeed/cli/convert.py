@@ -3,52 +3,56 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
+from meshfeed.cli.command import OK, add_command, print_json, show_progress, shown, whole
+from meshfeed.cli.recipes import add_storage_options, storage_options
 from meshfeed.prepare.convert import Conversion
 from meshfeed.prepare.convert_write import SINKS
 from meshfeed.store import open_store
 from meshfeed.store.mds_sample import DTYPE_CODES
 
 _DTYPES = tuple(DTYPE_CODES.values())
-_EXAMPLES = """\
-examples:
-  meshfeed convert corpus corpus.parquet                 Megatron's .bin/.idx to Parquet
-  meshfeed convert corpus corpus-mds --to mds            to MDS, for MosaicML Streaming
-  meshfeed convert tokens.parquet corpus --to megatron --column input_ids --dtype int32
-  meshfeed convert s3://bucket/mds corpus.bin --drop url --drop meta
-
-Documents, their order and their tokens stay what they are, and columns beside the tokens come along. What the
-other format cannot hold is refused, unless --drop names it. The output appears whole or not at all; a run
-that is killed leaves at most something called OUT.*.tmp beside it, to be deleted.
-"""
+_KEYS = {
+    "source, destination, format": "what was read and what was written",
+    "num_documents, num_tokens, columns": "of both",
+    "dropped": "columns that were left behind",
+    "size_bytes, elapsed_s": "of the destination, and seconds of this run",
+}
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `convert` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "convert",
+        run,
         help="one format of tokens into another: .bin/.idx, MDS, Parquet",
-        description="Write a token store again in another format: Megatron's .bin/.idx, MDS or Parquet.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Write a token store again in another format: Megatron's .bin/.idx, MDS or Parquet. "
+        "Documents, their order, their tokens and the columns beside them stay what they are; what the other "
+        "format cannot hold is refused, unless --drop names it. The output appears whole or not at all; a "
+        "run that is killed leaves at most something called OUT.*.tmp beside it, to be deleted.",
+        examples="""
+            meshfeed convert corpus corpus.parquet
+            meshfeed convert corpus corpus-mds --to mds
+            meshfeed convert tokens.parquet corpus --to megatron --column input_ids --dtype int32
+            meshfeed convert s3://bucket/mds corpus.bin --drop url --drop meta
+        """,
+        keys=_KEYS,
     )
     parser.add_argument(
-        "source", help="path or URL: .bin/.idx, Parquet, or a folder with dataset.json, MDS or Parquet files"
+        "source",
+        metavar="PATH",
+        help="path or URL: .bin/.idx, Parquet, or a folder with dataset.json, MDS or Parquet files",
     )
     parser.add_argument(
-        "destination", help="path to write: a prefix, a folder for MDS, or a file for Parquet"
+        "destination", metavar="OUT", help="path to write: a prefix, a folder for MDS, or a file for Parquet"
     )
     parser.add_argument(
         "--to", choices=list(SINKS), help="the format to write, where no suffix of the destination tells"
     )
-    parser.add_argument("--column", help="of the tokens, in MDS and Parquet")
+    parser.add_argument("--column", metavar="NAME", help="of the tokens, in MDS and Parquet")
     parser.add_argument(
         "--source-dtype",
         choices=_DTYPES,
@@ -68,17 +72,25 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help="a column to leave behind (also: sequences, modes, of .bin/.idx); may be given again",
     )
-    parser.add_argument("--shard-bytes", type=int, help="of a shard of MDS at most; 67108864 by default")
+    parser.add_argument(
+        "--shard-bytes", type=whole(1), metavar="N", help="of a shard of MDS at most; 67108864 by default"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the destination, if it is a store")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and no progress")
-    parser.set_defaults(run=run)
+    add_storage_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, with progress on stderr and a summary on stdout; exit code 0."""
+    """Convert, with progress on stderr and a summary on stdout; 0. Raises StoreError."""
     begin = time.monotonic()
+    source = open_store(
+        args.source,
+        column=args.column,
+        dtype=args.source_dtype,
+        cache=args.cache,
+        options=storage_options(args.storage),
+    )
     conversion = Conversion(
-        open_store(args.source, column=args.column, dtype=args.source_dtype),
+        source,
         args.destination,
         to=args.to,
         dtype=args.dtype,
@@ -86,22 +98,15 @@ def run(args: argparse.Namespace) -> int:
         shard_bytes=args.shard_bytes,
         overwrite=args.overwrite,
     )
-    _show_progress(conversion.run(), quiet=args.json)
+    show_progress("converting", conversion.run(), quiet=args.json)
     facts: dict[str, Any] = conversion.facts() | {"elapsed_s": round(time.monotonic() - begin, 3)}
     if args.json:
-        print(json.dumps(facts, indent=2))
-        return 0
+        print_json(facts)
+        return OK
+    counts = ", ".join(f"{shown(facts[f'num_{what}'])} {what}" for what in ("documents", "tokens"))
+    dropped = f"; dropped {', '.join(args.drop)}" if args.drop else ""
     print(
-        f"{facts['destination']} ({facts['format']}): {facts['num_documents']:,} documents, "
-        f"{facts['num_tokens']:,} tokens, {facts['size_bytes']:,} bytes in {facts['elapsed_s']} s; columns "
-        f"{', '.join(facts['columns'])}{'; dropped ' if args.drop else ''}{', '.join(args.drop)}"
+        f"{facts['destination']} ({facts['format']}): {counts}, {shown(facts['size_bytes'])} bytes in "
+        f"{facts['elapsed_s']} s; columns {', '.join(facts['columns'])}{dropped}"
     )
-    return 0
-
-
-def _show_progress(parts: Iterator[float], *, quiet: bool) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
-        task = progress.add_task("converting", total=1.0)
-        for done in parts:
-            progress.update(task, completed=done)
+    return OK

@@ -31,12 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except MeshfeedError as error:
-        print(f"meshfeed: {error}", file=sys.stderr)
+        _tell(str(error), error)
         return FAILED
     except SystemExit as ended:  # argparse: help, version, or what it could not read
         return ended.code if isinstance(ended.code, int) else OK
-    except KeyboardInterrupt:
-        print("meshfeed: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        _tell("interrupted", error)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output has had enough, as `head` does
         _drop_output()
@@ -71,6 +71,12 @@ def _suggest(parser: Parser, words: Sequence[str]) -> None:
         close = difflib.get_close_matches(word, known, 1)
         meant = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
         parser.error(f"there is no command {word!r}; {meant}")
+
+
+def _tell(what: str, error: BaseException) -> None:
+    """An error, and what was noted on its way: a line each, on stderr."""
+    for line in (what, *getattr(error, "__notes__", ())):
+        print(f"meshfeed: {line}", file=sys.stderr)
 
 
 def _drop_output() -> None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import json
+import datetime
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from meshfeed.errors import MeshfeedError, PrepareError
+from meshfeed.cli.command import OK, Console, add_command, print_json, shown, whole
+from meshfeed.errors import PrepareError
 from meshfeed.prepare import (
     Chats,
     Encoding,
@@ -34,45 +34,47 @@ from meshfeed.prepare.inputs import KINDS
 from meshfeed.prepare.join import ERRORS
 from meshfeed.store.tokenizer import KNOWN
 
-_EPILOG = """\
-examples:
-  meshfeed prepare corpus/*.jsonl.zst --out tokens --tokenizer tokenizer.json --eod
-  meshfeed prepare src/ --glob '*.py' --out code --train-bpe 32000 --eod --dedup exact
-  meshfeed prepare s3://bucket/parquet/ --out tokens --tokenizer llama/ --column content --validation 0.01
-  meshfeed prepare chats.jsonl --out chats --tokenizer llama/ --chat
-  meshfeed prepare corpus.jsonl --out tokens --tokenizer bytes --resume   # goes on where a killed run was
-
-The output is the same, byte for byte, for any number of workers and after any number of kills.
-Exit status: 0 done, 1 interrupted, 2 refused or failed; what was encoded is kept for --resume.
-"""
+_KEYS = {
+    "path, format": "the folder that was made, and by what",
+    "stores": "folder in it ('.', or train and validation) -> num_documents, num_tokens, dtype, fingerprint",
+    "num_duplicates, num_malformed": "documents that were left out",
+    "num_inputs, elapsed_s": "files that were read, and seconds of this run",
+}
 
 
 def add_parser(subparsers: Any) -> None:
     """Add `prepare` to argparse's subparsers."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "prepare",
+        run,
         help="make a token store of text",
-        description="Make a token store of .txt, source, JSONL(.gz, .zst) and Parquet files.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Make a token store of .txt, source, JSONL(.gz, .zst) and Parquet files. What comes "
+        "out is the same, byte for byte, for any number of workers and after any number of kills.",
+        examples="""
+            meshfeed prepare corpus/*.jsonl.zst --out tokens --tokenizer tokenizer.json --eod --resume
+            meshfeed prepare src/ --glob '*.py' --out code --train-bpe 32000 --eod --dedup exact
+            meshfeed prepare s3://bucket/parquet/ --out tokens --tokenizer llama/ --validation 0.01
+            meshfeed prepare chats.jsonl --out chats --tokenizer llama/ --chat --chat-date 2025-06-01
+        """,
+        keys=_KEYS,
     )
     parser.add_argument(
-        "inputs", nargs="+", metavar="IN", help="files, folders, quoted globs or URLs, in this order"
+        "inputs", nargs="+", metavar="PATH", help="files, folders, quoted globs or URLs, in this order"
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; `mf.open(DIR)` opens it")
     _add_tokens(parser)
     _add_documents(parser)
     _add_run(parser)
-    parser.set_defaults(run=run)
 
 
 def _add_tokens(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("what becomes a token")
     chosen = how.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--tokenizer", help=f"{KNOWN}; or 'none' for columns of token lists")
+    chosen.add_argument("--tokenizer", metavar="FILE", help=f"{KNOWN}; or 'none' for columns of token lists")
     chosen.add_argument(
         "--train-bpe",
-        type=int,
+        type=whole(1),
         metavar="SIZE",
         help="train a byte-level BPE with so many tokens on the input",
     )
@@ -87,9 +89,14 @@ def _add_tokens(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--chat-template", metavar="FILE", help="to take instead of the tokenizer's own")
     how.add_argument(
         "--train-on",
-        default="assistant",
         choices=("assistant", "last"),
-        help="which messages of a conversation bear loss",
+        help="which messages of a conversation bear loss: all of the assistant, or its last",
+    )
+    how.add_argument(
+        "--chat-date",
+        type=_date,
+        metavar="DATE",
+        help="that a template which asks for today's is told, such as 2025-06-01",
     )
 
 
@@ -110,7 +117,7 @@ def _add_documents(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--max-errors",
-        type=int,
+        type=whole(0),
         default=0,
         metavar="N",
         help=f"malformed records to let pass, listed in DIR/{ERRORS}; by default the first stops the run",
@@ -120,53 +127,67 @@ def _add_documents(parser: argparse.ArgumentParser) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     run_ = parser.add_argument_group("the run")
     cores = len(os.sched_getaffinity(0))
-    run_.add_argument("--workers", type=int, default=cores, help=f"processes, here {cores}")
+    run_.add_argument(
+        "--workers", type=whole(1), default=cores, metavar="N", help=f"that encode at once ({cores} here)"
+    )
     run_.add_argument(
         "--engine", choices=("local", "ray", "slurm"), default="local", help="who encodes (local)"
     )
     run_.add_argument(
-        "--ray-address", metavar="ADDRESS", help="of a cluster; else $RAY_ADDRESS, else Ray here"
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of a cluster, host:port or auto; else $RAY_ADDRESS, else Ray starts here",
     )
-    run_.add_argument("--sbatch", metavar="OPTIONS", default="", help="of Slurm, such as '--partition=cpu'")
+    run_.add_argument(
+        "--sbatch", metavar="OPTIONS", help="of Slurm, in one word, such as --sbatch='--partition=cpu'"
+    )
     run_.add_argument("--resume", action="store_true", help="go on with what an earlier run has left, if any")
     run_.add_argument("--overwrite", action="store_true", help="replace DIR, once the new one is whole")
-    run_.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare, showing how far it is; exit code 0, 1 where it was interrupted, 2 where it failed."""
+    """Prepare, showing how far it is; 0. Raises MeshfeedError; a note on it says how to go on."""
     begun = time.monotonic()
+    encoding = _encoding(args)
+    # What an engine's own software prints is no answer.
+    with redirect_stdout(sys.stderr), _progress(quiet=args.json) as on_progress:
+        made = prepare(
+            args.inputs,
+            args.out,
+            encoding,
+            pattern=args.glob,
+            kind=args.format,
+            dedup=args.dedup is not None,
+            validation=args.validation,
+            max_errors=args.max_errors,
+            engine=_engine(args),
+            resume=args.resume,
+            overwrite=args.overwrite,
+            on_progress=on_progress,
+        )
+    told = {name: value for name, value in made.manifest.items() if name != "request"}
+    told |= {"path": made.path, "num_inputs": len(made.manifest["request"]["inputs"])}
+    told["elapsed_s"] = round(time.monotonic() - begun, 3)
+    if args.json:
+        print_json(told)
+    else:
+        _print(made)
+    return OK
+
+
+def _date(text: str) -> datetime.date:
     try:
-        encoding = _encoding(args)
-        with _shown(Console(stderr=True)) as on_progress:
-            made = prepare(
-                args.inputs,
-                args.out,
-                encoding,
-                pattern=args.glob,
-                kind=args.format,
-                dedup=args.dedup is not None,
-                validation=args.validation,
-                max_errors=args.max_errors,
-                engine=_engine(args),
-                resume=args.resume,
-                overwrite=args.overwrite,
-                on_progress=on_progress,
-            )
-    except MeshfeedError as error:
-        for line in (error, *getattr(error, "__notes__", ())):
-            print(f"meshfeed: {line}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("meshfeed: interrupted; go on with --resume", file=sys.stderr)
-        return 1
-    _print(made, time.monotonic() - begun, as_json=args.json)
-    return 0
+        return datetime.date.fromisoformat(text)
+    except ValueError as bad:
+        raise argparse.ArgumentTypeError(f"{text!r} is no date; write one such as 2025-06-01") from bad
 
 
 def _encoding(args: argparse.Namespace) -> Encoding:
+    """Raises PrepareError for options that say nothing about what is asked."""
     eod = args.eod_token if args.eod_token is not None else args.eod
     if not args.chat:
+        if args.chat_template or args.chat_date or args.train_on:
+            raise PrepareError("--chat-template, --chat-date and --train-on are of conversations: add --chat")
         return Text(
             tokenizer=None if args.tokenizer == "none" else args.tokenizer,
             train_bpe=args.train_bpe,
@@ -181,22 +202,27 @@ def _encoding(args: argparse.Namespace) -> Encoding:
     return Chats(
         tokenizer=args.tokenizer,
         template=args.chat_template,
-        train_on=args.train_on,
+        train_on=args.train_on or "assistant",
+        date=args.chat_date,
         column=args.column,
         dtype=args.dtype,
     )
 
 
 def _engine(args: argparse.Namespace) -> Engine:
+    if args.ray_address is not None and args.engine != "ray":
+        raise PrepareError(f"--ray-address {args.ray_address}: says nothing without --engine ray")
+    if args.sbatch is not None and args.engine != "slurm":
+        raise PrepareError(f"--sbatch {args.sbatch}: says nothing without --engine slurm")
     if args.engine == "ray":
         return OnRay(args.workers, args.ray_address)
     if args.engine == "slurm":
-        return OnSlurm(args.workers, shlex.split(args.sbatch))
+        return OnSlurm(args.workers, shlex.split(args.sbatch or ""))
     return Local(args.workers)
 
 
 @contextmanager
-def _shown(console: Console) -> Generator[Callable[[Progress], None], None, None]:
+def _progress(*, quiet: bool) -> Generator[Callable[[Progress], None]]:
     """What is told of each progress; a bar with rates on a terminal, nothing elsewhere."""
     columns = (
         TextColumn("{task.description}"),
@@ -206,7 +232,8 @@ def _shown(console: Console) -> Generator[Callable[[Progress], None], None, None
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    console = Console(stderr=True)
+    with Bars(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bars:
         task, doing, first, begun = None, "", None, 0.0
 
         def on_progress(progress: Progress) -> None:
@@ -226,19 +253,13 @@ def _shown(console: Console) -> Generator[Callable[[Progress], None], None, None
         yield on_progress
 
 
-def _print(made: Prepared, spent_s: float, *, as_json: bool) -> None:
+def _print(made: Prepared) -> None:
     manifest = made.manifest
-    if as_json:
-        told = {name: value for name, value in manifest.items() if name != "request"}
-        told |= {"path": str(made.path), "seconds": round(spent_s, 3)}
-        told["num_inputs"] = len(manifest["request"]["inputs"])
-        print(json.dumps(told, indent=2))
-        return
     for name, store in manifest["stores"].items():
         where = made.path if name == "." else made.path / name
-        counts = f"{store['num_documents']:,} documents, {store['num_tokens']:,} tokens"
+        counts = f"{shown(store['num_documents'])} documents, {shown(store['num_tokens'])} tokens"
         print(f"{where}: {counts} ({store['dtype']})")
     if manifest["num_duplicates"]:
-        print(f"{manifest['num_duplicates']:,} documents left out that were there already")
+        print(f"{shown(manifest['num_duplicates'])} documents left out that were there already")
     if manifest["num_malformed"]:
-        print(f"{manifest['num_malformed']:,} malformed documents left out, see {made.path / ERRORS}")
+        print(f"{shown(manifest['num_malformed'])} malformed documents left out, see {made.path / ERRORS}")

@@ -13,6 +13,7 @@ import meshfeed as mf
 from meshfeed.cli.command import whole
 from meshfeed.errors import MeshfeedError
 from meshfeed.store import OpenedStore, open_store
+from meshfeed.store.tokenizer import KNOWN
 
 HELP = (
     "FILE.py or FILE.py:NAME that makes a mf.Recipe (NAME: recipe), or the path or URL of a token store, "
@@ -40,9 +41,12 @@ def add_store_options(parser: Any) -> None:
     parser.add_argument(
         "--dtype", metavar="TYPE", help="of tokens in an MDS column of plain bytes, such as uint16"
     )
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help="of a text column: a tokenizers JSON file, or 'bytes'"
-    )
+    parser.add_argument("--tokenizer", metavar="FILE", help=f"of a text column: {KNOWN}")
+    add_storage_options(parser)
+
+
+def add_storage_options(parser: Any) -> None:
+    """Options of reading from afar."""
     parser.add_argument("--cache", metavar="DIR", help="where to keep what is fetched or worked out")
     parser.add_argument(
         "--storage",

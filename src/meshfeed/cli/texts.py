@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from meshfeed.errors import MeshfeedError
 from meshfeed.store import OpenedStore
+from meshfeed.store.tokenizer import BYTES, tokenizer_file
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -34,37 +32,17 @@ def beginnings(store: OpenedStore, count: int, decode: Decode | None) -> list[tu
 
 
 def decoder(tokenizer: str) -> Decode:
-    """How tokens are read as text.
-
-    tokenizer: "bytes", a `tokenizers` JSON file, or a folder that has one as tokenizer.json, as
-    transformers saves it. Raises MeshfeedError for anything else, or without the package.
-    """
-    if tokenizer == "bytes":
-        return lambda tokens: bytes(token & 255 for token in tokens).decode("utf-8", "replace")
-    path = Path(tokenizer)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        tokenizers: Any = importlib.import_module("tokenizers")
-    except ImportError as missing:
-        raise MeshfeedError(
-            f"--tokenizer {tokenizer}: needs the package tokenizers: pip install 'meshfeed[tables]'"
-        ) from missing
-    try:
-        made = tokenizers.Tokenizer.from_buffer(path.read_bytes())
-    except OSError as error:
-        raise MeshfeedError(f"--tokenizer {path}: {error.strerror or error}") from error
-    except Exception as error:  # the package raises Exception itself
-        raise MeshfeedError(
-            f"--tokenizer {path}: no tokenizer: {error}; give a JSON file as `tokenizers` saves it"
-        ) from error
-    size = int(made.get_vocab_size())
+    """How tokens are read as text. tokenizer: see `store.tokenizer.KNOWN`. Raises StoreError for another."""
+    made = tokenizer_file(tokenizer).load()
+    size = made.vocab_size + (tokenizer == BYTES)  # what ends a document there is no byte
 
     def decode(tokens: Sequence[int]) -> str:
         strange = next((token for token in tokens if not 0 <= token < size), None)
         if strange is not None:
             raise MeshfeedError(
-                f"--tokenizer {path}: knows tokens below {size:,}, the store has {strange:,}; it is another's"
+                f"--tokenizer {tokenizer}: knows tokens below {size:,}, the store has {strange:,}; it is "
+                f"another's"
             )
-        return str(made.decode(list(tokens), skip_special_tokens=False))
+        return made.decode(tokens)
 
     return decode

@@ -1,8 +1,11 @@
 """Text -> token store: files are cut into parts, the parts encoded anywhere, and joined in order.
 
 `prepare` is the straight line; `encode_part` is what an `Engine` runs, knowing a folder and a number.
+`ChatEncoder` makes tokens and a loss mask of conversations, `Conversion` one format of tokens of another.
 """
 
+from meshfeed.prepare.chat import ChatEncoder
+from meshfeed.prepare.convert import Conversion
 from meshfeed.prepare.encoders import Chats, Encoder, Encoding, Text
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.on_ray import OnRay
@@ -11,7 +14,9 @@ from meshfeed.prepare.prepare import Prepared, Progress, prepare
 from meshfeed.prepare.task import encode_part
 
 __all__ = [
+    "ChatEncoder",
     "Chats",
+    "Conversion",
     "Encoder",
     "Encoding",
     "Engine",

@@ -100,7 +100,7 @@ class ChatEncoder:
 
     def encode(
         self, values: Sequence[Any], where: Callable[[int], str] = "conversation {}".format
-    ) -> list[dict[str, Array]]:
+    ) -> list[Mapping[str, Array]]:
         """Columns tokens [n] and loss_mask uint8 [n] of each conversation.
 
         where: what messages call each. Raises StoreError for the first conversation that is none, that its
@@ -116,7 +116,9 @@ class ChatEncoder:
             except StoreError as error:
                 raise StoreError(f"{where(i)}: {error}") from error
         encodings = self._tokenizer.encode_batch([said.text for said in turns], add_special_tokens=False)
-        found = [self._columns(encoding, said) for encoding, said in zip(encodings, turns)]
+        found: list[Mapping[str, Array]] = [
+            self._columns(encoding, said) for encoding, said in zip(encodings, turns)
+        ]
         for i, columns in enumerate(found):
             if not columns["loss_mask"].any():
                 size = columns["tokens"].size
@@ -202,7 +204,7 @@ class ChatEncoder:
             tokenizers = importlib.import_module("tokenizers")
         except ImportError as missing:
             raise StoreError(
-                f"{self._path}: a tokenizer needs the package tokenizers: pip install 'meshfeed[chat]'"
+                f"{self._path}: a tokenizer needs the package tokenizers: pip install 'meshfeed[prepare]'"
             ) from missing
         try:
             made = tokenizers.Tokenizer.from_buffer(self._files[0])

@@ -86,7 +86,11 @@ class ChatTemplate:
         try:
             return self._compiled[0].render(**{**self._variables, **given, **named})
         except Exception as error:  # whatever a template stumbles over in foreign messages
-            hint = "; it asks for today's date: say by date= which one" if _NOW in str(error) else ""
+            hint = (
+                "; it asks for today's date: say by date= (--chat-date) which one"
+                if _NOW in str(error)
+                else ""
+            )
             raise StoreError(f"{self._where}: {error or type(error).__name__}{hint}") from error
 
     @cached_property
@@ -111,7 +115,7 @@ def _environment(where: str, date: datetime.date | None) -> Any:
         sandbox = importlib.import_module("jinja2.sandbox")
         extension, nodes = importlib.import_module("jinja2.ext"), jinja.nodes
     except ImportError as missing:
-        raise StoreError(f"{where}: chat templates need jinja2: pip install 'meshfeed[chat]'") from missing
+        raise StoreError(f"{where}: chat templates need jinja2: pip install 'meshfeed[prepare]'") from missing
 
     class Generation(extension.Extension):
         tags = frozenset({"generation"})

@@ -16,12 +16,12 @@ import numpy as np
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.prepare.convert_read import TOKENS, Batch, Lists, list_dtype
-from meshfeed.store import DatasetWriter, IndexedWriter
+from meshfeed.store import DatasetWriter, IndexedWriter, MDSWriter
 from meshfeed.store.dataset import NAME
 from meshfeed.store.index import DTYPES
 from meshfeed.store.indexed_writer import sync_directory
 from meshfeed.store.mds_sample import DTYPE_CODES
-from meshfeed.store.mds_writer import SHARD_BYTES, MDSWriter
+from meshfeed.store.mds_writer import SHARD_BYTES
 
 _MAGIC = b"PAR1"
 _PLAIN = ("int", "str", "bytes", *DTYPE_CODES.values())
@@ -91,7 +91,7 @@ class IndexedSink(Sink):
 
     def __enter__(self) -> Self:
         dtypes = {name: cast(Any, list_dtype(kind)) for name, kind in self.columns.items()}
-        self._alone = len(dtypes) == 1
+        self._alone, self._num_documents = len(dtypes) == 1, 0
         if self._alone:
             self._one = self._stack.enter_context(
                 IndexedWriter(self.path, dtypes[TOKENS], overwrite=self._overwrite)
@@ -108,11 +108,21 @@ class IndexedSink(Sink):
 
     def add(self, batch: Batch) -> None:
         """See Sink."""
-        for row in zip(*(batch[name] for name in self.columns)):
-            if self._alone:
-                self._one.add_document(row[0])
-            else:
-                self._several.add_document(**dict(zip(self.columns, row)))
+        columns = {name: cast(Lists, batch[name]) for name in self.columns}
+        tokens = columns[TOKENS]
+        if self._alone:
+            self._one.add_documents(tokens.values, tokens.lengths)
+            return
+        for name, column in columns.items():
+            apart = np.flatnonzero(column.lengths != tokens.lengths)
+            if apart.size:
+                document = self._num_documents + int(apart[0])
+                raise StoreError(
+                    f"{self.path}: document {document}: {name} and tokens differ in length; leave it behind "
+                    f"by --drop {name}"
+                )
+        self._several.add_documents(tokens.lengths, **{name: each.values for name, each in columns.items()})
+        self._num_documents += len(tokens)
 
     @property
     def files(self) -> Sequence[Path]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
+from meshfeed.prepare.chat import ChatEncoder, TrainOn
 from meshfeed.prepare.records import Columns
 from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.tokenizer import BYTES, Tokenizer
@@ -132,13 +133,15 @@ class Chats:
         tokenizer: a transformers directory, or a tokenizers JSON file with a template.
         template: a file to take instead of the tokenizer's own template.
         train_on: "assistant" for all its messages, "last" for the last one.
+        date: that a template is told which asks for today's; None lets it do without, or refuses it.
         column: of JSON lines and Parquet; None for "messages" or "conversation", and "tools" beside them.
         dtype: see Text.
     """
 
     tokenizer: str
     template: str | None = None
-    train_on: str = "assistant"
+    train_on: TrainOn = "assistant"
+    date: datetime.date | None = None
     column: str | None = None
     dtype: str = "auto"
     train_bpe: int | None = field(default=None, init=False)
@@ -157,6 +160,7 @@ class Chats:
             "tokenizer": _absolute(self.tokenizer),
             "template": _absolute(self.template),
             "train_on": self.train_on,
+            "date": None if self.date is None else self.date.isoformat(),
             "dtype": self.dtype,
         }
         return told | {"digest": _chat_encoder(told).digest}
@@ -198,11 +202,10 @@ def _chat(told: Mapping[str, Any], folder: Path) -> Encoder:
 _KINDS: Mapping[str, Callable[[Mapping[str, Any], Path], Encoder]] = {"text": _text, "chat": _chat}
 
 
-def _chat_encoder(told: Mapping[str, Any]) -> Any:
-    """Imported where it is wanted: templates need packages that text does not."""
-    chat = importlib.import_module("meshfeed.prepare.chat")
+def _chat_encoder(told: Mapping[str, Any]) -> ChatEncoder:
     dtype = None if told["dtype"] == "auto" else told["dtype"]
-    return chat.ChatEncoder(told["tokenizer"], told["template"], train_on=told["train_on"], dtype=dtype)
+    date = None if told["date"] is None else datetime.date.fromisoformat(told["date"])
+    return ChatEncoder(told["tokenizer"], told["template"], train_on=told["train_on"], dtype=dtype, date=date)
 
 
 def _refuse_changed(told: Mapping[str, Any], digest: str) -> None:

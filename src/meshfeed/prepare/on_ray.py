@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ from typing import Any
 
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files.message import told, untold
+from meshfeed.prepare.engine import ONE_THREAD
 from meshfeed.prepare.task import encode_part
 
 _STORE_BYTES = 80 << 20  # nothing but numbers of parts goes through Ray's object store; this is its least
+_REACH_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +41,25 @@ class OnRay:
         if not parts:
             return
         with self._cluster() as ray:
-            task = ray.remote(num_cpus=1)(_encoded)
+            encoded = ray.remote(num_cpus=1)(_encoded)
             waiting, running = deque(parts), dict[Any, int]()
+            part = parts[0]
             try:
                 while waiting or running:
                     while waiting and len(running) < self.num_workers:
                         part = waiting.popleft()
-                        running[task.remote(folder, part)] = part
+                        running[encoded.remote(folder, part)] = part
                     (done, *_), _ = ray.wait(list(running), num_returns=1)
                     part = running.pop(done)
-                    try:
-                        refused = ray.get(done)
-                    except ray.exceptions.RayError as lost:
-                        first = str(lost).strip().partition("\n")[0]
-                        raise PrepareError(
-                            f"part {part}: the Ray task that encoded it is lost: {first}; go on with --resume"
-                        ) from lost
+                    refused = ray.get(done)
                     if refused is not None:
                         raise untold(refused)
                     yield part
+            except ray.exceptions.RayError as lost:
+                first = str(lost).strip().partition("\n")[0]
+                raise PrepareError(
+                    f"part {part}: the Ray task that encoded it is lost: {first}; go on with --resume"
+                ) from lost
             finally:
                 for task in running:
                     ray.cancel(task, force=True)
@@ -71,6 +74,8 @@ class OnRay:
             yield ray
             return
         address = self.address or os.environ.get("RAY_ADDRESS")
+        if address:
+            _refuse_silent(address)
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
         here = {
             "num_cpus": self.num_workers,
@@ -81,15 +86,32 @@ class OnRay:
         try:
             ray.init(address, **quiet) if address else ray.init(**quiet, **here)
         except (ConnectionError, RuntimeError, ValueError) as failed:
-            raise PrepareError(f"Ray at {address or 'this machine'} cannot be reached: {failed}") from failed
+            raise PrepareError(
+                f"Ray at {address or 'this machine'} cannot be used: {failed}; where it wants a token, set "
+                f"RAY_AUTH_MODE=token"
+            ) from failed
         try:
             yield ray
         finally:
             ray.shutdown()
 
 
+def _refuse_silent(address: str) -> None:
+    """Raise PrepareError where nobody answers at host:port; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+    except OSError as error:
+        raise PrepareError(
+            f"Ray at {address} cannot be reached: {error}; look at --ray-address and $RAY_ADDRESS"
+        ) from error
+
+
 def _encoded(folder: Path, part: int) -> dict[str, str] | None:
     """Encode a part; the error where it is refused. As a value: no node unpickles what another has raised."""
+    os.environ.update(ONE_THREAD)
     try:
         encode_part(folder, part)
     except MeshfeedError as error:

@@ -42,7 +42,8 @@ class OnSlurm:
         num_workers: tasks of the array, at most.
         options: of sbatch, such as "--partition=cpu".
 
-    Folder, inputs and this Python must lie where every node sees them.
+    Folder, inputs and this Python must lie where every node sees them. A run that is killed leaves its tasks
+    to Slurm; the next one, with --resume, takes what they have made and ends them.
     """
 
     num_workers: int
@@ -53,12 +54,12 @@ class OnSlurm:
         if not parts:
             return
         shares = [list(parts[task :: self.num_workers]) for task in range(min(self.num_workers, len(parts)))]
+        name = f"meshfeed-{hashlib.blake2b(os.fsencode(folder), digest_size=6).hexdigest()}"
+        _cancel(name)  # what a killed run has left
         with typed_errors(folder):
             shutil.rmtree(folder / "slurm", ignore_errors=True)
             (folder / "slurm").mkdir()
         write_json(folder / "slurm" / "parts.json", shares)
-        name = f"meshfeed-{hashlib.blake2b(os.fsencode(folder), digest_size=6).hexdigest()}"
-        _cancel(name)  # what a killed run has left
         job = self._submitted(folder, name, len(shares))
         try:
             yield from _arriving(folder, parts, job)

@@ -44,13 +44,14 @@ def finished(target: Path, request: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 @contextmanager
-def held(work: Path) -> Generator[None, None, None]:
+def held(work: Path, target: Path) -> Generator[None, None, None]:
     """The folder of a job, made if missing, and no other run's; it goes again where no job was saved in it.
 
     Raises PrepareError where another run has it.
     """
     lock = _locked(work)
     try:
+        _put_back(work, target)
         yield
     finally:
         try:
@@ -70,6 +71,13 @@ def publish(work: Path, target: Path) -> None:
             target.rename(old)
         (work / "out").rename(target)
         sync_directory(target.parent)
+
+
+def _put_back(work: Path, target: Path) -> None:
+    """What an earlier run had taken away, to be killed before the new was there."""
+    with typed_errors(target):
+        if (work / "job.json").exists() and (work / "old").exists() and not target.exists():
+            (work / "old").rename(target)
 
 
 def clear(work: Path, *, lock: bool = True) -> None:

@@ -117,7 +117,7 @@ def prepare(
     work = target.with_name(f"{target.name}.preparing")
     told = request.told()
     refuse_existing(target, work, told, resume=resume, overwrite=overwrite)
-    with held(work):
+    with held(work, target):
         manifest = finished(target, told) if resume else None
         if manifest is None:
             job = _job(work, request, encoding, max_errors, part_bytes, resume=resume)
@@ -125,7 +125,7 @@ def prepare(
                 _encode(job, engine or Local(os.cpu_count() or 1), on_progress)
                 manifest = _joined(job, on_progress)
                 publish(work, target)
-            except MeshfeedError as error:
+            except (MeshfeedError, KeyboardInterrupt) as error:
                 error.add_note(f"{work}: what was encoded is kept; go on with --resume")
                 raise
         clear(work)
