@@ -10,11 +10,23 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from meshfeed.cli import bench, completion, convert, demo, doctor, inspect, plan, prepare, roles, trace
+from meshfeed.cli import (
+    bench,
+    completion,
+    convert,
+    demo,
+    doctor,
+    inspect,
+    plan,
+    prepare,
+    report,
+    roles,
+    trace,
+)
 from meshfeed.cli.command import FAILED, INTERRUPTED, OK, Parser
 from meshfeed.errors import MeshfeedError
 
-_COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, bench, doctor, completion)
+_COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, bench, doctor, report, completion)
 
 _EPILOG = """meshfeed COMMAND --help shows options, examples, exit statuses and the keys of --json"""
 

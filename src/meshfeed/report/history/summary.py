@@ -1,0 +1,170 @@
+"""A run in words and figures: what its page says around the pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from meshfeed.metrics import RunHistory
+from meshfeed.report.history.axis import Axis, Rows
+from meshfeed.report.history.waits import Waits, longest_of, seconds_text, sentence, worst_of
+
+_NOTICEABLE = 0.01  # share of the ranks' time from which waiting is called bad
+
+
+def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
+    """The figures that a script wants, JSON-able; durations in seconds, without the first step of each start.
+
+    worst: rank and stage to look at first, see `waits.Worst`. longest: the longest wait of a single step.
+    """
+    worst = worst_of(waits)
+    longest = longest_of(waits)
+    return {
+        "says": sentence(waits),
+        "steps": num_steps(history),
+        "starts": [{"step": start.step, "layout": start.layout} for start in history.starts],
+        "wait_share": waits.share,
+        "worst": None
+        if worst is None
+        else {
+            "rank": worst.rank,
+            "stage": worst.stage,
+            "wait_s": worst.per_step,
+            "median_wait_s": worst.median,
+            "share": worst.share,
+            "stands_out": worst.apart,
+        },
+        "longest": None if longest is None else asdict(longest),
+        "ranks": [
+            {"rank": int(rank), "wait_s": dict(zip(waits.stages, per_step.tolist()))}
+            for rank, per_step in zip(waits.ranks, waits.per_step)
+        ],
+    }
+
+
+def num_steps(history: RunHistory) -> int:
+    """Steps from the first that was trained to the last."""
+    steps = [rank.step for rank in history.ranks.values() if rank.step.size]
+    return max(int(each[-1]) for each in steps) + 1 - min(int(each[0]) for each in steps) if steps else 0
+
+
+def mood(waits: Waits) -> str:
+    """good, even or bad: how the first sentence is marked."""
+    worst = worst_of(waits)
+    if worst is None or worst.share < _NOTICEABLE:
+        return "good"
+    return "bad" if worst.apart else "even"
+
+
+def when(history: RunHistory, waits: Waits) -> str:
+    """From when to when, and how many ranks."""
+    times = [float(rank.time[at]) for rank in history.ranks.values() if rank.time.size for at in (0, -1)]
+    if not times:
+        return "no step yet"
+    first, last = (datetime.fromtimestamp(at, UTC) for at in (min(times), max(times)))
+    minutes, seconds = divmod(round(max(times) - min(times)), 60)
+    hours, minutes = divmod(minutes, 60)
+    long = f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+    long = long if hours or minutes else f"{seconds} s"
+    until = f"{last:%H:%M:%S}" if last.date() == first.date() else f"{last:%Y-%m-%d %H:%M:%S}"
+    return f"{first:%Y-%m-%d %H:%M:%S} to {until} UTC, {long}, {_count(len(waits.ranks), 'rank')}"
+
+
+def kpis(history: RunHistory, waits: Waits) -> list[tuple[str, str]]:
+    """(what, value) of the figures at the top."""
+    found = [("steps", f"{num_steps(history):,}")]
+    if history.ranks:
+        tokens = max(int(rank.tokens.sum()) for rank in history.ranks.values())
+        found.append(("tokens", short(tokens)))
+    found.append(("of the ranks' time is exposed wait", f"{waits.share:.{0 if waits.share > 0.1 else 2}%}"))
+    longest = longest_of(waits)
+    if longest is not None:
+        found.append((f"longest wait: {longest}", seconds_text(longest.wait_s)))
+    layouts = list(dict.fromkeys(start.layout for start in history.starts if start.layout))
+    if layouts:
+        found.append(("layout" if len(layouts) == 1 else "last of the layouts", layouts[-1]))
+    found.append(("starts", f"{len(history.starts):,}"))
+    return found
+
+
+def traffic(history: RunHistory) -> str:
+    """Bytes read and fetched, in a sentence."""
+    read, fetched = (
+        sum(int(getattr(rank, name).sum()) for rank in history.ranks.values())
+        for name in ("bytes_read", "bytes_fetched")
+    )
+    text = f"All ranks together read {short(read)}B"
+    if fetched:
+        return f"{text} and fetched {short(fetched)}B from afar: {fetched / max(read, 1):.3f} times that."
+    return f"{text}, none of it from afar."
+
+
+def resumes(history: RunHistory) -> str:
+    """How often the run was started, in a sentence."""
+    num = len(history.starts)
+    if num < 2:
+        return "The run was started once."
+    layouts = len({start.layout for start in history.starts})
+    other = f", under {layouts} layouts" if layouts > 1 else ", under one layout"
+    return (
+        f"The run was started {num} times{other}. Steps that a start did beyond what the next one "
+        f"went on from were undone; they are not shown."
+    )
+
+
+def ranks_title(waits: Waits) -> str:
+    """What the table of ranks shows."""
+    if len(waits.ranks) <= 32:
+        return "Mean wait a step, the first step of each start left out. Longest first; ◂ stands out."
+    return f"The 32 of {len(waits.ranks):,} ranks that waited longest; ◂ stands out. Mean wait a step."
+
+
+def resolution(axis: Axis, rows: Rows) -> str:
+    """What a column and a row of the map stand for."""
+    size = int((axis.stop - axis.first).max(initial=1))
+    columns = "A column is a step."
+    if size > 1:
+        columns = f"A column is {size:,} steps and shows the longest wait of any of them."
+    if not rows.alone:
+        return columns
+    each = int((rows.stop - rows.first).max())
+    return (
+        f"{columns} The {rows.alone} worst ranks stand alone; below them a row is {each:,} ranks, and "
+        f"shows the longest wait of any of them."
+    )
+
+
+def how(axis: Axis, rows: Rows) -> Sequence[str]:
+    """How to read the page, line by line."""
+    lines = [
+        "Exposed wait is time in which the training loop stood still because the loader had nothing for it. "
+        "What the loader does behind a busy loop costs nothing and is not in it.",
+        "A rank that waits in deliver or exchange waits for another rank: look for the one that waits in a "
+        "stage of its own.",
+        "The first step of a start waits for files and peers. It is in the pictures, but not in the means "
+        "and the summary.",
+        resolution(axis, rows) + " Nothing in the map is an average, so a single long wait stays visible.",
+        "The picture of a step is one step as it was. Of a column of several steps it is the one in which a "
+        "rank waited longest; of a row of several ranks, the rank that waited longest in it.",
+        "Within a step the log has sums: the picture draws waiting first and training after it.",
+        "Lines are means of a column, dashed lines the extreme of its steps and ranks. Durations are kept to "
+        "0.02 %.",
+        "Times of different hosts are compared as their clocks tell them.",
+    ]
+    if axis.left_out:
+        lines.append(f"The first {axis.left_out:,} starts are not drawn; there are more than fit.")
+    return lines
+
+
+def _count(num: int, what: str) -> str:
+    return f"{num:,} {what}" if num == 1 else f"{num:,} {what}s"
+
+
+def short(value: float) -> str:
+    """A number with a metric prefix, three digits: 1.23 G."""
+    for prefix, unit in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= unit:
+            return f"{value / unit:.3g} {prefix}"
+    return f"{value:.3g} "

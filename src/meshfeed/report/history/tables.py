@@ -1,0 +1,113 @@
+"""The tables of a run's page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+
+import numpy as np
+
+from meshfeed.metrics import MixtureHistory, RunHistory
+from meshfeed.report.history.waits import Waits, seconds_text, stragglers
+
+_MOST_RANKS, _MOST_SOURCES = 32, 40
+_TEXT, _TEXTS = ' class="text"', frozenset({"place", "host", "hosts", "layout", "delivery", "recipe", "UTC"})
+_MIXTURE_HEAD = ("source", "", "realised", "asked", "sequences", "off by")
+
+
+def table(head: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """A table. lines: (class of the row, its cells as HTML)."""
+    kinds = [_TEXT if word in _TEXTS else "" for word in head]
+    columns = "".join(f'<th scope="col"{of}>{escape(word)}</th>' for of, word in zip(kinds, head))
+    body = "".join(
+        f'<tr class="{kind}">{"".join(f"<td{of}>{cell}</td>" for of, cell in zip(kinds, cells))}</tr>'
+        for kind, cells in lines
+    )
+    return f"<table><thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def ranks_table(history: RunHistory, waits: Waits) -> str:
+    """The ranks that waited longest: who and where they are, and what for."""
+    apart, per_step = stragglers(waits), waits.per_step
+    order = np.lexsort((waits.ranks, -per_step.sum(axis=1), ~apart))[:_MOST_RANKS]
+    used = [k for k in range(len(waits.stages)) if waits.wait[:, k].any()]
+    head = ["rank", "place", "host", "steps", *(waits.stages[k] for k in used), "longest", "of its time"]
+    lines: list[tuple[str, list[str]]] = []
+    for row in order.tolist():
+        rank = history.ranks[int(waits.ranks[row])]
+        place = " ".join(f"{name}{at}" for name, at in rank.coord.items())
+        seconds = float(waits.seconds[row])
+        share = f"{min(float(waits.wait[row].sum()) / seconds, 1.0):.1%}" if seconds > 0 else "–"
+        cells = [
+            f"{waits.ranks[row]:,}",
+            escape(place),
+            escape(rank.host),
+            f"{waits.num_steps[row]:,}",
+            *(seconds_text(float(per_step[row, k])) for k in used),
+            seconds_text(float(waits.longest[row].max(initial=0.0))),
+            share,
+        ]
+        lines.append(("marked" if apart[row] else "", cells))
+    return table(head, lines)
+
+
+def starts_table(history: RunHistory) -> str:
+    """Every start: when, from which step, under which layout."""
+    lines: list[tuple[str, list[str]]] = []
+    for number, start in enumerate(history.starts):
+        hosts = start.hosts[0] if len(start.hosts) == 1 else f"{len(start.hosts):,} hosts"
+        before = history.starts[number - 1] if number else start
+        layout = escape(start.layout or "–")
+        cells = [
+            f"{number + 1}",
+            f"{datetime.fromtimestamp(start.time, UTC):%Y-%m-%d %H:%M:%S}",
+            f"{start.step:,}",
+            f"<b>{layout}</b>" if start.layout != before.layout else layout,
+            f"{start.world_size:,}",
+            escape(start.delivery),
+            escape(hosts),
+            escape((start.fingerprint or "–")[:12]),
+        ]
+        lines.append(("", cells))
+    return table(("start", "UTC", "from step", "layout", "ranks", "delivery", "hosts", "recipe"), lines)
+
+
+def mixture_table(mixture: MixtureHistory | None) -> str:
+    """What each source gave, against what was asked; a bar for each, a tick where it should end."""
+    if mixture is None or not mixture.steps.size:
+        return "<p>The run drew from a single source.</p>"
+    drawn, asked = mixture.drawn[-1].astype(np.float64), asked_draws(mixture)
+    total = max(float(drawn.sum()), 1.0)
+    order = np.argsort(-asked, kind="stable")
+    shown = order[:_MOST_SOURCES]
+    highest = max(float(drawn.max(initial=0.0)), float(asked.max(initial=0.0)), 1.0)
+    lines: list[tuple[str, list[str]]] = []
+    for source in shown.tolist():
+        bar = (
+            f'<div class="share"><span style="width:{drawn[source] / highest:.2%}"></span>'
+            f'<b style="left:{asked[source] / highest:.2%}"></b></div>'
+        )
+        cells = [
+            escape(mixture.names[source] or "–"),
+            bar,
+            f"{drawn[source] / total:.3%}",
+            f"{asked[source] / total:.3%}",
+            f"{drawn[source]:,.0f}",
+            f"{drawn[source] - asked[source]:+.2f}",
+        ]
+        lines.append(("", cells))
+    rest = "" if len(order) <= len(shown) else f" The {len(shown)} largest of {len(order):,} sources."
+    far = float(np.abs(drawn - asked).max(initial=0.0))
+    return (
+        f"<p>What was drawn, as a bar, against what was asked, as a tick. The source furthest off is "
+        f"{far:.2f} sequences from its share.{rest}</p>"
+        f'<div class="panel scroll">{table(_MIXTURE_HEAD, lines)}</div>'
+    )
+
+
+def asked_draws(mixture: MixtureHistory) -> np.ndarray:
+    """f64[s]: draws of each source asked for until the last step, as the shares changed on the way."""
+    drawn = mixture.drawn.sum(axis=1).astype(np.float64)
+    new = np.diff(drawn, prepend=0.0)
+    return (new[:, None] * mixture.asked).sum(axis=0)

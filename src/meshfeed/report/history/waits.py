@@ -1,0 +1,217 @@
+"""Who waited for what: sums over a run by rank and stage, and the one place to look at first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshfeed.metrics import RankHistory, RunHistory
+from meshfeed.report.history.loop import seconds_of
+
+FOLLOWS = frozenset({"deliver", "exchange"})
+"""Stages in which a rank waits for other ranks: what holds those up is the cause."""
+
+_NOTHING, _APART = 0.001, 2.0  # share of time that is not worth a word; times the median that stands out
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """What the loops of all ranks were kept waiting.
+
+    Attributes:
+        ranks: i64[r], ascending.
+        stages: k names.
+        num_steps: i64[r], steps that are summed.
+        seconds: f64[r], their duration; of the last step of a start, its wait alone.
+        wait: f64[r, k], seconds waited in them.
+        longest: f64[r, k], the longest wait of a single step; longest_step: i64[r, k], which.
+    """
+
+    ranks: np.ndarray
+    stages: tuple[str, ...]
+    num_steps: np.ndarray
+    seconds: np.ndarray
+    wait: np.ndarray
+    longest: np.ndarray
+    longest_step: np.ndarray
+
+    @property
+    def share(self) -> float:
+        """Part of all ranks' time that they waited, 0 to 1."""
+        seconds = float(self.seconds.sum())
+        return min(float(self.wait.sum()) / seconds, 1.0) if seconds > 0 else 0.0
+
+    @property
+    def per_step(self) -> np.ndarray:
+        """f64[r, k]: mean seconds a step."""
+        return self.wait / np.maximum(self.num_steps, 1)[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """A rank and the stage that it waits for.
+
+    Attributes:
+        per_step: mean seconds a step; median: of the median rank, in the same stage.
+        share: part of the rank's time.
+        apart: whether it stands out from the other ranks.
+        others_follow: whether other ranks wait longer, but for what comes from ranks such as this.
+    """
+
+    rank: int
+    stage: str
+    per_step: float
+    median: float
+    share: float
+    apart: bool
+    others_follow: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Longest:
+    """The longest wait of a single step: whose, for which stage, when and how long."""
+
+    rank: int
+    stage: str
+    step: int
+    wait_s: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.stage}, step {self.step:,}"
+
+
+def waits_of(history: RunHistory, last: int | None = None) -> Waits:
+    """Sums over the whole run, or over each rank's `last` steps.
+
+    The first step of a start waits for opening, meeting and warming up; ranks that have others go without it.
+    """
+    stages = history.stages
+    num_ranks, num_stages = len(history.ranks), len(stages)
+    ranks = np.array(sorted(history.ranks), np.int64)
+    num_steps, seconds = np.zeros(num_ranks, np.int64), np.zeros(num_ranks)
+    wait, longest = np.zeros((num_ranks, num_stages)), np.zeros((num_ranks, num_stages))
+    longest_step = np.full((num_ranks, num_stages), -1, np.int64)
+    for row, (rank, keep) in enumerate(_steady(history, ranks, last)):
+        num_steps[row] = keep.size
+        took = seconds_of(rank)
+        seconds[row] = np.where(np.isnan(took), rank.wait.sum(axis=1), took)[keep].sum()
+        if keep.size and num_stages:
+            waited = rank.wait[keep]
+            wait[row] = waited.sum(axis=0)
+            at = waited.argmax(axis=0)
+            longest[row] = waited[at, np.arange(num_stages)]
+            longest_step[row] = rank.step[keep][at]
+    return Waits(ranks, stages, num_steps, seconds, wait, longest, longest_step)
+
+
+def _steady(
+    history: RunHistory, ranks: np.ndarray, last: int | None
+) -> Iterator[tuple[RankHistory, np.ndarray]]:
+    """(rank, indices of its rows that count)."""
+    for rank in (history.ranks[each] for each in ranks.tolist()):
+        rows = np.arange(rank.step.size)[-last if last else 0 :]
+        steady = rows[np.diff(rank.start, prepend=-1)[rows] <= 0]
+        yield rank, steady if steady.size else rows
+
+
+def worst_of(waits: Waits) -> Worst | None:
+    """The rank and stage to look at first; None where nobody waited.
+
+    Ranks that wait for others wait in their own stage of delivery. They are named only where no rank waited
+    at least half as long in a stage of its own.
+    """
+    per_step = waits.per_step
+    if not per_step.size or per_step.max() <= 0:
+        return None
+    follows = _follows(waits)
+    row, stage = _cause(waits, per_step)
+    by_cause = not follows[stage]
+    here, column = float(per_step[row, stage]), per_step[:, stage]
+    median = float(np.median(column))
+    seconds = float(waits.seconds[row])
+    share = min(float(waits.wait[row, stage]) / seconds, 1.0) if seconds > 0 else 0.0
+    apart = len(column) > 1 and here > _APART * median and share > _NOTHING
+    others = float(np.median(np.where(follows, per_step, 0.0).sum(axis=1)))
+    return Worst(
+        rank=int(waits.ranks[row]),
+        stage=waits.stages[stage],
+        per_step=here,
+        median=median,
+        share=share,
+        apart=apart,
+        others_follow=bool(by_cause and others > max(median, here / 4)),
+    )
+
+
+def longest_of(waits: Waits) -> Longest | None:
+    """The longest wait of a single step, for a cause rather than another rank; None where nobody waited."""
+    if not waits.longest.size or waits.longest.max() <= 0:
+        return None
+    row, stage = at = _cause(waits, waits.longest)
+    return Longest(
+        int(waits.ranks[row]), waits.stages[stage], int(waits.longest_step[at]), float(waits.longest[at])
+    )
+
+
+def _follows(waits: Waits) -> np.ndarray:
+    """bool[k]: stages in which a rank waits for others."""
+    return np.array([stage in FOLLOWS for stage in waits.stages])
+
+
+def _cause(waits: Waits, seconds: np.ndarray) -> tuple[int, int]:
+    """(row, stage) of the largest of f64[r, k]: of own stages, unless those of others are twice that."""
+    own = np.where(_follows(waits), 0.0, seconds)
+    row, stage = np.unravel_index(
+        int((own if own.max() >= seconds.max() / 2 else seconds).argmax()), seconds.shape
+    )
+    return int(row), int(stage)
+
+
+def stragglers(waits: Waits) -> np.ndarray:
+    """bool[r]: the ranks that stand out in a stage that is their own."""
+    per_step = waits.per_step * ~_follows(waits)
+    if not per_step.size:
+        return np.zeros(len(waits.ranks), bool)
+    a_step = waits.seconds / np.maximum(waits.num_steps, 1)
+    apart = (per_step > _APART * np.median(per_step, axis=0)) & (per_step > 10 * _NOTHING * a_step[:, None])
+    apart &= per_step > per_step.max() / 10
+    return np.any(apart, axis=1)
+
+
+def sentence(waits: Waits) -> str:
+    """What a tired engineer reads first."""
+    if not waits.num_steps.sum():
+        return "No step has been trained yet."
+    worst = worst_of(waits)
+    if worst is None:
+        return "The loader kept nobody waiting."
+    single = longest_of(waits)
+    longest = (
+        "" if single is None else f"The longest single wait was {seconds_text(single.wait_s)}: {single}."
+    )
+    here, median = seconds_text(worst.per_step), seconds_text(worst.median)
+    if worst.share < _NOTHING:
+        return f"The loader hardly kept anybody waiting: {waits.share:.2%} of the ranks' time. {longest}"
+    if worst.apart:
+        follow = " The ranks that it serves wait with it." if worst.others_follow else ""
+        return (
+            f"Look at rank {worst.rank}: it waits {here} a step for {worst.stage}, "
+            f"{worst.share:.0%} of its time; the median rank waits {median} for that.{follow}"
+        )
+    if len(waits.ranks) == 1:
+        return f"It waits {here} a step for {worst.stage}, {worst.share:.0%} of its time. {longest}"
+    return (
+        f"No rank stands out: the median rank waits {median} a step for {worst.stage}, the worst, "
+        f"rank {worst.rank}, {here} ({worst.share:.0%} of its time)."
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration in the unit that suits it, three digits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            value = seconds / size
+            return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
+    return "0 ms" if seconds < 5e-7 else "1 µs"

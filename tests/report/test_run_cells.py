@@ -1,0 +1,71 @@
+"""What a run's page shows of a log: nothing that was long is hidden, whatever shares a cell with it."""
+
+from __future__ import annotations
+
+import made_up
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshfeed.report.history.axis import axis_of, rows_of
+from meshfeed.report.history.cells import heat_of, moments_of
+from meshfeed.report.history.loop import asked_at, seconds_of
+from meshfeed.report.history.packed import packed_seconds, unpacked_seconds
+from meshfeed.report.history.waits import longest_of, sentence, stragglers, waits_of, worst_of
+
+READ = made_up.STAGES.index("read")
+
+
+@given(st.lists(st.one_of(st.floats(1e-6, 1e5), st.just(float("nan"))), max_size=50))
+def test_packed_durations_keep_four_digits(seconds: list[float]) -> None:
+    found = unpacked_seconds(packed_seconds(np.array(seconds).reshape(1, -1)))
+    np.testing.assert_allclose(found, [seconds], rtol=5e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 90), st.integers(1, 900), st.integers(1, 900), st.data())
+def test_a_single_wait_is_seen_at_any_size(
+    num_ranks: int, first: int, second: int, data: st.DataObject
+) -> None:
+    """In the map, and in the picture of its column's step; before and after a resume."""
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    step = data.draw(st.integers(0, first + second - 1))
+    history = made_up.history(num_ranks, ((0, first), (first, first + second)), spikes={(rank, step): 9.0})
+    rows = rows_of(waits_of(history))
+    axis = axis_of(history, len(rows))
+    assert len(rows) <= 64 and len(axis) * len(rows) <= 20_480
+    heat = heat_of(history, axis, rows)
+    row, column = np.unravel_index(int(np.nanargmax(heat.total)), heat.total.shape)
+    assert (heat.rank[row, column], heat.step[row, column]) == (rank, step)
+    assert axis.first[column] <= step < axis.stop[column] and rows.first[row] <= rank < rows.stop[row]
+    assert axis.start[column] == (step >= first)
+    assert heat.by_stage[row, column, READ] == pytest.approx(9.0, abs=0.1)
+    moments = moments_of(history, axis, rows, heat)
+    assert (moments.step[column], moments.rank[row, column]) == (step, rank)
+    np.testing.assert_array_equal(moments.wait[row, column], history.ranks[rank].wait[step])
+
+
+def test_a_step_lasts_from_its_asking_to_the_next() -> None:
+    """The wait for a step lies before it is handed over, and so within it, not within the one before."""
+    rank = made_up.history(1, ((0, 5), (5, 8)), spikes={(0, 2): 0.7}).ranks[0]
+    seconds, asked = seconds_of(rank), asked_at(rank)
+    assert np.isnan(seconds[[4, 7]]).all(), "nobody asked again"
+    assert asked[2] + 0.7 <= rank.time[2] and asked[2] + seconds[2] == pytest.approx(asked[3])
+    assert (np.delete(seconds - rank.wait.sum(axis=1), [4, 7]) >= 0).all()
+
+
+def test_who_waits_for_others_is_not_named() -> None:
+    """Rank 3 is slow to read, and all others wait in deliver for what it sends."""
+    history = made_up.history(4, slow={3: 0.3})
+    for number in range(3):
+        history.ranks[number].wait[:, made_up.STAGES.index("deliver")] += 0.31
+    waits = waits_of(history)
+    worst, longest = worst_of(waits), longest_of(waits)
+    assert worst is not None and longest is not None
+    assert (worst.rank, worst.stage, worst.apart, worst.others_follow) == (3, "read", True, True)
+    assert (longest.rank, longest.stage) == (3, "read")
+    assert stragglers(waits).tolist() == [False, False, False, True]
+    assert "Look at rank 3" in sentence(waits) and "wait with it" in sentence(waits)
+    even = waits_of(made_up.history(4))
+    assert not stragglers(even).any() and "hardly kept anybody waiting" in sentence(even)
