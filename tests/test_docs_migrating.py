@@ -1,0 +1,71 @@
+"""docs/migrating.md: what it shows of ours runs as it stands, and gives what it says."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+import lit
+import meshfeed as mf
+from corpus import write_corpus
+from meshfeed.cli.main import main
+from test_pages import run_page
+
+CONSUMED = 40 * 16
+
+
+def megatrons(path: Path) -> GPTDataset:
+    """The training set that a Megatron job with the page's numbers has."""
+    config = GPTDatasetConfig(
+        random_seed=1234,
+        sequence_length=64,
+        blend=([str(path)], None),
+        split="969,30,1",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=types.SimpleNamespace(eod=0, vocab_size=60_000, unique_identifiers={}),
+    )
+    sizes = [100 * 16, None, None]
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
+
+
+def test_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    stream = write_corpus(tmp_path / "corpus")
+    assert main(["convert", "corpus", "mds", "--to", "mds"]) == 0
+    halves = [torch.from_numpy(half.astype(np.int32)) for half in np.split(stream, 2)]
+    lit.written(tmp_path / "lit", halves, chunk_bytes=1 << 17)
+    names = run_page("migrating.md", 6)
+    assert len(names["first"]) == len(names["windows"]) == len(names["blocks"]) == 16 // 2
+
+    dataset = megatrons(tmp_path / "corpus")
+    wanted = torch.stack([dataset[CONSUMED + i]["tokens"] for i in range(16)])
+    assert torch.equal(torch.cat(names["first"]), wanted), "a Megatron job goes on with its next samples"
+
+    local = mf.Recipe(
+        data=mf.open("corpus"), sequence=mf.Windows(64), batch=mf.Batch(sequences=16), seed=5, shuffle="none"
+    )
+    for folder in ("mds", "lit"):
+        other = mf.Recipe(
+            data=mf.open(folder),
+            sequence=mf.Windows(64),
+            batch=mf.Batch(sequences=16),
+            seed=5,
+            shuffle="none",
+        )
+        (one,), (two,) = (list(mf.simulate(each, mf.Layout(), 1)) for each in (local, other))
+        for ours, theirs in zip(one.microbatches, two.microbatches, strict=True):
+            assert torch.equal(ours["tokens"], theirs["tokens"]), (
+                "every token of the files is there, in order"
+            )
+
+    (items,) = (microbatch["tokens"] for microbatch in names["items"].microbatches[:1])
+    assert all(item.dtype == torch.uint16 for item in items)
