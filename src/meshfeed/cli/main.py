@@ -22,11 +22,12 @@ from meshfeed.cli import (
     report,
     roles,
     trace,
+    watch,
 )
 from meshfeed.cli.command import FAILED, INTERRUPTED, OK, Parser
 from meshfeed.errors import MeshfeedError
 
-_COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, bench, doctor, report, completion)
+_COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, bench, doctor, watch, report, completion)
 
 _EPILOG = """meshfeed COMMAND --help shows options, examples, exit statuses and the keys of --json"""
 

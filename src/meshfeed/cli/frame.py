@@ -1,0 +1,265 @@
+"""What `meshfeed watch` shows: where a run stands, worked out from its log. Nothing here reads or prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.metrics import MixtureHistory, RankHistory, RunHistory, Start
+
+Does = Literal["waits", "works"]
+Floats = npt.NDArray[np.float64]
+
+PASSED_ON = ("deliver", "exchange")  # in these, a rank waits for another
+_SILENT_S, _SILENT_STEPS = 30.0, 5
+_LEAST_S, _LEAST_PART = 0.001, 0.05  # by which a straggler must stand out: seconds, part of a step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Where one rank stands. Means are over its last steps, without the first of all; None where there are
+    too few to tell.
+
+    Attributes:
+        rank, coord, host: who.
+        step: the last that it was handed; None before the first.
+        behind: steps that it is behind the foremost rank.
+        step_s: seconds from one step to the next.
+        wait_s: stage -> seconds a step that the loop was kept waiting.
+        work_s: stage -> seconds a step that the producer spent.
+        tokens_per_s: of the global batch, at this rank's pace.
+        queue_depth: steps that are ready, at the last step.
+        bytes_per_s: read by this rank.
+        padding: part of the padded tokens; None where nothing is packed.
+        silent_s: seconds since it was last heard of, where that is long; else None.
+    """
+
+    rank: int
+    coord: Mapping[str, int]
+    host: str
+    step: int | None
+    behind: int
+    step_s: float | None
+    wait_s: Mapping[str, float]
+    work_s: Mapping[str, float]
+    tokens_per_s: float | None
+    queue_depth: int
+    bytes_per_s: float | None
+    padding: float | None
+    silent_s: float | None
+
+    @property
+    def own_wait_s(self) -> float:
+        """Seconds a step that it waited for its own work, not for another rank's."""
+        return sum(seconds for stage, seconds in self.wait_s.items() if stage not in PASSED_ON)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """The rank and stage that stand out most.
+
+    Attributes:
+        rank, stage: which.
+        does: "waits": its loop is kept waiting; "works": its producer is slow, hidden by prefetching so far.
+        seconds: a step.
+        usual_s: seconds a step of the other ranks that do this stage, their median.
+        num_others: ranks that stand out in this stage, too.
+    """
+
+    rank: int
+    stage: str
+    does: Does
+    seconds: float
+    usual_s: float
+    num_others: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One source of a mixture: its part of the sequences of late, and the part that is asked for."""
+
+    name: str
+    realised: float
+    asked: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """Where a run stands.
+
+    Attributes:
+        num_starts: of the job; 0 where it has not begun.
+        start: the last; None where it has not begun.
+        step: the last that any rank was handed; None before the first.
+        step_s, tokens_per_s: the median rank's.
+        stages: those in which some rank waited, in their order.
+        ranks: of the last start, worst first: silent ones, then by what they wait for their own work.
+        missing: ranks of the last start that have told of none.
+        straggler: None where no rank stands out.
+        mixture: in order of sources; empty where there is one source.
+    """
+
+    num_starts: int
+    start: Start | None = None
+    step: int | None = None
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    stages: tuple[str, ...] = ()
+    ranks: tuple[Standing, ...] = ()
+    missing: tuple[int, ...] = ()
+    straggler: Straggler | None = None
+    mixture: tuple[Share, ...] = ()
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """Ranks that have not been heard of for long, ascending."""
+        return tuple(sorted(each.rank for each in self.ranks if each.silent_s is not None))
+
+
+def frame_of(
+    history: RunHistory | None, now: float, *, steps: int = 20, silent_s: float | None = None
+) -> Frame:
+    """Where a run stands at unix time `now`.
+
+    history: None before there is a log. steps: the last of each rank, over which means are taken.
+    silent_s: after so many seconds a rank is silent; None: 30, or five of its steps where that is longer.
+    """
+    if history is None or not history.starts:
+        return Frame(num_starts=0)
+    last, place = history.starts[-1], len(history.starts) - 1
+    ranks = [
+        _standing(history.ranks[rank], last, place, history.stages, now, steps, silent_s)
+        for rank in last.ranks
+    ]
+    step = max((each.step for each in ranks if each.step is not None), default=None)
+    first = last.step - 1  # before its first step a rank stands there
+    if step is not None:
+        ranks = [replace(each, behind=step - (first if each.step is None else each.step)) for each in ranks]
+    ranks.sort(
+        key=lambda each: (-(each.silent_s or 0), -each.own_wait_s, -sum(each.wait_s.values()), each.rank)
+    )
+    step_s = _median([each.step_s for each in ranks])
+    return Frame(
+        num_starts=len(history.starts),
+        start=last,
+        step=step,
+        step_s=step_s,
+        tokens_per_s=_median([each.tokens_per_s for each in ranks]),
+        stages=tuple(name for name in history.stages if any(each.wait_s[name] > 0 for each in ranks)),
+        ranks=tuple(ranks),
+        missing=_missing(last),
+        straggler=straggler_of(ranks, history.stages, step_s or 0.0),
+        mixture=shares_of(history.mixture),
+    )
+
+
+def straggler_of(ranks: Sequence[Standing], stages: Sequence[str], step_s: float) -> Straggler | None:
+    """The rank that stands out most among those that do the same; first by what it waits for its own work,
+    then by what it waits for others, then by its own work alone."""
+    ranks = sorted((each for each in ranks if each.step is not None), key=lambda each: each.rank)
+    if len(ranks) < 2:
+        return None
+    own = [name for name in stages if name not in PASSED_ON]
+    least = max(_LEAST_S, _LEAST_PART * step_s)
+    ways: tuple[tuple[Does, Sequence[str]], ...] = (("waits", own), ("waits", PASSED_ON), ("works", own))
+    for does, names in ways:
+        found = [_outlier(ranks, name, does, least) for name in names if name in stages]
+        worst = max(filter(None, found), key=lambda each: each.seconds - each.usual_s, default=None)
+        if worst is not None:
+            return worst
+    return None
+
+
+def shares_of(mixture: MixtureHistory | None) -> tuple[Share, ...]:
+    """What the sources have given since the shares that are asked for now were first told of."""
+    if mixture is None or not len(mixture.steps):
+        return ()
+    asked, last = mixture.asked[-1], len(mixture.steps) - 1
+    others = np.flatnonzero((mixture.asked != asked).any(axis=1))
+    first = int(others[-1]) + 1 if others.size else 0
+    before = mixture.drawn[first - 1] if first else np.zeros_like(mixture.drawn[0])
+    drawn = mixture.drawn[last] - (mixture.drawn[first] if last > first else before)
+    if drawn.sum() <= 0:
+        return ()
+    realised = drawn / drawn.sum()
+    return tuple(
+        Share(name=name, realised=float(part), asked=float(wanted))
+        for name, part, wanted in zip(mixture.names, realised, asked)
+    )
+
+
+def _standing(
+    history: RankHistory,
+    start: Start,
+    place: int,
+    stages: Sequence[str],
+    now: float,
+    steps: int,
+    silent_s: float | None,
+) -> Standing:
+    late = np.flatnonzero(history.start == place)
+    late = late[late.size > 1 :][-steps:]  # the first of all is slow by itself
+    time = history.time[late]
+    span = float(time[-1] - time[0]) if late.size > 1 else 0.0
+    step_s = span / (late.size - 1) if span > 0 else None
+    padding = history.padding[late]
+    limit = max(_SILENT_S, _SILENT_STEPS * (step_s or 0.0)) if silent_s is None else silent_s
+    quiet = now - (float(time[-1]) if late.size else start.time)
+
+    def mean(table: Floats) -> dict[str, float]:
+        seconds = table[late].mean(axis=0) if late.size else np.zeros(len(stages))
+        return dict(zip(stages, seconds.tolist()))
+
+    def rate(amounts: npt.NDArray[np.int64]) -> float | None:
+        return float(amounts[late[1:]].sum()) / span if span > 0 else None
+
+    return Standing(
+        rank=history.rank,
+        coord=history.coord,
+        host=history.host,
+        step=int(history.step[late[-1]]) if late.size else None,
+        behind=0,
+        step_s=step_s,
+        wait_s=mean(history.wait),
+        work_s=mean(history.work),
+        tokens_per_s=rate(history.tokens),
+        queue_depth=int(history.queue_depth[late[-1]]) if late.size else 0,
+        bytes_per_s=rate(history.bytes_read),
+        padding=float(np.nanmean(padding)) if late.size and not np.isnan(padding).all() else None,
+        silent_s=quiet if quiet > limit else None,
+    )
+
+
+def _outlier(ranks: Sequence[Standing], stage: str, does: Does, least: float) -> Straggler | None:
+    """Who stands out in a stage, among the ranks that do it at all."""
+    peers = [each for each in ranks if each.work_s[stage] > 0 or each.wait_s[stage] > 0]
+    if not peers or (does == "works" and len(peers) < 2):  # one reader for many works alone, by design
+        return None
+    seconds = np.array([(each.wait_s if does == "waits" else each.work_s)[stage] for each in peers])
+    worst = int(seconds.argmax())
+    others = np.delete(seconds, worst)
+    usual = float(np.median(others)) if others.size else 0.0
+    if seconds[worst] - usual < least:
+        return None
+    return Straggler(
+        rank=peers[worst].rank,
+        stage=stage,
+        does=does,
+        seconds=float(seconds[worst]),
+        usual_s=usual,
+        num_others=int((others - usual >= least).sum()),
+    )
+
+
+def _missing(start: Start) -> tuple[int, ...]:
+    told = set(start.ranks)
+    return tuple(rank for rank in range(start.world_size) if rank not in told)
+
+
+def _median(found: Sequence[float | None]) -> float | None:
+    known = [each for each in found if each is not None]
+    return float(np.median(known)) if known else None

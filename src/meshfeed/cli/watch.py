@@ -1,0 +1,284 @@
+"""meshfeed watch: a run as it goes, from its log: who waits, for what, how fast, and who is silent."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from meshfeed.cli.command import OK, WRONG, Console, add_command, positive, print_json, whole
+from meshfeed.cli.frame import Frame, Standing, Straggler, frame_of
+from meshfeed.metrics import RunReader
+
+_KEEP_STEPS = 1000
+_MOST_ROWS = 40  # where no terminal says how many fit
+_OTHER_LINES = 10  # of a screen, that are no ranks
+_SHOWN_S = 0.0005  # a stage in which no rank waits as long has no column
+
+_KEYS = {
+    "num_starts, start": "how often the job has started; the last: time, step, layout, world_size, ...",
+    "step, step_s, tokens_per_s": "the foremost rank's last step; the median rank's seconds and tokens",
+    "straggler": "rank, stage, does (waits or works), seconds a step, usual_s, num_others; or null",
+    "ranks": "one object for each rank of the last start, worst first, of the keys below",
+    "rank, coord, host, step, behind": "who; its last step; steps behind the foremost",
+    "wait_s, work_s": "stage -> seconds a step, the mean of the last --steps",
+    "step_s, tokens_per_s, bytes_per_s": "at this rank's pace; bytes that it reads",
+    "queue_depth, padding, silent_s": "null where nothing is packed; where it is not silent",
+    "stages": "in which some rank waits",
+    "missing, silent": "ranks that have not told of this start; that have long told nothing",
+    "mixture": "name, realised, asked of each source",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `watch` to argparse's subparsers."""
+    parser = add_command(
+        subparsers,
+        "watch",
+        run,
+        help="a live run in the terminal: who waits, for which stage, how fast, who is silent",
+        description="Show a run as it goes, from the log that mf.metrics.RunLog(DIR) writes: every rank, "
+        "worst first, and the one that holds the others up. Until Ctrl-C; once where stdout is no terminal.",
+        examples="""
+            meshfeed watch runs/7
+            meshfeed watch runs/7 --steps 100 --every 5
+            meshfeed watch runs/7 --once --json | jq .straggler
+        """,
+        wrong="with --once: the run has not begun, or a rank is silent or missing",
+        keys=_KEYS,
+    )
+    parser.add_argument("path", metavar="DIR", type=Path, help="the folder of the run log")
+    parser.add_argument("--once", action="store_true", help="print how it stands now, and end")
+    parser.add_argument(
+        "--steps", type=whole(1), default=20, metavar="N", help="take means over the last N steps (20)"
+    )
+    parser.add_argument(
+        "--every",
+        type=positive,
+        default=1.0,
+        metavar="SECONDS",
+        help="look again after so long (1); --json prints a line each time",
+    )
+    parser.add_argument(
+        "--silent",
+        type=positive,
+        metavar="SECONDS",
+        help="a rank is silent after so long (30, or five of its steps)",
+    )
+    parser.add_argument(
+        "--rows", type=whole(1), metavar="N", help=f"ranks to show (what fits; {_MOST_ROWS} into a file)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show frames until an interrupt, or one of them."""
+    console = Console()
+    reader = RunReader(args.path, keep=max(_KEEP_STEPS, args.steps + 1))
+
+    def look() -> Frame:
+        history = reader.poll() if _has_begun(args.path) else None
+        return frame_of(history, time.time(), steps=args.steps, silent_s=args.silent)
+
+    def picture(frame: Frame) -> Group:
+        fitting = max(console.height - _OTHER_LINES, 3) if console.is_terminal else _MOST_ROWS
+        return picture_of(frame, args.path, args.rows or fitting)
+
+    if args.once or not (console.is_terminal or args.json):
+        frame = look()
+        if args.json:
+            print_json(told(frame))
+        else:
+            console.print(picture(frame))
+        return OK if frame.start is not None and not frame.silent and not frame.missing else WRONG
+    try:
+        if args.json:
+            while True:
+                print_json(told(look()), indent=None)
+                time.sleep(args.every)
+        frame = look()
+        try:
+            with Live(picture(frame), console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    time.sleep(args.every)
+                    frame = look()
+                    live.update(picture(frame), refresh=True)
+        finally:  # the screen is as it was before; leave the last picture on it
+            console.print(picture(frame))
+    except KeyboardInterrupt:  # how one stops watching
+        return OK
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether there is something to read; a folder may not be there yet, but is no file."""
+    return path.is_file() or (path.is_dir() and any(path.glob("rank-*.jsonl")))
+
+
+def told(frame: Frame) -> dict[str, Any]:
+    """A frame as JSON says it."""
+    return asdict(frame) | {"silent": frame.silent}
+
+
+# -- pictures -----------------------------------------------------------------------------------------
+
+
+def picture_of(frame: Frame, path: Path, num_rows: int) -> Group:
+    """A frame as a terminal shows it, with at most so many ranks."""
+    title = Text(f"meshfeed watch {path}", style="bold")
+    start = frame.start
+    if start is None:
+        return Group(title, Text("has not begun: no rank has written to its log yet", style="yellow"))
+    lines = [title, Text(f"{start.layout or 'a layout of its own'}, {start.delivery}, {headline(frame)}")]
+    if frame.num_starts > 1:
+        lines.append(Text(f"start {frame.num_starts}, from step {start.step:,}; earlier ones are not shown"))
+    lines += [Text(line, style="bold red") for line in alarms(frame)]
+    return Group(*lines, Text(""), _table(frame, num_rows), *_mixture(frame))
+
+
+def headline(frame: Frame) -> str:
+    """One line: how far, how fast, and how much of that the median rank's loop waits for data."""
+    parts = [_count(len(frame.ranks), "rank")]
+    parts.append("no step yet" if frame.step is None else f"step {frame.step:,}")
+    if frame.step_s is not None and frame.tokens_per_s is not None:
+        part = statistics.median(sum(each.wait_s.values()) for each in frame.ranks) / frame.step_s
+        parts.append(f"{_time(frame.step_s)} a step, {part:.0%} of it waiting")
+        parts.append(f"{_amount(frame.tokens_per_s)} tokens/s")
+    return "; ".join(parts)
+
+
+def alarms(frame: Frame) -> list[str]:
+    """What somebody should look at, a line each."""
+    lines: list[str] = []
+    if frame.straggler is not None:
+        lines.append(straggler_words(frame.straggler))
+    silent = [each for each in frame.ranks if each.silent_s is not None]
+    if silent and len(silent) == len(frame.ranks):
+        least = min(each.silent_s or 0.0 for each in silent)
+        lines.append(f"all ranks are silent since {_time(least)}: the run is over, or stands still")
+    elif silent:
+        most = max(each.silent_s or 0.0 for each in silent)
+        lines.append(f"{_ranks(frame.silent)} silent since {_time(most)}")
+    if frame.missing:
+        lines.append(f"{_ranks(frame.missing)} not started yet, or logging elsewhere")
+    return lines
+
+
+def straggler_words(straggler: Straggler) -> str:
+    """Who holds the others up, and at what."""
+    words = (
+        f"rank {straggler.rank} {straggler.does} {_time(straggler.seconds)} a step in {straggler.stage}"
+        f" (others {_time(straggler.usual_s)})"
+    )
+    if straggler.does == "works":
+        words += ", hidden by prefetching so far"
+    return words + (f"; {_count(straggler.num_others, 'rank')} more like it" if straggler.num_others else "")
+
+
+def _table(frame: Frame, num_rows: int) -> Table:
+    stages = [name for name in frame.stages if any(each.wait_s[name] >= _SHOWN_S for each in frame.ranks)]
+    table = Table(box=None, pad_edge=False, title_justify="left", title="exposed wait, ms a step, by stage")
+    for name in ("rank", "place", "step", *stages, "all", "tokens/s", "queue", "bytes/s", "padding", ""):
+        left = name in ("place", "")
+        table.add_column(name, justify="left" if left else "right", no_wrap=not left)
+    shown = frame.ranks if len(frame.ranks) <= num_rows else frame.ranks[: num_rows - 1]
+    worst = frame.straggler
+    dims = [name for name in frame.ranks[0].coord if any(each.coord.get(name) for each in frame.ranks)]
+    for each in shown:
+        marked = worst.stage if worst is not None and worst.rank == each.rank else None
+        table.add_row(*_row(each, dims, stages, marked), style="dim" if each.silent_s is not None else None)
+    rest = frame.ranks[len(shown) :]
+    if rest:
+        table.add_row(*_rest(rest, stages), style="dim")
+    return table
+
+
+def _row(each: Standing, dims: Sequence[str], stages: Sequence[str], marked: str | None) -> list[Text]:
+    note = f"silent since {_time(each.silent_s)}" if each.silent_s is not None else ""
+    if not note and each.behind > 1:
+        note = f"{each.behind:,} steps behind"
+    cells = [
+        str(each.rank),
+        " ".join(f"{name}{each.coord[name]}" for name in dims) or "-",
+        "-" if each.step is None else f"{each.step:,}",
+        *(_milliseconds(each.wait_s[name]) for name in stages),
+        _milliseconds(sum(each.wait_s.values())),
+        _amount(each.tokens_per_s),
+        str(each.queue_depth),
+        _amount(each.bytes_per_s),
+        "-" if each.padding is None else f"{each.padding:.1%}",
+        note,
+    ]
+    texts = [Text(cell) for cell in cells]
+    if marked in stages:
+        for at in (0, 3 + stages.index(str(marked))):
+            texts[at].stylize("bold red")
+    return texts
+
+
+def _rest(ranks: Sequence[Standing], stages: Sequence[str]) -> list[Text]:
+    """One row for all that did not fit: the most that any of them waits, the least of what is good."""
+    steps = [each.step for each in ranks if each.step is not None]
+    paddings = [each.padding for each in ranks if each.padding is not None]
+    cells = [
+        "others",
+        f"{len(ranks):,} ranks, at worst",
+        f"{min(steps):,}" if steps else "-",
+        *(_milliseconds(max(each.wait_s[name] for each in ranks)) for name in stages),
+        _milliseconds(max(sum(each.wait_s.values()) for each in ranks)),
+        _amount(_least(each.tokens_per_s for each in ranks)),
+        str(min(each.queue_depth for each in ranks)),
+        _amount(_least(each.bytes_per_s for each in ranks)),
+        f"{max(paddings):.1%}" if paddings else "-",
+        "",
+    ]
+    return [Text(cell) for cell in cells]
+
+
+def _mixture(frame: Frame) -> list[Text]:
+    if not frame.mixture:
+        return []
+    parts = (f"{each.name} {each.realised:.1%} of {each.asked:.1%} asked" for each in frame.mixture)
+    return [Text(""), Text("mixture: " + ", ".join(parts))]
+
+
+def _least(found: Iterable[float | None]) -> float | None:
+    return min((each for each in found if each is not None), default=None)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Ranks named, the first few of them; with the verb."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} is"
+    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
+    return f"ranks {named} are"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds * 1000:,.0f} ms"
+    return f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:,.0f}" if seconds >= _SHOWN_S else "."
+
+
+def _amount(number: float | None) -> str:
+    if number is None:
+        return "-"
+    for size, sign in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:,.1f} {sign}"
+    return f"{number:,.0f}"
