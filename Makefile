@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint types unit fuzz bench clean
+.PHONY: demo test lint types unit fuzz bench dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshfeed demo --out demo-out
@@ -28,6 +28,10 @@ fuzz: $(VENV)/.tested
 bench: $(VENV)/.tested
 	for each in benchmarks/bench_*.py; do $(BIN)/python $$each || exit 1; done
 
+# the wheel and the sdist, into dist/
+dist: $(VENV)/.tested
+	$(BIN)/python -c "from hatchling import build; build.build_sdist('dist'); build.build_wheel('dist')"
+
 # torch comes first and by itself: a free choice of version would bring gigabytes for a GPU.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,4 +49,4 @@ $(VENV)/.tested: $(VENV)/.installed $(REQUIREMENTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-out
+	rm -rf $(VENV) demo-out dist

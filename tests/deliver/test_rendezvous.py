@@ -16,7 +16,7 @@ import torch.distributed as dist
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.deliver.rendezvous import Meeting, _runs
+from meshfeed.deliver.rendezvous import Meeting, _runs, _unlike
 from observe import simulated, take
 
 LONG = timedelta(seconds=60)
@@ -97,6 +97,13 @@ def test_ranks_that_disagree_end_before_any_batch(corpus: str, delivery: str) ->
             assert kind == "PeerError", (what, text)
             assert ranks == ((0, 2) if rank == 1 else (1,)), (what, text)
             assert "same arguments" in text and spent < 10, what
+
+
+def test_who_disagrees_is_told_what_differs_alone() -> None:
+    one, other = "dp2, Packing(capacity=64, align=1), zigzag", "dp2, Packing(capacity=128, align=1), zigzag"
+    assert _unlike(one, other) == ("Packing(capacity=64", "Packing(capacity=128")
+    assert _unlike("a, b, c", "a, c") == ("b", "nothing") and _unlike("b, a, a", "b, a") == ("a", "nothing")
+    assert _unlike("a", "b") == ("a", "b")
 
 
 def other_layout(rank: int, path: str) -> Any:

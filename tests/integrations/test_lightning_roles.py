@@ -216,6 +216,18 @@ def test_another_recipe_is_refused(corpus: str, tmp_path: Path) -> None:
         trainer(tmp_path).fit(model(), datamodule=fed.DataModule())
 
 
+@pytest.mark.parametrize(
+    ("role", "limit"), [("validate", "limit_val_batches"), ("test", "limit_test_batches")]
+)
+def test_an_evaluation_without_end_is_refused(corpus: str, tmp_path: Path, role: str, limit: str) -> None:
+    data = fed.DataModule(recipe(corpus), **{role: recipe(corpus)}, micro_batch_size=2)
+    with pytest.raises(mf.RecipeError, match=f"{role} never ends; .*{limit}="):
+        getattr(trainer(tmp_path), role)(model(), datamodule=data)
+    limited = model()
+    getattr(trainer(tmp_path, **{limit: 2}), role)(limited, datamodule=data)
+    assert len(limited.seen[role]) == 2
+
+
 def test_a_fast_development_run_takes_what_it_takes(corpus: str, tmp_path: Path) -> None:
     data = fed.DataModule(recipe(corpus), held_out(corpus), micro_batch_size=2)
     for options in ({"fast_dev_run": True}, {"fast_dev_run": 3}, {"num_sanity_val_steps": 1}):

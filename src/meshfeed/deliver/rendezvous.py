@@ -67,9 +67,10 @@ class Meeting:
             starts[peer], _, topics[peer] = brought.partition(" ")
         others = [peer for peer in peers if topics[peer] != self.topic]
         if others:
+            here, there = _unlike(self.topic, topics[others[0]])
             raise PeerError(
                 f"rank {rank} and rank(s) {others} disagree on the recipe, fields or delivery: here "
-                f"{self.topic}, there {topics[others[0]]}; give every rank the same arguments",
+                f"{here}, there {there}; give every rank the same arguments",
                 others,
             )
         for peer, start in starts.items():
@@ -216,6 +217,20 @@ def default_store() -> Store | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def _unlike(here: str, there: str) -> tuple[str, str]:
+    # how two topics begin and end alike is left out, at commas: what differs is what a reader looks for
+    ours, theirs = here.split(", "), there.split(", ")
+    start = _alike(ours, theirs)
+    ours, theirs = ours[start:], theirs[start:]
+    end = _alike(ours[::-1], theirs[::-1])
+    ours, theirs = ours[: len(ours) - end], theirs[: len(theirs) - end]
+    return ", ".join(ours) or "nothing", ", ".join(theirs) or "nothing"
+
+
+def _alike(ours: list[str], theirs: list[str]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
 
 
 def _runs(ranks: tuple[int, ...]) -> list[str]:

@@ -38,6 +38,12 @@ _SETTINGS = Settings(
     epoch="steps_per_epoch=..., or limit_train_batches a multiple of accumulate_grad_batches",
 )
 
+_LIMITS = {
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}  # a whole number of batches, or what share of them
+
 Recipes = Recipe | Sequence[Recipe]
 
 
@@ -149,7 +155,14 @@ class _Data:
     def _evaluated(self, role: str) -> list[EvalLoader]:
         recipes = self._recipes[role] or ()
         several = [recipes] if isinstance(recipes, Recipe) else recipes
-        return [EvalLoader(self._feed(recipe), self._batch_of) for recipe in several]
+        feeds = [self._feed(recipe) for recipe in several]
+        limit = _LIMITS[role]
+        if isinstance(getattr(self.trainer, limit), float) and any(feed.num_steps is None for feed in feeds):
+            raise RecipeError(
+                f"a stream to {role} never ends; give its recipe epochs=1 or steps=..., or the Trainer "
+                f"{limit}=, a whole number"
+            )
+        return [EvalLoader(feed, self._batch_of) for feed in feeds]
 
     def _feed(self, recipe: Recipe) -> Feed:
         strategy = self.trainer.strategy
