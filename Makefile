@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 
-.PHONY: demo test lint types unit fuzz bench dist clean
+.PHONY: demo test lint types unit fuzz bench dist docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshfeed demo --out demo-out
@@ -32,6 +32,9 @@ bench: $(VENV)/.tested
 dist: $(VENV)/.tested
 	$(BIN)/python -c "from hatchling import build; build.build_sdist('dist'); build.build_wheel('dist')"
 
+docs: $(VENV)/.tested
+	$(BIN)/mkdocs build
+
 # torch comes first and by itself: a free choice of version would bring gigabytes for a GPU.
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -49,4 +52,4 @@ $(VENV)/.tested: $(VENV)/.installed $(REQUIREMENTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-out dist
+	rm -rf $(VENV) demo-out dist site

@@ -1,8 +1,11 @@
-"""The pages under docs/: what they show runs as it stands, one snippet after the other."""
+"""The pages under docs/: what they show runs as it stands, one snippet after the other, and the site builds."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +13,55 @@ import pytest
 
 import meshfeed as mf
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SNIPPET = re.compile(r'```(python|sh)(?: title="([^"]+)")?\n(.*?)```', re.S)
 
 
 def run_page(name: str, expected: int) -> dict[str, Any]:
-    """What the snippets of a page define."""
-    snippets = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(), re.S)
+    """What the snippets of a page define. One with a title is a file; `sh` runs in the current folder."""
+    snippets = SNIPPET.findall((DOCS / name).read_text())
     assert len(snippets) == expected
     names: dict[str, Any] = {"__name__": "page"}
-    for snippet in snippets:
-        exec(compile(snippet, name, "exec"), names)
+    for language, title, snippet in snippets:
+        if title:
+            Path(title).write_text(snippet)
+        elif language == "python":
+            exec(compile(snippet, name, "exec"), names)
+        else:
+            run_shell(snippet)
     return names
+
+
+def run_shell(commands: str) -> None:
+    """As a user's shell does, by this interpreter and these sources."""
+    modules = {"python": "", "meshfeed": "-m meshfeed", "torchrun": "-m torch.distributed.run"}
+    ours = "\n".join(f'{name}() {{ "{sys.executable}" {module} "$@"; }}' for name, module in modules.items())
+    ran = subprocess.run(
+        ["sh", "-e", "-c", f"{ours}\n{commands}"],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, f"{commands}\n{ran.stdout}\n{ran.stderr}"
+
+
+def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("start.md", 9)
+    steps = [int(line.split()[0]) for line in (tmp_path / "four.txt").read_text().splitlines()]
+    killed = len(steps) - 10
+    assert 10 <= killed <= 12 and steps == [*range(killed), *range(10, 20)], "killed at 12, gone on from 10"
+    assert names["four"][19] < names["four"][0] - 0.5, "it learns"
+
+
+def test_concepts() -> None:
+    run_page("concepts.md", 3)
+
+
+def test_choices() -> None:
+    run_page("choices.md", 2)
 
 
 def test_datasets() -> None:
@@ -39,3 +80,22 @@ def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (microbatch, *_) = step.microbatches
         assert step.valid_tokens == 4 * 16 // 2, "every second label bears a loss"
         assert {"tokens", "labels", "loss_mask"} <= set(microbatch)
+
+
+def test_pictures_are_what_the_functions_say() -> None:
+    drawing: dict[str, Any] = {"__name__": "pictures", "__file__": str(DOCS / "make" / "pictures.py")}
+    exec((DOCS / "make" / "pictures.py").read_text(), drawing)
+    for name, draw in drawing["PICTURES"].items():
+        assert (DOCS / "pictures" / f"{name}.svg").read_text() == draw()
+
+
+def test_the_site_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strictly: a page, link, anchor or name that is not there fails it. Nothing is loaded from elsewhere."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    monkeypatch.chdir(ROOT)
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
+    home = (tmp_path / "index.html").read_text()
+    assert not re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="(?:https?:)?//[^"]+', home)
+    assert 'id="meshfeed.Feed.load_state_dict"' in (tmp_path / "api.html").read_text()

@@ -75,9 +75,10 @@ class Exchange(StepSource[Ways]):
             get theirs by `delivery` from one of them, as do owners that another one can serve. None where
             each rank that needs items has its own, and nothing is delivered.
         delivery: how, "broadcast", "share", "tree" or "auto"; without owners, "direct".
-        device, stage_map, cp_split, verify, timeout_s, rendezvous, metrics: as for a `Feed`.
         prefetch: microbatches made ahead on a thread, which then pulls from the iterator; 0 pulls when a
             step is asked for, on the caller's thread.
+
+    The other arguments are those of a `Feed`.
 
     Attributes:
         left_over: data-parallel rank -> items that were pulled and are in no step; under uneven="drop", at
