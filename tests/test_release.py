@@ -95,4 +95,4 @@ def test_every_extra_that_a_text_names_is_one() -> None:
         for found in re.findall(r"(?:meshfeed|\.)\[([a-z,]+)\]'", text.read_text())
         for extra in found.split(",")
     }
-    assert named >= {"remote", "chat", "megatron"} and named <= set(PROJECT["optional-dependencies"])
+    assert named >= {"remote", "prepare", "megatron"} and named <= set(PROJECT["optional-dependencies"])
