@@ -127,7 +127,7 @@ def test_memory_of_batches_that_are_dropped_is_used_again(corpus: Path) -> None:
             addresses |= {m["tokens"].untyped_storage().data_ptr() for m in step.microbatches}
             if step.index == 200:
                 break
-    assert len(addresses) <= 32
+    assert len(addresses) <= 16 * (2 + 2), "of what was read ahead, what is held, and what is being built"
 
 
 def test_what_step_stats_say(corpus: Path) -> None:
