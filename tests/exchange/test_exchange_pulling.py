@@ -238,13 +238,15 @@ def test_an_item_that_cannot_be_does_not_take_others_with_it() -> None:
 
 def test_an_iterator_is_not_set_back_under_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_JOIN_S", 0.05)
-    source = Epochs(9, stuck_at=3)
+    source, others = Epochs(9, stuck_at=3), set(threading.enumerate())
     with exchange_of(source, prefetch=8) as exchange:
         steps = iter(exchange)
         assert numbers(next(steps)) == [0]
         state = exchange.state_dict()
         assert source.stuck.wait(60)
-        threads = [thread for thread in threading.enumerate() if thread.name == "meshfeed-prefetch"]
+        started = [thread for thread in threading.enumerate() if thread not in others]
+        threads = [thread for thread in started if thread.name == "meshfeed-prefetch"]
+        assert len(threads) == 1
         with pytest.raises(mf.StateError, match="still at an item"):
             exchange.load_state_dict(state)
         assert source.live == {"at": 3}
