@@ -221,6 +221,7 @@ class Exchange(StepSource[Ways]):
                 f"rank {self.rank}: the iterator is still at an item that was asked for ahead, and cannot be "
                 f"set back under it; load the state again once it has returned"
             )
+        self._puller.check(state_dict)  # again: it may have run on to its end before it stopped
         self._puller.load(state_dict)
         self._next_step, self._loaded = state_dict["step"], True
 

@@ -128,7 +128,8 @@ class Puller:
         """Whether all that was pulled since a state is kept, so that an iterator need not go back to it."""
         after = self._pulled.get(saved["step"] - 1)
         there = after is not None and (after.taken, after.pulled) == (saved["taken"], saved["pulled"])
-        return there and self._anew is None and not _is_indexed(self._source)
+        before_end = self._anew is None or saved["step"] < self._anew[0]
+        return there and before_end and not _is_indexed(self._source)
 
     def _check_reaches(self, taken: int, pulled: int) -> None:
         """Whether an iterator that tells no state can be where so much was pulled of it."""
