@@ -228,7 +228,7 @@ def test_a_slow_read_shows_under_read(
         return load(*args)
 
     def asking(self: Any, *args: Any) -> Any:
-        if reading.is_set():
+        if reading.is_set() and not self._queue:  # asks for what is being read, not for what was made before
             asked.set()
         return get(self, *args)
 
@@ -260,10 +260,11 @@ def slow_reader(rank: int, path: str, delivery: str) -> dict[str, float]:
     """Rank 0's storage takes half a second for the step that all are waiting for."""
     recipe = recipe_of(path)
     store, calls, load = dist.distributed_c10d._get_default_store(), itertools.count(), recipe.sequence.load
+    all_ask = threading.Event()
 
     def slow(*args: Any) -> Any:
         if next(calls) == 4:
-            store.wait(["asks0", "asks1"], timedelta(seconds=30))
+            assert all_ask.wait(SOON_S)
             threading.Event().wait(0.5)
         return load(*args)
 
@@ -274,6 +275,9 @@ def slow_reader(rank: int, path: str, delivery: str) -> dict[str, float]:
     for _ in range(4):
         list(next(steps).microbatches)
     store.set(f"asks{rank}", "1")
+    if rank == 0:  # on this thread: while one waits at a store, another cannot use it
+        store.wait(["asks1"], timedelta(seconds=30))
+        all_ask.set()
     step = next(steps)
     list(step.microbatches)
     return step.stats["exposed_wait_s"]
