@@ -163,7 +163,10 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         (["a.jsonl", "--chat-date", "2025-06-01"], "are of conversations: add --chat"),
         (["a.jsonl", "--ray-address", "auto"], "--ray-address auto: says nothing without --engine ray"),
         (["a.jsonl", "--sbatch=-p cpu"], "--sbatch -p cpu: says nothing without --engine slurm"),
-        (["a.jsonl", "--out", "s3://bucket/x"], "s3://bucket/x: far away; prepare to a disk here"),
+        (["a.jsonl", "--out", "https://h/x"], "https://h/x: a web server takes no files; write to s3://"),
+        (["a.jsonl", "--out", "gcs://b/x"], "gcs://b/x: scheme 'gcs' is unknown; use s3, gs, az"),
+        (["a.jsonl", "--out", "s3://b/x", "--engine", "slurm"], "name a folder that all of them see: --work"),
+        (["a.jsonl", "--work", "w"], "--work w: is for outputs in storage; .* made beside out"),
         (["a.jsonl", "--dtype", "uint8", "--eod"], "257 tokens, of which uint8 holds 256"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import made_up
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from meshfeed.report.history.axis import axis_of, rows_of
 from meshfeed.report.history.cells import heat_of, moments_of
 from meshfeed.report.history.loop import asked_at, seconds_of
 from meshfeed.report.history.packed import packed_seconds, unpacked_seconds
+from meshfeed.report.history.summary import resumes
 from meshfeed.report.history.waits import longest_of, sentence, stragglers, waits_of, worst_of
 
 READ = made_up.STAGES.index("read")
@@ -69,3 +72,14 @@ def test_who_waits_for_others_is_not_named() -> None:
     assert "Look at rank 3" in sentence(waits) and "wait with it" in sentence(waits)
     even = waits_of(made_up.history(4))
     assert not stragglers(even).any() and "hardly kept anybody waiting" in sentence(even)
+
+
+def test_ranks_without_a_log_are_told() -> None:
+    whole = made_up.history(12, ((0, 4), (4, 8)))
+    assert "log" not in resumes(whole)
+    first, second = whole.starts
+    half = replace(whole, starts=(replace(first, ranks=(0, 1)), replace(second, ranks=tuple(range(11)))))
+    assert (
+        "ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more of start 1; of rank 11 of start 2: what they did"
+        in resumes(half)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import socket
 import struct
 import threading
@@ -130,6 +131,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_PUT(self) -> None:
         self._pass_on(self.rfile.read(int(self.headers.get("Content-Length", 0))))
 
+    do_POST = do_DELETE = do_PUT
+
     def _pass_on(self, body: bytes | None = None) -> None:
         fault = self.of.next_fault(self.command, self.path)
         if fault.stall:
@@ -149,8 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
         where = urlsplit(self.of.upstream)
         upstream = http.client.HTTPConnection(where.hostname or "", where.port)
         headers = {
-            name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")
-        }
+            name: value for name, value in self.headers.items() if name.lower() != "connection"
+        }  # the host, too: a signature may be of it
         upstream.request(self.command, self.path, body, headers)
         answer = upstream.getresponse()
         self.send_response(answer.status)
@@ -158,8 +161,13 @@ class _Handler(BaseHTTPRequestHandler):
             if answer.getheader(name) is not None:
                 weak = "W/" if name == "ETag" and self.of.weak_tags else ""
                 self.send_header(name, weak + (answer.getheader(name) or ""))
+        body: Any = answer
+        if answer.getheader("Content-Length") is None and answer.status != 204:  # it came in chunks
+            whole = answer.read()
+            self.send_header("Content-Length", str(len(whole)))
+            body = io.BytesIO(whole)
         self.end_headers()
-        self._send_body(answer, fault)
+        self._send_body(body, fault)
         upstream.close()
 
     def _send_body(self, answer: Any, fault: Fault) -> None:

@@ -35,7 +35,7 @@ from meshfeed.prepare.join import ERRORS
 from meshfeed.store.tokenizer import KNOWN
 
 _KEYS = {
-    "path, format": "the folder that was made, and by what",
+    "path, format": "the folder that was made, or its URL, and by what",
     "stores": "folder in it ('.', or train and validation) -> num_documents, num_tokens, dtype, fingerprint",
     "num_duplicates, num_malformed": "documents that were left out",
     "num_inputs, elapsed_s": "files that were read, and seconds of this run",
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
         examples="""
             meshfeed prepare corpus/*.jsonl.zst --out tokens --tokenizer tokenizer.json --eod --resume
             meshfeed prepare src/ --glob '*.py' --out code --train-bpe 32000 --eod --dedup exact
-            meshfeed prepare s3://bucket/parquet/ --out tokens --tokenizer llama/ --validation 0.01
+            meshfeed prepare s3://bucket/raw/ --out s3://bucket/tokens --tokenizer llama/ --validation 0.01
             meshfeed prepare chats.jsonl --out chats --tokenizer llama/ --chat --chat-date 2025-06-01
         """,
         keys=_KEYS,
@@ -62,7 +62,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "inputs", nargs="+", metavar="PATH", help="files, folders, quoted globs or URLs, in this order"
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; `mf.open(DIR)` opens it")
+    parser.add_argument(
+        "--out",
+        required=True,
+        metavar="DIR",
+        help="folder to make, or its URL: s3://, gs://, az://; `mf.open(DIR)` opens it",
+    )
     _add_tokens(parser)
     _add_documents(parser)
     _add_run(parser)
@@ -142,7 +147,18 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--sbatch", metavar="OPTIONS", help="of Slurm, in one word, such as --sbatch='--partition=cpu'"
     )
     run_.add_argument("--resume", action="store_true", help="go on with what an earlier run has left, if any")
-    run_.add_argument("--overwrite", action="store_true", help="replace DIR, once the new one is whole")
+    run_.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace DIR, once the new one is whole; of a URL, no other objects than those of prepare",
+    )
+    run_.add_argument(
+        "--work",
+        metavar="DIR",
+        help="for a URL: folder in which the job has its own, as large as parts and output, until all is "
+        "uploaded; with --engine ray or slurm on a disk that all nodes see. By default in $MESHFEED_CACHE, "
+        "else in meshfeed-cache in the system's folder for temporary files",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,6 +179,7 @@ def run(args: argparse.Namespace) -> int:
             engine=_engine(args),
             resume=args.resume,
             overwrite=args.overwrite,
+            work=args.work,
             on_progress=on_progress,
         )
     told = {name: value for name, value in made.manifest.items() if name != "request"}
@@ -245,9 +262,9 @@ def _progress(*, quiet: bool) -> Generator[Callable[[Progress], None]]:
             spent_s = max(time.monotonic() - begun, 1e-3)
             rate = ""
             if progress.num_bytes > first.num_bytes:
-                mb = (progress.num_bytes - first.num_bytes) / 1e6 / spent_s
-                tokens = (progress.num_tokens - first.num_tokens) / spent_s
-                rate = f"{mb:,.1f} MB/s  {tokens:,.0f} tokens/s"
+                rate = f"{(progress.num_bytes - first.num_bytes) / 1e6 / spent_s:,.1f} MB/s"
+            if progress.num_tokens > first.num_tokens:
+                rate += f"  {(progress.num_tokens - first.num_tokens) / spent_s:,.0f} tokens/s"
             bars.update(task, completed=progress.done_parts, rate=rate)
 
         yield on_progress
@@ -256,10 +273,10 @@ def _progress(*, quiet: bool) -> Generator[Callable[[Progress], None]]:
 def _print(made: Prepared) -> None:
     manifest = made.manifest
     for name, store in manifest["stores"].items():
-        where = made.path if name == "." else made.path / name
+        where = made.path if name == "." else f"{made.path}/{name}"
         counts = f"{shown(store['num_documents'])} documents, {shown(store['num_tokens'])} tokens"
         print(f"{where}: {counts} ({store['dtype']})")
     if manifest["num_duplicates"]:
         print(f"{shown(manifest['num_duplicates'])} documents left out that were there already")
     if manifest["num_malformed"]:
-        print(f"{shown(manifest['num_malformed'])} malformed documents left out, see {made.path / ERRORS}")
+        print(f"{shown(manifest['num_malformed'])} malformed documents left out, see {made.path}/{ERRORS}")

@@ -2,8 +2,8 @@
 
 Start at byte_file, the contract. local is a file of this machine. cached is a remote object in the node's
 cache: it asks the leader through link, and reads what the table says is there. The leader (leader, and fetch
-and shelf below it) is a light process of its own, which alone talks to storage (client); nothing here imports
-torch.
+and shelf below it) is a light process of its own, which alone reads from storage (client); writer is for
+whoever writes there. Nothing here imports torch.
 """
 
 from meshfeed.files.byte_file import ByteFile, Content, FileStats, Vector

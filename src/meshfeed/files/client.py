@@ -4,12 +4,13 @@ A request that takes far longer than its like have lately is asked again on anot
 good answer counts (hedging; Dean and Barroso, "The Tail at Scale", 2013). What fails in passing is
 tried again after a random pause that doubles. What fails for good is one of the errors of `meshfeed.errors`.
 
-Used by the leader alone: obstore's runtime does not survive a fork.
+Used by the leader, and to write (`writer`): obstore's runtime does not survive a fork.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
@@ -118,7 +119,7 @@ class Client:
 
     def __init__(self, root: str, options: Mapping[str, str], patience: Patience | None = None) -> None:
         self._root, self._patience = root.rstrip("/"), patience or Patience()
-        self._store = _store_of(root, options, self._patience)
+        self._store = store_of(root, options, self._patience)
         self.counts = Counts()
         self._recent = defaultdict[int, deque[float]](lambda: deque(maxlen=_RECENT))
         self._lock = threading.Lock()
@@ -322,7 +323,17 @@ def _tag_of(meta: Any) -> str:
     return meta["e_tag"] or f"modified {meta['last_modified'].isoformat()} {meta['size']}"
 
 
-def _store_of(root: str, options: Mapping[str, str], patience: Patience) -> Any:
+def store_of(
+    root: str, options: Mapping[str, str], patience: Patience, retries: Mapping[str, Any] | None = None
+) -> Any:
+    """obstore's store of a root. retries: its own, in its words; None for none. Raises StoreError."""
+    global _process
+    _process = _process or os.getpid()
+    if _process != os.getpid():
+        raise StoreError(
+            f"{root}: this process was forked from one that has used object storage; no request would ever "
+            f"end here; start it by spawn"
+        )
     try:
         from obstore.store import from_url
     except ImportError as missing:
@@ -336,11 +347,16 @@ def _store_of(root: str, options: Mapping[str, str], patience: Patience) -> Any:
         "allow_http": endpoint.startswith("http://"),
     } | {_plain(name): value for name, value in lower.items() if _plain(name) in _OF_CLIENT}
     try:
-        return from_url(root, config=given or None, client_options=client, retry_config={"max_retries": 0})
+        retry: Any = retries or {"max_retries": 0}
+        return from_url(root, config=given or None, client_options=client, retry_config=retry)
     except BaseException as error:  # where it does not know an option, it panics
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise StoreError(f"{root}: {reason(error)}; look at the URL and the storage options") from error
+
+
+_process: int | None = None
+"""That has used obstore."""
 
 
 def _plain(name: str) -> str:

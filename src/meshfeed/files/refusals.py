@@ -93,9 +93,7 @@ def reason(error: BaseException, path: str = "") -> str:
         right = _RIGHT_REGION.search(text)
         told = f", which is {right[1] or right[2]}" if right else ""
         return f"the bucket is of another region; give its region{told} ({brief})"
-    if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
-        return f"no permission; look at the credentials and the bucket's policy ({brief})"
-    return brief or type(error).__name__
+    return f"no permission; look at the credentials and the bucket's policy ({brief})"
 
 
 _HINTS: Mapping[str, str] = {

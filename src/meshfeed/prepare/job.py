@@ -31,6 +31,8 @@ from meshfeed.store.indexed_writer import sync_directory
 
 I64 = npt.NDArray[np.int64]
 
+MANIFEST = "manifest.json"
+"""What was asked and what came out; the last file of an output."""
 VERSION = 1
 """Of what a job says, and so of what it makes."""
 

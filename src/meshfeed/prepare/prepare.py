@@ -1,7 +1,7 @@
 """Text -> token store, by parts that are encoded anywhere and joined in order.
 
     OUT.preparing/      until it is done: the job (see `job`), its parts, and `out/`, which becomes OUT
-    OUT/                appears at one moment, whole
+    OUT/                appears at one moment, whole; in object storage, see `storage`
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
         origins.npy     which document is from where
         errors.jsonl    malformed records, if any
@@ -18,20 +18,21 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import typed_errors
-from meshfeed.files.url import is_remote, without_secrets
+from meshfeed.files.writer import PIECE_BYTES
 from meshfeed.prepare.encoders import TRAINED, Encoding
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.inputs import cut, find_inputs
-from meshfeed.prepare.job import Job, Request, job_in, read_json, write_json
+from meshfeed.prepare.job import MANIFEST, Job, Request, job_in, read_json, write_json
 from meshfeed.prepare.join import join
 from meshfeed.prepare.part import Malformed, facts_of_part, part_path
-from meshfeed.prepare.place import MANIFEST, clear, finished, held, publish, refuse_existing
+from meshfeed.prepare.place import Place, clear, held, place_of, refuse_unfinished
 from meshfeed.prepare.task import refuse_malformed
 from meshfeed.prepare.train import train_bpe
 
@@ -43,9 +44,9 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        doing: "encoding" or "joining".
+        doing: "encoding", "joining" or "uploading".
         done_parts, num_parts: in this.
-        num_documents, num_tokens, num_bytes: encoded so far, before this run too.
+        num_documents, num_tokens, num_bytes: encoded so far, before this run too; uploaded, bytes alone.
     """
 
     doing: str
@@ -61,11 +62,11 @@ class Prepared:
     """What was made.
 
     Attributes:
-        path: of the folder.
+        path: of the folder, or its URL.
         manifest: what lies in its manifest.json.
     """
 
-    path: Path
+    path: str
     manifest: dict[str, Any]
 
 
@@ -82,10 +83,13 @@ def prepare(
     engine: Engine | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    work: str | os.PathLike[str] | None = None,
     part_bytes: int | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Prepared:
     """Make a token store of files of text; `mf.open(out)` opens it.
+
+    out: a folder to make, or its URL: s3://, gs://, az://.
 
     inputs: files, folders, globs, URLs: .txt and source files are a document each, .jsonl(.gz, .zst) one per
     line, .parquet one per row. They stay in the order given, those of a folder in that of their names.
@@ -95,7 +99,10 @@ def prepare(
     max_errors: malformed records that are let pass, listed in out/errors.jsonl.
     engine: who encodes; None for a process per core of this machine.
     resume: go on with what a run of the same job has left, or with nothing; done is done.
-    overwrite: what lies at `out` is replaced, once the new one is whole.
+    overwrite: what lies at `out` is replaced, once the new one is whole; an object in storage only if an
+    earlier run of `prepare` has written it.
+    work: for an output in storage: folder on a disk, seen by all machines of the engine, in which the job has
+    one of its own until all is uploaded; None for one in the node's cache (see `Cache`), with `Local` alone.
     part_bytes: of input that is encoded as one; None for what suits its size. Nothing that comes out depends
     on it.
     on_progress: is told now and then how far it is.
@@ -106,30 +113,41 @@ def prepare(
         raise PrepareError(f"--validation {validation}: a share of all documents, from 0 to less than 1")
     if (part_bytes is not None and part_bytes < 1) or max_errors < 0:
         raise PrepareError(f"parts of {part_bytes} bytes, {max_errors} errors let pass; 1 and 0 at least")
-    if is_remote(os.fspath(out)):
-        raise PrepareError(
-            f"{without_secrets(os.fspath(out))}: far away; prepare to a disk here, then copy it, each "
-            f"tokens.idx and dataset.json last"
-        )
+    engine = engine or Local(os.cpu_count() or 1)
+    place = place_of(os.fspath(out), work, engine)
     found = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
     request = Request(tuple(found), encoding.told(), dedup, validation)
-    target = Path(out).absolute()
-    work = target.with_name(f"{target.name}.preparing")
     told = request.told()
-    refuse_existing(target, work, told, resume=resume, overwrite=overwrite)
-    with held(work, target):
-        manifest = finished(target, told) if resume else None
+    place.refuse_existing(told, resume=resume, overwrite=overwrite)
+    if not (resume or overwrite):
+        refuse_unfinished(place.work)
+    with held(place):
+        manifest = place.finished(told) if resume else None
         if manifest is None:
-            job = _job(work, request, encoding, max_errors, part_bytes, resume=resume)
-            try:
-                _encode(job, engine or Local(os.cpu_count() or 1), on_progress)
-                manifest = _joined(job, on_progress)
-                publish(work, target)
-            except (MeshfeedError, KeyboardInterrupt) as error:
-                error.add_note(f"{work}: what was encoded is kept; go on with --resume")
-                raise
-        clear(work)
-    return Prepared(target, manifest)
+            job = _job(place.work, request, encoding, max_errors, part_bytes, resume=resume)
+            manifest = _published(job, place, engine, on_progress, overwrite=overwrite)
+        clear(place.work)
+    return Prepared(place.url, manifest)
+
+
+def _published(
+    job: Job, place: Place, engine: Engine, on_progress: Callable[[Progress], None], *, overwrite: bool
+) -> dict[str, Any]:
+    """Encode, join and publish what is not yet; the manifest."""
+    try:
+        place.begin()
+        _encode(job, engine, on_progress)
+        manifest = _joined(job, on_progress)
+        place.publish(partial(_uploading, on_progress), overwrite=overwrite)
+    except (MeshfeedError, KeyboardInterrupt) as error:
+        error.add_note(f"{job.folder}: what was encoded is kept; go on with --resume")
+        raise
+    return manifest
+
+
+def _uploading(on_progress: Callable[[Progress], None], done_bytes: int, num_bytes: int) -> None:
+    done, total = (-(-each // PIECE_BYTES) for each in (done_bytes, num_bytes))
+    on_progress(Progress("uploading", done, total, 0, 0, done_bytes))
 
 
 def _job(

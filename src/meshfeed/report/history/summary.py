@@ -102,7 +102,23 @@ def traffic(history: RunHistory) -> str:
 
 
 def resumes(history: RunHistory) -> str:
-    """How often the run was started, in a sentence."""
+    """How often the run was started, and who tells nothing of it, in a sentence or two."""
+    return " ".join(filter(None, (_started(history), _unheard(history))))
+
+
+def _unheard(history: RunHistory) -> str:
+    """Which ranks of which start have no log here; empty where all have."""
+    found: list[str] = []
+    for number, start in enumerate(history.starts, 1):
+        silent = sorted(set(range(start.world_size)) - set(start.ranks))
+        if silent:
+            names = ", ".join(map(str, silent[:8]))
+            more = f" and {len(silent) - 8:,} more" if len(silent) > 8 else ""
+            found.append(f"rank{'s' * (len(silent) > 1)} {names}{more} of start {number}")
+    return f"No log is here of {'; of '.join(found)}: what they did is not on this page." if found else ""
+
+
+def _started(history: RunHistory) -> str:
     num = len(history.starts)
     if num < 2:
         return "The run was started once."

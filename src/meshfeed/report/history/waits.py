@@ -192,20 +192,29 @@ def sentence(waits: Waits) -> str:
         "" if single is None else f"The longest single wait was {seconds_text(single.wait_s)}: {single}."
     )
     here, median = seconds_text(worst.per_step), seconds_text(worst.median)
+    share, what = _percent(worst.share), _waits_for(worst.stage)
     if worst.share < _NOTHING:
         return f"The loader hardly kept anybody waiting: {waits.share:.2%} of the ranks' time. {longest}"
     if worst.apart:
         follow = " The ranks that it serves wait with it." if worst.others_follow else ""
         return (
-            f"Look at rank {worst.rank}: it waits {here} a step for {worst.stage}, "
-            f"{worst.share:.0%} of its time; the median rank waits {median} for that.{follow}"
+            f"Look at rank {worst.rank}: it waits {here} a step {what}, {share} of its time; the median rank "
+            f"waits {median} for that.{follow}"
         )
     if len(waits.ranks) == 1:
-        return f"It waits {here} a step for {worst.stage}, {worst.share:.0%} of its time. {longest}"
+        return f"It waits {here} a step {what}, {share} of its time. {longest}"
     return (
-        f"No rank stands out: the median rank waits {median} a step for {worst.stage}, the worst, "
-        f"rank {worst.rank}, {here} ({worst.share:.0%} of its time)."
+        f"No rank stands out: the median rank waits {median} a step {what}, the worst, rank {worst.rank}, "
+        f"{here} ({share} of its time)."
     )
+
+
+def _waits_for(stage: str) -> str:
+    return "outside every stage" if stage == "other" else f"for {stage}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
 
 
 def seconds_text(seconds: float) -> str:
