@@ -57,7 +57,7 @@ def test_every_part_of_a_recipe_is_in_its_fingerprint(corpus: Path, tmp_path: Pa
             state.check(other)
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(max_size=9), st.text(max_size=20)), st.data())
 def test_a_digest_tells_any_two_summaries_apart(summary: dict[str, str], data: st.DataObject) -> None:
     backwards = dict(reversed(summary.items()))
@@ -120,7 +120,7 @@ def test_states_that_jobs_have_saved_stay_readable() -> None:
     assert rule.summary() == state.recipe["sequence"]
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.dictionaries(st.text(max_size=9), st.text(max_size=20)),
     st.integers(0),

@@ -102,7 +102,7 @@ def check_laws(layout: mf.Layout, stages: mf.StageMap, roles: list[mf.Role]) -> 
         assert role.peers == () or role.rank in role.peers
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(), DELIVERIES)
 def test_whoever_needs_bytes_has_one_source_that_reads(
     case: tuple[mf.Layout, mf.StageMap], delivery: str
@@ -121,7 +121,7 @@ def test_whoever_needs_bytes_has_one_source_that_reads(
         assert sum(role.reads for role in roles) == len(hungry)
 
 
-@settings(derandomize=True, max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(), DELIVERIES, st.data())
 def test_a_trainers_own_policy_is_kept_or_refused(
     case: tuple[mf.Layout, mf.StageMap], delivery: str, data: st.DataObject
@@ -202,7 +202,7 @@ def expected_roles(
     return None
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(cases(), DELIVERIES, st.data())
 def test_roles_are_what_plain_loops_make_them(
     case: tuple[mf.Layout, mf.StageMap], delivery: str, data: st.DataObject
@@ -235,7 +235,7 @@ def nodes_of(layout: mf.Layout, role: mf.Role) -> tuple[tuple[int, ...], ...]:
     )
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(layouts())
 def test_where_nothing_is_stored_nobody_reads(layout: mf.Layout) -> None:
     stages = mf.StageMap(pp=layout.pp)
@@ -430,7 +430,7 @@ def test_auto_chooses_by_what_crosses_nodes() -> None:
     assert chosen("tp4-pp2", 4, False, {0}) == "broadcast"
 
 
-@settings(derandomize=True, max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_auto_is_its_rules(case: tuple[mf.Layout, mf.StageMap], can_share: bool, data: st.DataObject) -> None:
     layout, stages = case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -65,6 +66,10 @@ def test_every_command_with_tables_has_json(capsys: pytest.CaptureFixture[str]) 
         (("roles", "tp2", "--reads", "0;1"), "'0;1' is no whole number"),
         (("roles", "tp2", "--rank", "tp1"), "'tp1' is no whole number"),
         (("inspect", "nowhere"), "nowhere: found nothing"),
+        (
+            ("prepare", "in", "out", "--tokenizer", "bytes"),
+            "required: --out; each PATH is read, and --out DIR",
+        ),
         (("inspect", "c", "--tokens"), "unrecognized arguments: --tokens"),
         (("bench", "--only", "speed"), "--only speed: choose from start"),
         (("doctor", "--layout", "8"), "layout '8': cannot read '8'"),
@@ -116,6 +121,32 @@ def test_how_a_command_may_end(
         os.dup2(kept, 1)
         os.close(kept)
     assert says in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["closed", "full", "of another locale"])
+def test_an_output_that_takes_nothing_or_not_every_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    write_corpus(tmp_path / "c", num_tokens=500)
+    kept = io.BytesIO()
+    with (
+        monkeypatch.context() as patched,
+        Path("/dev/full").open("w") as full,
+        io.TextIOWrapper(kept, encoding="ascii", write_through=True) as ascii_,
+    ):
+        patched.setattr(sys, "stdout", {"closed": None, "full": full, "of another locale": ascii_}[what])
+        status = main(["inspect", str(tmp_path / "c")])
+        shown = kept.getvalue()
+        if what == "closed":
+            sys.stdout.close()
+    err = capsys.readouterr().err
+    assert status == (2 if what == "full" else 0), err
+    assert err == (
+        "meshfeed: the output cannot be written: No space left on device; make room, or write it elsewhere\n"
+        if what == "full"
+        else ""
+    )
+    assert (b"????? " in shown) == (what == "of another locale")
 
 
 def test_as_a_module_with_a_version_and_through_a_pipe() -> None:
@@ -196,6 +227,7 @@ def test_other_shells_have_scripts(capsys: pytest.CaptureFixture[str], which: st
     status, out, _ = told(capsys, "completion", which)
     assert status == 0
     assert all(command in out for command in COMMANDS)
+    assert which != "zsh" or "prepare:'make a token store of text'" in out, "short, not the beginning of long"
 
 
 def test_without_shtab_the_package_is_named(

@@ -94,7 +94,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
 
 TestBookkeeping = Bookkeeping.TestCase
-TestBookkeeping.settings = settings(max_examples=150, stateful_step_count=30, derandomize=True, deadline=None)
+TestBookkeeping.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
 def simulated(seconds_of: object, rounds: int = 200) -> Pace:

@@ -36,7 +36,7 @@ def test_one_ranks_groups_tell_every_order(order: str) -> None:
                 assert found.groups(dims).tolist() == layout.groups(dims).tolist()
 
 
-@settings(derandomize=True, max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.permutations(DIMS),
     st.tuples(*[st.integers(1, 3)] * 4),

@@ -68,7 +68,7 @@ class Loop:
             most -= 1
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lives=st.lists(
         st.tuples(

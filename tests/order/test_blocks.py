@@ -16,7 +16,7 @@ from meshfeed.order import draws_between, draws_of_step, key_of, permute, positi
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import subkeys
 
-laws = settings(derandomize=True, max_examples=250, deadline=None)
+laws = settings(max_examples=250, deadline=None)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ changes = st.lists(
 )
 
 
-@settings(derandomize=True, max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=4, max_size=4), changes, st.integers(1, 40))
 def test_weights_may_change_and_sources_come_and_go(
     sizes: list[int], changes: list[tuple[int, list[float]]], sequences: int

@@ -32,7 +32,7 @@ def dp_balanced(lengths, limit, multiple):
     return packs
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 1024), min_size=1, max_size=120),
     dp=st.integers(1, 9),

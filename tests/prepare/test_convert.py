@@ -90,7 +90,7 @@ def documents_of(seed: int = 0, count: int = 60, most: int = 60_000) -> list[lis
 # -- every direction ------------------------------------------------------------------------------------
 
 
-@settings(derandomize=True, max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 30) | st.sampled_from([255, 256, 400]), min_size=1, max_size=12),
     dtype=st.sampled_from(DTYPES),

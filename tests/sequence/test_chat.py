@@ -52,7 +52,7 @@ def expected(said: Conversation, max_len: int | None, start: int, size: int) -> 
     }
 
 
-@settings(derandomize=True, max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     policy=st.sampled_from(["in_order", "balanced"]),
     oversize=st.sampled_from(["split", "truncate", "drop"]),

@@ -28,10 +28,19 @@ _PIPE_WIDTH = 240  # a table takes what it needs of it, and nothing is cut
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line and a hint, not all of its options again."""
+    """An argument parser whose errors are one line and a hint, not all of its options again.
+
+    Attributes:
+        hints: argument -> what a message that it is missing says besides.
+    """
+
+    hints: Mapping[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, on stderr; exit status 2."""
+        if " required: " in message:
+            missing = message.rpartition(": ")[2].split(", ")
+            message = "; ".join([message, *(self.hints[name] for name in missing if name in self.hints)])
         self.exit(FAILED, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
@@ -58,7 +67,7 @@ def add_command(
     examples: str,
     wrong: str | None = None,
     keys: Mapping[str, str] | None = None,
-) -> argparse.ArgumentParser:
+) -> Parser:
     """A command's parser, its epilog made of examples, exit statuses and JSON keys.
 
     examples: command lines, one a line. wrong: what an exit status of 1 tells; None where there is none.
@@ -71,7 +80,7 @@ def add_command(
     if keys is not None:
         width = max(map(len, keys)) + 2
         parts += ["", "keys of --json:", *(f"  {key:{width}}{what}" for key, what in keys.items())]
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser: Parser = subparsers.add_parser(
         name,
         help=help,
         description=textwrap.fill(description, 100),

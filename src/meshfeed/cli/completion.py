@@ -37,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as missing:
         raise MeshfeedError("completion needs the package shtab: pip install shtab") from missing
     for action in _actions(args.whole):
+        for short in getattr(action, "_choices_actions", ()):  # of commands: descriptions would be cut
+            commands: Any = action.choices
+            commands[short.dest].description = short.help
         if action.metavar in _FILES:
             of_action: Any = action
             of_action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE

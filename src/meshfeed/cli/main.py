@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from meshfeed.cli import (
     bench,
@@ -29,6 +32,8 @@ from meshfeed.errors import MeshfeedError
 
 _COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, bench, doctor, watch, report, completion)
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 _EPILOG = """meshfeed COMMAND --help shows options, examples, exit statuses and the keys of --json"""
 
 
@@ -37,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     2 asked wrongly or failed, 130 interrupted."""
     parser = parser_of_all()
     words = sys.argv[1:] if arguments is None else arguments
+    _mend_streams()
     try:
         _suggest(parser, words)
         args = parser.parse_args(words)
@@ -54,7 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has had enough, as `head` does
         _drop_output()
         return OK
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            _tell(f"the output cannot be written: {error.strerror}; make room, or write it elsewhere", error)
+            _drop_output()
+            return FAILED
         traceback.print_exc()
         print("meshfeed: this is an error in meshfeed itself; please report it", file=sys.stderr)
         return FAILED
@@ -90,6 +100,16 @@ def _tell(what: str, error: BaseException) -> None:
     """An error, and what was noted on its way: a line each, on stderr."""
     for line in (what, *getattr(error, "__notes__", ())):
         print(f"meshfeed: {line}", file=sys.stderr)
+
+
+def _mend_streams() -> None:
+    """Let both streams be there, and take any text: names of files and pictures may be in no locale's."""
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None:  # the shell has closed it: nobody wants to read it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
 
 
 def _drop_output() -> None:

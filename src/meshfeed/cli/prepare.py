@@ -60,8 +60,12 @@ def add_parser(subparsers: Any) -> None:
         keys=_KEYS,
     )
     parser.add_argument(
-        "inputs", nargs="+", metavar="PATH", help="files, folders, quoted globs or URLs, in this order"
+        "inputs",
+        nargs="+",
+        metavar="PATH",
+        help="files, folders (but no links in them to others), quoted globs or URLs, in this order",
     )
+    parser.hints = {"--out": "each PATH is read, and --out DIR names what is made"}
     parser.add_argument(
         "--out",
         required=True,
@@ -150,7 +154,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     run_.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace DIR, once the new one is whole; of a URL, no other objects than those of prepare",
+        help="replace DIR, if prepare made it, once the new one is whole; of a URL, its objects one by one",
     )
     run_.add_argument(
         "--work",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from meshfeed.files.byte_file import ByteFile, Content
 from meshfeed.files.cache import Cache
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.link import Link, link_of, retried
-from meshfeed.files.local import LocalFile
+from meshfeed.files.local import LocalFile, typed_errors
 from meshfeed.files.refusals import options_of_environment
 from meshfeed.files.url import is_remote, join, local_path, split
 
@@ -69,14 +70,13 @@ class Folder:
         return bool(self._ask("exists", url)["exists"])
 
     def names(self) -> list[tuple[str, int]]:
-        """(relative name, bytes) of all files below it, sorted. Raises StoreError: HTTP has no listing."""
+        """(relative name, bytes) of all files below it, sorted; links to folders are not followed.
+
+        A link that leads nowhere is named too, of 0 bytes: who takes it for a file finds out. Raises
+        StoreError for what cannot be listed: a folder below it without permission, HTTP.
+        """
         if not self.is_remote:
-            root = Path(local_path(self.url))
-            try:
-                files = [each for each in root.rglob("*") if each.is_file()]
-                return sorted((str(each.relative_to(root)), each.stat().st_size) for each in files)
-            except OSError as error:
-                raise StoreError(f"{root}: {error}") from error
+            return sorted(_below(Path(local_path(self.url))))
         prefix = split(self.url)[1].rstrip("/") + "/"
         found: list[tuple[str, int]] = [(name, size) for name, size in self._ask("list", self.url)["found"]]
         return [(name.removeprefix(prefix), size) for name, size in found]
@@ -91,3 +91,23 @@ class Folder:
             return link.ask(link.connected(), do=do, root=root, path=path, options=options)[0]
 
         return retried(cache, ask)
+
+
+def _below(root: Path) -> Iterator[tuple[str, int]]:
+    """(relative name, bytes) of the files below a folder of this machine; see `Folder.names`."""
+
+    def refuse(error: OSError) -> None:
+        with typed_errors(error.filename):
+            raise error
+
+    for folder, _, names in os.walk(root, onerror=refuse):
+        for name in names:
+            path = Path(folder, name)
+            with typed_errors(path):
+                try:
+                    status = path.stat()
+                except FileNotFoundError:
+                    yield str(path.relative_to(root)), 0
+                    continue
+                if stat.S_ISREG(status.st_mode):
+                    yield str(path.relative_to(root)), status.st_size

@@ -96,6 +96,12 @@ class ChatEncoder:
         told = json.dumps(how, sort_keys=True, default=repr)
         return hashlib.blake2b(bytes_ + told.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
+    def check(self) -> None:
+        """Load the tokenizer and compile the templates: what is wrong with them is no conversation's."""
+        _ = self.columns
+        for template in self._templates.values():
+            template.check()
+
     # -- encoding ---------------------------------------------------------------------------------------
 
     def encode(
@@ -184,7 +190,9 @@ class ChatEncoder:
     def _templates(self) -> dict[str, ChatTemplate]:
         _, config, sources = self._files
         if not sources:
-            raise StoreError(f"{self._path}: brings no chat template; give the file of one as template=")
+            raise StoreError(
+                f"{self._path}: brings no chat template; give the file of one as template= (--chat-template)"
+            )
         variables = config | self._variables
         path = self._template or self._path
         return {

@@ -45,6 +45,10 @@ class ChatTemplate:
     ) -> None:
         self._source, self._variables, self._where, self._date = source, dict(variables), where, date
 
+    def check(self) -> None:
+        """Compile it."""
+        _ = self._compiled
+
     @property
     def has_blocks(self) -> bool:
         """Whether the template has {% generation %} blocks."""
@@ -83,8 +87,9 @@ class ChatTemplate:
     ) -> str:
         given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         named = dict(zip((_OPEN_NAME, _CLOSE_NAME), marks))
+        compiled, _ = self._compiled
         try:
-            return self._compiled[0].render(**{**self._variables, **given, **named})
+            return compiled.render(**{**self._variables, **given, **named})
         except Exception as error:  # whatever a template stumbles over in foreign messages
             hint = (
                 "; it asks for today's date: say by date= (--chat-date) which one"

@@ -239,7 +239,9 @@ class ParquetSink(Sink):
     def _refuse_existing(self) -> None:
         with typed_errors(self.path):
             if self.path.is_dir() or (self.path.exists() and not self._overwrite):
-                raise StoreError(f"{self.path}: exists already; take another path or pass overwrite=True")
+                raise StoreError(
+                    f"{self.path}: exists already; take another path or pass overwrite=True (--overwrite)"
+                )
             if self.path.exists():
                 with self.path.open("rb") as there:
                     if there.read(len(_MAGIC)) != _MAGIC:

@@ -205,7 +205,9 @@ _KINDS: Mapping[str, Callable[[Mapping[str, Any], Path], Encoder]] = {"text": _t
 def _chat_encoder(told: Mapping[str, Any]) -> ChatEncoder:
     dtype = None if told["dtype"] == "auto" else told["dtype"]
     date = None if told["date"] is None else datetime.date.fromisoformat(told["date"])
-    return ChatEncoder(told["tokenizer"], told["template"], train_on=told["train_on"], dtype=dtype, date=date)
+    made = ChatEncoder(told["tokenizer"], told["template"], train_on=told["train_on"], dtype=dtype, date=date)
+    made.check()
+    return made
 
 
 def _refuse_changed(told: Mapping[str, Any], digest: str) -> None:

@@ -50,7 +50,8 @@ def find_inputs(given: Sequence[str], *, pattern: str | None = None, kind: str |
     """The files of some paths, globs, folders and URLs, in the order given; those of a folder by name.
 
     pattern: of the names to take from folders, such as "*.py"; None for .txt, .jsonl and .parquet. Names that
-    begin with a dot are left out. kind: one of KINDS; None goes by the suffix, text where that says nothing.
+    begin with a dot are left out, and links to folders are not followed. kind: one of KINDS; None goes by the
+    suffix, text where that says nothing.
 
     Raises PrepareError where there is nothing, or a file comes twice; StoreError where it cannot be read.
     """
@@ -145,7 +146,7 @@ def _urls_of(given: str, pattern: str | None, kind: str | None) -> list[str]:
         return [str(path / name) for name, _ in Folder(str(path)).names() if taken(name)]
     if path.exists() or not glob.has_magic(str(path)):
         return [str(path)]
-    return sorted(each for each in glob.glob(str(path), recursive=True) if Path(each).is_file())  # noqa: PTH207
+    return sorted(each for each in glob.glob(str(path), recursive=True) if not Path(each).is_dir())  # noqa: PTH207
 
 
 def _kind_of(name: str) -> str | None:
@@ -163,6 +164,10 @@ def _kind_of(name: str) -> str | None:
 def _input(url: str, kind: str | None) -> Input:
     kind = kind or _kind_of(url) or "text"
     codec = None if kind == "parquet" else _CODECS.get(Path(url).suffix)
+    if not is_remote(url) and Path(url).exists() and not Path(url).is_file():
+        raise PrepareError(
+            f"{url}: no file that can be read twice, by several processes; write it to a disk first"
+        )
     return Input(url, kind, codec, *facts_of(url))
 
 

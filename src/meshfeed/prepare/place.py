@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import Cache, typed_errors
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.prepare.engine import Engine, Local
-from meshfeed.prepare.job import MANIFEST, read_json
+from meshfeed.prepare.job import FORMAT, MANIFEST, Request
 from meshfeed.prepare.storage import InStorage
 from meshfeed.store.indexed_writer import sync_directory
 
@@ -33,11 +34,15 @@ class Place(Protocol):
     url: str
     work: Path
 
-    def refuse_existing(self, request: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
-        """Raises PrepareError where an output is in the way, StoreError where that cannot be known."""
+    def refuse_existing(self, request: Request, *, resume: bool, overwrite: bool) -> None:
+        """Raises PrepareError where something is in the way that stays, StoreError where that is not known.
+
+        What stays is all, but with overwrite an output of `prepare` that holds nothing of what is read, and
+        with resume what this very job has made.
+        """
         ...
 
-    def finished(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    def finished(self, request: Request) -> dict[str, Any] | None:
         """The manifest of a finished output, where it is of the same request."""
         ...
 
@@ -87,22 +92,18 @@ class OnDisk:
         self._target, self.url = target, str(target)
         self.work = target.with_name(f"{target.name}.preparing")
 
-    def refuse_existing(self, request: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+    def refuse_existing(self, request: Request, *, resume: bool, overwrite: bool) -> None:
         """See Place."""
-        target = self._target
-        with typed_errors(target):
-            there = target.exists() and not (target.is_dir() and not any(target.iterdir()))
-            if there and not overwrite and not (resume and self.finished(request) is not None):
-                more = ", and is not what this job makes" if resume else ""
-                raise PrepareError(
-                    f"{target}: exists already{more}; take another path, or replace it: --overwrite"
-                )
+        if resume and self.finished(request) is not None:
+            return
+        self._refuse_kept(", and is not what this job makes" if resume else "", overwrite=overwrite)
+        if self._target.exists():
+            self._refuse_inputs(request)
 
-    def finished(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    def finished(self, request: Request) -> dict[str, Any] | None:
         """See Place."""
-        path = self._target / MANIFEST
-        manifest: dict[str, Any] = read_json(path) if path.is_file() else {}
-        return manifest if manifest.get("request") == request else None
+        found = self._manifest()
+        return found if found.get("request") == request.told() else None
 
     def restore(self) -> None:
         """See Place."""
@@ -119,12 +120,54 @@ class OnDisk:
         work, target = self.work, self._target
         with typed_errors(target):
             old = work / "old"
+            self._refuse_kept(overwrite=overwrite)
             if target.exists():
                 if old.exists():
                     shutil.rmtree(old)
                 target.rename(old)
             (work / "out").rename(target)
             sync_directory(target.parent)
+
+    def _manifest(self) -> dict[str, Any]:
+        """What an output of `prepare` says of itself; {} for nothing, or nothing of ours."""
+        path = self._target / MANIFEST
+        with typed_errors(path):
+            if not path.is_file():
+                return {}
+            try:
+                told: Any = json.loads(path.read_bytes())
+            except (ValueError, RecursionError):
+                return {}
+        known = isinstance(told, dict) and cast(Any, told).get("format") == FORMAT
+        return cast(dict[str, Any], told) if known else {}
+
+    def _refuse_kept(self, more: str = "", *, overwrite: bool) -> None:
+        """Raises PrepareError where something is there that stays: all, or all but what `prepare` made."""
+        target = self._target
+        with typed_errors(target):
+            if target.is_symlink():
+                raise PrepareError(f"{target}: is a link; give the path that it stands for")
+            if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+                return
+        if not overwrite:
+            raise PrepareError(
+                f"{target}: exists already{more}; take another path, or replace it: --overwrite"
+            )
+        if not self._manifest():
+            raise PrepareError(
+                f"{target}: is no output of `meshfeed prepare`, and is not removed; take another path"
+            )
+
+    def _refuse_inputs(self, request: Request) -> None:
+        """Raises PrepareError where what is read lies in what would be replaced."""
+        given = (request.encoder.get(name) for name in ("tokenizer", "template"))
+        for each in [one.url for one in request.inputs] + [str(name) for name in given if name is not None]:
+            if is_remote(each) or not Path(each).exists():
+                continue
+            if Path(each).resolve().is_relative_to(self._target.resolve()):
+                raise PrepareError(
+                    f"{each}: is read, and lies in {self._target}, which is to be replaced; move one of them"
+                )
 
 
 def refuse_unfinished(work: Path) -> None:

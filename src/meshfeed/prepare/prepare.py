@@ -29,7 +29,7 @@ from meshfeed.files.writer import PIECE_BYTES
 from meshfeed.prepare.encoders import TRAINED, Encoding
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.inputs import cut, find_inputs
-from meshfeed.prepare.job import MANIFEST, Job, Request, job_in, read_json, write_json
+from meshfeed.prepare.job import FORMAT, MANIFEST, Job, Request, job_in, read_json, write_json
 from meshfeed.prepare.join import join
 from meshfeed.prepare.part import Malformed, facts_of_part, part_path
 from meshfeed.prepare.place import Place, clear, held, place_of, refuse_unfinished
@@ -99,8 +99,7 @@ def prepare(
     max_errors: malformed records that are let pass, listed in out/errors.jsonl.
     engine: who encodes; None for a process per core of this machine.
     resume: go on with what a run of the same job has left, or with nothing; done is done.
-    overwrite: what lies at `out` is replaced, once the new one is whole; an object in storage only if an
-    earlier run of `prepare` has written it.
+    overwrite: what an earlier run has put at `out` is replaced, once the new one is whole; nothing else is.
     work: for an output in storage: folder on a disk, seen by all machines of the engine, in which the job has
     one of its own until all is uploaded; None for one in the node's cache (see `Cache`), with `Local` alone.
     part_bytes: of input that is encoded as one; None for what suits its size. Nothing that comes out depends
@@ -117,12 +116,11 @@ def prepare(
     place = place_of(os.fspath(out), work, engine)
     found = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
     request = Request(tuple(found), encoding.told(), dedup, validation)
-    told = request.told()
-    place.refuse_existing(told, resume=resume, overwrite=overwrite)
-    if not (resume or overwrite):
-        refuse_unfinished(place.work)
     with held(place):
-        manifest = place.finished(told) if resume else None
+        place.refuse_existing(request, resume=resume, overwrite=overwrite)
+        if not (resume or overwrite):
+            refuse_unfinished(place.work)
+        manifest = place.finished(request) if resume else None
         if manifest is None:
             job = _job(place.work, request, encoding, max_errors, part_bytes, resume=resume)
             manifest = _published(job, place, engine, on_progress, overwrite=overwrite)
@@ -188,10 +186,17 @@ def _refuse_other(work: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     is_: Any = new[differ[0]]
     if differ[0] == "inputs":
         was, is_ = next((a, b) for a, b in zip_longest(was, is_) if a != b)
+    if isinstance(was, dict) and isinstance(is_, dict):
+        was, is_ = _where_they_differ(was, is_), _where_they_differ(is_, was)
     raise PrepareError(
         f"{work}: of another job: {differ[0]} was {was} and is {is_}; go on with the same inputs and "
         f"options, or start anew: --overwrite"
     )
+
+
+def _where_they_differ(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Of one, what the other has otherwise or not at all; and which file it is of."""
+    return {name: one[name] for name in one if name == "url" or name not in other or one[name] != other[name]}
 
 
 def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -> None:
@@ -241,6 +246,6 @@ def _joined(job: Job, on_progress: Callable[[Progress], None]) -> dict[str, Any]
         with typed_errors(trained):
             (out / trained.name).write_bytes(trained.read_bytes())
     job.refuse_changed()
-    manifest = {"format": "meshfeed prepare", "request": job.request.told()} | made
+    manifest = {"format": FORMAT, "request": job.request.told()} | made
     write_json(out / MANIFEST, manifest)
     return manifest

@@ -94,7 +94,7 @@ def _of_line(number: int, byte: int, line: bytes, columns: Columns) -> Record:
 def _of_file(file: ByteFile, codec: str | None) -> Record:
     raw = b"".join(_unpacked(file, codec)) if codec else read_bytes(file, 0, file.size_bytes)
     try:
-        return Record(0, -1, raw.decode(), len(raw))
+        return Record(0, -1, raw.decode("utf-8-sig"), len(raw))
     except UnicodeDecodeError as error:
         return Record(0, -1, None, len(raw), f"no UTF-8: {error}; write it anew, or leave it out")
 

@@ -26,13 +26,12 @@ from meshfeed.files import typed_errors
 from meshfeed.files.refusals import options_of_environment
 from meshfeed.files.url import split, without_secrets
 from meshfeed.files.writer import Writer
-from meshfeed.prepare.job import MANIFEST, read_json, write_json
+from meshfeed.prepare.job import FORMAT, MANIFEST, Request, read_json, write_json
 
 Told = Callable[[int, int], None]
 """Is told of bytes: that are there, and that are to come to be there in all."""
 
 _NOTES = "uploads.json"
-_FORMAT = "meshfeed prepare"
 _FOLDER, _COLUMN = r"((train|validation)/)?", r"(tokens|loss_mask)"
 _STEPS = (
     rf"{_FOLDER}{_COLUMN}\.sums",
@@ -81,7 +80,7 @@ class InStorage:
 
     # -- the contract of Place -----------------------------------------------------------------------------
 
-    def refuse_existing(self, request: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+    def refuse_existing(self, request: Request, *, resume: bool, overwrite: bool) -> None:
         """See Place; whatever is no output of `prepare` is never replaced."""
         names = self._names()
         self._refuse_foreign(names)
@@ -89,10 +88,10 @@ class InStorage:
         if names and not overwrite and not ours:
             raise PrepareError(self._exists(resume=resume))
 
-    def finished(self, request: Mapping[str, Any]) -> dict[str, Any] | None:
+    def finished(self, request: Request) -> dict[str, Any] | None:
         """See Place."""
         found = self._manifest()
-        return found if found.get("request") == request else None
+        return found if found.get("request") == request.told() else None
 
     def restore(self) -> None:
         """See Place: nothing was taken away that could be put back."""
@@ -143,7 +142,7 @@ class InStorage:
             told = json.loads(bytes(self._writer.read(path, 0, stat.size_bytes, stat.tag)))
         except (MissingError, ValueError):
             return {}
-        known = isinstance(told, dict) and str(cast(Any, told).get("format", "")).startswith(_FORMAT)
+        known = isinstance(told, dict) and str(cast(Any, told).get("format", "")).startswith(FORMAT)
         return cast(dict[str, Any], told) if known else {}
 
     def _refuse_foreign(self, names: Collection[str]) -> None:
@@ -189,7 +188,7 @@ class InStorage:
         notes = self._notes() or Notes(secrets.token_hex(16))
         self._note(notes)  # first, or a kill would leave a claim that nobody knows
         told = {"claim": notes.claim, "host": socket.gethostname(), "folder": str(self.work)}
-        text = json.dumps({"format": f"{_FORMAT}, not finished"} | told)
+        text = json.dumps({"format": f"{FORMAT}, not finished"} | told)
         self._writer.put(self._prefix + MANIFEST, text.encode())
 
     def _sizes(self) -> dict[str, int]:

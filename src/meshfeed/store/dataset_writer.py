@@ -53,7 +53,8 @@ class DatasetWriter:
             self.folder.mkdir(exist_ok=True)
             if (self.folder / NAME).exists() and not self._overwrite:
                 raise StoreError(
-                    f"{self.folder / NAME}: exists already; take another path or pass overwrite=True"
+                    f"{self.folder / NAME}: exists already; take another path or pass overwrite=True "
+                    f"(--overwrite)"
                 )
         with contextlib.ExitStack() as stack:
             for writer in self._writers.values():

@@ -173,7 +173,9 @@ class IndexedWriter:
             target = Path(self.prefix + suffix)
             with typed_errors(target):
                 if target.is_dir() or (target.exists() and not self.overwrite):
-                    raise StoreError(f"{target}: exists already; take another path or pass overwrite=True")
+                    raise StoreError(
+                        f"{target}: exists already; take another path or pass overwrite=True (--overwrite)"
+                    )
 
     def _exact(self, tokens: npt.ArrayLike) -> npt.NDArray[Any]:
         """The tokens in `dtype`, contiguous, or a StoreError that names the first that does not fit."""

@@ -106,7 +106,9 @@ def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[]
         if name in record:
             return record[name]
     there = ", ".join(map(repr, list(record)[:8])) or "nothing"
-    raise StoreError(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; name it by column=")
+    raise StoreError(
+        f"{where()}: no {' or '.join(map(repr, names))}, found {there}; name it by column= (--column)"
+    )
 
 
 def record_of(line: bytes, where: Callable[[], str]) -> dict[str, Any]:

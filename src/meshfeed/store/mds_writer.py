@@ -179,7 +179,9 @@ class MDSWriter:
             if not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir())):
                 return
             if not self._overwrite:
-                raise StoreError(f"{self.folder}: exists already; take another path or pass overwrite=True")
+                raise StoreError(
+                    f"{self.folder}: exists already; take another path or pass overwrite=True (--overwrite)"
+                )
             index, mine = self.folder / INDEX, {INDEX}
             if index.is_file():
                 for shard in parse_index(str(index), index.read_bytes())[1]:

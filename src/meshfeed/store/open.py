@@ -112,6 +112,9 @@ def _none_there(place: Place) -> StoreError:
             f"{place.shown}: no token store; give the URL of {known} (over HTTP, which lists none, a file)"
         )
     at = Path(local_path(place.given))
+    inside = sorted(each.parent.name for each in at.glob(f"*/{NAME}"))
+    if inside:
+        return MissingError(f"{place.given}: no token store but some in it; open one: {', '.join(inside)}")
     found = "a directory" if at.is_dir() else "a file" if at.exists() else "nothing"
     return MissingError(f"{place.given}: found {found}, no token store; give the path of {known}")
 

@@ -305,7 +305,7 @@ def name_in(parquet: Any, names: Sequence[str], url: str) -> str:
             return name
     raise StoreError(
         f"{url}: no column {' or '.join(map(repr, names))}, found "
-        f"{', '.join(map(repr, there[:8])) or 'nothing'}; name it by column="
+        f"{', '.join(map(repr, there[:8])) or 'nothing'}; name it by column= (--column)"
     )
 
 

@@ -115,7 +115,7 @@ def _whole_numbers(value: Any, where: Where, i: int) -> Array:
     raise StoreError(f"{where(i)}: token {at} is {token!r}; tokens are whole numbers from 0 below 2**63")
 
 
-_HINT = "name the right column= and, for text, a tokenizer=, or mend the file"
+_HINT = "name the right column= (--column) and, for text, a tokenizer=, or mend the file"
 
 
 def _called(value: Any) -> str:

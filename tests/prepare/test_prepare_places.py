@@ -1,0 +1,177 @@
+"""What `prepare` may replace, what it must not, and inputs that would get lost in silence."""
+
+import json
+import os
+import socket
+
+import pytest
+from texts import Here, documents, jsonl, left_behind, texts, tree
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+
+import meshfeed as mf
+from meshfeed.cli.main import main
+from meshfeed.errors import AccessError, MissingError, PrepareError, StoreError
+from meshfeed.files import Folder
+from meshfeed.prepare import Chats, Text, prepare
+from services.needs import needs_root
+
+BYTES = Text(tokenizer="bytes")
+
+
+@pytest.mark.parametrize("manifest", [None, "{", "[]", '{"name": "a web page"}'])
+def test_what_prepare_has_not_made_is_never_replaced(tmp_path, manifest):
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+    out = tmp_path / "thesis"
+    out.mkdir()
+    (out / "chapter.txt").write_text("years of work")
+    if manifest is not None:
+        (out / "manifest.json").write_text(manifest)
+    before = tree(tmp_path)
+    for options in ({}, {"overwrite": True}, {"resume": True}, {"resume": True, "overwrite": True}):
+        with pytest.raises(PrepareError, match=r"no output of `meshfeed prepare`|exists already"):
+            prepare([path], out, BYTES, engine=Here(), **options)
+    with pytest.raises(PrepareError, match=r"a\.jsonl: is no output"):
+        prepare([path], path, BYTES, engine=Here(), overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_what_is_read_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "a.jsonl", texts(20))
+    words = ["--workers", "1", "--overwrite"]
+    assert main(["prepare", "a.jsonl", "--train-bpe", "300", "--out", "out", *words]) == 0
+    trained = ["--tokenizer", "out/tokenizer.json"]
+    before = tree(tmp_path)
+    assert main(["prepare", "a.jsonl", *trained, "--out", "out", *words]) == 2
+    assert tree(tmp_path) == before
+    (tmp_path / "elsewhere").symlink_to(jsonl(tmp_path / "out/more.jsonl", ["more"]))
+    with pytest.raises(PrepareError, match=r"elsewhere: is read, and lies in .*out"):
+        prepare(["elsewhere"], "out", BYTES, kind="jsonl", engine=Here(), overwrite=True)
+    assert main(["prepare", "a.jsonl", *trained, "--out", "other", *words]) == 0
+
+
+def test_what_appears_during_the_run_is_not_replaced(tmp_path):
+    path, out = jsonl(tmp_path / "a.jsonl", ["a"]), tmp_path / "out"
+
+    class Meets(Here):
+        def encode(self, folder, parts):
+            yield from super().encode(folder, parts)
+            out.mkdir()
+            (out / "other").write_text("another job's")
+
+    with pytest.raises(PrepareError, match="out: exists already") as caught:
+        prepare([path], out, BYTES, engine=Meets())
+    assert "what was encoded is kept" in caught.value.__notes__[0]
+    assert tree(out) == {"other": b"another job's"}
+    (out / "other").unlink()
+    prepare([path], out, BYTES, engine=Here(stop_after=0), resume=True)
+    assert documents(out) == [b"a"] and left_behind(out) == []
+
+
+@pytest.mark.parametrize("leads", ["nowhere", "disk"])
+def test_a_link_as_the_output_is_refused_before_any_work(tmp_path, leads):
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / leads)
+    with pytest.raises(PrepareError, match="out: is a link; give the path"):
+        prepare([path], tmp_path / "out", BYTES, engine=Here(stop_after=0))
+    assert left_behind(tmp_path / "out") == []
+
+
+def test_a_run_under_way_is_named_as_such(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+
+    class Meets(Here):
+        def encode(self, folder, parts):
+            with pytest.raises(PrepareError, match="another run is preparing this"):
+                prepare([path], tmp_path / "out", BYTES, engine=Here())
+            yield from super().encode(folder, parts)
+
+    prepare([path], tmp_path / "out", BYTES, engine=Meets())
+
+
+def test_what_cannot_be_read_twice_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "bound.jsonl"))
+        for path in (tmp_path / "pipe.jsonl", tmp_path / "bound.jsonl", "/dev/null", str(tmp_path / "p*")):
+            with pytest.raises(PrepareError, match="no file that can be read twice"):
+                prepare([path], tmp_path / "out", BYTES, engine=Here())
+    read, write = os.pipe()  # as a shell gives a command the output of another
+    try:
+        with pytest.raises(PrepareError, match=f"/fd/{read}: no file that can be read twice"):
+            prepare([f"/proc/self/fd/{read}"], tmp_path / "out", BYTES, kind="jsonl", engine=Here())
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_a_link_in_a_folder_that_leads_nowhere_is_no_document_less(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    jsonl(folder / "a.jsonl", ["a"])
+    (folder / ".lock.jsonl").symlink_to("nobody@host")  # as editors leave them
+    (folder / "b.jsonl").symlink_to(tmp_path / "gone")
+    for given in (folder, folder / "*.jsonl"):
+        with pytest.raises(MissingError, match=r"in/b\.jsonl: missing"):
+            prepare([given], tmp_path / "out", BYTES, engine=Here())
+    (tmp_path / "gone").write_bytes(b'{"text": "b"}\n')
+    prepare([folder], tmp_path / "out", BYTES, engine=Here())
+    assert documents(tmp_path / "out") == [b"a", b"b"]
+
+
+def test_a_folder_below_that_cannot_be_listed_is_refused(tmp_path):
+    closed = tmp_path / "in/closed"
+    closed.mkdir(parents=True)
+    jsonl(tmp_path / "in/a.jsonl", ["a"])
+    needs_root()
+    for each in (tmp_path, tmp_path / "in"):
+        each.chmod(0o755)
+    closed.chmod(0o700)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.chdir(tmp_path)
+            os.setuid(65534)  # root may list anything
+            Folder("in").names()
+        except AccessError as error:
+            status = 0 if "in/closed" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_mark_of_byte_order_is_no_text(tmp_path):
+    for name, text in (("a.txt", "a\r\n"), ("b.jsonl", '{"text": "b"}\r\n')):
+        (tmp_path / name).write_bytes(text.encode("utf-8-sig"))
+    prepare([tmp_path / "a.txt", tmp_path / "b.jsonl"], tmp_path / "out", BYTES, engine=Here())
+    assert documents(tmp_path / "out") == [b"a\r\n", b"b"]
+
+
+def test_an_output_of_two_stores_says_which_to_open(tmp_path):
+    prepare([jsonl(tmp_path / "a.jsonl", texts(30))], tmp_path / "out", BYTES, validation=0.3, engine=Here())
+    with pytest.raises(
+        MissingError, match=r"out: no token store but some in it; open one: train, validation"
+    ):
+        mf.open(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"), [("{% for", "t.jinja, line 1: no template"), (None, "brings no chat template")]
+)
+def test_a_template_that_is_none_is_no_fault_of_the_conversations(tmp_path, template, said):
+    """Else all of them would be let pass as malformed."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}))
+    Tokenizer(BPE({"a": 0, "b": 1}, [])).save(str(tmp_path / "tokenizer.json"))
+    if template is not None:
+        (tmp_path / "t.jinja").write_text(template)
+    encoding = Chats(
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        template=None if template is None else str(tmp_path / "t.jinja"),
+    )
+    with pytest.raises(StoreError, match=said):
+        prepare([tmp_path / "a.jsonl"], tmp_path / "out", encoding, max_errors=9, engine=Here())
+    assert sorted(path.name for path in tmp_path.glob("out*")) == []
