@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -318,6 +319,10 @@ def test_peers_hear_what_the_dataset_raised(delivery: str) -> None:
 # -- refusals --------------------------------------------------------------------------------------
 
 
+def spoiled(value: dict[str, Any], at: mf.EpochIndex) -> dict[str, Any]:
+    return value | {"y": 0} if at.index == 2 else {"x": np.float32(1)}
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -337,7 +342,7 @@ def test_peers_hear_what_the_dataset_raised(delivery: str) -> None:
 )
 @pytest.mark.parametrize("workers", [0, 1])
 def test_values_that_cannot_be_are_refused_by_name(value: dict[str, Any], said: str, workers: int) -> None:
-    bad = Plain(4, lambda at: value | {"y": 0} if at.index == 2 else {"x": np.float32(1)})
+    bad = Plain(4, partial(spoiled, value))  # as it is to travel to a worker that is not forked
     recipe = samples_recipe(bad, mf.Field(name="x", dtype="float32"), sequences=4, workers=workers)
     where = r"source 0, Mapped\(Plain, 4 items\): EpochIndex\(epoch=0, index=2\): "
     with mf.Feed(recipe, micro_batch_size=4) as feed, pytest.raises(mf.StoreError, match=where + f".*{said}"):

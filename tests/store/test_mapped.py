@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,16 @@ def rank_with_workers(rank: int, fifo: str) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # as a launcher's ranks are
     with mf.Feed(samples_recipe(Stuck(fifo), "x", workers=1)) as feed:
         take(feed)
+
+
+def test_what_only_a_fork_can_send_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14 starts workers by a fork server unless told otherwise."""
+    monkeypatch.setattr(multiprocessing, "get_context", partial(multiprocessing.get_context, "forkserver"))
+    told = r"(?s)Plain, 12 items.*'forkserver'; the dataset must be .*pickle.*__main__"
+    recipe = samples_recipe(Plain(12, lambda at: at.index), "x", workers=2)
+    with mf.Feed(recipe) as feed, pytest.raises(mf.StoreError, match=told):
+        take(feed)
+    assert nothing_runs()
 
 
 def test_a_killed_rank_leaves_no_worker(tmp_path: Path) -> None:

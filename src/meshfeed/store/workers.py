@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from typing import Any, cast
 
 import torch
@@ -212,7 +213,7 @@ class Workers:
         self._ring()
 
     def _take_all(self) -> None:
-        results = iter(self._loader())
+        results = self._started()
         while True:
             try:
                 made = next(results)
@@ -235,9 +236,21 @@ class Workers:
                         self._made[at] = item
                 self._ring()
 
-    def _loader(self) -> DataLoader[Any]:
+    def _started(self) -> Iterator[Any]:
+        context = multiprocessing.get_context()
+        try:
+            return iter(self._loader(context))
+        except Exception as error:
+            if (method := context.get_start_method()) == "fork":
+                raise
+            raise StoreError(
+                f"workers cannot be started by {method!r}; the dataset must be of what pickle can send, and "
+                f"the script must start its work under `if __name__ == '__main__':`"
+            ) from error
+
+    def _loader(self, given: BaseContext) -> DataLoader[Any]:
         # Ours alone, and it keeps what the DataLoader makes with it: how else to watch its processes?
-        context = cast(Any, copy.copy(multiprocessing.get_context()))
+        context = cast(Any, copy.copy(given))
         context.Process = _kept(context.Process, self._processes)
         context.Queue = _kept(context.Queue, self._queues)
         return DataLoader(
