@@ -9,7 +9,8 @@ where the other way moves them.
 
 Both plan with meshfeed's planner, and end with the same packed tokens, labels, loss masks and position ids,
 which is checked. Eight processes over gloo on one machine. A step is timed from the end of the one before
-it to its last microbatch, on the slowest rank.
+it to its last microbatch, on the slowest rank. CPU is that of all ranks together, their gloo threads and
+the system's part included: where there are fewer cores than ranks, time is hardly anything else.
 
     python benchmarks/bench_exchange.py [--steps 12]
 """
@@ -19,12 +20,14 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import resource
 import socket
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,18 +79,20 @@ def report(case: str, steps: int, measured: dict[str, dict[str, Any]]) -> None:
     """One table and the verdict."""
     tokens = next(iter(measured.values()))["tokens"]
     print(f"{case}: {RANKS} processes, {tokens:,.0f} tokens a step, {steps} steps, {ROUNDS} rounds in turn")
-    print(f"  {'':36} {'p50':>9} {'p90':>9}  collectives      MB   (of rank 0, a step)")
+    print(f"  {'':36} {'p50':>9} {'p90':>9} {'CPU':>9}  collectives      MB   (of rank 0, a step)")
     for name, figures in measured.items():
         seconds = np.concatenate(figures["seconds"]) * 1e3
         print(
-            f"  {name:36} {np.median(seconds):>6.1f} ms {np.percentile(seconds, 90):>6.1f} ms  "
+            f"  {name:36} {np.median(seconds):>6.1f} ms {np.percentile(seconds, 90):>6.1f} ms "
+            f"{np.median(figures['cpu_s']) * 1e3:>6.1f} ms  "
             f"{figures['collectives']:>11.1f} {figures['bytes'] / 1e6:>7.2f}"
         )
     usual, ours = measured["per key, as Megatron"], measured["meshfeed"]
-    ratio = statistics.median(
-        float(np.median(a) / np.median(b)) for a, b in zip(ours["seconds"], usual["seconds"], strict=True)
-    )
-    print("  " + verdict("meshfeed : per key (p50)", ratio, AIM, at_least=False))
+    for name, of in (("p50", "seconds"), ("CPU", "cpu_s")):
+        ratio = statistics.median(
+            float(np.median(a) / np.median(b)) for a, b in zip(ours[of], usual[of], strict=True)
+        )
+        print("  " + verdict(f"meshfeed : per key ({name})", ratio, AIM, at_least=False))
 
 
 def items_of(owner: int, step: int, case: str) -> list[dict[str, torch.Tensor]]:
@@ -207,7 +212,7 @@ def rank_main(rank: int, port: int, steps: int, results: Any) -> None:
 
 
 def measure(case: str, rank: int, steps: int, counted: Counted) -> dict[str, dict[str, Any]]:
-    """Seconds of every step, by contestant and round."""
+    """Seconds of every step, and CPU seconds of all ranks in a step, by contestant and round."""
     layout = mf.Layout.parse(case.split(",")[0])
     coord, ends = layout.coord(rank), np.isin(layout.coords()[:, 3], (0, layout.pp - 1))
     owns, owners = bool(ends[rank]), None if layout.pp == 1 else np.flatnonzero(ends).tolist()
@@ -217,31 +222,37 @@ def measure(case: str, rank: int, steps: int, counted: Counted) -> dict[str, dic
         [{name: item[name] for name in item if name != "position_ids"} for item in items] for items in batches
     ]
     usual, keys = Usual(layout, groups, counted), EIGHT_KEYS if "8 keys" in case else KEYS
-    contestants = {
-        "per key, as Megatron": lambda: usual_steps(usual, batches),
-        "meshfeed": lambda: exchange_steps(
-            mf.Exchange(given if owns else None, layout, packing=PACKING, keys=keys, owners=owners), counted
-        ),
+    iterator = given * (ROUNDS + 1) if owns else None
+    exchange = mf.Exchange(iterator, layout, packing=PACKING, keys=keys, owners=owners)
+    contestants = {  # each lives through all rounds, as through a training run
+        "per key, as Megatron": map(usual.step, batches * (ROUNDS + 1)),
+        "meshfeed": exchange_steps(exchange, counted),
     }
-    measured: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in contestants}
+    measured: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_s": []} for name in contestants}
     for round_ in range(ROUNDS + 1):
         for name, contestant in contestants.items():
             dist.barrier()
-            packed, ends = list[Any](), list[float]()
-            for made in contestant():
+            packed, ends, cpu = list[Any](), list[float](), list[float]()
+            for made in islice(contestant, len(batches)):
                 ends.append(time.perf_counter())
+                cpu.append(cpu_s())
                 packed += [] if round_ else made
-                if len(ends) == 1:  # meeting the peers is not part of a step
+                if len(ends) == 1:  # caches are the other's, and at first peers are met: not part of a step
                     counted.calls = counted.num_bytes = 0
-            took = torch.from_numpy(np.diff(ends))
+            took, used = torch.from_numpy(np.diff(ends)), torch.tensor((cpu[-1] - cpu[0]) / steps)
             figures = measured[name] | {
                 "collectives": counted.calls / steps,
                 "bytes": counted.num_bytes / steps,
             }
             dist.all_reduce(took, dist.ReduceOp.MAX)
+            dist.all_reduce(used)
             measured[name] = figures if round_ else figures | {"packed": packed}
             if round_:
                 figures["seconds"].append(took.numpy())
+                figures["cpu_s"].append(used.item())
+    for contestant in contestants.values():
+        if next(contestant, None) is not None:  # an Exchange ends with its peers
+            raise SystemExit(f"rank {rank}: more steps than were given")
     ours, theirs = (measured[name].pop("packed") for name in ("meshfeed", "per key, as Megatron"))
     for mine, its in zip(ours, theirs, strict=True):
         names = its.keys() if "tokens" in its else ["cu_seqlens"] * (not mine.is_dummy)
@@ -254,9 +265,10 @@ def measure(case: str, rank: int, steps: int, counted: Counted) -> dict[str, dic
     return measured
 
 
-def usual_steps(usual: Usual, batches: list[Any]) -> Iterator[list[Any]]:
-    """The microbatches of each step."""
-    yield from map(usual.step, batches)
+def cpu_s() -> float:
+    """Seconds that this process has computed so far, all its threads and the system's part."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def exchange_steps(exchange: mf.Exchange, counted: Counted) -> Iterator[list[Any]]:

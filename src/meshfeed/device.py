@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from meshfeed.columns import Array, Arrays, Constant
 from meshfeed.errors import RecipeError
 from meshfeed.sequence import Portion
 
-_MOST_KEPT = 64
+_MOST_KEPT = 128
 _MOST_CONSTANTS = 16
 _FREE = 2  # references to an array that only its deque holds: the deque's, and the question's own
 
@@ -51,23 +52,26 @@ def placer_of(device: str | torch.device) -> Placer:
 class OnHost:
     """Tensors that are the arrays themselves, and whose memory is used again once nobody holds them.
 
-    Fresh memory costs a page fault per 4 KiB, several times what filling it does.
+    Fresh memory costs a page fault per 4 KiB, several times what filling it does. Packs are seldom of one
+    size, so what is kept are bytes, of a few sizes, that every array and tensor made of them holds.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], str], deque[Array]] = {}
+        self._made: dict[int, deque[Array]] = {}
         self._constants = _Constants(torch.tensor)
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """See Placer. Arrays come back into use in the order in which they were given out."""
-        made = self._made.setdefault((shape, dtype), deque())
+        """See Placer. Memory comes back into use in the order in which it was given out."""
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        room = _room_for(num_bytes)
+        made = self._made.setdefault(room, deque())
         if made and sys.getrefcount(made[0]) == _FREE:
             made.rotate(-1)
         else:
-            made.append(np.empty(shape, dtype))
+            made.append(np.empty(room, np.uint8))
             if len(made) > _MOST_KEPT:
                 made.popleft()
-        return made[-1]
+        return made[-1][:num_bytes].view(dtype).reshape(shape)
 
     def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
         """See Placer."""
@@ -133,6 +137,12 @@ class _Constants:
             if len(self._known) > _MOST_CONSTANTS:
                 self._known.popitem(last=False)
         return self._known[id(array)][1]
+
+
+def _room_for(num_bytes: int) -> int:
+    """At most a quarter more, of four sizes between a power of two and the next."""
+    grain = 1 << max((num_bytes - 1).bit_length() - 3, 6)
+    return -(-num_bytes // grain) * grain
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -233,8 +234,11 @@ def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[
     return {size: tuple(beside[block[at // size]].tolist()) for size, block in blocks.items()}
 
 
+@lru_cache(maxsize=16)  # asked every step, for one layout
 def ranks_beside(layout: Layout, coord: Coord) -> npt.NDArray[np.int64]:
-    """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp]."""
+    """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp], read-only."""
     beside = layout.group_of(layout.rank_of(coord), "dp-cp")
     places = layout.coords(beside)
-    return beside[np.lexsort((places[:, 1], places[:, 2]))]
+    ordered = beside[np.lexsort((places[:, 1], places[:, 2]))]
+    ordered.flags.writeable = False
+    return ordered

@@ -15,7 +15,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -63,6 +63,18 @@ class Schema:
         )
 
 
+# All members tell the same, step after step.
+@lru_cache(maxsize=64)
+def _text_of(schemas: tuple[Schema, ...]) -> bytes:
+    return json.dumps([[schema.split, schema.rest] for schema in schemas], separators=(",", ":")).encode()
+
+
+@lru_cache(maxsize=64)
+def _schemas_of(text: bytes) -> tuple[Schema, ...]:
+    told: Any = json.loads(text)
+    return tuple(Schema.from_json(each) for each in told)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What one member tells.
@@ -96,8 +108,7 @@ class Report:
 
     def encode(self) -> bytes:
         """The message."""
-        told = [[schema.split, schema.rest] for schema in self.schemas]
-        text = self.cause if self.status == ERROR else json.dumps(told, separators=(",", ":")).encode()
+        text = self.cause if self.status == ERROR else _text_of(self.schemas)
         head = [
             _MAGIC,
             self.status,
@@ -122,8 +133,7 @@ class Report:
             text = message[start : start + size].tobytes()
             if magic != _MAGIC or min(count, size) < 0 or len(text) < size:
                 raise ValueError(f"magic {magic:#x}, {count} items, {size} bytes of text")
-            told: Any = json.loads(text) if status != ERROR else []
-            schemas = tuple(Schema.from_json(each) for each in told)
+            schemas = _schemas_of(text) if status != ERROR else ()
             if count and not (rows[:, SCHEMA].min() >= 0 and rows[:, SCHEMA].max() < len(schemas)):
                 raise ValueError(f"{len(schemas)} schemas")
         except (ValueError, TypeError, RecursionError) as foreign:

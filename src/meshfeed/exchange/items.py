@@ -20,6 +20,7 @@ from meshfeed.roles import Field
 from meshfeed.store import NUMBERS, Refused
 from meshfeed.store.mapped import plain
 
+_Kinds = tuple[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[tuple[str, str, int], ...]]  # of a Schema
 _NOTHING = np.zeros(0, np.uint8)
 _LOOKED_AT = (
     64  # numbers of an item that its digest is made of: all would cost what a checksum of the batch does
@@ -65,19 +66,23 @@ def encode(
     another type than declared, or of none that can travel.
     """
     rows: list[tuple[int, int, int, int]] = []
-    schemas: dict[Schema, int] = {}
+    schemas: dict[_Kinds, int] = {}
+    orders: dict[tuple[str, ...], list[tuple[str, Field | None]]] = {}  # few: most items have the same keys
     encoded: list[Encoded] = []
     declared, content = keys.by_name(), 0
     for number, item in enumerate(items, first):
         try:
-            tokens, valid, schema, its_bytes = _encoded(item, keys, declared, wanted)
+            names = tuple(item)
+            order = orders.get(names) or orders.setdefault(names, _order_of(names, declared, wanted))
+            tokens, valid, kinds, its_bytes = _encoded(item, keys, order)
         except StoreError as error:
             raise StoreError(f"rank {rank}: item {number}: {error}") from None
         encoded.append(its_bytes)
         content = zlib.crc32(_some_of(tokens), content)
-        rows.append((its_bytes.length, valid, its_bytes.rest.size, schemas.setdefault(schema, len(schemas))))
+        rows.append((its_bytes.length, valid, its_bytes.rest.size, schemas.setdefault(kinds, len(schemas))))
     table = np.array(rows, np.int64).reshape(len(rows), 4)
-    report = Report(first=first, rows=table, schemas=tuple(schemas), ended=ended, content=content)
+    told = tuple(Schema(*kinds) for kinds in schemas)
+    report = Report(first=first, rows=table, schemas=told, ended=ended, content=content)
     return Given(report, tuple(encoded))
 
 
@@ -90,16 +95,26 @@ def elements_of(element: Any) -> list[Mapping[str, Any]]:
     """What an iterator gave, as a list of items. Raises StoreError for neither an item nor several."""
     if isinstance(element, Mapping):
         return [cast(Mapping[str, Any], element)]
-    if isinstance(element, Sequence) and all(isinstance(each, Mapping) for each in element):
+    if isinstance(element, Sequence) and all(issubclass(kind, Mapping) for kind in set(map(type, element))):
         return list(cast(Sequence[Mapping[str, Any]], element))
     raise StoreError(
         f"the iterator gave {type(element).__name__}; give a dict of key -> array, or a list of them"
     )
 
 
+def _order_of(
+    names: tuple[str, ...], declared: Mapping[str, Field], wanted: frozenset[str] | None
+) -> list[tuple[str, Field | None]]:
+    """The keys that travel, of an item that has these, and how they are declared."""
+    if not all(isinstance(name, str) for name in names):
+        raise StoreError(f"keys {list(names)} are not all text; name them")
+    unwanted = frozenset[str]() if wanted is None else declared.keys() - wanted
+    return [(name, declared.get(name)) for name in sorted(names) if name not in unwanted]
+
+
 def _encoded(
-    item: Mapping[str, Any], keys: Keys, declared: Mapping[str, Field], wanted: frozenset[str] | None
-) -> tuple[Array, int, Schema, Encoded]:
+    item: Mapping[str, Any], keys: Keys, order: Sequence[tuple[str, Field | None]]
+) -> tuple[Array, int, _Kinds, Encoded]:
     for name in (keys.length, keys.valid):
         if name is not None and item.get(name) is None:
             there = sorted(str(each) for each, value in item.items() if value is not None)
@@ -117,11 +132,9 @@ def _encoded(
     entries: list[Bytes] = []
     dims: list[int] = []
     others: list[Bytes] = []
-    if not all(isinstance(name, str) for name in item):
-        raise StoreError(f"keys {list(item)} are not all text; name them")
-    for name in sorted(item):
-        value, field = item[name], declared.get(name)
-        if value is None or (field is not None and wanted is not None and name not in wanted):
+    for name, field in order:
+        value = item[name]
+        if value is None:
             continue
         if name in RESERVED:
             raise StoreError(f"key {name!r} is made from lengths; leave it out, or name yours otherwise")
@@ -147,20 +160,18 @@ def _encoded(
             others.append(flat)
     whole = np.concatenate([np.array(dims, np.int64).view(np.uint8), *others]) if others else _NOTHING
     valid = length if keys.valid is None else num_nonzero(item[keys.valid])
-    return length_value[1], valid, Schema(tuple(split), tuple(rest)), Encoded(whole, tuple(entries), length)
+    return length_value[1], valid, (tuple(split), tuple(rest)), Encoded(whole, tuple(entries), length)
 
 
 def value_of(name: str, value: Any) -> tuple[str, Array]:
     """(type, array that holds the bits) of a value. Raises StoreError for what cannot travel."""
     if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            value = value.detach()
-        if not value.is_cpu:
-            value = value.cpu()
         dtype = _NAME_OF_TYPE.get(value.dtype)
         if dtype is not None and value.layout == torch.strided:
-            value, carried = value.resolve_neg(), _CARRIER_OF_TYPE.get(dtype)
-            return dtype, (value if carried is None else value.view(carried)).numpy()
+            carried = _CARRIER_OF_TYPE.get(dtype)
+            bits = value if carried is None else value.detach().resolve_neg().view(carried)
+            return dtype, bits.numpy(force=True)
+        value = value.detach().cpu()
     elif isinstance(value, np.ndarray) and value.dtype.name in CARRIED:  # of the package ml_dtypes
         return value.dtype.name, value.view(carrier(value.dtype.name))
     made = plain(value)

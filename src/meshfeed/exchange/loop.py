@@ -300,7 +300,8 @@ class Exchange(StepSource[Ways]):
                 reports = gather_reports(pulled, ways.group)
             with clock.stage("plan"):
                 census = Census.of(reports, self._seats)
-            told = np.frombuffer(b"".join(report.encode() for report in reports), np.uint8)
+            served = reports if self.role.peers else ()
+            told = np.frombuffer(b"".join(report.encode() for report in served), np.uint8)
             if self._is_end(census):
                 ways.over()
                 ways.alike.check(step, census, reports)

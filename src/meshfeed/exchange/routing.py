@@ -154,7 +154,7 @@ def ranges_of(
     Those of `plan.slices_of`, for rows of any packs at once.
     """
     lengths = plan.lengths[rows]
-    if split is None:
+    if split is None or (plan.cp_size[rows] == 1).all():
         return np.zeros((rows.size, 1), np.int64), lengths[:, None].copy()
     padded, origin, total = _padding(plan, whole=split == "pack_zigzag")
     size, first = plan.cp_size[rows].astype(np.int64), plan.first_rank[rows].astype(np.int64)
@@ -202,20 +202,20 @@ def _padding(plan: StepPlan, *, whole: bool) -> tuple[Longs, Longs, Longs]:
 
 def write_pieces(buffer: Bytes, shipment: Shipment, encoded: Mapping[int, Encoded]) -> None:
     """Lay out what one member sends, receivers one after the other. encoded: items by place in the census."""
-    at = 0
+    parts = [buffer[:0]]
     rows = zip(shipment.item.tolist(), shipment.start.tolist(), shipment.stop.tolist())
     for place, starts, stops in rows:
         item = encoded[place]
         if item.rest.size:
-            buffer[at : at + item.rest.size] = item.rest
-            at += item.rest.size
+            parts.append(item.rest)
+        if starts == [0] and stops == [item.length]:
+            parts += item.split
+            continue
         for flat in item.split:
             entry = flat.size // item.length if item.length else 0
-            for start, stop in zip(starts, stops):
-                if start < stop:
-                    size = (stop - start) * entry
-                    buffer[at : at + size] = flat[start * entry : stop * entry]
-                    at += size
+            runs = zip(starts, stops)
+            parts += [flat[start * entry : stop * entry] for start, stop in runs if start < stop]
+    np.concatenate(parts, out=buffer)
 
 
 def read_rest(data: Bytes, ndims: Sequence[int], sizes: Sequence[int]) -> list[tuple[tuple[int, ...], Bytes]]:

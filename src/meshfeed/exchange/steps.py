@@ -118,6 +118,7 @@ class Received:
     shipment: Shipment
     data: Bytes
     offsets: Longs = field(init=False)
+    _begins: dict[str, tuple[Longs, int]] = field(init=False, default_factory=dict[str, tuple[Longs, int]])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "offsets", self.shipment.offsets())
@@ -126,8 +127,13 @@ class Received:
         """Places in the shipment of a microbatch's pieces, in the order of its pack; int64 [k]."""
         return np.flatnonzero(self.shipment.microbatch == microbatch)
 
-    def begins(self, pieces: Longs, name: str) -> tuple[Longs, int]:
-        """Where in `data` a split key begins in some pieces, -1 where it is not; and bytes of one entry."""
+    def begins(self, name: str) -> tuple[Longs, int]:
+        """Where in `data` a split key begins in each piece, -1 where it is not; and bytes of one entry."""
+        if name not in self._begins:
+            self._begins[name] = self._begins_of(name)
+        return self._begins[name]
+
+    def _begins_of(self, name: str) -> tuple[Longs, int]:
         its, census = self.shipment, self.census
         before, entry = np.full(len(census.schemas), -1), 0
         for at, schema in enumerate(census.schemas):
@@ -135,9 +141,8 @@ class Received:
             if name in names:
                 key = names.index(name)
                 before[at], entry = sum(schema.entry_bytes[:key]), schema.entry_bytes[key]
-        item = its.item[pieces]
-        prefix = before[census.schema[item]]
-        begin = self.offsets[pieces] + census.rest_bytes[item] + its.num_tokens[pieces] * prefix
+        prefix = before[census.schema[its.item]]
+        begin = self.offsets + census.rest_bytes[its.item] + its.num_tokens * prefix
         return np.where(prefix < 0, -1, begin), entry
 
     def rest(self, piece: int) -> list[tuple[str, str, Array | bytes]]:
@@ -166,8 +171,8 @@ class Received:
         }
         tokens = its.num_tokens[rows].tolist()
         for name, (dtype, shape) in types.items():
-            begins, entry = self.begins(rows, name)
-            for (_, item), begin, size in zip(found, begins.tolist(), tokens):
+            begins, entry = self.begins(name)
+            for (_, item), begin, size in zip(found, begins[rows].tolist(), tokens):
                 if begin >= 0:
                     flat = self.data[begin : begin + size * entry].copy()
                     item[name] = tensor_of(flat.view(carrier(dtype)).reshape(size, *shape), dtype)
@@ -322,7 +327,8 @@ class _Places:
 
 def _fill(out: Array, pad: Any, name: str, received: Received, places: _Places) -> None:
     """The own tokens of a split key, of the sequences that have it; `pad` elsewhere."""
-    begins, entry = received.begins(places.piece, name)
+    begins, entry = received.begins(name)
+    begins = begins[places.piece]
     size = np.where(begins < 0, 0, places.size)
     if int(size.sum()) < places.num_tokens:
         out[:] = pad
@@ -341,7 +347,8 @@ def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str] | No
         for key in keys.declared
         if not key.split and (names is None or key.name in names)
     }
-    for sequence, row in enumerate(rows.tolist()):
+    has_any = any(schema.rest for schema in received.census.schemas)
+    for sequence, row in enumerate(rows.tolist() if has_any else ()):
         for name, _, value in received.rest(row):
             if name in values or name not in declared:
                 values.setdefault(name, [None] * rows.size)[sequence] = value

@@ -62,7 +62,8 @@ def in_order(padded: LongArray, *, limit: int, multiple: int) -> tuple[LongArray
     num_packs = len(starts)
     pack = np.searchsorted(np.array(starts), np.arange(padded.size), side="right") - 1
     # all but the first sequence of each pack can be split off: last pack first, last sequence first
-    movable = np.setdiff1d(np.arange(padded.size), starts)[::-1]
-    moved = movable[: -num_packs % multiple]
+    movable = np.ones(padded.size, bool)
+    movable[starts] = False
+    moved = np.flatnonzero(movable)[::-1][: -num_packs % multiple]
     pack[moved] = num_packs + np.arange(moved.size)
     return pack, num_packs + moved.size

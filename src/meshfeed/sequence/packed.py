@@ -68,24 +68,32 @@ def holder_of(held: Slices, sequence: int, start: int) -> int:
 def fields_of_plan(portion: Portion, pieces: Pieces, names: Sequence[str], allocate: Allocate) -> Arrays:
     """Those of PLAN_FIELDS that are named, of the one pack of a portion."""
     arrays: Arrays = {}
-    runs = list(pieces)
-    is_full = int(pieces.real.sum()) == pieces.num_tokens
-    positions = np.arange(int((pieces.own.start + pieces.real).max(initial=0)))
+    own, some = pieces.own, np.flatnonzero(pieces.real)
+    at = (np.cumsum(own.sizes) - own.sizes)[some]
+    edges = zip([0, *(at + pieces.real[some]).tolist()], [*at.tolist(), pieces.num_tokens])
+    gaps = [slice(a, b) for a, b in edges if a < b]
     for field in PLAN_FIELDS:
         if field.name not in names or not field.split:
             continue
         out = arrays[field.name] = allocate((1, pieces.num_tokens), field.dtype)
-        if not is_full:
-            out[:] = field.pad
-        row = out[0]
-        for piece, at, start, size in runs:
-            if field.name == "position_ids":
-                row[at : at + size] = positions[start : start + size]
-            elif field.name == "sequence_ids":
-                row[at : at + size] = pieces.own.sequence[piece]
-            else:
-                row[at : at + size] = False
+        if field.name == "position_ids":
+            _count(out[0], at, own.start[some], 1)
+        elif field.name == "sequence_ids":
+            _count(out[0], at, own.sequence[some], 0)
+        else:
+            out[:] = False
+        for gap in gaps:
+            out[0, gap] = field.pad
     return arrays | {name: value for name, value in _lengths_of(portion).items() if name in names}
+
+
+def _count(row: Array, at: Longs, first: npt.NDArray[np.integer], by: int) -> None:
+    """From each place `at` on, count from `first` in steps of `by`; int64 [m], `at` ascending."""
+    row[:] = by
+    # as differences, summed up in place: no run is touched alone, and nothing of this size is allocated
+    reached = np.append(by * at[:1], first[:-1] + by * (np.diff(at) - 1))
+    row[at] = first - reached
+    np.cumsum(row, out=row, dtype=row.dtype)
 
 
 def _lengths_of(portion: Portion) -> dict[str, Array]:
