@@ -73,7 +73,7 @@ class Run:
         items: the producer, made once the delivery has met its peers.
         delivery, verifier: entered at the first item, left at `stop`.
         meeting: where all ranks of the job hear of what ends one of them; None for one process.
-        check: called when they are entered; raises where this run must not begin.
+        compare: called before they are entered; raises where ranks must not begin together.
         recorder: told of all that the steps cost.
         views: names of the fields that each consumer does not want. Every one of them gets every step.
     """
@@ -87,7 +87,7 @@ class Run:
         delivery: Delivery,
         verifier: Verifier | None,
         meeting: Meeting | None,
-        check: Callable[[], None],
+        compare: Callable[[], None],
         placer: Placer,
         role: Role,
         recorder: Recorder,
@@ -95,7 +95,7 @@ class Run:
         prefetch: int,
         timeout_s: float,
     ) -> None:
-        self._check = check
+        self._compare_starts = compare
         self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
         self._clock, self._timeout_s = clock, timeout_s
         self._recorder, self._num_ready = recorder, 0
@@ -257,10 +257,10 @@ class Run:
         with self._clock.stage("start"), contextlib.ExitStack() as stack:
             stack.enter_context(self._alarm)
             try:
+                self._compare_starts()
                 stack.enter_context(self._delivery)
                 if self._verifier is not None:
                     stack.enter_context(self._verifier)
-                self._check()
                 self._recorder.start(self._due)
             except MeshfeedError as error:
                 self._alarm.sound(error, self._due)

@@ -93,6 +93,11 @@ class StepSource(abc.ABC, Generic[D]):
         """Names of what `verify` compares."""
         return [field.name for field in self._fields]
 
+    @property
+    def _meets(self) -> bool:
+        """Whether ranks wait for each other when a run begins."""
+        return self.delivery != "direct" or self._verify
+
     # -- what this rank is ----------------------------------------------------------------------------
 
     @cached_property
@@ -207,8 +212,8 @@ class StepSource(abc.ABC, Generic[D]):
             delivery=delivery,
             verifier=verifier,
             meeting=meeting,
-            # after a state was loaded: whether the whole job goes on from the same step
-            check=lambda: meeting.check_start(self.rank) if meeting is not None and loaded else None,
+            # whether the whole job begins the same; who meets nobody may begin alone, but not resume alone
+            compare=lambda: meeting.compare(self.rank) if meeting and self._compares(loaded) else None,
             placer=placer,
             role=role,
             recorder=self._recorder,
@@ -219,5 +224,15 @@ class StepSource(abc.ABC, Generic[D]):
 
     def _meeting(self) -> Meeting | None:
         store = self._rendezvous or default_store()
-        ranks = self.roles.ranks.tolist()
-        return None if store is None else Meeting(store, self._timeout_s, self._topic, self._next_step, ranks)
+        roles = self.roles
+        if store is None or len(roles.ranks) == 1:
+            return None
+        takers = roles.ranks[roles.reads | (roles.source >= 0)].tolist() if self._meets else ()
+        return Meeting(
+            store, self._timeout_s, self._topic, self._next_step, roles.ranks.tolist(), takers=takers
+        )
+
+    def _compares(self, loaded: bool) -> bool:
+        """Whether this rank begins with others: it does not where it is left out, or nobody meets."""
+        takes = self.role.reads or self.role.source is not None
+        return takes if self._meets else loaded

@@ -92,10 +92,10 @@ def disagreeing(rank: int, path: str, delivery: str) -> list[Any]:
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
 def test_ranks_that_disagree_end_before_any_batch(corpus: str, delivery: str) -> None:
-    for rank, all_told in enumerate(world.run(disagreeing, 3, corpus, delivery)):
+    for all_told in world.run(disagreeing, 3, corpus, delivery):
         for what, (kind, ranks, text, spent) in zip(DISAGREEMENTS, all_told):
             assert kind == "PeerError", (what, text)
-            assert ranks == ((0, 2) if rank == 1 else (1,)), (what, text)
+            assert len(ranks) == 2 and 1 in ranks, (what, text)
             assert "same arguments" in text and spent < 10, what
 
 
@@ -108,13 +108,15 @@ def test_who_disagrees_is_told_what_differs_alone() -> None:
 
 def other_layout(rank: int, path: str) -> Any:
     layout = mf.Layout.parse("tp2-dp2" if rank else "dp2-tp2")
-    return failure(mf.Feed(recipe_of(path), layout, delivery="share", timeout_s=3))
+    return failure(mf.Feed(recipe_of(path), layout, delivery="share", timeout_s=60), 10**9)
 
 
 def test_ranks_with_different_layouts_end_with_a_typed_error(corpus: str) -> None:
     told = world.run(other_layout, 4, corpus)
-    assert [kind for kind, *_ in told] == ["PeerError", "PeerError", "no error", "no error"]
-    assert told[0][1] == (2,) and told[1][1] == (0,)
+    assert {(kind, "tp2-dp2" in text or "disagree" in text) for kind, _, text, _ in told} == {
+        ("PeerError", True)
+    }
+    assert len({text for _, _, text, _ in told}) == 1 and 0 in told[0][1]
 
 
 def wrong_world(rank: int, path: str) -> Any:
@@ -296,13 +298,13 @@ def test_a_delivery_without_a_place_to_meet_says_what_to_do(corpus: str) -> None
 # -- the meeting itself ----------------------------------------------------------------------------
 
 
-def test_meetings_are_apart_by_purpose_peers_and_turn(tmp_path: Path) -> None:
+def test_meetings_are_apart_by_purpose_peers_and_run(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
     meeting = Meeting(store, 0.2, "topic")
     prefixes = [
         meeting.meet("share", 7, (7,)),
         meeting.meet("verify", 7, (7,)),
-        meeting.meet("share", 7, (7,)),
+        Meeting(store, 0.2, "topic").meet("share", 7, (7,)),
     ]
     assert len(set(prefixes)) == 3
     with pytest.raises(mf.PeerError, match=r"\[8, 9\]") as raised:

@@ -203,3 +203,11 @@ def test_a_job_of_several_processes_needs_a_layout(monkeypatch: pytest.MonkeyPat
         mf.LayoutError, match=r"4 processes needs a layout; pass one, such as mf.Layout\(dp=4\)"
     ):
         steps_of(rows())
+
+
+@pytest.mark.parametrize("delivery", ["auto", "broadcast", "share", "tree"])
+def test_owners_that_do_not_serve_all_are_told_of_as_owners(delivery: Any) -> None:
+    layout = mf.Layout.parse("dp2", ranks_per_node=1)
+    with pytest.raises(mf.RoleError) as refused:
+        _ = mf.Exchange([], layout, 0, packing=PACKING, owners=[0], delivery=delivery).roles
+    assert "owners=[0]" in (text := str(refused.value)) and "reads" not in text and "tree" not in text

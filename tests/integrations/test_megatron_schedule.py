@@ -217,6 +217,25 @@ def test_the_end_of_one_data_set_is_not_that_of_another() -> None:
     assert "no data iterator before" in told
 
 
+def short_job(rank: int) -> str:
+    """Rank 1's iterator has one element too few for the second step."""
+    case = Case()
+    config = config_of(case, "dp_balanced")
+    with initialized(case), megatron.SequencePacking(timeout_s=120) as wrap:
+        samples = iter([sample_of(np.full(4, n)) for n in range(4 - rank)])
+        wrap(samples, config, 2)
+        try:
+            wrap(samples, config, 2)
+        except mf.MeshfeedError as short:
+            return f"{type(short).__name__} {short}"
+    return "no error"
+
+
+def test_an_iterator_that_ends_within_a_step_ends_all_ranks() -> None:
+    told = run(short_job, 2)
+    assert told[0] == told[1] and "ended after 1 of num_microbatches=2" in told[0], told
+
+
 def images_job(rank: int) -> list[Any]:
     """Images of varying shape, in some samples only, and names: rerouted with the tokens, however loaded."""
     got: list[Any] = []

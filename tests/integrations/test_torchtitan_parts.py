@@ -171,10 +171,30 @@ def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
     batches.close()
 
 
-def test_replicas_of_unequal_size_are_no_layout() -> None:
+def test_replicas_of_unequal_size_are_no_layout(corpus: str) -> None:
     assert fed.layout_of_ranks([1, 0, 1, 0]) == mf.Layout(tp=2, dp=2, order="tp-dp", table=(1, 3, 0, 2))
-    loader = fed.DataLoader(fed.DataLoader.Config(recipe="x:y"), **{**PLACE, "dp_world_size": 2})
+    loader = fed.DataLoader(fed.DataLoader.Config(recipe=recipe(corpus)), **{**PLACE, "dp_world_size": 2})
     with pytest.raises(mf.LayoutError, match=r"dp_world_size=2.*init_process_group first, or pass layout"):
         loader._layout()
     with pytest.raises(mf.LayoutError, match=r"replicas have \[2, 1\] ranks"):
         fed.layout_of_ranks([0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (3, "recipe=3 is a int; give 'package.module:name'"),
+        (None, "recipe=None is a NoneType"),
+        ("json:loads", "recipe='json:loads' cannot be called: .*'s'"),
+        ("json:JSONDecodeError", "cannot be called"),
+        ("json.lods:recipe", "No module named 'json.lods'"),
+        ("lods", "No module named 'lods'"),
+        ("json:lods", "no attribute 'lods'"),
+        ("json:__name__", "is a str, not a mf.Recipe"),
+        ("", "recipe=''"),
+    ],
+)
+def test_what_is_no_recipe_is_told_when_the_loader_is_made(given: Any, told: str) -> None:
+    with pytest.raises(mf.RecipeError, match=told) as refused:
+        fed.DataLoader(fed.DataLoader.Config(recipe=given), **PLACE)
+    assert "mf.Recipe" in str(refused.value)

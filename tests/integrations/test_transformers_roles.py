@@ -153,6 +153,26 @@ def test_what_recipe_and_arguments_disagree_about_is_refused(corpus: str, tmp_pa
         trainer(tmp_path, recipe(corpus), feed=packing).train()
 
 
+def test_arguments_that_say_nothing_are_refused_at_construction(corpus: str, tmp_path: Path) -> None:
+    one = recipe(corpus)
+    for options, told in (
+        ({"packin": 1}, "'packin', which is no option of a Feed; did you mean 'packing'"),
+        ({"quux": 1}, "'quux', which is no option of a Feed; a Feed takes .*'delivery'"),
+        ({"rank": 1}, "'rank', which accelerate decides"),
+    ):
+        with pytest.raises(mf.RecipeError, match=told):
+            trainer(tmp_path, one, feed=options)
+    for given, kind in (
+        ([one], "list of Recipe"),
+        ((one.data,), "tuple of IndexedStore"),
+        ([[1]], "list of list"),
+    ):
+        with pytest.raises(mf.RecipeError, match=rf"train_dataset is a {kind}; give a mf\.Recipe"):
+            trainer(tmp_path, given)
+    with pytest.raises(mf.RecipeError, match=r"eval_dataset code is a list of Recipe; give a mf\.Recipe"):
+        trainer(tmp_path, one, {"code": [one]})
+
+
 def test_bases_in_another_order_are_refused() -> None:
     from transformers import Seq2SeqTrainer, Trainer
 

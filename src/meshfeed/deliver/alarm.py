@@ -15,27 +15,23 @@ import itertools
 import json
 import os
 import threading
-import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from meshfeed.deliver.cause import Cause
+from meshfeed.deliver.connections import FAILURES, own_connection
 from meshfeed.deliver.rendezvous import Meeting
-from meshfeed.errors import PeerError
+from meshfeed.errors import PeerError, StateError
 
 _FOR_EVER = timedelta(days=30)
 _LOOK_EVERY_S = 2.0  # where the store cannot wait without polling
 _JOIN_S = 5.0
 _MOST_BYTES = 4096
-_FAILURES = (RuntimeError, dist.DistError)  # of a store: its host is gone, or was never reached
-
-_idle: weakref.WeakKeyDictionary[Store, list[tuple[int, Store]]] = weakref.WeakKeyDictionary()
 
 
 class Alarm:
@@ -65,8 +61,12 @@ class Alarm:
 
     def __enter__(self) -> Self:
         if self._meeting is not None:
-            self._process = os.getpid()
-            self._prefix = self._meeting.turn("alarm")
+            self._process, start = os.getpid(), self._meeting.start
+            try:
+                self._find_run(self._meeting)
+            except FAILURES:
+                return self
+            self._meeting.tell = lambda error: self._tell(error, start)
             self._thread = threading.Thread(
                 target=self._listen, args=(self._meeting.store,), name="meshfeed-alarm", daemon=True
             )
@@ -83,10 +83,10 @@ class Alarm:
             self._ending.set()
             asleep, self._asleep = self._asleep, False
         if asleep:
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(*FAILURES):
                 self._meeting.store.set(self._bell(self._rank), "1")
             self._thread.join(_JOIN_S)
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(*FAILURES):
                 self._meeting.store.delete_key(self._bell(self._rank))
         # One that is still connecting ends by itself; only the interpreter's end waits for it.
         if not self._thread.is_alive():
@@ -104,18 +104,31 @@ class Alarm:
         """Tell the job that this rank ends at `step`, and end it: with the job's error.
 
         That is `error`, unless another rank was first. A lost peer strikes at once, since the next collective
-        would wait for it.
+        would wait for it, and so do ranks at different steps, which have no step in common.
         """
+        own = self._tell(error, step)
+        if self._first is None or self._first.text == own.text:
+            raise error
+        raise self._first.error() from error
+
+    def _tell(self, error: Exception, step: int) -> Cause:
         cause = Cause.of(error)
         if not cause.text.startswith("rank "):
             cause = replace(cause, text=f"rank {self._rank} ended at step {step}: {cause.text}")
-        try:
-            self._publish(cause, 0 if isinstance(error, PeerError) else step)
-        except _FAILURES:
-            raise error from error.__cause__  # not from the store's failure, which is a consequence
-        if self._first is None or self._first.text == cause.text:
-            raise error
-        raise self._first.error() from error
+        # where the store is lost that is a consequence, and no other error than this rank's own
+        with contextlib.suppress(*FAILURES):
+            self._publish(cause, 0 if isinstance(error, PeerError | StateError) else step)
+        return cause
+
+    def _find_run(self, meeting: Meeting) -> None:
+        """The first run that has not failed for want of this rank: those who waited for it count that one."""
+        while True:
+            self._prefix, self._first, self._words = f"{meeting.prefix}/alarm", None, 0
+            self._hear()
+            missed = self._first
+            if missed is None or missed.kind != PeerError.__name__ or self._rank not in missed.ranks:
+                return
+            meeting.pass_over()
 
     def _publish(self, cause: Cause, step: int) -> None:
         """Leave a word, unless there is one that strikes no later."""
@@ -144,11 +157,11 @@ class Alarm:
                     self._step = step if self._first is None else min(self._step, step)
                     self._first = self._first or Cause.decode(told.encode())
                     self._words += 1
-            except _FAILURES:
+            except FAILURES:
                 return
 
     def _listen(self, store: Store) -> None:
-        with contextlib.suppress(*_FAILURES), _own_connection(store) as own:
+        with contextlib.suppress(*FAILURES), own_connection(store) as own:
             if own is None:
                 while self._first is None and not self._ending.wait(_LOOK_EVERY_S):
                     self._hear()
@@ -157,7 +170,6 @@ class Alarm:
             if not self._ending.is_set():
                 self._call_off(own or store)
         if not self._ending.is_set():
-            self._hear()
             self._wake()
 
     def _call_off(self, store: Store) -> None:
@@ -179,31 +191,3 @@ class Alarm:
 
     def _bell(self, rank: int) -> str:
         return f"{self._prefix}/bell/{rank}"
-
-
-@contextlib.contextmanager
-def _own_connection(store: Store) -> Generator[Store | None]:
-    """A connection on which one may wait without keeping others from theirs; None where there is none.
-
-    Connecting may take seconds where names resolve slowly, so it is kept for the next run.
-    """
-    idle = _idle.setdefault(store, [])
-    process, own = idle.pop() if idle else (0, None)
-    if process != os.getpid():  # a fork's parent goes on using its own
-        process, own = os.getpid(), _clone(store)
-    yield own
-    if own is not None:
-        idle.append((process, own))
-
-
-def _clone(store: Store) -> Store | None:
-    base: Any = store
-    while isinstance(base, PrefixStore):
-        base = base.underlying_store
-    # a FileStore waits in a busy loop
-    if isinstance(base, dist.FileStore) or not hasattr(store, "clone"):  # pyright: ignore[reportPrivateImportUsage]
-        return None
-    try:
-        return cast(Any, store).clone()
-    except _FAILURES:
-        return None

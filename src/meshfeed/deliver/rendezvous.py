@@ -1,15 +1,21 @@
 """How the ranks of one group find each other: through a torch.distributed key-value store, by name.
 
 Nothing global: only the members of a group take part, and one that does not come is named.
+
+All that a run leaves in the store is under its *number*: how many runs this rank has begun among the same
+ranks of the job. All begin the same runs in the same order, so it is the same on all of them; a run that
+failed counts on every rank, whatever it brought to it, so they meet again in the next.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import threading
+import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -18,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshfeed.errors import DeliveryError, PeerError, StateError
+from meshfeed.deliver.connections import FAILURES, own_connection
+from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
 
 # A rank may rightly wait for a broadcast as long as its source's trainer is busy elsewhere. A dead peer
 # closes its connection and is noticed at once; how long a trainer may wait for data is the Feed's timeout.
@@ -26,12 +33,13 @@ _NO_TIMEOUT = timedelta(days=30)
 
 _CALLED_OFF = "called off"
 
-_meetings: defaultdict[tuple[str, tuple[int, ...]], Iterator[int]] = defaultdict(itertools.count)
+# by store, not by process: where a process meets others at another store, neither side has a past
+_numbers: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Meeting:
-    """One meeting of some ranks.
+    """Where the ranks of one run of a feed find each other.
 
     Attributes:
         store: any torch.distributed Store that all of them reach.
@@ -39,6 +47,10 @@ class Meeting:
         topic: what every member must agree on, such as a recipe's fingerprint.
         start: the step from which this rank goes on; the others must too.
         ranks: all of the job.
+        tell: called with an error that ends a meeting, before this rank lets go of what it has met.
+        takers: those of them that take what is read. They begin this run in its turn among all such runs,
+            whatever its topic; a rank that is left out may stay away. Empty where nobody waits for another:
+            one may begin such a run alone, and only those of the same topic are told apart.
     """
 
     store: Store
@@ -46,35 +58,30 @@ class Meeting:
     topic: str
     start: int = 0
     ranks: Sequence[int] = ()
+    takers: Sequence[int] = ()
+    tell: Callable[[Exception], object] = lambda error: None
+    _prefix: str = field(default="", init=False)
     _off: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
     _awaited: list[str] = field(default_factory=list[str], init=False, repr=False, compare=False)
 
     def meet(self, purpose: str, rank: int, peers: tuple[int, ...]) -> str:
         """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
 
-        Members must call in the same order for the same peers, as for torch.distributed.new_group.
-        Raises PeerError naming who is missing after `timeout_s`, or who brings another topic, and where the
-        meeting is called off; StateError where one goes on from another step.
+        Members meet once for a purpose. Raises PeerError naming who is missing after `timeout_s`, and where
+        the meeting is called off.
         """
-        turn = next(_meetings[purpose, peers])
-        prefix = f"meshfeed/{purpose}/{turn}/{'-'.join(map(str, _runs(peers)))}"
-        self.store.set(f"{prefix}/{rank}", f"{self.start} {self.topic}")
+        prefix = f"{self.prefix}/{purpose}/{'-'.join(map(str, _runs(peers)))}"
+        self.store.set(f"{prefix}/{rank}", "here")
         keys = [f"{prefix}/{peer}" for peer in peers]
-        if not self._go_on(prefix, self._have_come(keys, purpose, rank, peers)):
+        try:
+            come = self._have_come(keys, purpose, rank, peers)
+        except MeshfeedError as error:
+            self.tell(error)  # at once: whoever loses this rank when it lets go would speak first
+            with contextlib.suppress(*FAILURES):
+                self._go_on(prefix, False)
+            raise
+        if not self._go_on(prefix, come):
             raise PeerError(f"rank {rank} waited for ranks {peers}, and one of them ended before it came")
-        starts, topics = {}, {}
-        for peer, brought in zip(peers, self._read_all(keys)):
-            starts[peer], _, topics[peer] = brought.partition(" ")
-        others = [peer for peer in peers if topics[peer] != self.topic]
-        if others:
-            here, there = _unlike(self.topic, topics[others[0]])
-            raise PeerError(
-                f"rank {rank} and rank(s) {others} disagree on the recipe, fields or delivery: here "
-                f"{here}, there {there}; give every rank the same arguments",
-                others,
-            )
-        for peer, start in starts.items():
-            self._check_start(rank, start, f"rank {peer}")
         return prefix
 
     def call_off(self, store: Store) -> None:
@@ -86,28 +93,42 @@ class Meeting:
         for key in list(self._awaited):
             cast(Any, store).compare_set(key, "", _CALLED_OFF)
 
-    def check_start(self, rank: int) -> None:
-        """Compare the first step with the rank of the job that came first; waits for nobody.
-
-        All ranks that resume must call it equally often. Raises StateError.
-        """
-        key = f"meshfeed/start/{self._digest}/{next(_meetings[self.topic, ()])}"
-        self._check_start(rank, self.store.compare_set(key, "", str(self.start)).decode(), "another rank")
-
-    def turn(self, purpose: str) -> str:
-        """A key prefix that the same run of the same feed has on all ranks of the job; waits for nobody."""
-        prefix = f"meshfeed/{purpose}/{self._digest}/{self.start}"
-        return f"{prefix}/{next(_meetings[prefix, ()])}"
-
     @property
-    def _digest(self) -> str:
-        return hashlib.blake2b(self.topic.encode(), digest_size=8).hexdigest()
+    def prefix(self) -> str:
+        """A key prefix that this run has on all ranks of the job, and no other run; waits for nobody."""
+        if not self._prefix:
+            space: str = cast(Any, self.store).compare_set("meshfeed/space", "", uuid.uuid4().hex).decode()
+            of = "-".join(_runs(tuple(self.takers))) or self.topic
+            of = hashlib.blake2b(of.encode(), digest_size=8).hexdigest()
+            self._prefix = f"meshfeed/{of}/{next(_numbers[space, of])}"
+        return self._prefix
 
-    def _check_start(self, rank: int, start: str, peer: str) -> None:
+    def pass_over(self) -> None:
+        """Take part in the next run instead: this one failed because this rank had not come."""
+        self._prefix = ""
+
+    def compare(self, rank: int) -> None:
+        """Compare topic and first step with the rank of the job that came first; waits for nobody.
+
+        Raises PeerError where topics differ, StateError where steps do, DeliveryError for a lost store.
+        """
+        brought = f"{rank} {self.start} {self.topic}"
+        try:
+            first: str = cast(Any, self.store).compare_set(f"{self.prefix}/first", "", brought).decode()
+        except FAILURES as lost:
+            raise _lost(rank, lost) from lost
+        other, start, topic = first.split(" ", 2)
+        if topic != self.topic:
+            here, there = _unlike(self.topic, topic)
+            raise PeerError(
+                f"rank {rank} and rank {other} disagree on the recipe, fields or delivery: rank {rank} has "
+                f"{here}, rank {other} {there}; give every rank the same arguments",
+                sorted((rank, int(other))),
+            )
         if start != str(self.start):
             raise StateError(
-                f"rank {rank} goes on from step {self.start}, {peer} from step {start}: the checkpoint is "
-                f"torn; load one that all ranks saved at the same step"
+                f"rank {rank} goes on from step {self.start}, rank {other} from step {start}: the checkpoint "
+                f"is torn; load one that all ranks saved at the same step"
             )
 
     def gloo_group(self, purpose: str, rank: int, peers: tuple[int, ...]) -> GlooGroup:
@@ -118,7 +139,7 @@ class Meeting:
         prefix = self.meet(purpose, rank, peers)
         try:
             return GlooGroup(PrefixStore(f"{prefix}/gloo", self.store), rank, peers, self.timeout_s)
-        except (RuntimeError, dist.DistError) as broken:
+        except FAILURES as broken:
             others = [peer for peer in peers if peer != rank]
             raise PeerError(
                 f"rank {rank} met rank(s) {others} but could not connect its {purpose} group: {broken}; "
@@ -132,7 +153,7 @@ class Meeting:
 
     def read(self, key: str, source: int, rank: int) -> str:
         """What `source` has left, waiting for it. Raises PeerError naming it after `timeout_s`."""
-        self._wait([key], "share", rank, (source,))
+        self._wait([key], "share", rank, (source,))  # not called off: both go on, as they have agreed
         return self.store.get(key).decode()
 
     def _have_come(self, keys: list[str], purpose: str, rank: int, peers: tuple[int, ...]) -> bool:
@@ -156,13 +177,15 @@ class Meeting:
 
     def _wait(self, keys: list[str], purpose: str, rank: int, peers: tuple[int, ...]) -> None:
         try:
-            self.store.wait(keys, timedelta(seconds=self.timeout_s))
-        except (RuntimeError, dist.DistError) as late:
-            missing = self._missing(keys, peers)
+            with own_connection(self.store) as own:
+                (own or self.store).wait(keys, timedelta(seconds=self.timeout_s))
+        except FAILURES as late:
+            try:
+                missing = self._missing(keys, peers)
+            except FAILURES:
+                raise _lost(rank, late) from late
             if not missing:
-                raise DeliveryError(
-                    f"rank {rank}: the rendezvous store failed: {late}; does the process that serves it live?"
-                ) from late
+                return  # they came at the last moment
             raise PeerError(
                 f"rank {rank} waited {self.timeout_s:g} s for rank(s) {missing} to join its {purpose} group "
                 f"{peers}; every rank of the group must iterate its Feed (are they running?)",
@@ -170,11 +193,7 @@ class Meeting:
             ) from late
 
     def _missing(self, keys: list[str], peers: tuple[int, ...]) -> list[int]:
-        """Who has not come; nobody where the store cannot say."""
-        try:
-            return [peer for key, peer in zip(keys, peers) if not self.store.check([key])]
-        except (RuntimeError, dist.DistError):
-            return []
+        return [peer for key, peer in zip(keys, peers) if not self.store.check([key])]
 
 
 class GlooGroup:
@@ -217,6 +236,12 @@ def default_store() -> Store | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def _lost(rank: int, failure: Exception) -> DeliveryError:
+    return DeliveryError(
+        f"rank {rank}: the rendezvous store failed: {failure}; does the process that serves it live?"
+    )
 
 
 def _unlike(here: str, there: str) -> tuple[str, str]:

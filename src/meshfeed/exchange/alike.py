@@ -37,7 +37,7 @@ class Alike:
         self._seats = seats
         speaks = len(seats.speakers) > 1 and rank in seats.speakers
         self._meeting = meeting if speaks else None
-        self._prefix = "" if self._meeting is None else self._meeting.turn("alike")
+        self._prefix = "" if self._meeting is None else f"{self._meeting.prefix}/alike"
 
     def check(self, step: int, census: Census, reports: Sequence[Report]) -> None:
         """Compare a step with the exchange that came to it first. Raises PeerError naming the ranks."""

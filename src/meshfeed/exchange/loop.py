@@ -38,7 +38,7 @@ from meshfeed.launch import check_arguments, check_rank
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.roles import DeliveryName, Field, Role, StageMap
+from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap
 from meshfeed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.source import StepSource
 from meshfeed.stepping import GlobalBatch
@@ -147,6 +147,21 @@ class Exchange(StepSource[Ways]):
     # -- what this rank is ----------------------------------------------------------------------------
 
     @cached_property
+    def roles(self) -> Roles:
+        """Every rank's role. Raises RoleError where its owners cannot serve all ranks."""
+        try:
+            return super().roles
+        except RoleError as unserved:
+            if self._readers is None:
+                raise
+            raise RoleError(
+                f"owners={sorted(self._readers)} do not serve all ranks: a delivery goes to ranks of the "
+                f"owner's own data-parallel rank alone (under 'share' of its node, under 'dynamic_cp' of its "
+                f"cp rank); name an owner for each, whose iterator may be None, or give every rank its own "
+                f"and owners=None"
+            ) from unserved
+
+    @cached_property
     def role(self) -> Role:
         """This rank's role. Raises RoleError where it has an iterator that nobody asks for."""
         if self._puller.owns and self._readers is not None and self.rank not in self._readers:
@@ -176,6 +191,10 @@ class Exchange(StepSource[Ways]):
             f"delivery {self.delivery}, owners {self._readers and sorted(self._readers)}, "
             f"verify {self._verify}, {self.stage_map}"
         )
+
+    @property
+    def _meets(self) -> bool:
+        return True
 
     def _chosen_delivery(self) -> DeliveryName:
         return "direct" if self._readers is None else super()._chosen_delivery()

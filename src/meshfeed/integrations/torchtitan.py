@@ -11,6 +11,7 @@ and all other dimensions are one to meshfeed: the ranks that read, share or rece
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import make_dataclass
@@ -31,6 +32,7 @@ from meshfeed.recipe import Recipe
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 _KEY = "feed"
+_WANTED = "give 'package.module:name' of a mf.Recipe, or of a function of no arguments that makes one"
 _BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
 
 
@@ -93,7 +95,7 @@ class _Loader:
         self._config, self._given_layout = config, layout
         self._dp_world_size, self._dp_rank = dp_world_size, dp_rank
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
-        self._saved: Mapping[str, Any] | None = None
+        self._recipe = self._found()  # at once: a name that is misspelt must not wait for the first batch
 
     def __iter__(self) -> Iterator[Batch]:
         try:
@@ -126,8 +128,7 @@ class _Loader:
         """Let go of files and peers."""
         self._loader.close()
 
-    @cached_property
-    def _recipe(self) -> Recipe:
+    def _found(self) -> Recipe:
         recipe = recipe_at(self._config.recipe)
         length = getattr(recipe.sequence, "length", self._seq_len)
         if length != self._seq_len:
@@ -166,24 +167,28 @@ class _Loader:
         return layout
 
 
-def recipe_at(place: Recipe | str) -> Recipe:
+def recipe_at(place: object) -> Recipe:
     """The recipe that "package.module:name" means; a function of no arguments is called.
 
     Raises RecipeError where there is none.
     """
     if isinstance(place, Recipe):
         return place
+    if not isinstance(place, str):
+        raise RecipeError(f"recipe={place!r} is a {type(place).__name__}; {_WANTED}")
     module, _, name = place.partition(":")
     try:
         found = getattr(importlib.import_module(module), name or "recipe")
     except (ImportError, AttributeError, ValueError) as missing:
-        raise RecipeError(
-            f"recipe={place!r}: {missing}; give 'package.module:name' of a mf.Recipe, or of a function that "
-            f"makes one"
-        ) from missing
-    found = found() if callable(found) else found
+        raise RecipeError(f"recipe={place!r}: {missing}; {_WANTED}") from missing
+    if callable(found):
+        try:
+            inspect.signature(found).bind()
+        except (TypeError, ValueError) as wanting:
+            raise RecipeError(f"recipe={place!r} cannot be called: {wanting}; {_WANTED}") from wanting
+        found = found()
     if not isinstance(found, Recipe):
-        raise RecipeError(f"recipe={place!r} is a {type(found).__name__}, not a mf.Recipe")
+        raise RecipeError(f"recipe={place!r} is a {type(found).__name__}, not a mf.Recipe; {_WANTED}")
     return found
 
 

@@ -12,6 +12,8 @@ transformers' padding-free form.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -92,7 +94,12 @@ class FeedTrainer:
         self._evaluating = False  # a recipe
         if not isinstance(self, framework("transformers", "transformers").Trainer):
             raise MeshfeedError(f"{_BASES}; {type(self).__name__} has no Trainer among its bases")
+        _check_options(self._feed_options)
         super().__init__(*args, **kwargs)
+        _check_dataset("train_dataset", self.train_dataset)
+        given = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": self.eval_dataset}
+        for name, chosen in cast(Mapping[str, Any], given).items():
+            _check_dataset(f"eval_dataset {name}".rstrip(), chosen)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -197,6 +204,28 @@ class FeedTrainer:
         return Feed(recipe, layout or Layout(dp=self.args.world_size), self.args.process_index, **options)
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    known = [name for name in inspect.signature(Feed).parameters if name not in _OWN]
+    for name in options:
+        if name in _OWN:
+            raise RecipeError(f"feed_options has {name!r}, which {_OWN[name]} decides; leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"a Feed takes {known}"
+            raise RecipeError(f"feed_options has {name!r}, which is no option of a Feed; {hint}")
+
+
+def _check_dataset(name: str, given: object) -> None:
+    # other datasets are the Trainer's, a list of rows, too
+    if isinstance(given, list | tuple) and given and not isinstance(given[0], Mapping):
+        held = type(cast(Any, given[0])).__name__
+        raise RecipeError(
+            f"{name} is a {type(given).__name__} of {held}; give a mf.Recipe: data=mf.Mixture(...) of "
+            f"several sources, data=mf.Mapped(...) of items of your own; a torch Dataset stays the Trainer's"
+        )
+
+
+_OWN = {"recipe": "train_dataset or eval_dataset", "layout": "FedTrainer's layout", "rank": "accelerate"}
 _BASES = "a class of one's own has the bases (FeedTrainer, Trainer), in this order"
 
 

@@ -156,8 +156,9 @@ class _Turn:
     """The iterator of the call that is under way, as one source without an end: data sets take turns.
 
     Its element is all that a call pulls, however much that is, so a batch size that grows needs no other
-    Exchange. An iterator that has come to its end gives nothing for the rest of its call. That one data set
-    has ended on this rank must not end the others: what ends it is a step without a sequence from any rank.
+    Exchange. An iterator that has come to its end gives nothing. That one data set has ended on this rank
+    must not end the others: what ends it is a step without a sequence from any rank. One that ends in the
+    middle of a call has not what was asked for, and would make a short step.
     """
 
     def __init__(self, keys: Keys | None) -> None:
@@ -175,11 +176,16 @@ class _Turn:
         if self.source is None:
             raise RecipeError("this rank had a data iterator before and has none now; give it in every call")
         made: list[dict[str, Any]] = []
-        for _ in range(self._num_elements):
+        for taken in range(self._num_elements):
             try:
                 element = next(self.source)
             except StopIteration:
-                break
+                if taken == 0:
+                    break
+                raise RecipeError(
+                    f"the data iterator ended after {taken} of num_microbatches={self._num_elements}; "
+                    f"drop what does not fill a step (drop_last in its sampler), or ask for fewer"
+                ) from None
             made += sequences_of(element, self._keys)
         self._num_elements = 0
         return [{k: v for k, v in each.items() if k not in _OVERWRITTEN} for each in made]
@@ -237,8 +243,8 @@ class SequencePacking:
     ) -> Wrapped:
         """The next step.
 
-        Raises StopIteration where no rank's iterator gives a sequence, RecipeError where this rank had no
-        iterator at first and has one now, and what an Exchange raises.
+        Raises StopIteration where no rank's iterator gives a sequence, RecipeError where one ends within
+        num_microbatches, or where this rank had none at first and has one now, and what an Exchange raises.
         """
         given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         inner = [getattr(each, "iterable", each) for each in given]  # as in a RerunDataIterator
