@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import types
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -152,6 +154,37 @@ def test_errors_come_in_their_turn_but_a_lost_peer_at_once() -> None:
         for _ in range(2):
             with pytest.raises(type(error)):
                 ahead.get(SOON_S)
+
+
+class Held:
+    """Something dear that a producer's frame holds."""
+
+
+@pytest.mark.parametrize("fails_after_stop", [True, False])
+def test_what_a_stopped_producer_held_is_let_go_at_once(fails_after_stop: bool) -> None:
+    failing, gone = threading.Event(), threading.Event()
+
+    def producer() -> Iterator[int]:
+        held = Held()
+        weakref.finalize(held, gone.set)
+        yield 0
+        failing.wait(20)
+        raise RuntimeError("interrupted")
+
+    prefetcher = Prefetcher(producer(), StageClock(), depth=2)
+    gc.disable()
+    try:
+        prefetcher.start()
+        assert prefetcher.get(20)[0] == 0
+        if not fails_after_stop:
+            failing.set()
+            assert prefetcher.join(20)
+        prefetcher.stop()
+        failing.set()
+        assert prefetcher.join(20)
+        assert gone.is_set()
+    finally:
+        gc.enable()
 
 
 def test_a_late_item_is_a_timeout_and_comes_after_all() -> None:

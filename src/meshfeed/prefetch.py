@@ -88,6 +88,7 @@ class Prefetcher(Generic[T]):
         with self._changed:
             self._stopped = True
             self._queue.clear()
+            self._error = None  # with its frames it would keep alive what they hold, such as memory maps
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
@@ -115,7 +116,8 @@ class Prefetcher(Generic[T]):
             for item in self._items:
                 self._offer(item, self._heavy(item))
         except BaseException as error:  # carried to the consumer, whatever it is
-            self._error = error
+            with self._changed:
+                self._error = None if self._stopped else error
         finally:
             with self._changed:
                 self._finished = True

@@ -12,7 +12,6 @@ closes tells at once who has died. Wakeups are the socket's own: nobody polls.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import selectors
 import socket
@@ -30,6 +29,7 @@ from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import EndOfStream, Traffic
 from meshfeed.deliver.rendezvous import Meeting
 from meshfeed.errors import DeliveryError, PeerError
+from meshfeed.files.mapping import mapped
 from meshfeed.roles import Role
 
 _TICKET = struct.Struct("<qq")  # microbatch number, bytes; a returned ticket has bytes 0
@@ -76,10 +76,8 @@ class _Slot:
         if self.bytes.size < num_bytes:
             if grow:
                 os.ftruncate(self.fd, -(-num_bytes // _GRAIN) * _GRAIN)
-            size = os.fstat(self.fd).st_size
-            access = mmap.PROT_READ | (mmap.PROT_WRITE if grow else 0)
             # an earlier mapping lives on for as long as views of it do
-            self.bytes = np.frombuffer(mmap.mmap(self.fd, size, mmap.MAP_SHARED, access), np.uint8)
+            self.bytes = mapped(self.fd, write=grow)
         return self.bytes
 
 
