@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -144,3 +145,8 @@ def _main(
     pipe.close()
     if outcome.error:
         os._exit(1)  # a peer may be gone: do not wait for it in torch's own clean-up
+
+
+def hears_interrupts() -> None:
+    """In a child, before it begins: Ctrl-C ends it, though whoever began the tests ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import world
 from corpus import write_corpus
 from meshfeed.cli import main as module
 from meshfeed.cli.main import main, parser_of_all
@@ -165,7 +166,9 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.py"
     recipe.write_text("import time\nprint('reading', flush=True)\ntime.sleep(300)\n")
     words = [*PYTHON, "trace", str(recipe), "--step", "0"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=world.hears_interrupts
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "reading\n"
         process.send_signal(signal.SIGINT)

@@ -278,6 +278,7 @@ def test_an_interrupt_ends_it_and_leaves_the_last_picture(tmp_path: Path, on_ter
         stdout=out,
         stderr=subprocess.PIPE,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "150", "LINES": "30", "PYTHONUNBUFFERED": "1"},
+        preexec_fn=world.hears_interrupts,
     ) as process:
         os.close(theirs)
         fd = ours if on_terminal else process.stdout.fileno()  # type: ignore[union-attr]
