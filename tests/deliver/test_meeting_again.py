@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -16,6 +17,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver import Meeting
+from meshfeed.deliver.rendezvous import GlooGroup
 from observe import take
 
 LONG = timedelta(seconds=60)
@@ -206,3 +208,37 @@ def busy_store(rank: int, path: str) -> int:
 
 def test_who_waits_for_peers_leaves_the_store_to_other_threads(corpus: str) -> None:
     assert world.run(busy_store, 2, corpus) == [2, 2]
+
+
+class Slow(dist.Store):
+    """A store that says nothing to this rank before another one has gone, or cannot for a while."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.said = base, False
+
+    def set(self, key: str, value: str) -> None:
+        self.base.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.base.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if not self.said:
+            with contextlib.suppress(dist.DistStoreError):
+                self.base.wait(["gone"], timedelta(seconds=0.5))
+        self.said = True
+        self.base.wait(keys, timeout)
+
+
+def hasty(rank: int) -> None:
+    """Ranks 0 and 1 have nothing to say to rank 2, and leave as soon as they have met it."""
+    for turn in range(6):  # who connects to whom is by port: in one turn of three, none can leave early
+        store: Any = dist.PrefixStore(str(turn), default_store())
+        GlooGroup(Slow(store) if rank == 2 else store, rank, (0, 1, 2), 60).close()
+        store.set("gone" if rank < 2 else "stayed", "1")
+        store.wait(["gone", "stayed"], LONG)
+
+
+def test_who_leaves_at_once_is_not_taken_for_dead_by_who_still_connects() -> None:
+    world.run(hasty, 3)

@@ -207,6 +207,8 @@ class GlooGroup:
         self._peers = peers
         timeout = timedelta(seconds=timeout_s)
         self._gloo: Any = dist.ProcessGroupGloo(store, peers.index(rank), len(peers), timeout)
+        # Who has nothing to say would leave, while another still connects and takes it for dead.
+        self._gloo.barrier().wait(timeout)
 
     def broadcast(self, buffer: torch.Tensor, source: int, timeout_s: float | None) -> None:
         """Fill `buffer` with that of rank `source`. RuntimeError: a peer is gone, or late by `timeout_s`."""
