@@ -72,6 +72,12 @@ def test_datasets() -> None:
     assert names["step"].valid_tokens > 0
 
 
+def test_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("exchange.md", 6)
+    assert names["state"]["step"] == 2 and len(names["packs"]) == 1
+
+
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_page("storage.md", 1)

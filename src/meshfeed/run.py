@@ -133,6 +133,10 @@ class Run:
                 place.step = item.batch.step + 1
                 yield self._step(place, item.batch, item.stats)
 
+    def failing(self, error: Exception) -> None:
+        """What its producer is about to end with, before any peer hears of it."""
+        self._alarm.failing(error)
+
     def stop(self) -> None:
         """Let the producer and the peers go. What was not handed out is dropped."""
         if self._stopped:

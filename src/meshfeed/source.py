@@ -189,6 +189,11 @@ class StepSource(abc.ABC, Generic[D]):
         if num_views == 1:
             self._stop() if self._entered else self.close()
 
+    def _failing(self, error: Exception | None) -> None:
+        """To be told before any peer is: what the producer ends with."""
+        if error is not None and (run := self._run) is not None:
+            run.failing(error)
+
     def _stop(self) -> None:
         if self._run is not None:
             self._next_step = self._run.step

@@ -6,20 +6,24 @@ import itertools
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+import meshfeed.exchange.loop
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver import Cause
+from meshfeed.exchange.steps import gather_reports
 from observe import take
 
 AT = 3  # the step that cannot be read
@@ -112,6 +116,58 @@ def test_of_two_failures_the_earlier_step_ends_the_job(corpus: str) -> None:
     told = world.run(two_storages_fail, 4, corpus)
     assert len({(kind, text) for kind, text, _ in told}) == 1 and told[0][0] == "MissingError"
     assert {steps for *_, steps in told} == {5}, "nobody waits for one that stopped earlier"
+
+
+def heard_first(module: Any, name: str, run_of: Callable[[], Any]) -> None:
+    """From now on, what a call of the module raises or returns is held until the loop has its error."""
+    call = getattr(module, name)
+
+    def held(*given: Any, **named: Any) -> Any:
+        try:
+            told = call(*given, **named)
+        except mf.MeshfeedError:
+            wait_until(lambda: run_of()._failure)
+            raise
+        if isinstance(told, mf.MeshfeedError):
+            wait_until(lambda: run_of()._failure)
+        return told
+
+    setattr(module, name, held)
+
+
+def users_own_error(rank: int, path: str) -> list[Any]:
+    """A dataset, then an iterator, that fails on rank 0, where rank 1 is the first to tell the job of it."""
+    recipe = recipe_of(path, sequences=8)
+    if rank == 0:
+        fail_at(recipe, 1, ValueError("mine"), replicas=1)
+    feed = mf.Feed(recipe, mf.Layout(tp=2), delivery="broadcast", timeout_s=60)
+    items = ({"tokens": np.arange(3)} if rank or n < 2 else {}["mine"] for n in range(9))
+    packing = mf.Packing(capacity=8)
+    exchange = mf.Exchange(items, mf.Layout(dp=2), packing=packing, prefetch=2, timeout_s=60)
+    both = mf.Exchange(({}[f"of {rank}"] for _ in range(2)), mf.Layout(dp=2), packing=packing, timeout_s=60)
+    if rank == 0:
+        heard_first(meshfeed.feed, "tell", lambda: feed._run)
+        heard_first(meshfeed.exchange.loop, "gather_reports", lambda: exchange._run)
+    told: list[Any] = []
+    for source in (feed, exchange, both):
+        with pytest.raises(mf.MeshfeedError) as caught, source:
+            for step in source:
+                list(step.microbatches)
+        cause = caught.value.__cause__
+        lines = traceback.extract_tb(cause.__traceback__) if cause else ()
+        told.append((str(caught.value), repr(cause), [line.name for line in lines][-1:]))
+        if source is exchange:
+            meshfeed.exchange.loop.gather_reports = gather_reports
+    return told
+
+
+def test_a_rank_keeps_its_own_error_where_a_peer_is_first_to_tell_it(corpus: str) -> None:
+    (read, pulled, first), (by_peer, pulled_by_peer, second) = world.run(users_own_error, 2, corpus)
+    assert read[0] == by_peer[0] and pulled[0] == pulled_by_peer[0] and first[0] == second[0]
+    assert (by_peer[1], pulled_by_peer[1]) == ("None", "None")
+    assert read[1:] == ("ValueError('mine')", ["broken"])
+    assert pulled[1:] == ("KeyError('mine')", ["<genexpr>"])
+    assert (first[1], second[1]) == ("KeyError('of 0')", "KeyError('of 1')"), "both fail, each keeps its own"
 
 
 def truncated(rank: int, folder: str) -> Any:

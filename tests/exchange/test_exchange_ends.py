@@ -146,6 +146,21 @@ def torn(rank: int) -> str:
     return ""
 
 
+def crossed(rank: int) -> str:
+    items = [[item_of(rank, 0, 5)]]
+    several = [exchange_of(rank, mf.Layout(dp=2), items, name=name) for name in ("train", "valid")]
+    with several[0], several[1], pytest.raises(mf.PeerError) as refused:
+        next(iter(several[rank]))
+    return str(refused.value)
+
+
+def test_equal_exchanges_in_another_order_are_told_apart_by_name() -> None:
+    told = world.run(crossed, 2)
+    assert told[0] == told[1] and "name 'train'" in told[0] and "name 'valid'" in told[0]
+    with pytest.raises(mf.RecipeError, match="name is a int, 3"):
+        exchange_of(0, mf.Layout(), None, name=3)
+
+
 def test_ranks_that_go_on_from_different_steps_are_refused() -> None:
     assert all("torn" in told for told in world.run(torn, 2))
 

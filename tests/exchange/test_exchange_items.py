@@ -185,6 +185,39 @@ def test_absent_keys_are_padded_or_none() -> None:
     assert torch.equal(m["weights"][0, 4:8], items[1]["weights"])
 
 
+VIEWS = {  # tokens, of 6, as memory seldom has them in a row
+    "a slice": torch.arange(12)[::2],
+    "a column": torch.arange(12).reshape(6, 2)[:, 1],
+    "a transposed table": torch.arange(18).reshape(3, 6).T,
+    "every second row": torch.arange(36).reshape(12, 3)[::2],
+    "one for all": torch.ones(1).expand(6),
+    "bfloat16": torch.arange(12).bfloat16()[::2],
+    "float8": torch.arange(12).to(torch.float8_e5m2)[::2],
+    "bytes": torch.arange(12, dtype=torch.uint8)[::2],
+    "backwards": np.arange(6)[::-1],
+    "transposed by NumPy": np.arange(18).reshape(3, 6).T,
+}
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_arrive_as_what_they_show(name: str, split: bool) -> None:
+    keys = mf.exchange.Keys(
+        mf.Field(name="x", dtype="any", split=split),
+        mf.Field(name="mask", dtype="any", split=True),
+        valid="mask",
+    )
+    items = [{"tokens": torch.arange(12)[::2], "x": VIEWS[name], "mask": np.arange(6)[::-1]}] * 2
+    with mf.Exchange([items], packing=mf.Packing(capacity=12), keys=keys) as exchange:
+        ((m,),) = iter_all(exchange)
+    value = VIEWS[name]
+    wanted = value if isinstance(value, torch.Tensor) else torch.from_numpy(value.copy())
+    got = (m["x"][0, :6], m["x"][0, 6:12]) if split else m["x"]
+    assert [_plain(each) for each in got] == [_plain(wanted)] * 2
+    assert m["tokens"][0, :12].tolist() == [0, 2, 4, 6, 8, 10] * 2
+    assert m["mask"][0, :12].tolist() == [5, 4, 3, 2, 1, 0] * 2
+
+
 def iter_all(exchange: mf.Exchange) -> list[list[mf.Microbatch]]:
     return [list(step.microbatches) for step in exchange]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,6 +227,120 @@ def test_an_evaluation_without_end_is_refused(corpus: str, tmp_path: Path, role:
     limited = model()
     getattr(trainer(tmp_path, **{limit: 2}), role)(limited, datamodule=data)
     assert len(limited.seen[role]) == 2
+
+
+def test_no_epoch_begins_after_the_end_of_the_stream(corpus: str, tmp_path: Path) -> None:
+    def data(**options: Any) -> Any:
+        return fed.DataModule(recipe(corpus, steps=3), micro_batch_size=2, **options)
+
+    for options, epochs in (({}, 2), ({"steps_per_epoch": 2}, 3)):
+        trained = model()
+        with pytest.raises(mf.RecipeError, match="ended after 3 steps, and another epoch would be empty"):
+            trainer(tmp_path, max_steps=-1, max_epochs=epochs).fit(trained, datamodule=data(**options))
+        assert trained.seen["train"] == rows(corpus, range(3))
+
+    untouched = model()
+    with pytest.raises(mf.RecipeError, match=r"max_steps=4, 0 of .* only 3 more; set max_steps=3"):
+        trainer(tmp_path, max_steps=4).fit(untouched, datamodule=data())
+    assert not untouched.seen["train"]
+    ended, run = data(), trainer(tmp_path)
+    run.fit(model(), datamodule=ended)
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    with pytest.raises(mf.RecipeError, match="would be empty"):
+        trainer(tmp_path, max_steps=-1, max_epochs=1).fit(untouched, datamodule=ended)
+    trainer(tmp_path).fit(untouched, datamodule=data(), ckpt_path=tmp_path / "end.ckpt")  # nothing left to do
+    assert not untouched.seen["train"]
+
+
+def test_the_rest_of_a_stream_is_validated_too(corpus: str, tmp_path: Path) -> None:
+    data = fed.DataModule(recipe(corpus, steps=4), held_out(corpus, 1), micro_batch_size=2)
+    trainer(tmp_path, max_steps=1).fit(model(), datamodule=data)
+    rest = model()
+    trainer(tmp_path, max_steps=-1, max_epochs=1).fit(rest, datamodule=data)
+    assert rest.seen["train"] == rows(corpus, range(1, 4))
+    assert len(rest.seen["validate"]) == 4
+
+
+def test_shares_of_a_stream_are_refused(corpus: str, tmp_path: Path) -> None:
+    for options, said in (
+        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5: .* whole number"),
+        ({"overfit_batches": 4}, "overfit_batches=4: .*leave it out"),
+        ({"overfit_batches": 0.5}, "overfit_batches=0.5"),
+    ):
+        for given in ({}, {"steps": 4}):
+            data = fed.DataModule(recipe(corpus, **given), held_out(corpus), micro_batch_size=2)
+            with pytest.raises(mf.RecipeError, match=said):
+                trainer(tmp_path, **options).fit(model(), datamodule=data)
+
+
+@pytest.mark.parametrize("role", ["validate", "test"])
+def test_a_role_without_a_recipe_is_refused(corpus: str, tmp_path: Path, role: str) -> None:
+    for given in ({}, {role: []}):
+        with pytest.raises(mf.RecipeError, match=rf"{role} needs a recipe: DataModule\({role}=recipe\)"):
+            getattr(trainer(tmp_path), role)(model(), datamodule=fed.DataModule(recipe(corpus), **given))
+
+
+def fed_threads() -> int:
+    return sum(thread.name == "meshfeed-prefetch" for thread in threading.enumerate())
+
+
+def test_a_fit_that_fails_gives_its_place_back(corpus: str, tmp_path: Path) -> None:
+    class Failing(type(model())):
+        def __init__(self, stage: str, after: int) -> None:
+            super().__init__()
+            self.stage, self.after = stage, after
+
+        def fail(self, stage: str) -> None:
+            if stage == self.stage and len(self.seen[stage]) == self.after:
+                raise ValueError(f"mine, in {stage}")
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            self.fail("train")
+            return super().training_step(batch, index)
+
+        def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
+            self.fail("validate")
+            super().validation_step(batch, index)
+
+    data = fed.DataModule(recipe(corpus), held_out(corpus), micro_batch_size=2, prefetch=2)
+    before = fed_threads()
+    for failing in (Failing("train", 6), Failing("validate", 1)):  # within step 1; after it, in validation
+        run = trainer(
+            tmp_path, check_val_every_n_epoch=None, val_check_interval=4 if failing.after == 1 else 400
+        )
+        with pytest.raises(ValueError, match="mine") as failed:
+            run.fit(failing, datamodule=data)
+        assert fed_threads() == before, "though the traceback is still held"
+        del failed
+    again = model()
+    trainer(tmp_path).fit(again, datamodule=data)
+    assert again.seen["train"] == rows(corpus, range(2, 5))
+
+
+def test_a_learning_rate_is_found_and_nothing_is_skipped(corpus: str, tmp_path: Path) -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    class Tuned(type(model())):
+        lr = 0.1
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    data, tuned, run = fed.DataModule(recipe(corpus), micro_batch_size=2), Tuned(), trainer(tmp_path)
+    found = Tuner(run).lr_find(tuned, datamodule=data, num_training=4)
+    assert len(found.results["lr"]) == 4 and tuned.seen["train"] == rows(corpus, range(4))
+    tuned.seen["train"].clear()
+    run.fit(tuned, datamodule=data)
+    assert tuned.seen["train"] == rows(corpus, range(3)), "what was only tried comes again"
+
+
+def test_what_no_feed_takes_is_refused_at_once() -> None:
+    with pytest.raises(
+        mf.RecipeError, match=r"DataModule has 'micro_batch_sizes', .*mean 'micro_batch_size'"
+    ):
+        fed.DataModule(micro_batch_sizes=2)
+    with pytest.raises(mf.RecipeError, match="DataModule has 'rank', which the Trainer decides"):
+        fed.DataModule(rank=2)
 
 
 def test_a_fast_development_run_takes_what_it_takes(corpus: str, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_data_sets_take_turns() -> None:
             assert steps[5 * turn + 3 + at] == {*own, *(n + 1000 for n in own)}
 
 
-def ends_job(rank: int) -> tuple[list[list[int]], str]:
+def ends_job(rank: int) -> tuple[list[list[int]], str, str]:
     """A validation set that ends sooner on one rank, between steps of training that goes on."""
 
     def numbers(first: int, count: int) -> Iterator[dict[str, Any]]:
@@ -206,15 +206,22 @@ def ends_job(rank: int) -> tuple[list[list[int]], str]:
                 step(numbers(1, 2))
             told = str(refused.value)
         dist.barrier()
-    return got, told
+    with (
+        initialized(case),
+        megatron.SequencePacking(timeout_s=120) as wrap,
+        pytest.raises(mf.RoleError) as misplaced,
+    ):
+        step(numbers(1, 2))  # on both
+    return got, told, str(misplaced.value)
 
 
 def test_the_end_of_one_data_set_is_not_that_of_another() -> None:
-    (one, _), (other, told) = run(ends_job, 2)
+    (one, _, misplaced), (other, told, _) = run(ends_job, 2)
     steps = [sorted({*a, *b}) for a, b in zip(one, other, strict=True)]
     train = [[100 + n, 200 + n] for n in range(6)]
     assert steps == [train[0], [1000, 2000], [1001, 2001], [2002], *train[1:]]
     assert "no data iterator before" in told
+    assert "rank 1 has a data iterator, but is_reader() is True on ranks [0] alone" in misplaced
 
 
 def short_job(rank: int) -> str:

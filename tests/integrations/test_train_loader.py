@@ -209,7 +209,7 @@ def test_lengths(corpus: str) -> None:
             assert len(EvalLoader(feed)) == len(list(EvalLoader(feed)))
 
 
-def test_steps_whose_microbatches_vary_have_no_length(corpus: str) -> None:
+def test_packed_steps_have_no_length_and_those_of_a_ramp_have(corpus: str) -> None:
     growing = feed_of(corpus, sequences=6)
     ramp = mf.Recipe(
         data=growing.recipe.data, sequence=mf.Windows(32), batch=mf.Batch(sequences=6).then(2, 12), steps=4
@@ -219,14 +219,32 @@ def test_steps_whose_microbatches_vary_have_no_length(corpus: str) -> None:
     packed = mf.Recipe(
         data=growing.recipe.data, sequence=mf.Documents(), batch=mf.Batch(sequences=6), epochs=1
     )
-    feeds = [feed, mf.Feed(packed, packing=mf.Packing(capacity=512))]
-    assert feeds[1].num_microbatches(0) is None
-    for feed in feeds:
-        with pytest.raises(TypeError, match=r"has no len\(\)"):
-            len(EvalLoader(feed))
+    assert len(EvalLoader(feed)) == len(TrainLoader(feed)) == 18 == len(list(TrainLoader(feed)))
+    feed = mf.Feed(packed, packing=mf.Packing(capacity=512))
+    assert feed.num_microbatches(0) is None
+    for kind in (EvalLoader, TrainLoader):
+        with pytest.raises(TypeError, match=r"packed stream has no len\(\)"):
+            len(kind(feed))
     with mf.Feed(packed, packing=mf.Packing(capacity=512)) as alone:
         wanted = [named(each) for step in alone for each in step.microbatches]
-    assert list(TrainLoader(feeds[1], named)) == list(EvalLoader(feeds[1], named)) == wanted
+    assert list(TrainLoader(feed, named)) == list(EvalLoader(feed, named)) == wanted
+
+
+@pytest.mark.parametrize("steps_per_epoch", [None, 1, 2, 3])
+def test_a_length_is_that_of_the_epoch_that_comes(corpus: str, steps_per_epoch: int | None) -> None:
+    """Of a ramp, whose last epoch is short and whose last step is, too."""
+    data = mf.Lengths([32] * 38)
+    batch = mf.Batch(sequences=6).then(2, 12)
+    ramp = mf.Recipe(data=data, sequence=mf.Windows(32), batch=batch, epochs=1)
+    loader = TrainLoader(mf.Feed(ramp, micro_batch_size=2, prefetch=0), steps_per_epoch=steps_per_epoch)
+    total, wanted = 0, [3, 3, 6, 6, 1]
+    assert [loader._feed.num_microbatches(step) for step in range(6)] == [*wanted, 0]
+    while not loader.has_ended:
+        length = len(loader)
+        assert length == len(list(loader))
+        total += length
+    assert total == sum(wanted) and list(loader) == []
+    assert TrainLoader(feed_of(corpus)).has_ended is False
 
 
 def test_every_evaluation_begins_at_the_beginning(corpus: str) -> None:

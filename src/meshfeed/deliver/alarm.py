@@ -50,6 +50,7 @@ class Alarm:
         self._meeting = None if meeting is None or len(meeting.ranks) < 2 else meeting
         self._rank, self._wake = rank, wake
         self._first: Cause | None = None
+        self._own: Exception | None = None
         self._step = 0
         self._words = 0
         self._prefix = ""
@@ -77,6 +78,7 @@ class Alarm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._own = None  # with its frames it would keep alive what they hold
         if self._thread is None or self._meeting is None or self._process != os.getpid():
             return
         with self._lock:
@@ -92,13 +94,23 @@ class Alarm:
         if not self._thread.is_alive():
             atexit.unregister(self._end)
 
+    def failing(self, error: Exception) -> None:
+        """This rank is going to fail; its peers may tell the job of it sooner, and know its text alone."""
+        self._own = self._own or error
+
     def struck(self, step: int) -> BaseException | None:
-        """The job's error, where it strikes at this step or before."""
+        """The job's error, where it strikes at this step or before; from this rank's own, if it has one."""
         if self._first is None:
             return None
         if self._step > step:
             self._hear()  # the job is ending anyway: see whether another rank has failed earlier
-        return self._first.error() if self._step <= step else None
+        if self._step > step:
+            return None
+        error, own = self._first.error(), self._own
+        if own is not None and str(own) == str(error):
+            return own
+        error.__cause__ = own
+        return error
 
     def sound(self, error: Exception, step: int) -> NoReturn:
         """Tell the job that this rank ends at `step`, and end it: with the job's error.
@@ -106,6 +118,7 @@ class Alarm:
         That is `error`, unless another rank was first. A lost peer strikes at once, since the next collective
         would wait for it, and so do ranks at different steps, which have no step in common.
         """
+        self.failing(error)
         own = self._tell(error, step)
         if self._first is None or self._first.text == own.text:
             raise error

@@ -141,7 +141,7 @@ def _encoded(
         dtype, array = length_value if name == keys.length else value_of(name, value)
         if field is not None and field.dtype not in (ANY, dtype):
             raise StoreError(f"key {name!r} is {dtype}, declared {field.dtype}; make them one")
-        flat = array.reshape(-1).view(np.uint8)
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # of a view, such as x[::2] or x.T
         if field is not None and field.split:
             if dtype == BYTES or array.shape[:1] != (length,):
                 has = f"{array.shape[0]} tokens" if array.ndim else "a single number"
@@ -187,6 +187,8 @@ def _some_of(tokens: Array) -> bytes:
 
 def num_nonzero(value: Any) -> int:
     """Entries other than zero."""
+    if isinstance(value, np.ndarray):  # torch takes none of negative strides
+        return int(np.count_nonzero(value))
     return int(torch.count_nonzero(torch.as_tensor(value)))
 
 

@@ -25,11 +25,11 @@ _CENSUS = Field(name="(census)", dtype="uint8")
 class Keys:
     """The keys of an item, a dict of name -> array.
 
-    A value is an array or a tensor of numbers (torch's bfloat16 and float8 too), a number, a str or bytes;
-    None is the same as no such key. Each field is a name, or a `Field`: a plain name goes to all stages,
-    unsplit, with the dtype it comes in, and so does a key that is not declared. A split field has one entry
-    per token, its further dimensions alike in all items of a step. Without any field, tokens (first, mtp),
-    labels and loss_mask (last) are split.
+    A value is an array or a tensor of numbers (torch's bfloat16 and float8 too) or any view of one, a number,
+    a str or bytes; None is the same as no such key. Each field is a name, or a `Field`: a plain name goes to
+    all stages, unsplit, with the dtype it comes in, and so does a key that is not declared. A split field has
+    one entry per token, its further dimensions alike in all items of a step. Without any field, tokens
+    (first, mtp), labels and loss_mask (last) are split.
 
     Attributes:
         declared: the fields.

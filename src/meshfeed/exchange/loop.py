@@ -17,14 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from meshfeed.batch import Step
 from meshfeed.columns import Columns
-from meshfeed.deliver import (
-    Alarm,
-    Digester,
-    Digests,
-    EndOfStream,
-    Meeting,
-    make_delivery,
-)
+from meshfeed.deliver import Alarm, Digester, Digests, EndOfStream, Meeting, make_delivery
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, MeshfeedError, RecipeError, RoleError, StateError
 from meshfeed.exchange.census import Bytes, Census, Report
@@ -75,6 +68,8 @@ class Exchange(StepSource[Ways]):
             get theirs by `delivery` from one of them, as do owners that another one can serve. None where
             each rank that needs items has its own, and nothing is delivered.
         delivery: how, "broadcast", "share", "tree" or "auto"; without owners, "direct".
+        name: tells it from another with equal arguments, so that ranks which begin them in different orders
+            are refused.
         prefetch: microbatches made ahead on a thread, which then pulls from the iterator; 0 pulls when a
             step is asked for, on the caller's thread.
 
@@ -112,12 +107,13 @@ class Exchange(StepSource[Ways]):
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
         metrics: Sink | Sequence[Sink] | None = None,
+        name: str = "",
     ) -> None:
         check_arguments(layout, delivery, device)
-        _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys))
-        for name, value, least in (("prefetch", prefetch, 0), ("pulls", pulls, 1)):
+        _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys), name=(name, str))
+        for option, value, least in (("prefetch", prefetch, 0), ("pulls", pulls, 1)):
             if type(value) is not int or value < least:
-                raise RecipeError(f"{name}={value!r}: give a whole number, {least} or more")
+                raise RecipeError(f"{option}={value!r}: give a whole number, {least} or more")
         if timeout_s <= 0:
             raise RecipeError(f"timeout_s={timeout_s}: give seconds, more than 0")
         if uneven not in get_args(Uneven):
@@ -138,7 +134,7 @@ class Exchange(StepSource[Ways]):
             metrics=metrics,
         )
         self._packing: Packing = packing
-        self._keys, self._uneven = keys or Keys(), uneven
+        self._keys, self._uneven, self._name = keys or Keys(), uneven, name
         self.left_over: dict[int, int] = {}
         self._puller = Puller(iterator, self._keys, pulls)
         self._at_rest = threading.Event()  # no producer is in the iterator
@@ -189,7 +185,7 @@ class Exchange(StepSource[Ways]):
         return (
             f"exchange {self.layout}, {self._packing}, {self._keys}, {self._cp_split}, {self._uneven}, "
             f"delivery {self.delivery}, owners {self._readers and sorted(self._readers)}, "
-            f"verify {self._verify}, {self.stage_map}"
+            f"name {self._name!r}, verify {self._verify}, {self.stage_map}"
         )
 
     @property
@@ -315,6 +311,7 @@ class Exchange(StepSource[Ways]):
                 pulled = self._puller.pull(
                     step, self.rank, self._wanted, self._run.step if self._run else step
                 )
+                self._failing(pulled.error)
             with clock.stage("exchange"):
                 reports = gather_reports(pulled, ways.group)
             with clock.stage("plan"):

@@ -41,10 +41,9 @@ def gather_reports(given: Given, group: Group) -> list[Report]:
     Raises the error that a member reports, EndOfStream with the members that want no more.
     """
     reports = [Report.decode(message)[0] for message in group.all_gather(given.report.encode())]
-    for member, each in enumerate(reports):
+    for each in reports:
         if each.status == ERROR:
-            own = given.error if member == group.member else None
-            raise Cause.decode(each.cause).error() from own
+            raise Cause.decode(each.cause).error() from given.error
     if left := [member for member, each in enumerate(reports) if each.status == END]:
         raise EndOfStream(*left)
     return reports

@@ -13,7 +13,7 @@ goes on: the trainer's progress is put back by the microbatches whose gradients 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,11 @@ from meshfeed.integrations.loader import (
     Settings,
     TrainLoader,
     at_step_start,
+    check_options,
     check_state,
     framework,
+    num_microbatches,
+    state_at,
 )
 from meshfeed.layout import Layout
 from meshfeed.recipe import Recipe
@@ -38,6 +41,7 @@ _SETTINGS = Settings(
     epoch="steps_per_epoch=..., or limit_train_batches a multiple of accumulate_grad_batches",
 )
 
+_OWN = {"recipe": "train, validate, test or predict", "rank": "the Trainer"}
 _LIMITS = {
     "validate": "limit_val_batches",
     "test": "limit_test_batches",
@@ -74,11 +78,13 @@ class _Data:
         **feed_options: Any,
     ) -> None:
         super().__init__()
+        check_options(feed_options, _OWN, "DataModule")
         self._recipes = {"train": train, "validate": validate, "test": test, "predict": predict}
         self._layout, self._batch_of, self._steps_per_epoch = layout, batch_of, steps_per_epoch
         self._feed_options = feed_options
         self._loader: TrainLoader | None = None
         self._state: dict[str, Any] | None = None
+        self._evaluating: list[Feed] = []
         self._num_lost = 0  # microbatches that a checkpoint has counted, and whose gradients it has not
 
     @property
@@ -92,18 +98,22 @@ class _Data:
         if not isinstance(train, Recipe):
             raise RecipeError(f"fit needs one recipe: DataModule(train=recipe), not {type(train).__name__}")
         if self._loader is None:
+            feed = self._feed(train)
+            self._check_limit()
             progress = self._put_back()
             self._loader = _Loader(
-                self._feed(train),
+                feed,
                 self._batch_of,
                 steps_per_epoch=self._steps_per_epoch,
                 accumulated=self._accumulated,
                 trained=lambda: progress.total.processed,
                 settings=_SETTINGS,
             )
+            self._loader.resumes = lambda: self.trainer.fit_loop.restarting
             if self._state is not None:
                 check_state(self._state, train)
                 self._loader.load_state_dict(self._state)
+            self._check_max_steps(self._loader)
         return self._loader
 
     def val_dataloader(self) -> list[EvalLoader]:
@@ -119,12 +129,15 @@ class _Data:
         return self._evaluated("predict")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, for Lightning's checkpoint; {} before it began.
+        """Where training stands, for Lightning's checkpoint; {} outside of fit before it began.
 
         Raises StateError within a step under manual optimization: the weights may be no longer those of its
         beginning.
         """
         if self._loader is None:
+            train, run = self._recipes["train"], self.trainer and self.trainer.state.fn
+            if self._state is None and isinstance(train, Recipe) and run == "fit":
+                return state_at(train, 0)
             return self._state or {}
         state = self._loader.state_dict()
         step, done = at_step_start(state)
@@ -142,18 +155,53 @@ class _Data:
             state, num_lost = at_step_start(state_dict)
             check_state(state, train)
             self._state, self._num_lost = state, num_lost
+            # amid a fit, as lr_find puts things back: the next loader begins there
+            if self._loader is not None:
+                self._loader.close()
+                self._loader = None
 
     def teardown(self, stage: str) -> None:
         """Keep the place and let go of files and peers. A run that only tries the code out moves nothing."""
-        if self._loader is not None and stage == "fit":
+        self._let_go()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The same where a run fails: another one goes on with the first step that is not wholly trained."""
+        self._let_go(exception)
+
+    def _let_go(self, during: BaseException | None = None) -> None:
+        loader, self._loader = self._loader, None
+        if loader is not None:
             if not self.trainer.fast_dev_run:
-                state = self._loader.state_dict()
+                state = loader.state_dict()
                 self._state = state if self._by_hand else at_step_start(state)[0]
-            self._loader.close()
-            self._loader = None
+            loader.close(during)
+        while self._evaluating:  # a pass that was left midway has its feed open
+            self._evaluating.pop().__exit__(None, during, None)
+
+    def _check_limit(self) -> None:
+        limit = self.trainer.limit_train_batches
+        if isinstance(limit, float) and limit != 1.0:
+            raise RecipeError(
+                f"limit_train_batches={limit}: a share of a stream is no epoch; give a whole number, a "
+                f"multiple of accumulate_grad_batches, or DataModule(steps_per_epoch=...)"
+            )
+
+    def _check_max_steps(self, loader: TrainLoader) -> None:
+        """Refuse at the start what `_Loader` would refuse at the end of the stream."""
+        trainer, left = self.trainer, loader.num_left
+        if left is None or trainer.max_epochs != -1 or self._by_hand or trainer.fast_dev_run:
+            return
+        if trainer.max_steps > trainer.global_step + left:
+            raise RecipeError(
+                f"max_steps={trainer.max_steps}, {trainer.global_step} of them done, but the stream has only "
+                f"{left} more; set max_steps={trainer.global_step + left}, or give the recipe more "
+                f"(epochs=, steps=)"
+            )
 
     def _evaluated(self, role: str) -> list[EvalLoader]:
         recipes = self._recipes[role] or ()
+        if not recipes and self.trainer.state.fn == role:
+            raise RecipeError(f"{role} needs a recipe: DataModule({role}=recipe), or a list of them")
         several = [recipes] if isinstance(recipes, Recipe) else recipes
         feeds = [self._feed(recipe) for recipe in several]
         limit = _LIMITS[role]
@@ -162,9 +210,15 @@ class _Data:
                 f"a stream to {role} never ends; give its recipe epochs=1 or steps=..., or the Trainer "
                 f"{limit}=, a whole number"
             )
+        self._evaluating += feeds
         return [EvalLoader(feed, self._batch_of) for feed in feeds]
 
     def _feed(self, recipe: Recipe) -> Feed:
+        if self.trainer.overfit_batches:
+            raise RecipeError(
+                f"overfit_batches={self.trainer.overfit_batches}: a stream goes on from epoch to epoch, and "
+                f"does not repeat its beginning; leave it out, and overfit a corpus of so few sequences"
+            )
         strategy = self.trainer.strategy
         mesh = getattr(strategy, "device_mesh", None)
         layout = self._layout
@@ -191,7 +245,26 @@ class _Data:
 
 
 class _Loader(TrainLoader):
-    """Lightning keeps the states of loaders too: the data module's, which has put back what was lost."""
+    """Lightning keeps the states of loaders too: the data module's, which has put back what was lost.
+
+    It would go through empty epochs for ever, so none begins after the end of the stream. A run that is
+    resumed there may find that it has no more to do.
+    """
+
+    resumes: Callable[[], bool]
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.has_ended and not self.resumes():
+            raise RecipeError(
+                f"the stream has ended after {self._feed.num_steps} steps, and another epoch would be empty; "
+                f"end the training there (max_steps or max_epochs), or give the recipe more (epochs=, steps=)"
+            )
+        return super().__iter__()
+
+    def __len__(self) -> int:
+        if self._steps_per_epoch is None and not self.resumes():  # of the stream, Lightning counts the rest
+            return num_microbatches(self._feed, self._position(), self._feed.num_steps)
+        return super().__len__()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(at_step_start(state_dict)[0])

@@ -6,7 +6,9 @@ keeps two counts, and its state is that of what was trained.
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -66,7 +68,7 @@ class EvalLoader:
 
     def _microbatches(self) -> Iterator[tuple[Step, Microbatch]]:
         """Those of a pass, each with its step."""
-        self._feed.load_state_dict(_state_at(self._feed, 0))
+        self._feed.load_state_dict(state_at(self._feed.recipe, 0))
         with self._feed:
             for step in self._feed:
                 for microbatch in step.microbatches:
@@ -74,12 +76,7 @@ class EvalLoader:
 
     def __len__(self) -> int:
         """Microbatches of a pass. Raises TypeError, as len does, where they cannot be counted."""
-        feed = self._feed
-        num_steps, each = feed.num_steps, feed.num_microbatches(0)
-        if num_steps is None or each is None or len(feed.recipe.batch.stages) > 1:
-            raise TypeError("a stream that is endless, packed or of a growing batch has no len()")
-        short = feed.num_microbatches(max(num_steps - 1, 0)) or 0
-        return max(num_steps - 1, 0) * each + short
+        return num_microbatches(self._feed, 0, self._feed.num_steps)
 
 
 class TrainLoader:
@@ -136,12 +133,29 @@ class TrainLoader:
                 return
 
     def __len__(self) -> int:
-        """Microbatches of an epoch. Raises TypeError, as len does, where they cannot be counted."""
-        num_steps = self._steps_per_epoch or self._feed.num_steps
-        each = self._feed.num_microbatches(0)
-        if num_steps is None or each is None:
-            raise TypeError("an endless or packed stream has no len(); give steps_per_epoch")
-        return num_steps * each
+        """All microbatches of the epoch that is trained now or comes next; at the end, of the last.
+
+        Raises TypeError, as len does, where they cannot be counted.
+        """
+        self._settle()
+        size, end = self._steps_per_epoch, self._feed.num_steps
+        if size is None:
+            return num_microbatches(self._feed, 0, end)
+        at = self._position() if end is None else max(min(self._position(), end - 1), 0)
+        first = at // size * size
+        return num_microbatches(self._feed, first, first + size if end is None else min(first + size, end))
+
+    @property
+    def num_left(self) -> int | None:
+        """Steps of the stream that are not wholly trained; None where it never ends."""
+        self._settle()
+        end = self._feed.num_steps
+        return None if end is None else max(end - self._position(), 0)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether every step of the stream is trained, so that another epoch would be empty."""
+        return self.num_left == 0
 
     @property
     def step(self) -> Step | None:
@@ -153,7 +167,7 @@ class TrainLoader:
         """The state after what was trained; JSON-able, equal on every rank."""
         self._settle()
         done = self._trained() - self._base if self._out else 0
-        state = _state_at(self._feed, self._position())
+        state = state_at(self._feed.recipe, self._position())
         return state | {_DONE: done} if done else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -163,13 +177,16 @@ class TrainLoader:
         self._steps, self._next = None, None
         self._out.clear()
 
-    def close(self) -> None:
-        """Let go of the feed's files and peers; iterating opens them again, at the first untrained step."""
+    def close(self, during: BaseException | None = None) -> None:
+        """Let go of the feed's files and peers; iterating opens them again, at the first untrained step.
+
+        during: an error that is being raised; it is told what goes wrong now.
+        """
         self._settle()
         self._next = self._position()
         self._out.clear()
         self._steps = None
-        self._feed.close()
+        self._feed.__exit__(None, during, None)
 
     # -- what was fetched, and what was trained -------------------------------------------------------
 
@@ -201,7 +218,7 @@ class TrainLoader:
             first, end = self._position(), self._feed.num_steps
             for step in (first, max(first, (end or 0) - 1)):  # a short last step is better refused now
                 self._check(step, self._feed.num_microbatches(step))
-            self._feed.load_state_dict(_state_at(self._feed, first))
+            self._feed.load_state_dict(state_at(self._feed.recipe, first))
             self._out.clear()
             self._base = self._trained()
             self._steps = iter(self._feed)
@@ -251,10 +268,34 @@ def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
         )
 
 
+def check_options(options: Mapping[str, Any], own: Mapping[str, str], where: str) -> None:
+    """Raises RecipeError for what is no option of a Feed. own: those decided elsewhere, and by what."""
+    known = [name for name in inspect.signature(Feed).parameters if name not in own]
+    for name in options:
+        if name in own:
+            raise RecipeError(f"{where} has {name!r}, which {own[name]} decides; leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 3)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"a Feed takes {known}"
+            raise RecipeError(f"{where} has {name!r}, which is no option of a Feed; {hint}")
+
+
 def at_step_start(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """The state without what was trained within its step, and how many microbatches that was."""
     return {k: v for k, v in state_dict.items() if k != _DONE}, int(state_dict.get(_DONE, 0))
 
 
-def _state_at(feed: Feed, step: int) -> dict[str, Any]:
-    return State(recipe=feed.recipe.summary(until=step), step=step).to_json()
+def state_at(recipe: Recipe, step: int) -> dict[str, Any]:
+    """The state before a step."""
+    return State(recipe=recipe.summary(until=step), step=step).to_json()
+
+
+def num_microbatches(feed: Feed, first: int, end: int | None) -> int:
+    """Microbatches of some steps for each rank. Raises TypeError where they are endless, or packed."""
+    if end is None or feed.num_microbatches(first) is None:
+        raise TypeError("an endless or packed stream has no len(); give steps_per_epoch, or an end")
+    # they change where the batch does, and in a last step that is short
+    starts = {first, end - 1, *(step for step, _ in feed.recipe.batch.stages)}
+    starts = sorted(step for step in starts if first <= step < end)
+    sizes = [after - step for step, after in zip(starts, [*starts[1:], end])]
+    return sum(size * (feed.num_microbatches(step) or 0) for step, size in zip(starts, sizes))

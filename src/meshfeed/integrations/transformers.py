@@ -12,8 +12,6 @@ transformers' padding-free form.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -24,7 +22,14 @@ import torch
 from meshfeed.batch import Microbatch, Step
 from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
-from meshfeed.integrations.loader import EvalLoader, Settings, TrainLoader, framework, masked_labels
+from meshfeed.integrations.loader import (
+    EvalLoader,
+    Settings,
+    TrainLoader,
+    check_options,
+    framework,
+    masked_labels,
+)
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
@@ -94,7 +99,7 @@ class FeedTrainer:
         self._evaluating = False  # a recipe
         if not isinstance(self, framework("transformers", "transformers").Trainer):
             raise MeshfeedError(f"{_BASES}; {type(self).__name__} has no Trainer among its bases")
-        _check_options(self._feed_options)
+        check_options(self._feed_options, _OWN, "feed_options")
         super().__init__(*args, **kwargs)
         _check_dataset("train_dataset", self.train_dataset)
         given = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": self.eval_dataset}
@@ -202,17 +207,6 @@ class FeedTrainer:
             check_packing(packing, mesh)
             options["packing"] = replace(packing, microbatches=packing.microbatches or num_microbatches)
         return Feed(recipe, layout or Layout(dp=self.args.world_size), self.args.process_index, **options)
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(Feed).parameters if name not in _OWN]
-    for name in options:
-        if name in _OWN:
-            raise RecipeError(f"feed_options has {name!r}, which {_OWN[name]} decides; leave it out")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"a Feed takes {known}"
-            raise RecipeError(f"feed_options has {name!r}, which is no option of a Feed; {hint}")
 
 
 def _check_dataset(name: str, given: object) -> None:

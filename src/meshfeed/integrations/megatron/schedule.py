@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import cached_property
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
@@ -10,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from meshfeed.errors import RecipeError
+from meshfeed.errors import RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
 from meshfeed.integrations.megatron.batches import StageIterator, begin, data_iterators
 from meshfeed.integrations.megatron.core import core
@@ -24,7 +25,7 @@ from meshfeed.integrations.megatron.stages import (
 )
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, Packing
-from meshfeed.roles import StageMap
+from meshfeed.roles import Role, StageMap
 
 SCHEDULERS = {
     "dp_balanced": "in_order",
@@ -274,7 +275,7 @@ class SequencePacking:
     def _new_exchange(self, config: Any, key: tuple[Any, ...], groups: Any) -> Exchange:
         layout: Layout = key[0]
         stages: StageMap = key[1]
-        return Exchange(
+        return _Scheduled(
             self._turn if self._turn.source is not None else None,
             layout,
             packing=key[2],
@@ -285,6 +286,21 @@ class SequencePacking:
             device=device_of(self._device),
             timeout_s=self._timeout_s,
         )
+
+
+class _Scheduled(Exchange):
+    """The exchange of a SequencePacking, whose owners are Megatron's readers."""
+
+    @cached_property
+    def role(self) -> Role:
+        readers = sorted(self._readers or ())
+        if self._puller.owns and self.rank not in readers:
+            raise RoleError(
+                f"rank {self.rank} has a data iterator, but is_reader() is True on ranks {readers} alone; "
+                f"build datasets where it is (is_dataset_built_on_rank=megatron.is_reader, with the loading= "
+                f"of this SequencePacking), and give None elsewhere"
+            )
+        return super().role
 
 
 def _wrapped(stages: Sequence[StageIterator]) -> Wrapped:
