@@ -32,9 +32,10 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def package_files(root: Path) -> set[str]:
-    """Every file of the package's source that is no product of running it, as the wheel names it."""
+    """Every file of the package's source that is no product of running it, as the wheel names it; and what
+    the shell's command starts."""
     source = root / "src"
-    return {
+    return {"meshfeed_command.py"} | {
         path.relative_to(source).as_posix()
         for path in (source / "meshfeed").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
@@ -82,7 +83,8 @@ def test_wheel_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
             cwd=tmp_path, env=environment, check=True, timeout=180, capture_output=True, text=True,
         ).stdout.strip()  # fmt: skip
 
-    assert says("-m", "meshfeed", "--version") == f"meshfeed {PROJECT['version']}"
+    for module in ("meshfeed", PROJECT["scripts"]["meshfeed"].partition(":")[0]):
+        assert says("-m", module, "--version") == f"meshfeed {PROJECT['version']}"
     where = says("-c", "import importlib.util; print(importlib.util.find_spec('meshfeed').origin)")
     assert Path(where).is_relative_to(target)  # and so was what said its version
 

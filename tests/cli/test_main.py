@@ -66,6 +66,7 @@ def test_every_command_with_tables_has_json(capsys: pytest.CaptureFixture[str]) 
         (("plan", "nowhere.py", "--layout", "dp2", "--capacity", "8"), "nowhere.py: no such file"),
         (("roles", "tp2", "--reads", "0;1"), "'0;1' is no whole number"),
         (("roles", "tp2", "--rank", "tp1"), "'tp1' is no whole number"),
+        (("roles", "tp2", "--rank", "5"), "rank 5 is not in layout tp2"),
         (("inspect", "nowhere"), "nowhere: found nothing"),
         (
             ("prepare", "in", "out", "--tokenizer", "bytes"),
@@ -176,6 +177,32 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
     assert (process.returncode, err) == (130, "meshfeed: interrupted\n")
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_an_interrupt_of_the_import_says_nothing(tmp_path: Path, ignored: bool) -> None:
+    """A package that is imported early says so and waits for the signal; an exception would end in a trace."""
+    (tmp_path / "torch.py").write_text(
+        "import os, sys\nprint('importing', flush=True)\nsys.stdin.readline()\nprint('on', flush=True)\nos._exit(0)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "meshfeed_command", "roles", "tp2"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        preexec_fn=ignores_interrupts if ignored else world.hears_interrupts,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate("\n" if ignored else None, timeout=60)
+    assert (process.returncode, out, err) == ((0, "on\n", "") if ignored else (130, "", ""))
+
+
+def ignores_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def test_colours_and_widths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,6 +236,11 @@ def completed(script: Path, *words: str) -> set[str]:
     )
     assert done.returncode == 0, done.stderr
     return {word.strip() for word in done.stdout.split("\n") if word.strip()}
+
+
+def test_no_progress_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(tmp_path / "c", num_tokens=500)
+    assert told(capsys, "inspect", str(tmp_path / "c"), "--verify")[::2] == (0, "")
 
 
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

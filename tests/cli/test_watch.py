@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -19,13 +20,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.cli.frame import Frame, frame_of, shares_of, straggler_of
 from meshfeed.cli.main import main
-from meshfeed.cli.watch import straggler_words
+from meshfeed.cli.watch import headline, picture_of, straggler_words
 from meshfeed.metrics import MixtureHistory, RankHistory, RunHistory, RunLog, RunStart, Start, StepRecord
 
 STAGES = ("plan", "read", "deliver")
@@ -225,7 +227,7 @@ def test_a_picture_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "rank 2 waits 500 ms a step in read (others 2 ms)" in out
     assert "mixture: code 75.0% of 75.0% asked, docs 25.0% of 25.0% asked" in out
     at = next(k for k, line in enumerate(lines) if line.startswith("rank  "))
-    assert " ".join(lines[at].split()) == "rank place step read all tokens/s queue bytes/s padding"
+    assert " ".join(lines[at].split()) == "rank place step read all tokens/s queue bytes/s"
     assert " ".join(lines[at + 1].split()).startswith("2 dp2 4 500 500 1.0 k 1 ")
     assert main(["watch", str(tmp_path), "--silent", "600"]) == 0, "into a file, once without being told"
     assert "rank 2 waits" in capsys.readouterr().out
@@ -240,8 +242,42 @@ def test_of_many_ranks_the_worst_are_shown_and_the_rest_is_summed_up(
     rows = out[out.index("rank  ") :].splitlines()
     rows = [line.split() for line in rows if re.match(r" *(\d+|others) ", line)]
     assert [row[0] for row in rows] == ["59", "58", "57", "56", "others"]
+    assert re.search(r"(?m)^ *59 ", once(capsys, tmp_path, "--rows", "1", "--silent", "600")[1])
     assert rows[-1][1:5] == ["56", "ranks,", "at", "worst"] and "550" in rows[-1]
     assert len(json.loads(once(capsys, tmp_path, "--json")[1])["ranks"]) == 60
+
+
+@pytest.mark.parametrize(("step_s", "says"), [(0.1, ""), (1.0, "3 steps behind"), (20.0, "3 steps behind")])
+def test_ranks_are_behind_only_by_more_than_their_logs_may_be(step_s: float, says: str) -> None:
+    """What a rank has done in the last second may not be in its log yet."""
+    ahead, behind = (
+        rank_history(k, np.zeros((num, 3)), time=NOW - 1 + (np.arange(num) - num) * step_s)
+        for k, num in enumerate((9, 6))
+    )
+    frame = frame_of(run_of(ahead, behind), NOW, silent_s=600)
+    assert [each.behind for each in frame.ranks] == [0, 3]
+    console = Console(width=100, file=io.StringIO())
+    console.print(picture_of(frame, Path("run"), 9))
+    assert says in (text := console.file.getvalue()) and ("behind" in text) == bool(says)
+
+
+def test_how_long_nothing_was_heard_is_said_before_anybody_is_silent() -> None:
+    """A run that stands still shows the pace that it had; the time since tells that it stands."""
+    frame = frame_of(run_of(rank_history(0, np.zeros((5, 3))), rank_history(1, np.zeros((5, 3)))), NOW + 25)
+    assert frame.silent == () and [each.quiet_s for each in frame.ranks] == [25, 25]
+    assert headline(frame).endswith("1.0 k tokens/s; last heard of 25 s ago")
+
+
+def test_a_narrow_picture_is_folded_and_cuts_no_number() -> None:
+    ranks = (rank_history(k, np.full((5, 3), 1.234 + k), padding=np.full(5, 0.125)) for k in range(2))
+    frame = frame_of(run_of(*ranks), NOW)
+    texts: dict[int, str] = {}
+    for width in (40, 60, 200):
+        console = Console(width=width, file=io.StringIO())
+        console.print(picture_of(frame, Path("run"), 9))
+        texts[width] = console.file.getvalue()
+        assert max(map(len, texts[width].splitlines())) <= width
+    assert len({"".join(sorted(text)).strip() for text in texts.values()}) == 1
 
 
 def test_thousands_of_ranks_make_a_frame() -> None:
@@ -252,19 +288,21 @@ def test_thousands_of_ranks_make_a_frame() -> None:
 
 def test_once_tells_scripts_whether_all_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out = once(capsys, tmp_path / "later")
-    assert status == 1 and "has not begun" in out
+    assert status == 1 and "has not begun: there is no such folder yet" in out
+    (tmp_path / "later").mkdir()
+    assert "has not begun: no rank has written" in once(capsys, tmp_path / "later")[1]
     status, out = once(capsys, tmp_path / "later", "--json")
     assert status == 1 and json.loads(out)["start"] is None
     write_log(tmp_path / "old", 2, ago_s=3600)
     status, out = once(capsys, tmp_path / "old")
-    assert status == 1 and "all ranks are silent since 60 min: the run is over, or stands still" in out
+    assert status == 1 and "all ranks are silent for 60 min: the run is over, or stands still" in out
     write_log(tmp_path / "part", 3)
     (tmp_path / "part" / "rank-000001.jsonl").unlink()
     status, out = once(capsys, tmp_path / "part")
     assert status == 1 and "rank 1 is not started yet" in out
     (tmp_path / "file").touch()
     assert main(["watch", str(tmp_path / "file"), "--once"]) == 2
-    assert "no run log can be read" in capsys.readouterr().err
+    assert "no run log: Not a directory; give the folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])

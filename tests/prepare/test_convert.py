@@ -406,7 +406,7 @@ def test_rows_that_are_no_documents(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"column 'made' is timestamp\[ms\], which mds cannot hold"):
         convert(tmp_path / "p.parquet", tmp_path / "m", "mds")
     (tmp_path / "d.jsonl").write_text('{"tokens": [1]}\n')
-    with pytest.raises(StoreError, match=r"jsonl, 1 files; converted are .*meshfeed prepare"):
+    with pytest.raises(StoreError, match=r"jsonl, 1 file; converted are .*meshfeed prepare"):
         convert(tmp_path / "d.jsonl", tmp_path / "m", "mds")
 
 

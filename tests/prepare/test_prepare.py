@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,10 +196,38 @@ def test_the_command_says_what_it_made(corpus, tmp_path, capsys):
     assert said.err == "", "no bar where there is no terminal"
 
 
+def test_the_command_says_what_it_does_not_read_and_that_nothing_came(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("in/sub").mkdir(parents=True)
+    for name in ("a.txt", "b.md", "sub/c.md", "sub/README", ".hidden"):
+        Path("in", name).write_text("a")
+    words = ["prepare", "in", "--tokenizer", "bytes", "--out"]
+    assert main([*words, "out"]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path / 'out'}: 1 document, 1 token (uint8)\n"
+    assert said.err == (
+        "meshfeed: 3 files of other suffixes not read (2 .md, 1 without a suffix); --glob chooses by name\n"
+    )
+    assert main([*words, "all", "--glob", "*", "--dedup", "exact"]) == 0
+    said = capsys.readouterr()
+    assert (said.out.splitlines()[1:], said.err) == (["3 repeated documents left out"], "")
+    Path("in/a.txt").rename("in/a.jsonl")
+    Path("in/a.jsonl").write_text("\n")
+    assert main([*words, "none", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["stores"]["."]["num_documents"] == 0
+    assert said.err.endswith(f"meshfeed: {tmp_path / 'none'}: has no document; no Feed can read it\n")
+
+
 def test_an_interrupted_command_says_how_to_go_on(corpus, tmp_path, capsys, monkeypatch):
+    class Stops(Here):
+        def encode(self, folder, parts):
+            yield from super().encode(folder, parts)
+            raise KeyboardInterrupt
+
     words = ["prepare", *map(str, corpus[0]), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
     with monkeypatch.context() as patched:
-        patched.setattr(prepare_command, "Local", lambda count: Here(stop_after=0))
+        patched.setattr(prepare_command, "Local", lambda count: Stops())
         assert main(words) == 130
     first, how = capsys.readouterr().err.splitlines()
     assert first == "meshfeed: interrupted" and how.endswith("kept; go on with --resume")

@@ -168,6 +168,12 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         (["a.jsonl", "--out", "s3://b/x", "--engine", "slurm"], "name a folder that all of them see: --work"),
         (["a.jsonl", "--work", "w"], "--work w: is for outputs in storage; .* made beside out"),
         (["a.jsonl", "--dtype", "uint8", "--eod"], "257 tokens, of which uint8 holds 256"),
+        (["a.jsonl", "--chat"], "bytes: has no chat template; give a transformers directory"),
+        (["a.jsonl", "--column", "absent"], "1 malformed document, 0 let pass; .*\\n.*no 'absent', found"),
+        (
+            ["a.jsonl", "--column", "text.body"],
+            "is not reached: lift it first, as jq -c '{text: .text.body}'",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_said_at_once(tmp_path, monkeypatch, capsys, options, said):
@@ -183,6 +189,33 @@ def test_what_cannot_be_asked_is_said_at_once(tmp_path, monkeypatch, capsys, opt
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(
         ["a.jsonl", "sub"] + ([] if said else ["out"])
     )
+
+
+@pytest.mark.parametrize("stopped", [PrepareError("of the engine"), KeyboardInterrupt()])
+def test_a_run_that_encoded_nothing_leaves_nothing(tmp_path, stopped):
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+
+    class Stops(Here):
+        def encode(self, folder, parts):
+            (folder / "parts/00000000.1f.tmp").touch()  # of a worker that was killed
+            raise stopped
+            yield
+
+    with pytest.raises(type(stopped)) as caught:
+        prepare([path], tmp_path / "out", BYTES, engine=Stops())
+    assert caught.value.__notes__ == [
+        f"{tmp_path}/out.preparing: nothing was encoded, and nothing is kept; start it again"
+    ]
+    assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]
+    prepare([path], tmp_path / "out", BYTES, engine=Here())
+
+
+def test_what_is_trained_stays_though_nothing_was_encoded(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+    with pytest.raises(KeyboardInterrupt) as caught:
+        prepare([path], tmp_path / "out", Text(train_bpe=300), engine=Here(stop_after=0))
+    assert "go on with --resume" in caught.value.__notes__[0]
+    assert (tmp_path / "out.preparing/tokenizer.json").exists()
 
 
 @contextmanager
@@ -203,9 +236,12 @@ def test_a_full_disk_stops_it_cleanly_and_it_goes_on_with_space(tmp_path, part_b
     path = jsonl(tmp_path / "a.jsonl", some)
     with full_disk(60_000), pytest.raises(StoreError, match=f"{where}.*: File too large") as caught:
         prepare([path], tmp_path / "out", BYTES, engine=engine, part_bytes=part_bytes)
-    assert "what was encoded is kept; go on with --resume" in caught.value.__notes__[0]
+    if part_bytes is None:  # the only part: nothing was encoded
+        assert left_behind(tmp_path / "out") == []
+    else:
+        assert "what was encoded is kept; go on with --resume" in caught.value.__notes__[0]
+        assert not list((tmp_path / "out.preparing").rglob("*.tmp"))
     assert not (tmp_path / "out").exists()
-    assert not list((tmp_path / "out.preparing").rglob("*.tmp"))
     prepare([path], tmp_path / "out", BYTES, engine=engine, resume=True)
     assert documents(tmp_path / "out") == [text.encode() for text in some]
     assert left_behind(tmp_path / "out") == []
@@ -224,8 +260,9 @@ def test_a_disk_without_space_stops_the_command_and_space_lets_it_go_on(tmp_path
         assert main([*words, str(disk / "out")]) == 2
         err = capsys.readouterr().err
         assert re.match(rf"meshfeed: {disk}/out\.preparing/{where}.*: No space left on device", err), err
-        assert "go on with --resume" in err and "Traceback" not in err
-        assert left_behind(disk / "out") == ["out.preparing"] and not (disk / "out").exists()
+        kept = where != "parts/"  # the only part
+        assert ("go on with --resume" if kept else "start it again") in err and "Traceback" not in err
+        assert left_behind(disk / "out") == ["out.preparing"] * kept and not (disk / "out").exists()
         subprocess.run([*mount, "remount,size=8m"], check=True)
         assert main([*words, str(disk / "out"), "--resume"]) == 0
         assert tree(disk / "out") == tree(tmp_path / "whole")

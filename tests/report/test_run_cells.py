@@ -14,7 +14,7 @@ from meshfeed.report.history.axis import axis_of, rows_of
 from meshfeed.report.history.cells import heat_of, moments_of
 from meshfeed.report.history.loop import asked_at, seconds_of
 from meshfeed.report.history.packed import packed_seconds, unpacked_seconds
-from meshfeed.report.history.summary import resumes
+from meshfeed.report.history.summary import resumes, summary_of
 from meshfeed.report.history.waits import longest_of, sentence, stragglers, waits_of, worst_of
 
 READ = made_up.STAGES.index("read")
@@ -83,3 +83,18 @@ def test_ranks_without_a_log_are_told() -> None:
         "ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more of start 1; of rank 11 of start 2: what they did"
         in resumes(half)
     )
+
+
+def test_a_stall_of_the_loop_itself_is_told_apart_from_waiting() -> None:
+    told = made_up.history(num_ranks=3, spans=((0, 20), (10, 30)), spikes={(1, 25): 50.0})
+    for rank in told.ranks.values():
+        rank.time[:] = 1.7e9 + np.arange(40) + rank.wait.sum(axis=1).cumsum()
+        rank.time[27:] += 45.0  # the loop is busy with step 16 of the second start
+        rank.time[1:] += 300.0  # and with its first step: not to be told
+    told.ranks[2].time[27:] += 1.0
+    outside = summary_of(told, waits_of(told))["outside"]
+    assert (outside["rank"], outside["step"]) == (2, 16)
+    assert outside["busy_s"] == pytest.approx(47, abs=1e-3)
+    assert outside["median_s"] == pytest.approx(1, abs=1e-3)
+    none = made_up.history(num_ranks=2, spans=((0, 1),))
+    assert summary_of(none, waits_of(none))["outside"] is None

@@ -291,7 +291,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "abc"}\n{"text": ""}\n')
     assert main(["inspect", str(tmp_path / "d.jsonl"), "--tokenizer", "bytes", "--json", "--verify"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["format"], facts["num_documents"], facts["num_tokens"]) == ("jsonl, 1 files", 2, 3)
+    assert (facts["format"], facts["num_documents"], facts["num_tokens"]) == ("jsonl, 1 file", 2, 3)
     assert (facts["dtype"], facts["document_lengths"]["max"]) == ("uint8", 3)
     (tmp_path / "d.jsonl").write_text('{"text": 5}\n')
     assert main(["inspect", str(tmp_path / "d.jsonl"), "--tokenizer", "bytes"]) == 1

@@ -6,11 +6,10 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from meshfeed.cli import calibrate, figures
-from meshfeed.cli.command import OK, WRONG, Console, add_command, print_json
+from meshfeed.cli.command import OK, WRONG, Console, Table, add_command, print_json
 from meshfeed.cli.figures import Figure
 from meshfeed.errors import MeshfeedError
 
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(taken: list[Figure]) -> None:
-    table = Table("", "what", "figure", "aim", box=None, pad_edge=False)
+    table = Table("", "what", "figure", "aim")
     for column in table.columns[2:]:
         column.justify = "right"
     marks = {True: Text("holds", "green"), False: Text("short", "red"), None: Text("-")}

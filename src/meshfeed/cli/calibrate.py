@@ -92,7 +92,8 @@ def calibrate(args: argparse.Namespace) -> int:
         raise MeshfeedError(f"{args.out}: {error}") from error
     except (RuntimeError, AssertionError, ValueError) as error:  # torch tells a missing device in any of them
         raise MeshfeedError(
-            f"device {args.device}, {args.dtype}: {str(error).splitlines()[0][:120]}"
+            f"device {args.device}, {args.dtype}: {str(error).splitlines()[0][:120]}; choose others by "
+            f"--device and --dtype"
         ) from error
     tokens, squares, times = np.array(measured).T
     try:

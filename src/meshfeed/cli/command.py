@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 from rich.console import Console as RichConsole
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from meshfeed.errors import MeshfeedError
 
@@ -55,6 +55,17 @@ class Console(RichConsole):
     def on_broken_pipe(self) -> None:
         """Leave it to `main`; rich itself would end the process with a status of 1."""
         raise BrokenPipeError
+
+
+class Table(RichTable):
+    """A table without lines that folds what does not fit: half a number is another number."""
+
+    def __init__(self, *headers: str, **how: Any) -> None:
+        super().__init__(*headers, box=None, pad_edge=False, **how)
+
+    def add_column(self, *header: Any, **how: Any) -> None:
+        """See rich."""
+        super().add_column(*header, **{"overflow": "fold"} | how)
 
 
 def add_command(
@@ -175,9 +186,9 @@ def plain(value: Any) -> Any:
 
 def print_facts(facts: Mapping[str, Any], console: RichConsole) -> None:
     """A column of names and a column of values."""
-    table = Table(show_header=False, box=None, pad_edge=False)
+    table = Table(show_header=False)
     table.add_column()
-    table.add_column(overflow="fold")
+    table.add_column()
     for name, value in facts.items():
         table.add_row(name.replace("_", " "), shown(value), style=None)
     console.print(table, markup=False)
@@ -200,7 +211,8 @@ def shown(value: Any) -> str:
 
 def show_progress(what: str, parts: Iterator[float], *, quiet: bool = False) -> None:
     """Run through `parts`, which yields the part done, under a bar on stderr."""
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
         task = progress.add_task(what, total=1.0)
         for done in parts:
             progress.update(task, completed=done)

@@ -6,10 +6,11 @@ import argparse
 import time
 from typing import Any
 
-from meshfeed.cli.command import OK, add_command, print_json, show_progress, shown, whole
+from meshfeed.cli.command import OK, add_command, print_json, show_progress, whole
 from meshfeed.cli.recipes import add_storage_options, storage_options
 from meshfeed.prepare.convert import Conversion
 from meshfeed.prepare.convert_write import SINKS
+from meshfeed.report.words import counted
 from meshfeed.store import open_store
 from meshfeed.store.mds_sample import DTYPE_CODES
 
@@ -103,10 +104,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(facts)
         return OK
-    counts = ", ".join(f"{shown(facts[f'num_{what}'])} {what}" for what in ("documents", "tokens"))
+    counts = ", ".join(counted(facts[f"num_{what}s"], what) for what in ("document", "token"))
     dropped = f"; dropped {', '.join(args.drop)}" if args.drop else ""
     print(
-        f"{facts['destination']} ({facts['format']}): {counts}, {shown(facts['size_bytes'])} bytes in "
+        f"{facts['destination']} ({facts['format']}): {counts}, {facts['size_bytes']:,} bytes in "
         f"{facts['elapsed_s']} s; columns {', '.join(facts['columns'])}{dropped}"
     )
     return OK

@@ -8,12 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 import meshfeed as mf
 from meshfeed.cli import machine, recipes, storage
-from meshfeed.cli.command import OK, WRONG, Console, add_command, print_json, whole
+from meshfeed.cli.command import OK, WRONG, Console, Table, add_command, print_json, whole
 from meshfeed.cli.finding import Finding
 
 _COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
@@ -84,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(findings: list[Finding]) -> None:
     console = Console()
-    table = Table(
-        "", "what", "finding", title="meshfeed doctor", title_justify="left", box=None, pad_edge=False
-    )
+    table = Table("", "what", "finding", title="meshfeed doctor", title_justify="left")
     for finding in findings:
         mark = Text(finding.verdict, style=_COLOURS[finding.verdict])
         table.add_row(mark, Text(finding.topic), Text(finding.says))

@@ -35,7 +35,8 @@ class Standing:
         queue_depth: steps that are ready, at the last step.
         bytes_per_s: read by this rank.
         padding: part of the padded tokens; None where nothing is packed.
-        silent_s: seconds since it was last heard of, where that is long; else None.
+        quiet_s: seconds since it was last heard of.
+        silent_s: the same where that is long; else None.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Standing:
     queue_depth: int
     bytes_per_s: float | None
     padding: float | None
+    quiet_s: float
     silent_s: float | None
 
     @property
@@ -230,6 +232,7 @@ def _standing(
         queue_depth=int(history.queue_depth[late[-1]]) if late.size else 0,
         bytes_per_s=rate(history.bytes_read),
         padding=float(np.nanmean(padding)) if late.size and not np.isnan(padding).all() else None,
+        quiet_s=max(quiet, 0.0),
         silent_s=quiet if quiet > limit else None,
     )
 

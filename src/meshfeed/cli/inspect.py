@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 from rich.text import Text
 
 from meshfeed.cli import recipes
@@ -17,6 +16,7 @@ from meshfeed.cli.command import (
     OK,
     WRONG,
     Console,
+    Table,
     add_command,
     print_facts,
     print_json,
@@ -223,7 +223,7 @@ def _print(facts: dict[str, Any], lengths: Lengths, texts: list[tuple[int, str]]
     console = Console()
     print_facts(facts, console)
     console.print(f"\n{lengths.title}")
-    statistics = Table(box=None, pad_edge=False)
+    statistics = Table()
     figures = lengths.statistics()
     for name in figures:
         statistics.add_column(name, justify="right")
@@ -237,7 +237,7 @@ def _print(facts: dict[str, Any], lengths: Lengths, texts: list[tuple[int, str]]
 
 
 def _histogram(lengths: Lengths) -> Table:
-    table = Table("tokens", "documents", "", "of all tokens", box=None, pad_edge=False)
+    table = Table("tokens", "documents", "", "of all tokens")
     for column, justify in zip(table.columns, ("right", "right", "left", "right")):
         column.justify = justify
     bins = lengths.bins()

@@ -40,10 +40,10 @@ _EPILOG = """meshfeed COMMAND --help shows options, examples, exit statuses and 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0 done, 1 something is wrong with what it looked at,
     2 asked wrongly or failed, 130 interrupted."""
-    parser = parser_of_all()
     words = sys.argv[1:] if arguments is None else arguments
-    _mend_streams()
     try:
+        _mend_streams()
+        parser = parser_of_all()
         _suggest(parser, words)
         args = parser.parse_args(words)
         status = args.run(args)

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from rich.table import Table
 
 import meshfeed as mf
 from meshfeed.cli import packing, recipes
-from meshfeed.cli.command import OK, Console, add_command, print_json, span, whole, write_text
+from meshfeed.cli.command import OK, Console, Table, add_command, print_json, span, whole, write_text
 from meshfeed.errors import MeshfeedError
 from meshfeed.plan import Account, StepPlan, account_of, plan_step
 from meshfeed.report.plan import Picture, page
+from meshfeed.report.words import counted
 from meshfeed.stepping import GlobalBatch
 
 _KEYS = {
@@ -191,7 +191,7 @@ def _dump(plan: StepPlan) -> list[list[dict[str, Any]]]:
 
 def _print(planned: list[_Planned]) -> None:
     headers = ("step", "seqs", "mbs", "tokens", "padding", "max/mean", "obj/bound", "E", "planned in")
-    table = Table(*headers, box=None, pad_edge=False)
+    table = Table(*headers)
     for each in planned:
         facts = each.facts()
         table.add_row(
@@ -213,6 +213,6 @@ def _print(planned: list[_Planned]) -> None:
             console.print(f"step {each.step}: {too_long} too long, {empty} without a token")
     for name, drawn in planned[-1].drawn.items():
         console.print(
-            f"{name}: {drawn['sequences']:,} sequences, {drawn['epochs']:.3f} epochs "
+            f"{name}: {counted(int(drawn['sequences']), 'sequence')}, {drawn['epochs']:.3f} epochs "
             f"after step {planned[-1].step}"
         )

@@ -8,14 +8,14 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from meshfeed.cli.command import OK, Console, add_command, print_json, shown, whole
+from meshfeed.cli.command import OK, Console, add_command, print_json, whole
 from meshfeed.errors import PrepareError
 from meshfeed.prepare import (
     Chats,
@@ -32,6 +32,7 @@ from meshfeed.prepare import (
 from meshfeed.prepare.encoders import DTYPES
 from meshfeed.prepare.inputs import KINDS
 from meshfeed.prepare.join import ERRORS
+from meshfeed.report.words import counted
 from meshfeed.store.tokenizer import KNOWN
 
 _KEYS = {
@@ -40,6 +41,8 @@ _KEYS = {
     "num_duplicates, num_malformed": "documents that were left out",
     "num_inputs, elapsed_s": "files that were read, and seconds of this run",
 }
+
+_SUFFIXES = 8  # that are named of files that are not read
 
 
 def add_parser(subparsers: Any) -> None:
@@ -112,7 +115,9 @@ def _add_tokens(parser: argparse.ArgumentParser) -> None:
 def _add_documents(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what becomes a document")
     what.add_argument(
-        "--column", "--key", help="of JSON and Parquet; 'text' if not given, with --chat 'messages'"
+        "--column",
+        "--key",
+        help="of JSON and Parquet, none within another; 'text' if not given, with --chat 'messages'",
     )
     what.add_argument("--glob", metavar="PATTERN", help="names to take from folders, such as '*.py'")
     what.add_argument("--format", choices=KINDS, help="of all inputs, whatever their names")
@@ -185,6 +190,7 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             work=args.work,
             on_progress=on_progress,
+            on_passed_over=_tell_passed_over,
         )
     told = {name: value for name, value in made.manifest.items() if name != "request"}
     told |= {"path": made.path, "num_inputs": len(made.manifest["request"]["inputs"])}
@@ -193,7 +199,24 @@ def run(args: argparse.Namespace) -> int:
         print_json(told)
     else:
         _print(made)
+    for name, store in made.manifest["stores"].items():
+        if not store["num_documents"]:
+            where = _place(made, name)
+            print(f"meshfeed: {where}: has no document; no Feed can read it", file=sys.stderr)
     return OK
+
+
+def _tell_passed_over(passed_over: Mapping[str, int]) -> None:
+    most = sorted(passed_over, key=lambda suffix: (-passed_over[suffix], suffix))[:_SUFFIXES]
+    kinds = [f"{passed_over[suffix]:,} {suffix or 'without a suffix'}" for suffix in most]
+    kinds += ["..."] if len(most) < len(passed_over) else []
+    total = counted(sum(passed_over.values()), "file")
+    told = f"{total} of other suffixes not read ({', '.join(kinds)}); --glob chooses by name"
+    print(f"meshfeed: {told}", file=sys.stderr)
+
+
+def _place(made: Prepared, name: str) -> str:
+    return made.path if name == "." else f"{made.path}/{name}"
 
 
 def _date(text: str) -> datetime.date:
@@ -277,10 +300,10 @@ def _progress(*, quiet: bool) -> Generator[Callable[[Progress], None]]:
 def _print(made: Prepared) -> None:
     manifest = made.manifest
     for name, store in manifest["stores"].items():
-        where = made.path if name == "." else f"{made.path}/{name}"
-        counts = f"{shown(store['num_documents'])} documents, {shown(store['num_tokens'])} tokens"
-        print(f"{where}: {counts} ({store['dtype']})")
+        counts = f"{counted(store['num_documents'], 'document')}, {counted(store['num_tokens'], 'token')}"
+        print(f"{_place(made, name)}: {counts} ({store['dtype']})")
     if manifest["num_duplicates"]:
-        print(f"{shown(manifest['num_duplicates'])} documents left out that were there already")
+        print(f"{counted(manifest['num_duplicates'], 'repeated document')} left out")
     if manifest["num_malformed"]:
-        print(f"{shown(manifest['num_malformed'])} malformed documents left out, see {made.path}/{ERRORS}")
+        left = counted(manifest["num_malformed"], "malformed document")
+        print(f"{left} left out, see {made.path}/{ERRORS}")

@@ -10,17 +10,18 @@ from meshfeed.cli.command import OK, add_command, print_json, write_text
 from meshfeed.metrics import read_run
 from meshfeed.report.history.page import page
 from meshfeed.report.history.summary import summary_of
-from meshfeed.report.history.waits import waits_of
+from meshfeed.report.history.waits import seconds_text, waits_of
 
 _KEYS = {
     "out": "the page",
     "says": "what to look at first, in a sentence",
-    "steps": "from the first that was trained to the last",
+    "steps": "how many, from the first that was trained to the last",
     "starts": "from which step, under which layout; one object a start",
     "wait_share": "part of all ranks' time that their loops were kept waiting, 0 to 1",
-    "worst": "rank and stage to look at first, its mean wait_s a step, the median rank's; null for none",
+    "worst": "rank and stage to look at first: its wait_s a step, share of its time, median_wait_s; or null",
     "longest": "the longest wait of a single step: rank, stage, step, wait_s; null for none",
-    "ranks": "rank -> wait_s: mean seconds a step, by stage; first steps of starts left out throughout",
+    "outside": "the longest that a loop was busy with a step: rank, step, busy_s, median_s; null for none",
+    "ranks": "rank, wait_s: stage -> mean seconds a step; first steps of starts left out throughout",
 }
 
 
@@ -55,4 +56,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({"out": args.out, **summary})
     else:
         print(summary["says"])
+        if (outside := summary["outside"]) is not None:
+            longest, median = (seconds_text(outside[name]) for name in ("busy_s", "median_s"))
+            print(f"Longest outside the loader: step {outside['step']:,}, {longest}; the median is {median}.")
     return OK

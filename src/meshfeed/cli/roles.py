@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
-from meshfeed.cli.command import OK, Console, add_command, numbers, print_json, whole
+from meshfeed.cli.command import OK, Console, Table, add_command, numbers, print_json, whole
 from meshfeed.deliver import can_share
 from meshfeed.layout import Layout
 from meshfeed.roles import Field, Role, Roles, StageMap, assign_roles, choose_delivery
@@ -96,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         delivery = choose_delivery(layout, stage_map, fields, args.reads, can_share=can_share() is None)
     roles = assign_roles(layout, stage_map, fields, delivery, args.reads)
     sequence_bytes = (args.length + 1) * args.token_bytes * args.sequences // layout.dp
+    if args.rank is not None:
+        layout.coord(args.rank)  # or it is refused now
     shown = [args.rank] if args.rank is not None else roles.ranks.tolist()
     rows = _rows(layout, roles, shown, sequence_bytes)
     if args.json:
@@ -159,9 +159,7 @@ def _print(
         )
     computed = ", ".join(field.name for field in fields if not field.stored)
     console.print(f"[dim]computed by every rank for itself, never sent: {computed}[/dim]")
-    table = Table(
-        "rank", "node", "tp cp dp pp", "opens", "from", "fields", "bytes/step", box=None, pad_edge=False
-    )
+    table = Table("rank", "node", "tp cp dp pp", "opens", "from", "fields", "bytes/step")
     for at, (role, moved) in enumerate(rows):
         if at == most:
             break

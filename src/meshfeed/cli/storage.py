@@ -16,6 +16,7 @@ from meshfeed.cli.finding import Finding, Times
 from meshfeed.errors import MeshfeedError, MissingError
 from meshfeed.files.client import Client, Patience, Stat
 from meshfeed.files.url import is_remote, local_path, split, without_secrets
+from meshfeed.report.words import counted
 from meshfeed.store import IndexedWriter
 
 _PROBE_TOKENS = 4_000_000
@@ -85,8 +86,9 @@ def place(url: str, options: Mapping[str, str], cache: mf.Cache) -> Iterator[Fin
         if remote:
             yield _asked(url, options)
         with mf.open(url, cache=cache, options=options) as store:
-            told = f"{store.num_documents:,} documents, {store.num_tokens:,} tokens, {store.dtype.name}"
-        yield Finding(without_secrets(url), "ok", f"opens: {store.facts()['format']}, {told}")
+            told = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"
+            told = f"{store.facts()['format']}, {told}, {store.dtype.name}"
+        yield Finding(without_secrets(url), "ok", f"opens: {told}")
         if not remote:
             yield disk_of(Path(local_path(url)))
     except MeshfeedError as error:

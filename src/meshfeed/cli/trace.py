@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-from rich.table import Table
 
 import meshfeed as mf
 from meshfeed.cli import packing, recipes
-from meshfeed.cli.command import OK, Console, add_command, print_json, span, whole
+from meshfeed.cli.command import OK, Console, Table, add_command, print_json, span, whole
 from meshfeed.errors import MeshfeedError
 from meshfeed.layout import Coord
 from meshfeed.order import position_of
@@ -90,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if not lines:
         Console().print("nothing")
         return OK
-    table = Table(*lines[0], box=None, pad_edge=False)
+    table = Table(*lines[0])
     for line in lines:
         table.add_row(*map(_cell, line.values()))
     Console().print(table)

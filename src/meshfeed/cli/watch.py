@@ -12,27 +12,29 @@ from typing import Any
 
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from meshfeed.cli.command import OK, WRONG, Console, add_command, positive, print_json, whole
+from meshfeed.cli.command import OK, WRONG, Console, Table, add_command, positive, print_json, whole
 from meshfeed.cli.frame import Frame, Standing, Straggler, frame_of
 from meshfeed.metrics import RunReader
+from meshfeed.report.words import counted
 
 _KEEP_STEPS = 1000
 _MOST_ROWS = 40  # where no terminal says how many fit
 _OTHER_LINES = 10  # of a screen, that are no ranks
+_TOLD_S = 2.0
 _SHOWN_S = 0.0005  # a stage in which no rank waits as long has no column
 
 _KEYS = {
     "num_starts, start": "how often the job has started; the last: time, step, layout, world_size, ...",
-    "step, step_s, tokens_per_s": "the foremost rank's last step; the median rank's seconds and tokens",
+    "step, step_s, tokens_per_s": "the foremost rank's last step; of the median rank, see below",
     "straggler": "rank, stage, does (waits or works), seconds a step, usual_s, num_others; or null",
     "ranks": "one object for each rank of the last start, worst first, of the keys below",
     "rank, coord, host, step, behind": "who; its last step; steps behind the foremost",
     "wait_s, work_s": "stage -> seconds a step, the mean of the last --steps",
-    "step_s, tokens_per_s, bytes_per_s": "at this rank's pace; bytes that it reads",
-    "queue_depth, padding, silent_s": "null where nothing is packed; where it is not silent",
+    "step_s, tokens_per_s": "seconds a step; tokens of the whole job at this rank's pace, not to be summed",
+    "bytes_per_s, queue_depth": "bytes that it reads itself; steps that are ready",
+    "padding, quiet_s, silent_s": "null if not packed; seconds since it was heard of; null if not silent",
     "stages": "in which some rank waits",
     "missing, silent": "ranks that have not told of this start; that have long told nothing",
     "mixture": "name, realised, asked of each source",
@@ -135,7 +137,8 @@ def picture_of(frame: Frame, path: Path, num_rows: int) -> Group:
     title = Text(f"meshfeed watch {path}", style="bold")
     start = frame.start
     if start is None:
-        return Group(title, Text("has not begun: no rank has written to its log yet", style="yellow"))
+        nobody = "no rank has written to its log yet" if path.exists() else "there is no such folder yet"
+        return Group(title, Text(f"has not begun: {nobody}", style="yellow"))
     lines = [title, Text(f"{start.layout or 'a layout of its own'}, {start.delivery}, {headline(frame)}")]
     if frame.num_starts > 1:
         lines.append(Text(f"start {frame.num_starts}, from step {start.step:,}; earlier ones are not shown"))
@@ -145,12 +148,13 @@ def picture_of(frame: Frame, path: Path, num_rows: int) -> Group:
 
 def headline(frame: Frame) -> str:
     """One line: how far, how fast, and how much of that the median rank's loop waits for data."""
-    parts = [_count(len(frame.ranks), "rank")]
+    parts = [counted(len(frame.ranks), "rank")]
     parts.append("no step yet" if frame.step is None else f"step {frame.step:,}")
     if frame.step_s is not None and frame.tokens_per_s is not None:
         part = statistics.median(sum(each.wait_s.values()) for each in frame.ranks) / frame.step_s
         parts.append(f"{_time(frame.step_s)} a step, {part:.0%} of it waiting")
         parts.append(f"{_amount(frame.tokens_per_s)} tokens/s")
+    parts.append(f"last heard of {_time(min(each.quiet_s for each in frame.ranks))} ago")
     return "; ".join(parts)
 
 
@@ -162,10 +166,10 @@ def alarms(frame: Frame) -> list[str]:
     silent = [each for each in frame.ranks if each.silent_s is not None]
     if silent and len(silent) == len(frame.ranks):
         least = min(each.silent_s or 0.0 for each in silent)
-        lines.append(f"all ranks are silent since {_time(least)}: the run is over, or stands still")
+        lines.append(f"all ranks are silent for {_time(least)}: the run is over, or stands still")
     elif silent:
         most = max(each.silent_s or 0.0 for each in silent)
-        lines.append(f"{_ranks(frame.silent)} silent since {_time(most)}")
+        lines.append(f"{_ranks(frame.silent)} silent for {_time(most)}")
     if frame.missing:
         lines.append(f"{_ranks(frame.missing)} not started yet, or logging elsewhere")
     return lines
@@ -179,31 +183,35 @@ def straggler_words(straggler: Straggler) -> str:
     )
     if straggler.does == "works":
         words += ", hidden by prefetching so far"
-    return words + (f"; {_count(straggler.num_others, 'rank')} more like it" if straggler.num_others else "")
+    return words + (f"; {counted(straggler.num_others, 'rank')} more like it" if straggler.num_others else "")
 
 
 def _table(frame: Frame, num_rows: int) -> Table:
     stages = [name for name in frame.stages if any(each.wait_s[name] >= _SHOWN_S for each in frame.ranks)]
-    table = Table(box=None, pad_edge=False, title_justify="left", title="exposed wait, ms a step, by stage")
-    for name in ("rank", "place", "step", *stages, "all", "tokens/s", "queue", "bytes/s", "padding", ""):
-        left = name in ("place", "")
-        table.add_column(name, justify="left" if left else "right", no_wrap=not left)
-    shown = frame.ranks if len(frame.ranks) <= num_rows else frame.ranks[: num_rows - 1]
+    table = Table(title_justify="left", title="exposed wait, ms a step, by stage")
+    packed = ["padding"] if any(each.padding is not None for each in frame.ranks) else []
+    for name in ("rank", "place", "step", *stages, "all", "tokens/s", "queue", "bytes/s", *packed, ""):
+        table.add_column(name, justify="left" if name in ("place", "") else "right")
+    shown = frame.ranks if len(frame.ranks) <= num_rows else frame.ranks[: max(num_rows - 1, 1)]
     worst = frame.straggler
     dims = [name for name in frame.ranks[0].coord if any(each.coord.get(name) for each in frame.ranks)]
     for each in shown:
         marked = worst.stage if worst is not None and worst.rank == each.rank else None
-        table.add_row(*_row(each, dims, stages, marked), style="dim" if each.silent_s is not None else None)
+        cells = _row(each, dims, stages, marked, padding=bool(packed))
+        table.add_row(*cells, style="dim" if each.silent_s is not None else None)
     rest = frame.ranks[len(shown) :]
     if rest:
-        table.add_row(*_rest(rest, stages), style="dim")
+        table.add_row(*_rest(rest, stages, padding=bool(packed)), style="dim")
     return table
 
 
-def _row(each: Standing, dims: Sequence[str], stages: Sequence[str], marked: str | None) -> list[Text]:
-    note = f"silent since {_time(each.silent_s)}" if each.silent_s is not None else ""
-    if not note and each.behind > 1:
-        note = f"{each.behind:,} steps behind"
+def _row(
+    each: Standing, dims: Sequence[str], stages: Sequence[str], marked: str | None, *, padding: bool
+) -> list[Text]:
+    note = f"silent for {_time(each.silent_s)}" if each.silent_s is not None else ""
+    # A log is written once a second: as far apart, ranks may well stand at the same step.
+    if not note and each.behind > 1 and each.behind * (each.step_s or _TOLD_S) >= _TOLD_S:
+        note = f"{counted(each.behind, 'step')} behind"
     cells = [
         str(each.rank),
         " ".join(f"{name}{each.coord[name]}" for name in dims) or "-",
@@ -213,7 +221,7 @@ def _row(each: Standing, dims: Sequence[str], stages: Sequence[str], marked: str
         _amount(each.tokens_per_s),
         str(each.queue_depth),
         _amount(each.bytes_per_s),
-        "-" if each.padding is None else f"{each.padding:.1%}",
+        *(["-" if each.padding is None else f"{each.padding:.1%}"] if padding else []),
         note,
     ]
     texts = [Text(cell) for cell in cells]
@@ -223,20 +231,20 @@ def _row(each: Standing, dims: Sequence[str], stages: Sequence[str], marked: str
     return texts
 
 
-def _rest(ranks: Sequence[Standing], stages: Sequence[str]) -> list[Text]:
+def _rest(ranks: Sequence[Standing], stages: Sequence[str], *, padding: bool) -> list[Text]:
     """One row for all that did not fit: the most that any of them waits, the least of what is good."""
     steps = [each.step for each in ranks if each.step is not None]
     paddings = [each.padding for each in ranks if each.padding is not None]
     cells = [
         "others",
-        f"{len(ranks):,} ranks, at worst",
+        f"{counted(len(ranks), 'rank')}, at worst",
         f"{min(steps):,}" if steps else "-",
         *(_milliseconds(max(each.wait_s[name] for each in ranks)) for name in stages),
         _milliseconds(max(sum(each.wait_s.values()) for each in ranks)),
         _amount(_least(each.tokens_per_s for each in ranks)),
         str(min(each.queue_depth for each in ranks)),
         _amount(_least(each.bytes_per_s for each in ranks)),
-        f"{max(paddings):.1%}" if paddings else "-",
+        *([f"{max(paddings, default=0.0):.1%}"] if padding else []),
         "",
     ]
     return [Text(cell) for cell in cells]
@@ -251,10 +259,6 @@ def _mixture(frame: Frame) -> list[Text]:
 
 def _least(found: Iterable[float | None]) -> float | None:
     return min((each for each in found if each is not None), default=None)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -146,7 +146,9 @@ class RunReader:
         try:
             names = sorted(path.name for path in self._folder.iterdir() if _is_log(path.name))
         except OSError as error:
-            raise MetricsError(f"{self._folder}: no run log can be read there: {error}") from error
+            raise MetricsError(
+                f"{self._folder}: no run log: {error.strerror}; give the folder that RunLog was given"
+            ) from error
         if not names:
             raise MetricsError(
                 f"{self._folder}: no run log: it has no {file_name(0)} nor that of another rank"

@@ -22,6 +22,7 @@ from meshfeed.files import typed_errors
 from meshfeed.prepare.chat_files import DEFAULT, WITH_TOOLS, config_in, special_tokens, templates_in
 from meshfeed.prepare.chat_template import ChatTemplate, Message, Spans
 from meshfeed.store.indexed_writer import best_dtype
+from meshfeed.store.tokenizer import BYTES
 
 TrainOn = Literal["assistant", "last"]
 Tools = list[Any] | None
@@ -169,6 +170,12 @@ class ChatEncoder:
     def _files(self) -> tuple[bytes, dict[str, Any], dict[str, str]]:
         """The tokenizer's JSON, its special tokens by name, and templates by name."""
         with typed_errors(self._path):
+            name = str(self._path)
+            if name in (BYTES, "none") or name.startswith("tiktoken:"):
+                raise StoreError(
+                    f"{name}: has no chat template; give a transformers directory that brings one, or a "
+                    f"tokenizers JSON file with template= (--chat-template)"
+                )
             if not self._path.is_dir():
                 return self._path.read_bytes(), {}, self._given_template()
             found = self._path / "tokenizer.json"

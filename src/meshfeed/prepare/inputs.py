@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -46,7 +47,20 @@ class Input:
         return _file_of(self.url)
 
 
-def find_inputs(given: Sequence[str], *, pattern: str | None = None, kind: str | None = None) -> list[Input]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What some paths came to.
+
+    Attributes:
+        inputs: in order.
+        passed_over: suffix -> files in folders whose names tell of nothing to read; "" where there is none.
+    """
+
+    inputs: tuple[Input, ...]
+    passed_over: Mapping[str, int]
+
+
+def find_inputs(given: Sequence[str], *, pattern: str | None = None, kind: str | None = None) -> Found:
     """The files of some paths, globs, folders and URLs, in the order given; those of a folder by name.
 
     pattern: of the names to take from folders, such as "*.py"; None for .txt, .jsonl and .parquet. Names that
@@ -56,8 +70,9 @@ def find_inputs(given: Sequence[str], *, pattern: str | None = None, kind: str |
     Raises PrepareError where there is nothing, or a file comes twice; StoreError where it cannot be read.
     """
     found: list[Input] = []
+    passed_over = Counter[str]()
     for each in given:
-        some = [_input(url, kind) for url in _urls_of(each, pattern, kind)]
+        some = [_input(url, kind) for url in _urls_of(each, pattern, kind, passed_over)]
         if not some:
             raise PrepareError(
                 f"{each}: nothing to prepare there; give a file, a folder with .txt, .jsonl or .parquet "
@@ -69,7 +84,7 @@ def find_inputs(given: Sequence[str], *, pattern: str | None = None, kind: str |
         if each.url in seen:
             raise PrepareError(f"{each.url}: given twice; every document would be in it twice")
         seen.add(each.url)
-    return found
+    return Found(tuple(found), passed_over)
 
 
 def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int) -> I64:
@@ -128,13 +143,16 @@ def facts_of(url: str) -> tuple[int, int]:
 # -- what a user names ------------------------------------------------------------------------------------
 
 
-def _urls_of(given: str, pattern: str | None, kind: str | None) -> list[str]:
+def _urls_of(given: str, pattern: str | None, kind: str | None, passed_over: Counter[str]) -> list[str]:
     def taken(name: str) -> bool:
         if any(part.startswith(".") for part in name.split("/")):
             return False
         if pattern is not None:
             return fnmatch(Path(name).name, pattern)
-        return kind is not None or _kind_of(name) is not None
+        known = kind is not None or _kind_of(name) is not None
+        if not known:
+            passed_over[Path(name).suffix] += 1
+        return known
 
     if is_remote(given):
         folder, name = parent(given)

@@ -22,6 +22,8 @@ from meshfeed.store.indexed_writer import sync_directory
 
 _OURS = ("job", "old", "out", "parts", "slurm", "spans", "tokenizer", "uploads")
 
+_UNBEGUN = {"job.json", "spans.npy", "parts", "lock"}
+
 
 class Place(Protocol):
     """Where an output goes, and the folder of the job that makes it.
@@ -177,6 +179,17 @@ def refuse_unfinished(work: Path) -> None:
             raise PrepareError(
                 f"{work}: an earlier run was not finished; go on: --resume, or start anew: --overwrite"
             )
+
+
+def forget_unbegun(work: Path) -> bool:
+    """Whether nothing of a job was done yet; it is then no job any more, and `held` clears up."""
+    with typed_errors(work):
+        if {path.name for path in work.iterdir()} - _UNBEGUN:
+            return False
+        if any(path.suffix != ".tmp" for path in (work / "parts").glob("*")):
+            return False
+        (work / "job.json").unlink(missing_ok=True)
+        return True
 
 
 @contextmanager

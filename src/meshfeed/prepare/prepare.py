@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,7 @@ from meshfeed.prepare.inputs import cut, find_inputs
 from meshfeed.prepare.job import FORMAT, MANIFEST, Job, Request, job_in, read_json, write_json
 from meshfeed.prepare.join import join
 from meshfeed.prepare.part import Malformed, facts_of_part, part_path
-from meshfeed.prepare.place import Place, clear, held, place_of, refuse_unfinished
+from meshfeed.prepare.place import Place, clear, forget_unbegun, held, place_of, refuse_unfinished
 from meshfeed.prepare.task import refuse_malformed
 from meshfeed.prepare.train import train_bpe
 
@@ -86,6 +86,7 @@ def prepare(
     work: str | os.PathLike[str] | None = None,
     part_bytes: int | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_passed_over: Callable[[Mapping[str, int]], None] = lambda passed_over: None,
 ) -> Prepared:
     """Make a token store of files of text; `mf.open(out)` opens it.
 
@@ -105,8 +106,10 @@ def prepare(
     part_bytes: of input that is encoded as one; None for what suits its size. Nothing that comes out depends
     on it.
     on_progress: is told now and then how far it is.
+    on_passed_over: is told at the begin which files of folders are not read, if any: suffix -> how many.
 
-    Raises PrepareError, StoreError. What was encoded stays for `resume`, whatever happens.
+    Raises PrepareError, StoreError. What was encoded stays for `resume`, whatever happens; a run that ends
+    before anything was leaves nothing.
     """
     if not 0 <= validation < 1:
         raise PrepareError(f"--validation {validation}: a share of all documents, from 0 to less than 1")
@@ -115,7 +118,9 @@ def prepare(
     engine = engine or Local(os.cpu_count() or 1)
     place = place_of(os.fspath(out), work, engine)
     found = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
-    request = Request(tuple(found), encoding.told(), dedup, validation)
+    if found.passed_over:
+        on_passed_over(found.passed_over)
+    request = Request(found.inputs, encoding.told(), dedup, validation)
     with held(place):
         place.refuse_existing(request, resume=resume, overwrite=overwrite)
         if not (resume or overwrite):
@@ -138,7 +143,10 @@ def _published(
         manifest = _joined(job, on_progress)
         place.publish(partial(_uploading, on_progress), overwrite=overwrite)
     except (MeshfeedError, KeyboardInterrupt) as error:
-        error.add_note(f"{job.folder}: what was encoded is kept; go on with --resume")
+        told = "what was encoded is kept; go on with --resume"
+        if forget_unbegun(job.folder):
+            told = "nothing was encoded, and nothing is kept; start it again"
+        error.add_note(f"{job.folder}: {told}")
         raise
     return manifest
 

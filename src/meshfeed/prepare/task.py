@@ -54,8 +54,9 @@ def refuse_malformed(job: Job, malformed: Sequence[Malformed]) -> None:
         return
     shown = [f"{_place(job, each)}: {each.reason}" for each in malformed[:_SHOWN]]
     more = f"\n  and {len(malformed) - _SHOWN} more" if len(malformed) > _SHOWN else ""
+    documents = "document" if len(malformed) == 1 else "documents"
     raise PrepareError(
-        f"{len(malformed)} malformed documents, {job.max_malformed} let pass; mend them, or go on with a "
+        f"{len(malformed)} malformed {documents}, {job.max_malformed} let pass; mend them, or go on with a "
         f"higher --max-errors and --resume:\n  " + "\n  ".join(shown) + more
     )
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.report.words import counted
+
 I64 = npt.NDArray[np.int64]
 
 _PERCENTILES = {"p1": 1, "p10": 10, "p25": 25, "median": 50, "p75": 75, "p90": 90, "p99": 99, "p99.9": 99.9}
@@ -55,7 +57,7 @@ class Lengths:
     def title(self) -> str:
         """What the figures are of."""
         if not self.is_partial:
-            return f"tokens per document, {self.num_documents:,} documents"
+            return f"tokens per document, {counted(self.num_documents, 'document')}"
         return (
             f"tokens per document, from {self.tokens.size:,} of {self.num_documents:,} documents (blocks "
             f"spread evenly)"

@@ -10,6 +10,7 @@ from string import Template
 from typing import Any
 
 from meshfeed.report.lengths import Bin, Lengths
+from meshfeed.report.words import counted
 
 _WIDTH, _LEFT, _RIGHT, _ROW = 1100, 170, 110, 30
 
@@ -77,7 +78,7 @@ def _chart(bins: list[Bin]) -> str:
     parts = [f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="documents by length">']
     for row, each in enumerate(bins):
         top, share = 4 + row * _ROW, each.tokens / tokens
-        told = f"{each.documents:,} documents of {each.span} tokens, {share:.1%} of all tokens"
+        told = f"{counted(each.documents, 'document')} of {each.span} tokens, {share:.1%} of all tokens"
         wide, part = each.documents / most * room, share * room
         parts.append(
             f"<g><title>{told}</title>"

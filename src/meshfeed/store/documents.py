@@ -163,7 +163,7 @@ class DocumentFiles(DocumentStream):
     def facts(self) -> dict[str, Any]:
         """What it is, as JSON-able values."""
         return {
-            "format": f"{self.format}, {len(self._files)} files",
+            "format": f"{self.format}, {len(self._files)} file{'s' * (len(self._files) != 1)}",
             "column": " or ".join(self._column.names),
             "tokenizer": self._column.tokenizer or "none, token lists",
             "num_shards": self.shard_ends.size,

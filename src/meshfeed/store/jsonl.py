@@ -106,9 +106,10 @@ def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[]
         if name in record:
             return record[name]
     there = ", ".join(map(repr, list(record)[:8])) or "nothing"
-    raise StoreError(
-        f"{where()}: no {' or '.join(map(repr, names))}, found {there}; name it by column= (--column)"
-    )
+    hint = "name it by column= (--column)"
+    if any(name.partition(".")[0] in record for name in names):
+        hint = f"what lies in another is not reached: lift it first, as jq -c '{{text: .{names[0]}}}' does"
+    raise StoreError(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")
 
 
 def record_of(line: bytes, where: Callable[[], str]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from meshfeed.metrics import RunHistory
 from meshfeed.report.history.axis import Axis, Rows
+from meshfeed.report.history.loop import longest_outside
 from meshfeed.report.history.waits import Waits, longest_of, seconds_text, sentence, worst_of
+from meshfeed.report.words import counted
 
 _NOTICEABLE = 0.01  # share of the ranks' time from which waiting is called bad
 
@@ -18,9 +20,10 @@ def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
     """The figures that a script wants, JSON-able; durations in seconds, without the first step of each start.
 
     worst: rank and stage to look at first, see `waits.Worst`. longest: the longest wait of a single step.
+    outside: see `loop.Outside`.
     """
     worst = worst_of(waits)
-    longest = longest_of(waits)
+    longest, outside = longest_of(waits), longest_outside(history)
     return {
         "says": sentence(waits),
         "steps": num_steps(history),
@@ -37,6 +40,7 @@ def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
             "stands_out": worst.apart,
         },
         "longest": None if longest is None else asdict(longest),
+        "outside": None if outside is None else asdict(outside),
         "ranks": [
             {"rank": int(rank), "wait_s": dict(zip(waits.stages, per_step.tolist()))}
             for rank, per_step in zip(waits.ranks, waits.per_step)
@@ -69,7 +73,7 @@ def when(history: RunHistory, waits: Waits) -> str:
     long = f"{hours:,} h {minutes} min" if hours else f"{minutes} min {seconds} s"
     long = long if hours or minutes else f"{seconds} s"
     until = f"{last:%H:%M:%S}" if last.date() == first.date() else f"{last:%Y-%m-%d %H:%M:%S}"
-    return f"{first:%Y-%m-%d %H:%M:%S} to {until} UTC, {long}, {_count(len(waits.ranks), 'rank')}"
+    return f"{first:%Y-%m-%d %H:%M:%S} to {until} UTC, {long}, {counted(len(waits.ranks), 'rank')}"
 
 
 def kpis(history: RunHistory, waits: Waits) -> list[tuple[str, str]]:
@@ -82,6 +86,9 @@ def kpis(history: RunHistory, waits: Waits) -> list[tuple[str, str]]:
     longest = longest_of(waits)
     if longest is not None:
         found.append((f"longest wait: {longest}", seconds_text(longest.wait_s)))
+    outside = longest_outside(history)
+    if outside is not None:
+        found.append((f"longest outside the loader: step {outside.step:,}", seconds_text(outside.busy_s)))
     layouts = list(dict.fromkeys(start.layout for start in history.starts if start.layout))
     if layouts:
         found.append(("layout" if len(layouts) == 1 else "last of the layouts", layouts[-1]))
@@ -172,10 +179,6 @@ def how(axis: Axis, rows: Rows) -> Sequence[str]:
     if axis.left_out:
         lines.append(f"The first {axis.left_out:,} starts are not drawn; there are more than fit.")
     return lines
-
-
-def _count(num: int, what: str) -> str:
-    return f"{num:,} {what}" if num == 1 else f"{num:,} {what}s"
 
 
 def short(value: float) -> str:
