@@ -54,9 +54,9 @@ def test_a_store_near_by_and_one_that_is_none(tmp_path: Path, capsys: pytest.Cap
 
 def test_the_delivery_of_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = findings(capsys, "--layout", "tp2-cp2-dp4")
-    assert "takes share; 4 rank(s) open storage" in found["layout"]["says"]
+    assert "takes share; storage is opened by 4 ranks" in found["layout"]["says"]
     _, found = findings(capsys, "--layout", "tp8-cp2-dp2", "--ranks-per-node", "4")
-    assert "on 8 node(s): delivery='auto' takes tree" in found["layout"]["says"]
+    assert "on 8 nodes: delivery='auto' takes tree" in found["layout"]["says"]
 
 
 def test_caches_that_will_not_do(

@@ -191,6 +191,8 @@ def test_what_cannot_be_asked(
     path, _ = write(tmp_path, "bin")
     status, facts, err = told(capsys, path, *words)
     assert (status, facts) == (2, {}) and says in err
+    assert main(["inspect", path, *words]) == 2
+    assert capsys.readouterr().out == "", "no answer in words either"
 
 
 def test_a_shard_that_is_gone_is_a_broken_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

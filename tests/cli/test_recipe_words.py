@@ -87,7 +87,8 @@ def test_a_store_alone_has_the_options_of_open(folder: Path, capsys: pytest.Capt
 
 
 def test_a_plan_of_rows_is_refused_in_words(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "c", "--window", "32", "--layout", "dp2", "--capacity", "64"]) == 2
+    (folder / "recipe.py").write_text(f"import meshfeed as mf\n{RECIPE.format('c')}")
+    assert main(["plan", "recipe.py", "--layout", "dp2", "--capacity", "64"]) == 2
     assert "has sequences of one length, which need no plan" in capsys.readouterr().err
 
 
@@ -110,3 +111,12 @@ def test_a_document_without_a_token_and_one_that_is_dropped(
     assert "0:5" in capsys.readouterr().out
     assert main(["trace", *words, "--document", "0", "--rank", "7"]) == 2
     assert "rank 7 is not in layout" in capsys.readouterr().err
+
+
+def test_lengths_that_are_none_name_file_and_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "lengths.txt").write_text("12\n\n7 8\nmany\n")
+    words = ["plan", "--layout", "dp2", "--capacity", "64", "--lengths"]
+    assert main([*words, "lengths.txt"]) == 2
+    assert "lengths.txt:4: invalid literal for int() with base 10: 'many'; write" in capsys.readouterr().err
+    assert main([*words, "nowhere.txt"]) == 2
+    assert "nowhere.txt: No such file or directory; write one whole number" in capsys.readouterr().err

@@ -18,7 +18,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def test_roles_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = told(capsys, "roles", "tp2-cp2-dp2-pp2", "--delivery", "share")
     assert status == 0
-    assert "16 ranks on 2 node(s)" in out
+    assert "16 ranks on 2 nodes" in out
     assert "position_ids" in out
     assert "…" not in out, "nothing is cut off at 80 columns"
 
@@ -55,7 +55,7 @@ def test_a_tree_shows_who_hands_to_whom(capsys: pytest.CaptureFixture[str]) -> N
     assert [rank["received_bytes"] for rank in facts["ranks"]] == [0, moved, moved, moved]
     assert [rank["network_bytes"] for rank in facts["ranks"]] == [0, 0, moved, 0]
     _, out, _ = told(capsys, "roles", "tp4", "--ranks-per-node", "2")
-    assert "1 leader(s) get a copy over the network" in out and "0 (net)" in out and "…" not in out
+    assert "a copy over the network to 1 leader" in out and "0 (net)" in out and "…" not in out
 
 
 def test_roles_of_sixteen_thousand_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,13 +117,12 @@ def run(args: argparse.Namespace) -> int:
         show_progress("summing", _written_checksums(store), quiet=args.json)
     decode = decoder(args.tokenizer) if args.tokenizer and args.show else None
     texts: list[tuple[int, str]] = []
-    lengths, broken = Lengths(tokens=np.zeros(0, np.int64), num_documents=0), None
+    lengths, looked, broken = Lengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
     try:
         facts = facts_of(store)
         lengths = look_at_lengths(store)
         texts = beginnings(store, args.show, decode) if args.show else []
-        if not args.json:
-            _print(facts, lengths, texts)
+        looked = True
         if args.verify:
             show_progress("checking", store.verify(), quiet=args.json)
     except (AccessError, UnavailableError, CacheError):
@@ -135,6 +134,8 @@ def run(args: argparse.Namespace) -> int:
         told = {name: shown(value) for name, value in facts.items()}
         picture = Picture(path=store.path, facts=told, lengths=lengths, texts=texts, verdict=verdict)
         write_text(args.html, page(picture))
+    if looked and not args.json:
+        _print(facts, lengths, texts)
     facts["document_lengths"] = lengths.facts()
     if args.show:
         facts["texts"] = [{"document": document, "text": text} for document, text in texts]

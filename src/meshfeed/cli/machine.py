@@ -18,6 +18,7 @@ import torch.distributed as dist
 import meshfeed as mf
 from meshfeed.cli.finding import Finding, Times
 from meshfeed.deliver import can_share
+from meshfeed.report.words import counted
 from meshfeed.roles import choose_delivery
 
 _GIB = 1 << 30
@@ -119,8 +120,8 @@ def _chosen(layout: mf.Layout) -> Finding:
     delivery = choose_delivery(layout, stages, fields, can_share=can_share() is None)
     roles = mf.assign_roles(layout, stages, fields, delivery)
     nodes = len(set(layout.node(roles.ranks).tolist()))
-    told = f"{layout} on {nodes:,} node(s): delivery='auto' takes {delivery}"
-    return Finding("layout", "ok", f"{told}; {int(roles.reads.sum()):,} rank(s) open storage")
+    told = f"{layout} on {counted(nodes, 'node')}: delivery='auto' takes {delivery}"
+    return Finding("layout", "ok", f"{told}; storage is opened by {counted(int(roles.reads.sum()), 'rank')}")
 
 
 def _descriptors() -> Finding:

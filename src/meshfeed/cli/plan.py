@@ -67,7 +67,7 @@ def add_parser(subparsers: Any) -> None:
         "--dump", type=Path, metavar="FILE", help="write the first step's plan as JSON: who holds what"
     )
     packing.add_options(parser, required=True)
-    recipes.add_options(parser)
+    recipes.add_options(parser, windows=False)
 
 
 @dataclass(frozen=True, slots=True)

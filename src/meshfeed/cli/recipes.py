@@ -22,14 +22,16 @@ HELP = (
 _OF_STORE = ("sequences", "seed", "window", "column", "dtype", "tokenizer", "cache", "storage")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Options of a store that is given without a recipe."""
+def add_options(parser: argparse.ArgumentParser, *, windows: bool = True) -> None:
+    """Options of a store that is given without a recipe. windows: whether it may be cut into them."""
     group = parser.add_argument_group("of a store given by its path; a recipe says these itself")
     group.add_argument("--sequences", type=whole(1), metavar="N", help="sequences per step (256)")
     group.add_argument("--seed", type=whole(0), metavar="N", help="of the shuffle (0)")
-    group.add_argument(
-        "--window", type=whole(1), metavar="N", help="sequences of so many tokens, instead of documents"
-    )
+    if windows:
+        group.add_argument(
+            "--window", type=whole(1), metavar="N", help="sequences of so many tokens, instead of documents"
+        )
+    parser.set_defaults(window=None)
     add_store_options(group)
 
 

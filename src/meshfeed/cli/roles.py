@@ -10,6 +10,7 @@ from typing import Any
 from meshfeed.cli.command import OK, Console, Table, add_command, numbers, print_json, whole
 from meshfeed.deliver import can_share
 from meshfeed.layout import Layout
+from meshfeed.report.words import counted
 from meshfeed.roles import Field, Role, Roles, StageMap, assign_roles, choose_delivery
 from meshfeed.sequence import Windows
 
@@ -147,15 +148,15 @@ def _print(
     idle = int((roles.source < 0).sum())
     nodes = len(set(layout.node(roles.ranks).tolist()))
     console.print(
-        f"[bold]{layout}[/bold]: {layout.world_size:,} ranks on {nodes:,} node(s), delivery "
-        f"[bold]{delivery}[/bold]: {readers:,} rank(s) open storage, "
+        f"[bold]{layout}[/bold]: {counted(layout.world_size, 'rank')} on {counted(nodes, 'node')}, delivery "
+        f"[bold]{delivery}[/bold]: storage is opened by {counted(readers, 'rank')}, "
         f"{len(roles) - readers - idle:,} receive from them, {idle:,} need nothing that is stored"
     )
     if delivery == "tree":
         leaders = sum(role.levels[0] is not None for role in roles) - readers
         console.print(
-            f"[dim]tree: {max(leaders, 0):,} leader(s) get a copy over the network and share it with their "
-            f"nodes[/dim]"
+            f"[dim]tree: a copy over the network to {counted(max(leaders, 0), 'leader')}, shared memory "
+            f"within the nodes[/dim]"
         )
     computed = ", ".join(field.name for field in fields if not field.stored)
     console.print(f"[dim]computed by every rank for itself, never sent: {computed}[/dim]")

@@ -43,10 +43,16 @@ class Lengths:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
         """From a text file with a length per line. Raises StoreError for a file that is none."""
+        where, lengths = os.fspath(path), list[int]()
         try:
-            return cls(np.array([int(line) for line in Path(path).read_text().split()], np.int64))
+            for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+                where = f"{os.fspath(path)}:{number}"
+                lengths += map(int, line.split())
+            where = os.fspath(path)
+            return cls(np.array(lengths, np.int64))
         except (OSError, ValueError, OverflowError) as bad:
-            raise StoreError(f"{os.fspath(path)}: {bad}; write one whole number per line") from bad
+            why = bad.strerror if isinstance(bad, OSError) else bad
+            raise StoreError(f"{where}: {why}; write one whole number per line") from bad
 
     @classmethod
     def lognormal(
