@@ -140,6 +140,17 @@ def test_our_reader_reads_it_and_trains_on_it(tmp_path: Path, source: str, to: s
     assert fed[0] == fed[1] and fed[0]
 
 
+@pytest.mark.parametrize("to", FORMATS)
+def test_folders_on_the_way_are_made_or_the_one_that_cannot_be_is_named(tmp_path: Path, to: str) -> None:
+    path = write(tmp_path / "from", [[1, 2]], "uint16")
+    target = place(tmp_path / "a" / "b", to)
+    convert(path, target, to)
+    assert tokens_in(target, to) == [[1, 2]]
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=f"{tmp_path / 'file'}: "):
+        convert(path, place(tmp_path / "file", to), to)
+
+
 def test_no_document_at_all(tmp_path: Path) -> None:
     write(tmp_path / "from", [], "uint16")
     for to in ("parquet", "mds"):

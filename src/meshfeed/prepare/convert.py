@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
+from meshfeed.files.local import typed_errors
 from meshfeed.files.url import is_remote
 from meshfeed.prepare.convert_read import TOKENS, Batch, Lists, Source, source_of
 from meshfeed.prepare.convert_write import SINKS, Sink
@@ -64,6 +65,8 @@ class Conversion:
         """Write it, yielding the part done, in (0, 1]; it appears with the end of the iterator."""
         total, dtype = self._source.num_documents, np.dtype(self._columns[TOKENS].partition(":")[2])
         self.num_documents = self.num_tokens = 0
+        with typed_errors(folder := self._sink.path.parent):
+            folder.mkdir(parents=True, exist_ok=True)
         with self._sink as sink:
             for batch in self._source.batches(self._columns):
                 fitting = self._fitting(batch, dtype)
