@@ -13,6 +13,7 @@ goes on: the trainer's progress is put back by the microbatches whose gradients 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,6 @@ class _Data:
             raise RecipeError(f"fit needs one recipe: DataModule(train=recipe), not {type(train).__name__}")
         if self._loader is None:
             feed = self._feed(train)
-            self._check_limit()
             progress = self._put_back()
             self._loader = _Loader(
                 feed,
@@ -113,6 +113,7 @@ class _Data:
             if self._state is not None:
                 check_state(self._state, train)
                 self._loader.load_state_dict(self._state)
+            self._check_limit(self._loader)
             self._check_max_steps(self._loader)
         return self._loader
 
@@ -178,13 +179,24 @@ class _Data:
         while self._evaluating:  # a pass that was left midway has its feed open
             self._evaluating.pop().__exit__(None, during, None)
 
-    def _check_limit(self) -> None:
-        limit = self.trainer.limit_train_batches
+    def _check_limit(self, loader: TrainLoader) -> None:
+        """Refuse an epoch that would end within a step: Lightning would take one of fewer sequences."""
+        limit, each = self.trainer.limit_train_batches, self._accumulated()
         if isinstance(limit, float) and limit != 1.0:
             raise RecipeError(
                 f"limit_train_batches={limit}: a share of a stream is no epoch; give a whole number, a "
                 f"multiple of accumulate_grad_batches, or DataModule(steps_per_epoch=...)"
             )
+        if isinstance(limit, float) or each is None or limit % each == 0:
+            return
+        with contextlib.suppress(TypeError):  # endless: any limit ends it
+            if limit >= len(loader):
+                return
+        raise RecipeError(
+            f"limit_train_batches={limit}: a step is {each} microbatches (accumulate_grad_batches), and the "
+            f"last of the epoch would have {limit % each}; give {limit // each * each or each} or another "
+            f"multiple"
+        )
 
     def _check_max_steps(self, loader: TrainLoader) -> None:
         """Refuse at the start what `_Loader` would refuse at the end of the stream."""
