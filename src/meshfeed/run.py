@@ -274,9 +274,11 @@ class Run:
 
     def _deserted(self, end: EndOfStream) -> PeerError:
         ended = end.args or (self._role.source,)
+        closed = f"rank {ended[0]} has closed its feed"
+        if len(ended) > 1:
+            closed = f"ranks {', '.join(map(str, ended))} have closed their feeds"
         return PeerError(
-            f"rank {', '.join(map(str, ended))} has closed its feed, and rank {self._role.rank} wants more; "
-            f"all ranks of a group take the same steps",
+            f"{closed}, and rank {self._role.rank} wants more; all ranks of a group take the same steps",
             [rank for rank in ended if rank is not None],
         )
 

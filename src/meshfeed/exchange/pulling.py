@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from meshfeed.deliver import Cause
-from meshfeed.errors import RecipeError, StateError
+from meshfeed.errors import RecipeError, StateError, StoreError
 from meshfeed.exchange.census import ERROR, Report
 from meshfeed.exchange.items import Given, elements_of, encode, nothing
 from meshfeed.exchange.keys import Keys
@@ -67,7 +68,7 @@ class Puller:
                 taken, at = self._taken + len(given.encoded), self._at + len(self._waiting)
                 self._pulled[step] = _Pulled(given, _state_of(self._source), taken, at, self._ended)
             except Exception as error:
-                return _failed(error, rank, step, self._taken)
+                return _failed(error, rank, step, self._taken + _items_in(self._waiting))
             self._taken, self._at, self._waiting = taken, at, []
         return self._pulled[step].given
 
@@ -207,6 +208,15 @@ def _begun(source: Any, at: int) -> Iterator[Any]:
 def _state_of(source: Any) -> Any:
     """Its own copy: many iterators hand out the very dict that they go on changing."""
     return copy.deepcopy(source.state_dict()) if hasattr(source, "state_dict") else None
+
+
+def _items_in(elements: Iterable[Any]) -> int:
+    """How many items these are, up to the first that is none."""
+    count = 0
+    with contextlib.suppress(StoreError):
+        for element in elements:
+            count += len(elements_of(element))
+    return count
 
 
 def _failed(error: Exception, rank: int, step: int, taken: int) -> Given:
