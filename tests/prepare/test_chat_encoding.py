@@ -312,7 +312,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
     ("talk", "said"),
     [
         (None, "NoneType where a list of messages belongs"),
-        ([], "list where a list of messages belongs, one at least"),
+        ([], "an empty list where a list of messages belongs"),
         ({"messages": [USER, ANSWER], "tools": "add"}, "tools are str"),
         ([USER, "b"], "message 1: str where an object"),
         ([{"from": "human", "value": "a"}], "message 0: its role is None, found keys 'from', 'value'"),

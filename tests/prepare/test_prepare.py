@@ -63,6 +63,9 @@ def test_files_folders_and_globs_come_in_the_order_given(tmp_path):
     ]
     prepare([tmp_path / "in"], tmp_path / "py", BYTES, pattern="*.py", engine=Here())
     assert documents(tmp_path / "py") == [b"of d.py"]
+    words = ["prepare", str(tmp_path / "in"), "--tokenizer", "bytes", "--out", str(tmp_path / "both")]
+    assert main([*words, "--glob", "*.py", "--glob", "a.*"]) == 0
+    assert documents(tmp_path / "both") == [b"of a.txt", b"of d.py"]
 
 
 def test_origins_tell_file_and_line_of_every_document(tmp_path):

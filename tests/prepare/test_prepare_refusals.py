@@ -155,6 +155,12 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         (["a.jsonl", "a.jsonl"], "given twice"),
         (["."], "given twice"),
         (["a.jsonl", "--glob", "*.py"], ""),
+        ([""], "an input is an empty path; is a variable of the shell not set"),
+        (["sub/lines.json"], "sub/lines.json: JSON lines, or one document as it stands.*--format"),
+        (["sub", "--glob", "*.py", "--glob", "*.json"], "sub/lines.json: JSON lines, or one document"),
+        (["sub", "--glob", "*"], ""),
+        (["sub/lines.json", "--format", "jsonl"], ""),
+        (["a.jsonl", "--tokenizer", "org/model"], "org/model: missing; give its path on this node"),
         (["sub"], "nothing to prepare there; .*--glob"),
         (["a.jsonl", "--validation", "1"], "--validation 1.0: a share"),
         (["a.jsonl", "--eod-token", "<end>"], "has no token '<end>'"),
@@ -181,6 +187,7 @@ def test_what_cannot_be_asked_is_said_at_once(tmp_path, monkeypatch, capsys, opt
     jsonl(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub/x.py").write_text("x")
+    (tmp_path / "sub/lines.json").write_text('{"text": "a"}\n')
     more = ["a.jsonl"] if options == ["."] else []
     status = main(["prepare", "--out", "out", "--workers", "1", "--tokenizer", "bytes", *options, *more])
     assert status == (2 if said else 0)

@@ -175,3 +175,14 @@ def test_conversations_are_tokens_and_a_loss_mask(trained, tmp_path, capsys):
         for name, column in {"tokens": store, "loss_mask": store.columns["loss_mask"]}.items():
             stream = column.read_stream(np.array([0]), np.array([store.num_tokens]))
             assert stream.tolist() == [value for each in told for value in each[name].tolist()]
+
+
+def test_a_job_does_not_go_on_with_another_end(tmp_path):
+    (tmp_path / "tok").mkdir()
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tok/tokenizer.json"))
+    told: list[object] = []
+    for end in ("a", "b"):
+        (tmp_path / "tok/tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        told.append(Text(tokenizer=str(tmp_path / "tok"), eod=True).told())
+    assert told[0] != told[1]

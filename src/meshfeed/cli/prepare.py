@@ -119,7 +119,12 @@ def _add_documents(parser: argparse.ArgumentParser) -> None:
         "--key",
         help="of JSON and Parquet, none within another; 'text' if not given, with --chat 'messages'",
     )
-    what.add_argument("--glob", metavar="PATTERN", help="names to take from folders, such as '*.py'")
+    what.add_argument(
+        "--glob",
+        action="append",
+        metavar="PATTERN",
+        help="names to take from folders, such as '*.py'; may be repeated",
+    )
     what.add_argument("--format", choices=KINDS, help="of all inputs, whatever their names")
     what.add_argument("--dedup", choices=("exact",), help="of documents with the same text, keep the first")
     what.add_argument(

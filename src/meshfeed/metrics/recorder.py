@@ -26,7 +26,8 @@ class Recorder:
     """
 
     def __init__(self, metrics: Sink | Sequence[Sink] | None, about: Callable[[int], RunStart]) -> None:
-        self._sinks = [metrics] if isinstance(metrics, Sink) else list(metrics or ())
+        given: Any = metrics
+        self._sinks: list[Sink] = list(given or ()) if isinstance(given, Sequence | None) else [given]
         if strange := [sink for sink in self._sinks if not isinstance(sink, Sink)]:
             raise MetricsError(f"metrics={strange[0]!r} is no sink; give metrics.RunLog(folder), or another")
         self._ranges = [sink.stage for sink in self._sinks if type(sink).stage is not Sink.stage]

@@ -326,7 +326,8 @@ def _conversation_of(value: Any) -> tuple[list[Message], Tools]:
         tools = given.pop("tools", None)
         value = next(iter(given.values())) if len(given) == 1 else given.get("messages")
     if not isinstance(value, list) or not value:
-        raise StoreError(f"{type(value).__name__} where a list of messages belongs, one at least")
+        found = "an empty list" if value == [] else type(value).__name__
+        raise StoreError(f"{found} where a list of messages belongs")
     if not isinstance(tools, list | None):
         raise StoreError(f"tools are {type(tools).__name__}; a list of JSON schemas belongs there")
     return [_message(k, message) for k, message in enumerate(cast(list[Any], value))], tools or None

@@ -122,7 +122,7 @@ class Text:
             return shared | {"train_bpe": self.train_bpe}
         column = Column(self.column, _absolute(self.tokenizer))
         text_encoder(column, eod=self.eod, dtype=self.dtype)  # or it is refused now
-        return shared | {"tokenizer": column.tokenizer, "digest": column.digest}
+        return shared | {"tokenizer": column.tokenizer, "digest": _digest(column, self.eod)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ def _text(told: Mapping[str, Any], folder: Path) -> Encoder:
     trained = told.get("train_bpe") is not None
     column = Column(told["column"], str(folder / TRAINED) if trained else told["tokenizer"])
     if not trained:
-        _refuse_changed(told, column.digest)
+        _refuse_changed(told, _digest(column, told["eod"]))
     eod = END if trained and told["eod"] is True else told["eod"]
     return text_encoder(column, eod=eod, dtype=told["dtype"])
 
@@ -208,6 +208,12 @@ def _chat_encoder(told: Mapping[str, Any]) -> ChatEncoder:
     made = ChatEncoder(told["tokenizer"], told["template"], train_on=told["train_on"], dtype=dtype, date=date)
     made.check()
     return made
+
+
+def _digest(column: Column, eod: str | bool) -> str:
+    """All that decides tokens; the own end too, which tokenizer_config.json beside the tokenizer names."""
+    own = eod is True and column.is_text
+    return f"{column.digest} end {column.encoder.end}" if own else column.digest
 
 
 def _refuse_changed(told: Mapping[str, Any], digest: str) -> None:

@@ -60,27 +60,39 @@ class Found:
     passed_over: Mapping[str, int]
 
 
-def find_inputs(given: Sequence[str], *, pattern: str | None = None, kind: str | None = None) -> Found:
+def find_inputs(
+    given: Sequence[str], *, pattern: str | Sequence[str] | None = None, kind: str | None = None
+) -> Found:
     """The files of some paths, globs, folders and URLs, in the order given; those of a folder by name.
 
-    pattern: of the names to take from folders, such as "*.py"; None for .txt, .jsonl and .parquet. Names that
-    begin with a dot are left out, and links to folders are not followed. kind: one of KINDS; None goes by the
-    suffix, text where that says nothing.
+    pattern: of names to take from folders, such as "*.py", or several; None for .txt, .jsonl and .parquet.
+    Names that begin with a dot are left out, and links to folders are not followed. kind: one of KINDS; None
+    goes by the suffix, text where that says nothing.
 
-    Raises PrepareError where there is nothing, or a file comes twice; StoreError where it cannot be read.
+    Raises PrepareError where there is nothing, a file comes twice, or a .json that was named may be lines or
+    one document; StoreError where it cannot be read.
     """
+    patterns = (pattern,) if isinstance(pattern, str) else pattern
     found: list[Input] = []
     passed_over = Counter[str]()
     for each in given:
-        some = [_input(url, kind) for url in _urls_of(each, pattern, kind, passed_over)]
+        if not each:
+            raise PrepareError("an input is an empty path; is a variable of the shell not set?")
+        some = [_input(url, kind) for url in _urls_of(each, patterns, kind, passed_over)]
         if not some:
             raise PrepareError(
                 f"{each}: nothing to prepare there; give a file, a folder with .txt, .jsonl or .parquet "
                 f"files, or, for files of other names, --glob '*.py'"
             )
         found += some
+    # Where "*" takes the files of a source tree, a package.json is one of them.
+    by_name = patterns is None or any(pattern.endswith(".json") for pattern in patterns)
     seen: set[str] = set()
     for each in found:
+        if by_name and kind is None and each.kind == "text" and each.url.endswith(".json"):
+            raise PrepareError(
+                f"{each.url}: JSON lines, or one document as it stands? Say kind= (--format) jsonl or text"
+            )
         if each.url in seen:
             raise PrepareError(f"{each.url}: given twice; every document would be in it twice")
         seen.add(each.url)
@@ -143,12 +155,14 @@ def facts_of(url: str) -> tuple[int, int]:
 # -- what a user names ------------------------------------------------------------------------------------
 
 
-def _urls_of(given: str, pattern: str | None, kind: str | None, passed_over: Counter[str]) -> list[str]:
+def _urls_of(
+    given: str, patterns: Sequence[str] | None, kind: str | None, passed_over: Counter[str]
+) -> list[str]:
     def taken(name: str) -> bool:
         if any(part.startswith(".") for part in name.split("/")):
             return False
-        if pattern is not None:
-            return fnmatch(Path(name).name, pattern)
+        if patterns is not None:
+            return any(fnmatch(Path(name).name, pattern) for pattern in patterns)
         known = kind is not None or _kind_of(name) is not None
         if not known:
             passed_over[Path(name).suffix] += 1

@@ -75,7 +75,7 @@ def prepare(
     out: str | os.PathLike[str],
     encoding: Encoding,
     *,
-    pattern: str | None = None,
+    pattern: str | Sequence[str] | None = None,
     kind: str | None = None,
     dedup: bool = False,
     validation: float = 0.0,

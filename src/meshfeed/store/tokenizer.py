@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import MissingError, StoreError
 from meshfeed.files import typed_errors
 
 BYTES = "bytes"
@@ -89,6 +89,8 @@ def tokenizer_file(name: str) -> TokenizerFile:
         return TokenizerFile(name, "tiktoken")
     with typed_errors(name):
         path, config = Path(name), b""
+        if not path.exists():
+            raise MissingError(f"{name}: missing; give its path on this node; no hub is asked for names")
         if path.is_dir():
             told = path / "tokenizer_config.json"
             config = told.read_bytes() if told.exists() else b""
