@@ -20,7 +20,7 @@ types: $(VENV)/.tested
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: $(VENV)/.tested
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 fuzz: $(VENV)/.tested
 	$(BIN)/python tests/fuzz/fuzzing.py --count 100000

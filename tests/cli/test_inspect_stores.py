@@ -174,7 +174,7 @@ def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, capsys: pytest.Captur
     ("words", "says"),
     [
         (("--tokenizer", "bytes"), "add --show N"),
-        (("--show", "1", "--tokenizer", "nowhere.json"), "nowhere.json: missing; look at the path"),
+        (("--show", "1", "--tokenizer", "nowhere.json"), "nowhere.json: missing; give its path on this node"),
         (("--html", "/nowhere/page.html"), "/nowhere/page.html: No such file or directory; choose another"),
         (("--column", "tokens"), "column='tokens' says nothing about a Megatron store"),
         (("--storage", "region"), "--storage region: write NAME=VALUE"),
