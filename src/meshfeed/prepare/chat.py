@@ -22,7 +22,7 @@ from meshfeed.files import typed_errors
 from meshfeed.prepare.chat_files import DEFAULT, WITH_TOOLS, config_in, special_tokens, templates_in
 from meshfeed.prepare.chat_template import ChatTemplate, Message, Spans
 from meshfeed.store.indexed_writer import best_dtype
-from meshfeed.store.tokenizer import BYTES
+from meshfeed.store.tokenizer import BYTES, TIKTOKEN
 
 TrainOn = Literal["assistant", "last"]
 Tools = list[Any] | None
@@ -171,7 +171,7 @@ class ChatEncoder:
         """The tokenizer's JSON, its special tokens by name, and templates by name."""
         with typed_errors(self._path):
             name = str(self._path)
-            if name in (BYTES, "none") or name.startswith("tiktoken:"):
+            if name in (BYTES, "none") or name.startswith(TIKTOKEN):
                 raise StoreError(
                     f"{name}: has no chat template; give a transformers directory that brings one, or a "
                     f"tokenizers JSON file with template= (--chat-template)"

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files.local import typed_errors
+from meshfeed.files import typed_errors
 from meshfeed.files.url import is_remote
 from meshfeed.prepare.convert_read import TOKENS, Batch, Lists, Source, source_of
 from meshfeed.prepare.convert_write import SINKS, Sink

@@ -24,7 +24,7 @@ KNOWN = (
     "'bytes'; the path of a tokenizers JSON file, of a transformers directory, of a sentencepiece .model, or "
     "of NAME.ENCODING.tiktoken; or tiktoken:ENCODING"
 )
-_TIKTOKEN = "tiktoken:"
+TIKTOKEN = "tiktoken:"
 
 
 class Tokenizer(Protocol):
@@ -85,7 +85,7 @@ def tokenizer_file(name: str) -> TokenizerFile:
     """The tokenizer of a name, read but not made. Raises StoreError where there is none."""
     if name == BYTES:
         return TokenizerFile(name, "bytes")
-    if name.startswith(_TIKTOKEN):
+    if name.startswith(TIKTOKEN):
         return TokenizerFile(name, "tiktoken")
     with typed_errors(name):
         path, config = Path(name), b""
@@ -188,7 +188,7 @@ class _Tiktoken:
             if file.content:
                 self._own: Any = package.Encoding(**_ranks(file))
             else:
-                self._own = package.get_encoding(file.name.removeprefix(_TIKTOKEN))
+                self._own = package.get_encoding(file.name.removeprefix(TIKTOKEN))
         self.vocab_size = int(self._own.max_token_value) + 1
         self.end = self.id_of("<|endoftext|>")
 
