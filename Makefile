@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
+SEED := $(or $(SEED),$(shell date +%s))
+PARALLEL := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint types unit fuzz bench dist docs clean
+.PHONY: demo test lint types unit soak bench dist docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshfeed demo --out demo-out
@@ -20,10 +22,14 @@ types: $(VENV)/.tested
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: $(VENV)/.tested
-	$(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(PARALLEL)
 
-fuzz: $(VENV)/.tested
-	$(BIN)/python tests/fuzz/fuzzing.py --count 100000
+# the long form of every law, with examples that are new each time; SEED=N repeats a run
+soak: $(VENV)/.tested
+	@echo "make soak SEED=$(SEED)"
+	MESHFEED_SOAK=1 MESHFEED_SEED=$(SEED) $(BIN)/python -m pytest $(PARALLEL) --timeout=7200 \
+		--hypothesis-seed=$(SEED) $(TESTS) || { echo "to repeat it: make soak SEED=$(SEED)"; exit 1; }
+	@echo "passed: make soak SEED=$(SEED)"
 
 bench: $(VENV)/.tested
 	for each in benchmarks/bench_*.py; do $(BIN)/python $$each || exit 1; done

@@ -1,11 +1,22 @@
-"""The files that take longest come first: where several processes share the files, none is left with one at
-the end."""
+"""The order of the files, and how long they search.
+
+The files that take longest come first: where several processes share the files, none is left with one at the end.
+
+MESHFEED_SOAK=1 (set by `make soak`) is the long form of every test that has one: see soak.py. Hypothesis then draws new
+examples each time; otherwise it always draws the same ones, so that `make test` fails or passes for everybody alike.
+"""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+from soak import SOAK
 
 LONGEST = ("test_demo.py", "test_prepare_engines.py", "test_histories.py", "test_cached.py", "test_pages.py")
+
+settings.register_profile("soak", settings.get_profile("ci"), derandomize=False)
+settings.load_profile("soak" if SOAK else "ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

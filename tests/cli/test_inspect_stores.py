@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 import lit
 import meshfeed as mf
@@ -151,7 +152,6 @@ def test_a_broken_store_has_a_page_that_says_so(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     words = {"one": 0, "two": 1, "three": 2}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="one"))
     (tmp_path / "model").mkdir()

@@ -1,20 +1,15 @@
 """Damaged and hostile files: whatever lies in a header, opening and reading it works or is a MeshfeedError.
 
-python tests/fuzz/fuzzing.py --count 100000        every target so often; `make fuzz`
+test_fuzz.py runs them; `make soak` runs them long.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import resource
 import shutil
 import struct
-import sys
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -349,24 +344,3 @@ def tried(name: str, count: int, seed: int) -> Iterator[str]:
                 raise AssertionError(
                     f"{name}, seed {seed}, input {number}: {type(error).__name__}: {error}"
                 ) from error
-
-
-def main() -> None:
-    """Try every target, and tell how inputs ended."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))  # a wild size is found out here
-    for name in TARGETS:
-        began = time.monotonic()
-        ended = Counter(tried(name, args.count, args.seed))
-        print(
-            f"{name}: {args.count} inputs, {time.monotonic() - began:.0f} s: {dict(ended)}", file=sys.stderr
-        )
-
-
-if __name__ == "__main__":
-    main()

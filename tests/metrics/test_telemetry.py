@@ -15,8 +15,6 @@ import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.metrics import Telemetry
 
-pytest.importorskip("opentelemetry.exporter.prometheus")
-
 Scraped = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import tiktoken
+import tiktoken_ext.openai_public as public
 import tokenizers
 from texts import Here, jsonl, texts, tree
 
@@ -80,7 +81,6 @@ def test_sentencepiece(trained, tmp_path, name):
 def test_tiktoken_ranks(trained, tmp_path, monkeypatch, name):
     """What tiktoken's own encoding of that name would be, were these its ranks."""
     folder, ranks = trained
-    public = pytest.importorskip("tiktoken_ext.openai_public")
     monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *args, **options: ranks)
     monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", lambda *args, **options: ranks)
     told = getattr(public, name)()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from typing import NoReturn
 
 import pytest
 
@@ -15,16 +16,16 @@ def needs(*programs: str) -> None:
     """Skip the test where a program is missing; fail it where continuous integration promised it."""
     missing = [program for program in programs if program_path(program) is None]
     if missing:
-        missing_thing(f"{', '.join(missing)} not installed (.ci/services installs it)")
+        missing_thing(f"{', '.join(missing)} not installed (sudo .ci/services installs it)")
 
 
 def needs_root() -> None:
     """Skip the test where this process may not make users, mounts or network namespaces."""
     if os.geteuid() != 0:
-        missing_thing("it needs root")
+        missing_thing("it needs root (sudo make test)")
 
 
-def missing_thing(what: str) -> None:
+def missing_thing(what: str) -> NoReturn:
     """Skip, or fail where it was promised."""
     if os.environ.get(PROMISED) == "required":
         pytest.fail(f"{what}, but {PROMISED}=required")

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import pytest
+from services.needs import missing_thing
 
 DEVICE = "eth0"
 
@@ -87,10 +87,10 @@ def _make(bridge: str, made: Sequence[Node]) -> None:
             _ip("-n", node.namespace, "addr", "add", f"{node.address}/24", "dev", DEVICE)
             _ip("-n", node.namespace, "link", "set", DEVICE, "up")
     except (OSError, subprocess.CalledProcessError) as refused:
-        why = f"no network namespaces here: {getattr(refused, 'stderr', None) or refused}"
-        if os.environ.get("MESHFEED_SERVICES") == "required":
-            pytest.fail(why)
-        pytest.skip(why)
+        missing_thing(
+            f"no network namespaces here: {getattr(refused, 'stderr', None) or refused}"
+            " (they need root, and the programs that sudo .ci/services installs)"
+        )
 
 
 def _ip(*arguments: str) -> str:

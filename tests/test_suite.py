@@ -1,0 +1,57 @@
+"""Rules of the suite itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def test_one_place_skips() -> None:
+    """services/needs.py, which fails instead where the thing was promised, and says how to install it."""
+    for path in HERE.rglob("*.py"):
+        if path.name not in ("needs.py", Path(__file__).name):
+            assert not any(skip in path.read_text() for skip in ("importorskip", "pytest.skip", "skipif")), (
+                path
+            )
+
+
+@pytest.mark.parametrize(("soak", "drawn"), [("0", 1), ("1", 2)])
+def test_a_soak_draws_what_its_seed_says(tmp_path: Path, soak: str, drawn: int) -> None:
+    """`make test` draws the same examples under every seed; a soak draws others, and twenty times as many."""
+    (tmp_path / "test_it.py").write_text(
+        "from hypothesis import given, settings, strategies\n"
+        "from soak import cases\n"
+        "seen = []\n"
+        "@settings(max_examples=cases(3))\n"
+        "@given(strategies.integers(0, 2**60))\n"
+        "def test_it(value): seen.append(value)\n"
+        "def test_after(): print('SEEN', len(seen), sum(seen))\n"
+    )
+    (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text())
+    said = {}
+    for seed in ("1", "2", "2"):
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-s",
+                f"--hypothesis-seed={seed}",
+                "-p",
+                "no:cacheprovider",
+                tmp_path,
+            ],
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env={"PATH": "/usr/bin", "PYTHONPATH": str(HERE), "MESHFEED_SOAK": soak},
+        )
+        said.setdefault(seed, set()).update(line for line in done.stdout.splitlines() if "SEEN" in line)
+    assert all(len(each) == 1 for each in said.values()), said
+    assert len(said["1"] | said["2"]) == drawn, said
+    assert f"SEEN {60 if soak == '1' else 3} " in next(iter(said["1"]))
