@@ -96,6 +96,52 @@ def whole(rank: int, layout: mf.Layout, policy: Any) -> list[Any]:
     return [got, group.traffic.collectives, len(packs)]
 
 
+def twice(rank: int, layout: mf.Layout) -> list[tuple[Any, Any]]:
+    """Two steps whose results are packed in the end, and the same packed at once."""
+    from meshfeed import exchange as x
+
+    seats, keys = x.Seats.all_of(range(layout.world_size)), mf.exchange.Keys()
+    group = x.Group(torch.distributed.group.WORLD if layout.world_size > 1 else None)
+    waiting: list[tuple[Any, Any]] = []
+    at_once: list[Any] = []
+    for step in range(3):
+        items = [{"tokens": torch.full((length,), 10 * step + rank)} for length in (4, 3)]
+        given = x.encode(items, keys, rank=rank)
+        census = x.gather_lengths(given, seats, group)
+        batch = x.plan(census, mf.Packing(capacity=8), seats, layout=layout)
+        received = x.reroute(given, census, batch.plan, seats, group)
+        at_once.append(tokens_of(x.pack(received, batch, layout, rank, keys)))
+        waiting.append((received, batch))
+    late = [tokens_of(x.pack(received, batch, layout, rank, keys)) for received, batch in waiting]
+    return list(zip(late, at_once))
+
+
+def tokens_of(packs: list[mf.Microbatch]) -> list[Any]:
+    return [pack["tokens"].tolist() for pack in packs]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_result_is_not_changed_by_the_calls_after_it(size: int) -> None:
+    layout = mf.Layout(dp=size)
+    results = world.run(twice, size, layout) if size > 1 else [twice(0, layout)]
+    for pairs in results:
+        assert all(late == at_once for late, at_once in pairs)
+
+
+def gathered_twice(rank: int) -> list[bytes]:
+    """What the members send is theirs to keep, too."""
+    from meshfeed import exchange as x
+
+    group = x.Group(torch.distributed.group.WORLD)
+    first = group.all_gather(b"first of %d" % rank)
+    group.all_gather(b"other")
+    return [message.tobytes() for message in first]
+
+
+def test_gathered_messages_are_not_changed_by_the_next_ones() -> None:
+    assert world.run(gathered_twice, 2) == [[b"first of 0", b"first of 1"]] * 2
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).tolist()

@@ -45,7 +45,7 @@ class Group:
         self._ranks = ranks
         self._timeout = _NO_TIMEOUT if patience_s is None else timedelta(seconds=patience_s)
         self._room = _ROOM
-        self._kept = {name: np.zeros(0, np.uint8) for name in ("out", "in", "row", "rows")}
+        self._kept = {name: np.zeros(0, np.uint8) for name in ("out", "row", "rows")}
 
     def join(self, process_group: Any) -> None:
         """Use this process group from now on."""
@@ -66,7 +66,7 @@ class Group:
         return 0 if self._group is None else int(self._group.rank())
 
     def buffer(self, name: str, num_bytes: int) -> Bytes:
-        """Bytes to write in, the same again for the same name: fresh memory costs a fault per page."""
+        """Bytes to fill and send, the same again for the same name; results are never in them."""
         if self._kept[name].size < num_bytes:
             self._kept[name] = np.empty(num_bytes * 5 // 4, np.uint8)
         return self._kept[name][:num_bytes]
@@ -74,7 +74,7 @@ class Group:
     def all_gather(self, message: bytes) -> list[Bytes]:
         """Every member's message, in order; one collective where none is much longer than those before.
 
-        Raises PeerError where a member is gone.
+        The results own their memory. Raises PeerError where a member is gone.
         """
         if self.size == 1:
             return [np.frombuffer(message, np.uint8)]
@@ -85,17 +85,17 @@ class Group:
             # all see the same sizes, so all make the same room and ask again
             self._room = -(-(_SIZE + int(sizes.max()) * 5 // 4) // _ROOM) * _ROOM
             rows = self._gather_room(framed)
-        return [row[_SIZE : _SIZE + size] for row, size in zip(rows, sizes.tolist())]
+        return [row[_SIZE : _SIZE + size].copy() for row, size in zip(rows, sizes.tolist())]
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> Bytes:
-        """What the members send to this one, one after the other, good until the next call; one collective.
+        """What the members send to this one, one after the other, in memory of its own; one collective.
 
         outgoing: what goes to each, one after the other. out_sizes, in_sizes: bytes to and from each member.
         Raises PeerError where a member is gone.
         """
         if self.size == 1:
-            return outgoing
-        return self._collective(outgoing, out_sizes, self.buffer("in", sum(in_sizes)), in_sizes)
+            return outgoing.copy()
+        return self._collective(outgoing, out_sizes, np.empty(sum(in_sizes), np.uint8), in_sizes)
 
     def _gather_room(self, framed: Bytes) -> Bytes:
         row = self.buffer("row", self._room * self.size).reshape(self.size, self._room)

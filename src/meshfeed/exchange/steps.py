@@ -109,7 +109,7 @@ class Received:
 
     Attributes:
         census, shipment: what it is.
-        data: its bytes, one source after the other, good until the group's next call; uint8 [n].
+        data: its bytes, one source after the other; uint8 [n].
         offsets: where each piece of the shipment lies in them; int64 [n].
     """
 
