@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 
 import pytest
@@ -34,6 +35,36 @@ def test_what_prepare_has_not_made_is_never_replaced(tmp_path, manifest):
     with pytest.raises(PrepareError, match=r"a\.jsonl: is no output"):
         prepare([path], path, BYTES, engine=Here(), overwrite=True)
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["job.json", "lock", "old", "out.txt", "parts", "tokenizer.json", "notes"])
+def test_a_users_folder_of_the_jobs_name_is_left_alone(tmp_path, name):
+    path = jsonl(tmp_path / "a.jsonl", ["a"])
+    mine = tmp_path / "out.preparing" / name
+    mine.mkdir(parents=True)
+    (mine / "chapter.txt").write_text("years of work")
+    before = tree(tmp_path)
+    for options in ({}, {"overwrite": True}, {"resume": True}, {"resume": True, "overwrite": True}):
+        with pytest.raises(PrepareError, match=rf"out\.preparing: .* holds {name}, which it did not write"):
+            prepare([path], tmp_path / "out", BYTES, engine=Here(), **options)
+        assert tree(tmp_path) == before
+    shutil.rmtree(mine)
+    prepare([path], tmp_path / "out", BYTES, engine=Here())
+    assert left_behind(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "train/chapter.txt"])
+def test_a_users_file_in_an_output_is_not_removed_with_it(tmp_path, name):
+    path, out = jsonl(tmp_path / "a.jsonl", ["a"]), tmp_path / "out"
+    prepare([path], out, BYTES, engine=Here())
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("years of work")
+    before = tree(out)
+    with pytest.raises(PrepareError, match=f"out: holds {name}, which prepare did not write"):
+        prepare([path], out, BYTES, engine=Here(), overwrite=True)
+    assert tree(out) == before
+    (out / name).unlink()
+    prepare([path], out, BYTES, engine=Here(), overwrite=True)
 
 
 def test_what_is_read_is_not_replaced(tmp_path, monkeypatch):

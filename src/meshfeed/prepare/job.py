@@ -3,7 +3,7 @@
     job.json    written last: what was asked (`Request`), and how far malformed lines are let pass
     spans.npy   which spans of which inputs make up which part; see `inputs.cut`
     parts/      what is done; see `part`
-    lock        held by the process that runs the job
+    meshfeed-prepare.lock   held by the process that runs the job; marks the folder as this tool's own
 
 It is no machine's own: an engine may run the parts wherever the folder and the inputs can be read.
 """

@@ -17,12 +17,15 @@ from meshfeed.files import Cache, typed_errors
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.job import FORMAT, MANIFEST, Request
-from meshfeed.prepare.storage import InStorage
+from meshfeed.prepare.storage import FOREIGN, SHOWN, InStorage, foreign_files, step_of
 from meshfeed.store.indexed_writer import sync_directory
 
 _OURS = ("job", "old", "out", "parts", "slurm", "spans", "tokenizer", "uploads")
 
-_UNBEGUN = {"job.json", "spans.npy", "parts", "lock"}
+MARKER = "meshfeed-prepare.lock"
+"""Locked by the run at work. Only a folder that has it is one of ours; in any other, nothing is touched."""
+
+_UNBEGUN = {"job.json", "spans.npy", "parts", MARKER}
 
 
 class Place(Protocol):
@@ -101,6 +104,7 @@ class OnDisk:
         self._refuse_kept(", and is not what this job makes" if resume else "", overwrite=overwrite)
         if self._target.exists():
             self._refuse_inputs(request)
+            self._refuse_foreign()
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """See Place."""
@@ -124,6 +128,7 @@ class OnDisk:
             old = work / "old"
             self._refuse_kept(overwrite=overwrite)
             if target.exists():
+                self._refuse_foreign()
                 if old.exists():
                     shutil.rmtree(old)
                 target.rename(old)
@@ -159,6 +164,13 @@ class OnDisk:
             raise PrepareError(
                 f"{target}: is no output of `meshfeed prepare`, and is not removed; take another path"
             )
+
+    def _refuse_foreign(self) -> None:
+        """Raises PrepareError where a user has put files into an output of `prepare`."""
+        with typed_errors(self._target):
+            foreign = _foreign(self._target)
+        if foreign:
+            raise PrepareError(foreign_files(str(self._target), foreign))
 
     def _refuse_inputs(self, request: Request) -> None:
         """Raises PrepareError where what is read lies in what would be replaced."""
@@ -223,17 +235,21 @@ def clear(work: Path, *, lock: bool = True) -> None:
             else:
                 path.unlink(missing_ok=True)
         if lock:
-            (work / "lock").unlink(missing_ok=True)
+            (work / MARKER).unlink(missing_ok=True)
             if not any(work.iterdir()):
                 work.rmdir()
 
 
 def _locked(work: Path) -> int:
-    path = work / "lock"
+    path = work / MARKER
     while True:
         with typed_errors(work):
             work.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                _refuse_unmarked(work)
+                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                continue  # a run that just ended has removed the folder
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
@@ -242,3 +258,20 @@ def _locked(work: Path) -> int:
         except BlockingIOError:
             os.close(lock)
             raise PrepareError(f"{work}: another run is preparing this; wait for it, or end it") from None
+
+
+def _refuse_unmarked(work: Path) -> None:
+    """Raises PrepareError for a folder that a user has filled. An empty one may be used."""
+    names = sorted(path.name for path in work.iterdir())
+    if names and MARKER not in names:
+        raise PrepareError(
+            f"{work}: prepare works in a folder of this name, but this one holds {', '.join(names[:SHOWN])}"
+            f"{' and more' if len(names) > SHOWN else ''}, which it did not write; move the folder away, or "
+            f"choose another --out"
+        )
+
+
+def _foreign(target: Path) -> list[str]:
+    """What lies in an output that `prepare` has not written."""
+    files = (path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir())
+    return sorted(name for name in files if step_of(name) == FOREIGN)

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -41,16 +41,26 @@ _STEPS = (
     r"errors\.jsonl|tokenizer\.json",
     re.escape(MANIFEST),
 )
-_OPENS, _FOREIGN = 2, len(_STEPS)
-_SHOWN = 3
+_OPENS, FOREIGN = 2, len(_STEPS)
+SHOWN = 3
+"""Names in a message."""
 
 
 def step_of(name: str) -> int:
     """When the turn of a file of an output is: those of lower steps come before it, and go after it.
 
-    From _OPENS on they let a store be opened; _FOREIGN is for whatever `prepare` does not write.
+    From _OPENS on they let a store be opened; FOREIGN is for whatever `prepare` does not write.
     """
-    return next((step for step, names in enumerate(_STEPS) if re.fullmatch(names, name)), _FOREIGN)
+    return next((step for step, names in enumerate(_STEPS) if re.fullmatch(names, name)), FOREIGN)
+
+
+def foreign_files(shown: str, names: Sequence[str]) -> str:
+    """The message for an output that holds files of somebody else."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return (
+        f"{shown}: holds {', '.join(names[:SHOWN])}{more}, which prepare did not write and will not replace; "
+        f"move it away, or choose another --out"
+    )
 
 
 @dataclass
@@ -132,7 +142,7 @@ class InStorage:
         """Names of the objects there; those of no bytes that stand for folders in some stores are none."""
         found = self._writer.list(self._prefix.rstrip("/"))
         names = {path.removeprefix(self._prefix): size for path, size in found}
-        return [name for name, size in names.items() if size or step_of(name) != _FOREIGN]
+        return [name for name, size in names.items() if size or step_of(name) != FOREIGN]
 
     def _manifest(self) -> dict[str, Any]:
         """What lies in the manifest's place; {} for nothing, or nothing of ours."""
@@ -146,15 +156,11 @@ class InStorage:
         return cast(dict[str, Any], told) if known else {}
 
     def _refuse_foreign(self, names: Collection[str]) -> None:
-        foreign = sorted(name for name in names if step_of(name) == _FOREIGN)
+        foreign = sorted(name for name in names if step_of(name) == FOREIGN)
         if not foreign and MANIFEST in names and not self._manifest():
             foreign = [MANIFEST]
         if foreign:
-            more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
-            raise PrepareError(
-                f"{self._shown}: holds {', '.join(foreign[:_SHOWN])}{more}, which prepare has not written, "
-                f"and does not replace; take another path"
-            )
+            raise PrepareError(foreign_files(self._shown, foreign))
 
     def _exists(self, *, resume: bool) -> str:
         found = self._manifest()
