@@ -183,10 +183,38 @@ def test_a_mark_of_byte_order_is_no_text(tmp_path):
 
 def test_an_output_of_two_stores_says_which_to_open(tmp_path):
     prepare([jsonl(tmp_path / "a.jsonl", texts(30))], tmp_path / "out", BYTES, validation=0.3, engine=Here())
+    out = tmp_path / "out"
     with pytest.raises(
-        MissingError, match=r"out: no token store but some in it; open one: train, validation"
+        MissingError, match=f"out: not a token store itself; .* one: {out}/train, {out}/validation$"
     ):
-        mf.open(tmp_path / "out")
+        mf.open(out)
+
+
+@pytest.mark.parametrize("tokenizer", [None, "bytes"])
+@pytest.mark.parametrize("column", [None, "error"])
+@pytest.mark.parametrize("name", ["out", "."])
+def test_what_was_left_out_is_not_taken_for_documents(tmp_path, name, tokenizer, column):
+    bad = jsonl(tmp_path / "a.txt", texts(30))
+    bad.write_text(bad.read_text() + "{broken\n")
+    out = tmp_path / "in/out"
+    prepare([bad], out, BYTES, kind="jsonl", validation=0.3, max_errors=1, engine=Here())
+    (tmp_path / "in/unfinished.preparing/out").mkdir(parents=True)
+    (tmp_path / "in/unfinished.preparing/meshfeed-prepare.lock").touch()
+    (tmp_path / "in/unfinished.preparing/out/errors.jsonl").write_text('{"error": "e"}\n')
+    with pytest.raises(MissingError, match=rf"give the path of (one: {out}/train|a Megatron)"):
+        mf.open(tmp_path / "in" / name, tokenizer=tokenizer, column=column)
+    with pytest.raises(StoreError, match=f"errors.jsonl: lists what .* left out.*: {out}/train, {out}/valid"):
+        mf.open(out / "errors.jsonl", tokenizer=tokenizer, column=column)
+    with pytest.raises(PrepareError, match="nothing to prepare there"):
+        prepare([tmp_path / "in"], tmp_path / "again", BYTES, engine=Here())
+
+
+def test_a_file_of_documents_may_be_called_errors(tmp_path):
+    jsonl(tmp_path / "errors.jsonl", ["a"])
+    (tmp_path / "manifest.json").write_text('{"format": "a web page"}')
+    for path in (tmp_path, tmp_path / "errors.jsonl"):
+        with mf.open(path, tokenizer="bytes") as store:
+            assert store.num_documents == 1
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from meshfeed.prepare import (
 )
 from meshfeed.prepare.encoders import DTYPES
 from meshfeed.prepare.inputs import KINDS
-from meshfeed.prepare.join import ERRORS
 from meshfeed.report.words import counted
+from meshfeed.store.prepared import ERRORS
 from meshfeed.store.tokenizer import KNOWN
 
 _KEYS = {

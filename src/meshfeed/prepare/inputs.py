@@ -16,6 +16,7 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import ByteFile, Folder, LocalFile, typed_errors
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent
 from meshfeed.store.parquet import extent_of, name_in, parquet_of
+from meshfeed.store.prepared import documents_in
 
 I64 = npt.NDArray[np.int64]
 
@@ -172,13 +173,18 @@ def _urls_of(
         folder, name = parent(given)
         if is_http(given) or (name and Folder(folder).holds(name)):
             return [given]
-        return [join(given, name) for name, _ in Folder(given).names() if taken(name)]
+        return [join(given, name) for name in _below(Folder(given)) if taken(name)]
     path = Path(local_path(given)).absolute()
     if path.is_dir():
-        return [str(path / name) for name, _ in Folder(str(path)).names() if taken(name)]
+        return [str(path / name) for name in _below(Folder(str(path))) if taken(name)]
     if path.exists() or not glob.has_magic(str(path)):
         return [str(path)]
     return sorted(each for each in glob.glob(str(path), recursive=True) if not Path(each).is_dir())  # noqa: PTH207
+
+
+def _below(folder: Folder) -> list[str]:
+    """All files of a folder, without what an earlier run wrote beside its tokens."""
+    return documents_in(folder, [name for name, _ in folder.names()])
 
 
 def _kind_of(name: str) -> str | None:

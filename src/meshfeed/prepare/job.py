@@ -31,10 +31,6 @@ from meshfeed.store.indexed_writer import sync_directory
 
 I64 = npt.NDArray[np.int64]
 
-MANIFEST = "manifest.json"
-"""What was asked and what came out; the last file of an output."""
-FORMAT = "meshfeed prepare"
-"""What it says of itself, so that nothing else is ever replaced."""
 VERSION = 1
 """Of what a job says, and so of what it makes."""
 

@@ -30,10 +30,11 @@ from meshfeed.prepare.part import (
 )
 from meshfeed.prepare.task import refuse_malformed
 from meshfeed.store import DatasetWriter, open_store
+from meshfeed.store.prepared import ERRORS
 
 I64 = npt.NDArray[np.int64]
 
-ORIGINS, ERRORS = "origins.npy", "errors.jsonl"
+ORIGINS = "origins.npy"
 TRAIN, VALIDATION = "train", "validation"
 
 

@@ -16,14 +16,12 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import Cache, typed_errors
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.prepare.engine import Engine, Local
-from meshfeed.prepare.job import FORMAT, MANIFEST, Request
+from meshfeed.prepare.job import Request
 from meshfeed.prepare.storage import FOREIGN, SHOWN, InStorage, foreign_files, step_of
 from meshfeed.store.indexed_writer import sync_directory
+from meshfeed.store.prepared import FORMAT, MANIFEST, MARKER
 
 _OURS = ("job", "old", "out", "parts", "slurm", "spans", "tokenizer", "uploads")
-
-MARKER = "meshfeed-prepare.lock"
-"""Locked by the run at work. Only a folder that has it is one of ours; in any other, nothing is touched."""
 
 _UNBEGUN = {"job.json", "spans.npy", "parts", MARKER}
 
@@ -241,6 +239,7 @@ def clear(work: Path, *, lock: bool = True) -> None:
 
 
 def _locked(work: Path) -> int:
+    """The lock of a job's folder. It is the folder's marker, too: no other folder is touched."""
     path = work / MARKER
     while True:
         with typed_errors(work):

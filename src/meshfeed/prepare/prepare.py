@@ -29,12 +29,13 @@ from meshfeed.files.writer import PIECE_BYTES
 from meshfeed.prepare.encoders import TRAINED, Encoding
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.inputs import cut, find_inputs
-from meshfeed.prepare.job import FORMAT, MANIFEST, Job, Request, job_in, read_json, write_json
+from meshfeed.prepare.job import Job, Request, job_in, read_json, write_json
 from meshfeed.prepare.join import join
 from meshfeed.prepare.part import Malformed, facts_of_part, part_path
 from meshfeed.prepare.place import Place, clear, forget_unbegun, held, place_of, refuse_unfinished
 from meshfeed.prepare.task import refuse_malformed
 from meshfeed.prepare.train import train_bpe
+from meshfeed.store.prepared import FORMAT, MANIFEST
 
 _MOST_PART_BYTES, _LEAST_PART_BYTES, _PARTS = 16 << 20, 256 << 10, 64
 

@@ -26,7 +26,8 @@ from meshfeed.files import typed_errors
 from meshfeed.files.refusals import options_of_environment
 from meshfeed.files.url import split, without_secrets
 from meshfeed.files.writer import Writer
-from meshfeed.prepare.job import FORMAT, MANIFEST, Request, read_json, write_json
+from meshfeed.prepare.job import Request, read_json, write_json
+from meshfeed.store.prepared import ERRORS, FORMAT, MANIFEST
 
 Told = Callable[[int, int], None]
 """Is told of bytes: that are there, and that are to come to be there in all."""
@@ -38,7 +39,7 @@ _STEPS = (
     rf"{_FOLDER}({_COLUMN}\.bin|origins\.npy)",
     rf"{_FOLDER}{_COLUMN}\.idx",
     rf"{_FOLDER}dataset\.json",
-    r"errors\.jsonl|tokenizer\.json",
+    rf"{re.escape(ERRORS)}|tokenizer\.json",
     re.escape(MANIFEST),
 )
 _OPENS, FOREIGN = 2, len(_STEPS)

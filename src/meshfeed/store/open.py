@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from meshfeed.store.litdata import LitdataStore, recognised
 from meshfeed.store.mds import MDSStore
 from meshfeed.store.mds_index import INDEX
 from meshfeed.store.parquet import ParquetStore
+from meshfeed.store.prepared import documents_in, is_report
 from meshfeed.store.protocol import OpenedStore
 from meshfeed.store.tokens import Column
 
 _SUFFIXES = (".bin", ".idx")
+_SHOWN = 8
 _KINDS: Mapping[str, type[DocumentFiles]] = {".jsonl": JsonlStore, ".parquet": ParquetStore}
 
 
@@ -107,16 +110,31 @@ def _none_there(place: Place) -> StoreError:
         "a Megatron .bin/.idx pair, with or without the suffix, of a folder with dataset.json, MDS or "
         "litdata, or of a file or folder of .jsonl or .parquet"
     )
+    inside = _inside(place.within)
+    if inside:
+        return MissingError(f"{place.shown}: not a token store itself; give the path of one{inside}")
     if place.beside.is_remote:
         return MissingError(
             f"{place.shown}: no token store; give the URL of {known} (over HTTP, which lists none, a file)"
         )
     at = Path(local_path(place.given))
-    inside = sorted(each.parent.name for each in at.glob(f"*/{NAME}"))
-    if inside:
-        return MissingError(f"{place.given}: no token store but some in it; open one: {', '.join(inside)}")
     found = "a directory" if at.is_dir() else "a file" if at.exists() else "nothing"
     return MissingError(f"{place.given}: found {found}, no token store; give the path of {known}")
+
+
+def _inside(folder: Folder) -> str:
+    """Names the stores right below a folder, as the end of a message; nothing where there is none."""
+    shown = without_secrets(folder.url) if folder.is_remote else local_path(folder.url)
+    listed: list[str] = []
+    if folder.is_remote:
+        with contextlib.suppress(StoreError):  # HTTP lists nothing, and credentials may not allow it
+            listed = [name for name, _ in folder.names()]
+    else:
+        listed = sorted(f"{each.parent.name}/{NAME}" for each in Path(shown).glob(f"*/{NAME}"))
+    found = [name for name in listed if name.count("/") == 1 and name.endswith(f"/{NAME}")]
+    paths = [f"{shown.rstrip('/')}/{name.removesuffix(f'/{NAME}')}" for name in found[:_SHOWN]]
+    more = [f"{len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return f": {', '.join(paths + more)}" if found else ""
 
 
 # -- recognisers: each gives its store, or None for what is not of its format ---------------------------
@@ -155,6 +173,11 @@ def _file_of_documents(place: Place) -> DocumentFiles | None:
     kind = _KINDS.get(Path(place.name).suffix)
     if kind is None or not place.beside.holds(place.name):
         return None
+    if is_report(place.beside, place.name):
+        raise StoreError(
+            f"{place.shown}: lists what `meshfeed prepare` left out, and holds no documents; give the "
+            f"path of a store{_inside(place.beside)}"
+        )
     return _documents(kind, place, [place.beside.file(place.name)])
 
 
@@ -163,7 +186,8 @@ def _folder_of_documents(place: Place) -> DocumentFiles | None:
     is_folder = not is_http(place.given) if folder.is_remote else Path(local_path(place.given)).is_dir()
     if not is_folder:
         return None
-    names = [name for name, _ in folder.names() if not any(part[:1] in "._" for part in name.split("/"))]
+    listed = [name for name, _ in folder.names() if not any(part[:1] in "._" for part in name.split("/"))]
+    names = documents_in(folder, listed)
     found = {suffix: some for suffix in _KINDS if (some := [name for name in names if name.endswith(suffix)])}
     if not found:
         return None

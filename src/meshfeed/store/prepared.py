@@ -1,0 +1,47 @@
+"""Folders that `meshfeed prepare` wrote: the files in them beside the tokens are not documents to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshfeed.files import Folder
+
+FORMAT = "meshfeed prepare"
+"""The "format" in a manifest."""
+MANIFEST = "manifest.json"
+"""In an output: what was asked and what came out; the last file to be written."""
+ERRORS = "errors.jsonl"
+"""In an output: the records that were left out."""
+MARKER = "meshfeed-prepare.lock"
+"""In the folder of a job that has not finished."""
+
+_HEAD_BYTES = 1 << 12  # "format" is among the first keys, and a list of many inputs follows
+
+
+def documents_in(folder: Folder, names: Sequence[str]) -> list[str]:
+    """The names, of all files below a folder, that may be documents: not what `prepare` wrote beside tokens.
+
+    Raises StoreError for a manifest that cannot be read.
+    """
+    there = set(names)
+    jobs = tuple(name.removesuffix(MARKER) for name in names if _base(name) == MARKER)
+    found = [name for name in names if not (jobs and name.startswith(jobs))]
+    return [name for name in found if _base(name) != ERRORS or not _is_output(folder, name, there)]
+
+
+def is_report(folder: Folder, name: str) -> bool:
+    """Whether a file of a folder lists what `prepare` left out. Raises StoreError."""
+    return name == ERRORS and folder.holds(MANIFEST) and _is_output(folder, name, {MANIFEST})
+
+
+def _is_output(folder: Folder, report: str, there: set[str]) -> bool:
+    manifest = f"{report.removesuffix(ERRORS)}{MANIFEST}"
+    if manifest not in there:
+        return False
+    file = folder.file(manifest)
+    head = file.peek([(0, min(file.size_bytes, _HEAD_BYTES))])[0]
+    return f'"format": "{FORMAT}'.encode() in head
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
