@@ -104,6 +104,20 @@ def test_equal_weights_take_turns() -> None:
     assert all(sorted(turn) == list(range(8)) for turn in source.reshape(-1, 8).tolist())
 
 
+@pytest.mark.parametrize(
+    "weights", [[1] * 7, [1] * 10, [1] * 49, [3, 3, 3, 1], [0.1] * 10, [1, 2, 3, 4, 5, 6]]
+)
+def test_weights_that_no_binary_fraction_holds_come_in_whole_periods(weights: list[float]) -> None:
+    """1/10 is no multiple of 2**-64; the schedule is that of the ratio, not of what rounding leaves."""
+    period = round(sum(weights) / min(weights))
+    own = [round(weight / min(weights)) for weight in weights]
+    blocks = BLOCK // period
+    for start in (0, BLOCK * period, BLOCK * period * 10**6):  # edges of blocks that begin a period
+        source, _ = Interleaving(weights).draws(start, start + blocks * period)
+        for turn in source.reshape(blocks, period):
+            assert np.bincount(turn, minlength=len(weights)).tolist() == own
+
+
 def test_a_batch_holds_each_source_within_one_of_its_rounded_share() -> None:
     for weights in FAMILIES.values():
         interleaving = Interleaving(weights)

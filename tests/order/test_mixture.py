@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from corpus import write_corpus
-from meshfeed.order import drawn_until, draws_of_step, num_positions, num_steps, position_of
+from meshfeed.order import asked_at, drawn_until, draws_of_step, num_positions, num_steps, position_of
 
 
 def store(size: int, length: int = 5) -> mf.Lengths:
@@ -195,6 +195,18 @@ def test_a_step_tells_what_was_drawn_of_each_source(tmp_path: Path) -> None:
             np.testing.assert_allclose(step.stats["source_epochs"], drawn / 62)
             if step.index == 20:
                 break
+
+
+def test_the_share_that_is_asked_changes_with_the_very_step() -> None:
+    mixture = (
+        mf.Mixture({"a": (store(50), 3), "b": (store(70), 1)}).then(5, {"b": 1}).then(6, {"a": 1, "b": 4})
+    )
+    recipe = recipe_of(mixture)
+    asked = [asked_at(recipe, step).tolist() for step in range(8)]
+    assert asked == [[0.75, 0.25]] * 5 + [[0, 1]] + [[0.2, 0.8]] * 2
+    for step, (first, _) in enumerate(asked):
+        drawn = sum(source == 0 for source, _, _ in steps_of(recipe, 8)[step])
+        assert abs(drawn - 16 * first) <= 1, "and so does what is drawn"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What every plan must satisfy, whatever made it, and small brute-force oracles."""
 
 import functools
-import itertools
 
 import numpy as np
 
@@ -38,15 +37,23 @@ def check_plan(plan: StepPlan, lengths, packing: Packing, *, dp: int, cp: int, q
     assert account.objective >= account.bound * (1 - 1e-9)
 
 
-def check_packs(plan: StepPlan) -> None:
-    """Every rank's packs name every row once per rank of its group."""
+def check_packs(plan: StepPlan, packing: Packing | None = None) -> None:
+    """Every rank's packs name every row once per rank of its group, and are what the account says of them."""
     seen = np.zeros(plan.lengths.size, np.int64)
-    for m, rank in itertools.product(range(plan.num_microbatches), range(plan.num_ranks)):
-        pack = packs_of(plan, rank)[m]
-        seen[pack.sequences] += 1
-        assert pack.cu_seqlens_padded[-1] % plan.align.pack_multiple(pack.cp_size) == 0
-        assert 0 <= pack.cp_rank < pack.cp_size
+    rank_tokens = np.zeros((plan.num_microbatches, plan.num_ranks), np.int64)
+    for rank in range(plan.num_ranks):
+        for m, pack in enumerate(packs_of(plan, rank)):
+            seen[pack.sequences] += 1
+            whole = int(pack.cu_seqlens_padded[-1])
+            assert whole % plan.align.pack_multiple(pack.cp_size) == 0
+            assert (pack.padded_lengths % plan.align.sequence_multiple(pack.cp_size) == 0).all()
+            assert (pack.padded_lengths >= pack.lengths).all()
+            assert 0 <= pack.cp_rank < pack.cp_size
+            rank_tokens[m, rank] = whole // pack.cp_size
     np.testing.assert_array_equal(seen, np.where(plan.microbatch >= 0, plan.cp_size, 0))
+    if packing is not None:
+        assert rank_tokens.max(initial=0) <= packing.capacity
+        np.testing.assert_array_equal(account_of(plan, packing).rank_tokens, rank_tokens)
 
 
 @functools.cache
