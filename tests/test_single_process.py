@@ -175,3 +175,27 @@ def test_fields_that_are_always_the_same_are_kept_once(corpus: Path) -> None:
             for microbatch in step.microbatches:
                 shared = {name for name, tensor in microbatch.items() if torch._C._is_cow_tensor(tensor)}
                 assert shared == {"loss_mask", "position_ids"}
+
+
+LAUNCHED = [
+    ("WORLD_SIZE", "RANK"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+]
+
+
+@pytest.mark.parametrize(("size", "rank"), LAUNCHED)
+def test_every_rank_of_a_launched_job_needs_a_layout(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, size: str, rank: str
+) -> None:
+    for other in (name for pair in LAUNCHED for name in pair):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(size, "2")
+    for number in ("0", "1"):
+        monkeypatch.setenv(rank, number)
+        feed = mf.Feed(recipe_of(corpus))
+        for use in (lambda feed=feed: next(iter(feed)), lambda feed=feed: feed.num_microbatches(0)):
+            with pytest.raises(mf.LayoutError, match=r"2 processes needs a layout.*mf.Layout\(dp=2\)"):
+                use()
+        assert mf.Feed(recipe_of(corpus), mf.Layout(dp=2)).rank == int(number)

@@ -50,7 +50,7 @@ class Feed(StepSource[Delivery]):
     Args:
         recipe: what to train on; equal on every rank.
         layout: where the ranks stand; None for one process.
-        rank: this process's global rank; None asks torch.distributed, then $RANK, then takes 0.
+        rank: this process's global rank; None asks torch.distributed, then the launcher, then takes 0.
         delivery: "direct", "broadcast", "share", "tree", or "auto" (see `roles.choose_delivery`).
         device: where the tensors go.
         stage_map: which pipeline stages embed, compute loss, predict further tokens; None for the plain
@@ -101,7 +101,7 @@ class Feed(StepSource[Delivery]):
         if timeout_s <= 0:
             raise RecipeError(f"timeout_s={timeout_s} must be positive")
         super().__init__(
-            layout or Layout(),
+            layout,
             rank,
             delivery=delivery,
             device=device,
@@ -140,7 +140,7 @@ class Feed(StepSource[Delivery]):
 
     def num_microbatches(self, step: int) -> int | None:
         """Microbatches of a step for each rank, 0 past the end; None where lengths decide (packing)."""
-        return self._stepping.num_microbatches(step)
+        return replace(self._stepping, layout=self.layout).num_microbatches(step)
 
     # -- taking and letting go ------------------------------------------------------------------------
 

@@ -13,14 +13,22 @@ from meshfeed.errors import LayoutError, RecipeError, RoleError
 from meshfeed.layout import Layout
 from meshfeed.roles import DeliveryName
 
+# (processes of the job, this one's rank), as torchrun, Open MPI, MPICH and srun set them in each process
+_LAUNCHERS = (
+    ("WORLD_SIZE", "RANK"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+)
+
 
 def this_rank(given: int | None) -> int:
-    """The global rank: the one given, or that of torch.distributed, then of $RANK, then 0."""
+    """The global rank: the one given, or that of torch.distributed, then of the launcher ($RANK), then 0."""
     if given is not None:
         return given
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    return next((int(os.environ[rank]) for _, rank in _LAUNCHERS if rank in os.environ), 0)
 
 
 def this_layout(given: Layout | None) -> Layout:
@@ -66,4 +74,4 @@ def check_rank(given: int | None) -> None:
 def _num_processes() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return next((int(os.environ[size]) for size, _ in _LAUNCHERS if size in os.environ), 1)
