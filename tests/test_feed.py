@@ -165,19 +165,20 @@ def test_microbatches_of_a_step_that_is_over(corpus: str) -> None:
     feed.close()
 
 
-def test_iterators_are_lazy(corpus: str) -> None:
-    recipe = recipe_of(corpus)
-    feed = mf.Feed(recipe)
-    unused, used = iter(feed), iter(feed)
-    state = mf.Feed(recipe).state_dict()
-    source = mf.Feed(recipe)
-    take(source, 5)
-    feed.load_state_dict(source.state_dict())
-    assert next(used).index == 5
-    assert next(unused).index == 6, "a second iterator goes on where the first was"
-    assert state["step"] == 0
+def test_iter_begins_the_run_and_next_only_waits_for_data(corpus: str) -> None:
+    feed = mf.Feed(recipe_of(corpus))
+    unused = iter(feed)
+    assert threads() == 1, "it reads from here on"
+    used = iter(feed)
+    assert next(used).index == 0
+    with pytest.raises(mf.StateError, match="iterate anew"):
+        next(unused)
+    made_before = iter(feed)
+    feed.load_state_dict(feed.state_dict())
+    with pytest.raises(mf.StateError, match="load_state_dict"):
+        next(made_before)
     feed.close()
-    source.close()
+    assert threads() == 0
 
 
 def test_a_failing_store_ends_the_loop_and_nothing_hangs(corpus: str) -> None:

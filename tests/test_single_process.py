@@ -64,9 +64,8 @@ def test_going_on_after_a_break_and_after_a_state(corpus: Path) -> None:
         feed.load_state_dict(saved)
         assert taken(feed, 5) == whole[4:9]
     with mf.Feed(recipe_of(corpus), prefetch=0) as fresh:
-        early = iter(fresh)
         fresh.load_state_dict(saved)
-        step = next(early)
+        step = next(iter(fresh))
         assert step.index == 4
         assert [i for m in step.microbatches for i in m.draws.index.tolist()] == whole[4]
         assert fresh.state_dict()["step"] == 5

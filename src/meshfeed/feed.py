@@ -15,7 +15,6 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from meshfeed.ahead import Ahead, forget
-from meshfeed.batch import Step
 from meshfeed.deliver import (
     Delivery,
     Digester,
@@ -45,7 +44,8 @@ class Feed(StepSource[Delivery]):
     """One rank's view of the training stream.
 
     Construction remembers its arguments; entering (`with`, or the first iteration) opens what this
-    rank's role needs, and leaving lets go of it.
+    rank's role needs, and leaving lets go of it. `iter(feed)` waits for the peers to join and starts to
+    read, so all ranks call it at the same point of their program; `next` waits for data alone.
 
     Args:
         recipe: what to train on; equal on every rank.
@@ -60,7 +60,8 @@ class Feed(StepSource[Delivery]):
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous".
         prefetch: reads made ahead, on a thread, each of a microbatch or of several small ones; 0 makes them
-            when they are asked for.
+            when they are asked for, but one ahead where pipeline stages get theirs together, since a stage
+            may ask for a microbatch only once another has trained on it.
         read_ahead_bytes: how much of coming steps to announce to storage that is far away, beside one step
             that is always announced ahead; per reader.
         verify: compare digests across replicas at the end of every step.
@@ -179,13 +180,6 @@ class Feed(StepSource[Delivery]):
         self._stop()
         self._next_step, self._loaded = state.step, True
 
-    def _steps(self, virtual_stage: int | None) -> Iterator[Step]:
-        entered_here = not self._entered
-        self.__enter__()
-        yield from super()._steps(virtual_stage)
-        if entered_here and (virtual_stage is None or self.stage_map.vpp == 1):
-            self.close()
-
     def _about(self, step: int) -> RunStart:
         recipe = self.recipe
         return RunStart.here(
@@ -214,8 +208,14 @@ class Feed(StepSource[Delivery]):
             f"verify {self._verify}, reads {self._readers and sorted(self._readers)}, {self.stage_map}"
         )
 
+    @property
+    def _depth(self) -> int:
+        pp = self.layout.coord(self.rank).pp
+        meets_stages = any(self.layout.coord(peer).pp != pp for peer in self.role.peers)
+        return self._prefetch or int(meets_stages or (self._verify and self.layout.pp > 1))
+
     def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:
-        slots = self._prefetch + 2
+        slots = self._depth + 2
         return make_delivery(self.delivery, self.role, meeting, num_slots=slots, patience_s=patience_s)
 
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:

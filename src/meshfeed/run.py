@@ -14,7 +14,7 @@ from meshfeed.batch import Microbatch, Step
 from meshfeed.deliver import Alarm, Delivery, Digests, EndOfStream, Meeting, Verifier
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
-from meshfeed.metrics import Recorder, StageClock
+from meshfeed.metrics import Recorder, Span, StageClock
 from meshfeed.prefetch import Inline, Prefetcher
 from meshfeed.roles import Field, Role, StageMap
 from meshfeed.stepping import GlobalBatch
@@ -71,7 +71,7 @@ class Run:
     Args:
         start: the first step.
         items: the producer, made once the delivery has met its peers.
-        delivery, verifier: entered at the first item, left at `stop`.
+        delivery, verifier: entered at `start`, left at `stop`.
         meeting: where all ranks of the job hear of what ends one of them; None for one process.
         compare: called before they are entered; raises where ranks must not begin together.
         recorder: told of all that the steps cost.
@@ -106,6 +106,7 @@ class Run:
         self._due = start  # the step that the producer's next item belongs to
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
+        self._starting: list[Span] = []
         self._failure: Exception | None = None
         self._process = os.getpid()
 
@@ -120,6 +121,14 @@ class Run:
             return False
         self._views[view].joined = True
         return True
+
+    def start(self) -> None:
+        """Meet the peers and begin to produce; the only part of a run that waits for ranks to join."""
+        try:
+            self._start()
+        except Exception as failure:
+            self._fail(failure)
+            raise
 
     def steps(self, view: int) -> Iterator[Step]:
         """The steps of one view. What is left of a step is dropped when the next is asked for."""
@@ -183,15 +192,17 @@ class Run:
             try:
                 self._pull()
             except Exception as failure:
-                self._failure = failure
-                self.stop()  # whoever handles this: peers that wait for this rank must see that it is gone
+                self._fail(failure)
                 raise
         return view.items.popleft()
+
+    def _fail(self, failure: Exception) -> None:
+        self._failure = failure
+        self.stop()  # whoever handles this: peers that wait for this rank must see that it is gone
 
     def _pull(self) -> None:
         """The producer's next item, to all views."""
         asked = time.monotonic()
-        self._start()
         try:
             with self._recorder.around("wait"):
                 item, spans = self._prefetcher.get(self._timeout_s, lambda: self._alarm.struck(self._due))
@@ -207,6 +218,9 @@ class Run:
         if isinstance(item, StepStart):
             batch, self._due = item.batch, item.batch.step
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.stats)
+            starting, self._starting = self._starting, []
+            for span in starting:  # the loop waited for this too, in `iter`
+                self._recorder.waited(span.start, span.stop, [span])
         self._recorder.waited(asked, time.monotonic(), spans)
         if isinstance(item, StepEnd):
             self._due = item.step + 1
@@ -256,8 +270,6 @@ class Run:
                 view.items.append(item)
 
     def _start(self) -> None:
-        if self._started:
-            return
         with self._clock.stage("start"), contextlib.ExitStack() as stack:
             stack.enter_context(self._alarm)
             try:
@@ -269,6 +281,7 @@ class Run:
             except MeshfeedError as error:
                 self._alarm.sound(error, self._due)
             self._resources = stack.pop_all()
+        self._starting = self._clock.take()
         self._started = True
         self._prefetcher.start()
 
@@ -308,12 +321,13 @@ class VirtualStage:
     until the last of them has taken it.
 
     Args:
-        steps: virtual stage -> its steps.
+        begin: virtual stage -> its steps, of a run that has begun.
         index: which one this is.
     """
 
-    def __init__(self, steps: Callable[[int], Iterator[Step]], index: int) -> None:
-        self._steps, self.index = steps, index
+    def __init__(self, begin: Callable[[int], Iterator[Step]], index: int) -> None:
+        self._begin, self.index = begin, index
 
     def __iter__(self) -> Iterator[Step]:
-        return self._steps(self.index)
+        """The first of a rank's virtual stages begins the run, as `iter(feed)` does; the others join it."""
+        return self._begin(self.index)

@@ -25,7 +25,10 @@ D = TypeVar("D", bound=Delivery)
 
 
 class StepSource(abc.ABC, Generic[D]):
-    """One rank's view of a stream of steps. Construction remembers; the first step asked for acquires.
+    """One rank's view of a stream of steps. Construction remembers; `iter` acquires.
+
+    All that waits for other ranks to join happens in `iter`, so call it where all ranks do: never inside a
+    pipeline schedule, where one stage waits for another.
 
     A kind of source says which fields there are, what all ranks must agree on, and how an item is made.
 
@@ -58,11 +61,11 @@ class StepSource(abc.ABC, Generic[D]):
         self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
         self._rendezvous = rendezvous
         self._recorder = Recorder(metrics, self._about)
-        self._entered = False
+        self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False
         self._run: Run | None = None
         self.stage_map = stage_map or StageMap(pp=1 if layout is None else layout.pp)
-        self.virtual_stages = tuple(VirtualStage(self._steps, v) for v in range(self.stage_map.vpp))
+        self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
 
     # -- what a kind of source says -------------------------------------------------------------------
 
@@ -97,6 +100,11 @@ class StepSource(abc.ABC, Generic[D]):
     def _meets(self) -> bool:
         """Whether ranks wait for each other when a run begins."""
         return self.delivery != "direct" or self._verify
+
+    @property
+    def _depth(self) -> int:
+        """How far the producer runs ahead; 0 where it runs on the loop's own thread."""
+        return self._prefetch
 
     # -- what this rank is ----------------------------------------------------------------------------
 
@@ -167,27 +175,36 @@ class StepSource(abc.ABC, Generic[D]):
 
     def _close(self, during: BaseException | None) -> None:
         self._stop()
-        self._entered = False
+        self._entered = self._entered_by_loop = False
         self._recorder.close(during)
 
     def __iter__(self) -> Iterator[Step]:
-        return self._steps(None)
+        """Begin a run: join the peers and start to produce. Raises what keeps this rank from joining."""
+        return self._begin(None)
 
     @property
     def _step(self) -> int:
         """The first step that has not been handed out."""
         return self._run.step if self._run is not None else self._next_step
 
-    def _steps(self, virtual_stage: int | None) -> Iterator[Step]:
+    def _begin(self, virtual_stage: int | None) -> Iterator[Step]:
+        """Begin a run, or join that of the other virtual stages; its steps."""
+        if not self._entered:
+            self.__enter__()
+            self._entered_by_loop = True
         view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
         if self._run is None or not self._run.join(view, num_views):
             self._stop()
             self._run = self._new_run(None if virtual_stage is None else self.stage_map)
             self._run.join(view, num_views)
-        yield from self._run.steps(view)
+            self._run.start()
+        return self._steps(self._run, view, num_views)
+
+    def _steps(self, run: Run, view: int, num_views: int) -> Iterator[Step]:
+        yield from run.steps(view)
         # An iterator that is dropped midway leaves its run to the next one, or to close.
         if num_views == 1:
-            self._stop() if self._entered else self.close()
+            self.close() if self._entered_by_loop else self._stop()
 
     def _failing(self, error: Exception | None) -> None:
         """To be told before any peer is: what the producer ends with."""
@@ -205,7 +222,7 @@ class StepSource(abc.ABC, Generic[D]):
     def _new_run(self, by_stage: StageMap | None) -> Run:
         role, meeting, placer = self.role, self._meeting(), placer_of(self._device)
         clock = StageClock(self._recorder.around)
-        delivery = self._new_delivery(meeting, None if self._prefetch else self._timeout_s)
+        delivery = self._new_delivery(meeting, None if self._depth else self._timeout_s)
         verifier = None
         if self._verify:
             verifier = Verifier.among(self.layout, self.roles, self.rank, self._compared, meeting)
@@ -223,7 +240,7 @@ class StepSource(abc.ABC, Generic[D]):
             role=role,
             recorder=self._recorder,
             views=views_of(self._fields, by_stage, self.layout.coord(self.rank).pp),
-            prefetch=self._prefetch,
+            prefetch=self._depth,
             timeout_s=self._timeout_s,
         )
 

@@ -240,8 +240,8 @@ class Exchange(StepSource[Ways]):
         self._puller.load(state_dict)
         self._next_step, self._loaded = state_dict["step"], True
 
-    def _steps(self, virtual_stage: int | None) -> Iterator[Step]:
-        yield from super()._steps(virtual_stage)
+    def _steps(self, run: Run, view: int, num_views: int) -> Iterator[Step]:
+        yield from super()._steps(run, view, num_views)
         self._puller.handed_end()
 
     def _about(self, step: int) -> RunStart:
