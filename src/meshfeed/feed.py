@@ -164,9 +164,10 @@ class Feed(StepSource[Delivery]):
     # -- the training loop's side ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the steps handed out so far: at most 4 KB, JSON-able, equal on every rank.
+        """Where to resume: at most 4 KB, JSON-able, equal on every rank.
 
-        Taken in the body of the loop over steps, it resumes at the next step.
+        It names the first step that was not handed out whole. A step was, when all its microbatches were
+        taken, or when the loop has asked for the next one.
         """
         return State(recipe=self.recipe.summary(until=self._step), step=self._step).to_json()
 

@@ -57,10 +57,14 @@ def _is_read(item: Item) -> bool:
 
 @dataclass(slots=True)
 class _View:
-    """A consumer's place: fields it does not want, items kept for it, the step it is to get next."""
+    """A consumer's place: fields it does not want, items kept for it, the step it is to get next.
+
+    whole: the first step that it was not handed whole: all microbatches, or passed over for the next step.
+    """
 
     hidden: frozenset[str]
     step: int
+    whole: int
     items: deque[StepStart | Microbatch | None] = field(default_factory=deque)
     joined: bool = False
 
@@ -99,7 +103,7 @@ class Run:
         self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
         self._clock, self._timeout_s = clock, timeout_s
         self._recorder, self._num_ready = recorder, 0
-        self._views = [_View(hidden, start) for hidden in views]
+        self._views = [_View(hidden, start, start) for hidden in views]
         items = self._told(items, start)
         self._prefetcher = Prefetcher(items, clock, prefetch, _is_read) if prefetch else Inline(items, clock)
         self._alarm = Alarm(meeting, role.rank, self._prefetcher.wake)
@@ -112,8 +116,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The first step that some view has not been handed."""
-        return min(view.step for view in self._views)
+        """The first step that some view has not been handed whole."""
+        return min(view.whole for view in self._views)
 
     def join(self, view: int, num_views: int) -> bool:
         """Take a free place; False where there is none, and a new run is due."""
@@ -134,12 +138,16 @@ class Run:
         """The steps of one view. What is left of a step is dropped when the next is asked for."""
         place = self._views[view]
         while True:
+            if not self._stopped:  # by a failure, say: a step that cannot be gone on with is not passed over
+                place.whole = place.step
             self._num_ready = self._prefetcher.num_ready
             item = self._take(place)
             if item is None:
                 return
             if isinstance(item, StepStart):
                 place.step = item.batch.step + 1
+                if not item.batch.plan.num_microbatches:
+                    place.whole = place.step
                 yield self._step(place, item.batch, item.stats)
 
     def failing(self, error: Exception) -> None:
@@ -174,12 +182,15 @@ class Run:
         )
 
     def _microbatches(self, view: _View, batch: GlobalBatch) -> Iterator[Microbatch]:
-        for _ in range(batch.plan.num_microbatches):
+        num_microbatches = batch.plan.num_microbatches
+        for taken in range(1, num_microbatches + 1):
             item = self._take(view) if view.step == batch.step + 1 else None
             if not isinstance(item, Microbatch):
                 raise StateError(
                     "these microbatches belong to a step that is over; take them before the next step"
                 )
+            if taken == num_microbatches:
+                view.whole = view.step
             yield item
 
     def _take(self, view: _View) -> StepStart | Microbatch | None:

@@ -167,7 +167,8 @@ class StepSource(abc.ABC, Generic[D]):
         self._close(error)
 
     def close(self) -> None:
-        """Stop, let the peers go, close what is open. May be iterated again, from the step not handed out.
+        """Stop, let the peers go, close what is open. May be iterated again, from the first step that was
+        not handed out whole.
 
         Raises MetricsError, when all that is done, where a sink of metrics has not got everything.
         """
@@ -184,7 +185,7 @@ class StepSource(abc.ABC, Generic[D]):
 
     @property
     def _step(self) -> int:
-        """The first step that has not been handed out."""
+        """The first step that has not been handed out whole."""
         return self._run.step if self._run is not None else self._next_step
 
     def _begin(self, virtual_stage: int | None) -> Iterator[Step]:

@@ -55,7 +55,7 @@ def numbers(step: mf.Step) -> list[int]:
 def test_a_state_is_no_longer_the_iterators() -> None:
     with exchange_of(Epochs(9)) as exchange:
         steps = iter(exchange)
-        next(steps)
+        list(next(steps).microbatches)
         state = exchange.state_dict()
         next(steps)
         assert state["iterator"] == {"at": 1}
@@ -124,6 +124,7 @@ def elements(step: mf.Step) -> list[int]:
 def state_after(source: Any, num_steps: int) -> dict[str, Any]:
     with exchange_of(source, pulls=2, prefetch=2) as exchange:
         for step in exchange:
+            list(step.microbatches)
             if step.index + 1 == num_steps:
                 break
         return exchange.state_dict()
@@ -188,7 +189,7 @@ def test_an_iterator_goes_back_as_far_as_its_items_are_kept(at_its_end: bool) ->
     with exchange_of(iter(listed()), pulls=2, prefetch=16) as exchange:
         steps, states = iter(exchange), []
         for _ in range(2):
-            next(steps)
+            list(next(steps).microbatches)
             states.append(exchange.state_dict())
         if at_its_end:
             for thread in set(threading.enumerate()) - others:
@@ -196,6 +197,21 @@ def test_an_iterator_goes_back_as_far_as_its_items_are_kept(at_its_end: bool) ->
                     thread.join(60)  # it pulls all there is, and may have ended already
         exchange.load_state_dict(states[1])  # what is older may be kept no more
         assert [(step.index, elements(step)) for step in exchange] == [(2, [4, 5]), (3, [6])]
+
+
+def test_a_step_that_was_not_handed_out_whole_is_begun_again() -> None:
+    items = [[numbered(place)] for place in range(6)]
+    options = {"pulls": 3, "layout": mf.Layout()}
+    for make in (lambda: items, lambda: iter(items), lambda: Epochs(6)):
+        with mf.Exchange(make(), packing=mf.Packing(capacity=4), **options) as exchange:
+            for step in exchange:
+                next(step.microbatches)
+                break
+            assert exchange.state_dict()["step"] == 0
+            step = next(iter(exchange))
+            counted = [exchange.state_dict()["step"] for _ in step.microbatches]
+            assert (step.index, counted) == (0, [0, 0, 1])
+            assert [numbers(step) for step in exchange] == [[3, 4, 5]]
 
 
 # -- errors, threads, odd items ----------------------------------------------------------------------

@@ -175,12 +175,36 @@ def test_a_loop_that_trains_what_it_fetches_may_break_after_any_step(corpus: str
 def test_a_feeds_own_state_is_one_too(corpus: str) -> None:
     with feed_of(corpus) as feed:
         for step in feed:
+            list(step.microbatches)
             if step.index == 2:
                 break
         state = feed.state_dict()
     loop = Loop(corpus, 0, None, state)
     loop.epoch(EACH)
     assert loop.trained == stream(corpus, 4)[3 * EACH :]
+
+
+def test_a_step_that_fails_is_the_state(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading fails at the first microbatch of step 2; the job is repaired and goes on from its state."""
+    loader = TrainLoader(feed_of(corpus), named)
+    trained: list[Any] = []
+    load, reads = mf.Windows.load, itertools.count()
+
+    def broken(*args: Any) -> Any:
+        if next(reads) == 2:
+            raise mf.StoreError("the disk is gone")
+        return load(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(mf.StoreError):
+        patch.setattr(mf.Windows, "load", broken)
+        for batch in loader:
+            trained.append(batch)
+    state = loader.state_dict()
+    loader.close()
+    assert len(trained) == 2 * EACH and state["step"] == 2 == loader.state_dict()["step"]
+    loop = Loop(corpus, 0, None, state)
+    loop.epoch(EACH)
+    assert trained + loop.trained == stream(corpus, 3)
 
 
 def test_a_loader_that_was_closed_goes_on(corpus: str) -> None:

@@ -95,12 +95,12 @@ class WatchedLog(RunLog):
 def test_every_step_is_told_once_and_in_order_to_all(corpus: str) -> None:
     one, other = Kept(), Kept()
     with mf.Feed(recipe_of(corpus), metrics=[one, other]) as feed:
-        for _ in itertools.islice(feed, 5):
-            pass
-        for _ in itertools.islice(feed, 3):  # an iterator that was left goes on with a run of its own
-            pass
-        state = feed.state_dict()
-        feed.load_state_dict({**state, "step": 2})
+        for step in itertools.islice(feed, 5):
+            list(step.microbatches)
+        for step in itertools.islice(feed, 3):  # an iterator that was left goes on with a run of its own
+            list(step.microbatches)
+        recipe = feed.recipe
+        feed.load_state_dict(mf.State(recipe=recipe.summary(until=2), step=2).to_json())
         last = [(step, list(step.microbatches)) for step in itertools.islice(feed, 4)]
     assert one.steps == other.steps == [0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 4, 5]
     assert one.starts == other.starts == [0, 5, 2]
@@ -214,7 +214,8 @@ def test_what_was_not_written_is_an_error_when_all_is_closed(corpus: str, tmp_pa
         next(loop)
         shutil.rmtree(tmp_path / "run")
         for _ in range(4):
-            next(loop)
+            step = next(loop)
+        list(step.microbatches)
     with feed:
         assert next(iter(feed)).index == 5, "all is closed, and may be entered again"
 
@@ -275,7 +276,7 @@ def test_the_loop_does_not_wait_for_a_sink_that_hangs(corpus: str, monkeypatch: 
 def test_a_fork_leaves_the_sinks_to_its_parent(corpus: str, tmp_path: Path) -> None:
     feed = mf.Feed(recipe_of(corpus), metrics=RunLog(tmp_path))
     with feed:
-        next(iter(feed))
+        list(next(iter(feed)).microbatches)
         child = os.fork()
         if child == 0:
             feed.close()

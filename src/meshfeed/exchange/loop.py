@@ -214,10 +214,9 @@ class Exchange(StepSource[Ways]):
     # -- the training loop's side ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank after the steps handed out so far: the next step, and the iterator's own
-        state.
+        """The first step that was not handed out whole (see `Feed.state_dict`), and the iterator's own state.
 
-        That is its `state_dict()` where it has one, as it was after its last item of these steps. It
+        That is its `state_dict()` where it has one, as it was after the last item before that step. It
         differs from rank to rank and is good under the same layout.
         """
         return {"version": 1, "step": self._step, **self._puller.state(self._step)}

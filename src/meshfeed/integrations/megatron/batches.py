@@ -97,7 +97,8 @@ def data_iterators(
 
     source: an entered Feed, or an Exchange. This waits for the other ranks to join: call it on all of them,
     before the first schedule and after `load_state_dict`. Each stage gets the same microbatches, read once;
-    all stages must be iterated. The source's state counts the steps that were begun: save it between steps.
+    all stages must be iterated. The source's state counts the steps whose microbatches were all taken: save
+    it between steps.
     num_microbatches: Megatron-core's `get_num_microbatches`; with it, a step of other microbatches is refused
     where it begins.
     """
