@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
+from meshfeed.order import draws_of_step
 from meshfeed.recipe import digest_of
 
 
@@ -63,8 +64,129 @@ def test_every_part_of_a_recipe_is_in_its_fingerprint(corpus: Path, tmp_path: Pa
     state.check(recipe)
     assert state.fingerprint == recipe.fingerprint
     for other in others:
+        if replace(other, epochs=None).summary() == recipe.summary():
+            continue  # more or fewer epochs, which begin alike
         with pytest.raises(mf.StateError, match="another recipe"):
             state.check(other)
+
+
+# 312 windows an epoch: 19 steps of 16, and a short one of 8
+@pytest.mark.parametrize(
+    ("saved", "now", "last", "step", "says"),
+    [
+        ({"epochs": 1}, {"epochs": 2}, "keep", 5, None),
+        ({"epochs": 1}, {"epochs": 2}, "keep", 19, None),
+        ({"epochs": 1}, {"epochs": 2}, "keep", 20, "epochs: saved '1', now '2'"),
+        ({"epochs": 1}, {"epochs": None}, "keep", 20, "was short"),
+        ({"epochs": 1}, {"epochs": 2}, "drop", 19, None),
+        ({"epochs": 1}, {"epochs": 2}, "pad", 20, None),
+        ({"epochs": 1}, {}, "keep", 19, None),
+        ({}, {"epochs": 3}, "keep", 58, None),
+        ({}, {"epochs": 3}, "keep", 59, "now '3'"),
+        ({"epochs": 2}, {"epochs": 1}, "keep", 19, None),
+        ({"epochs": 2}, {"epochs": 1}, "keep", 20, "now '1'"),
+        ({"epochs": 2}, {"epochs": 1}, "keep", 21, "step 21, and the recipe ends after 20 steps"),
+        ({"epochs": 1}, {"epochs": 1}, "keep", 20, None),
+        ({"epochs": 1, "steps": 20}, {"epochs": 1, "steps": 30}, "keep", 20, None),
+        ({"epochs": 2, "steps": 20}, {"epochs": 3, "steps": 30}, "keep", 20, None),
+        ({"steps": 20}, {"steps": 30}, "keep", 20, None),
+        ({"steps": 20}, {"steps": 10}, "keep", 10, None),
+        ({"steps": 20}, {"steps": 10}, "keep", 11, "step 11, and the recipe ends after 10 steps"),
+        ({"epochs": 1}, {"epochs": 2, "seed": 7}, "drop", 5, "seed: saved '5', now '7'"),
+    ],
+)
+def test_a_state_loads_where_the_steps_before_it_are_the_same(
+    corpus: Path, saved: dict[str, int], now: dict[str, int], last: str, step: int, says: str | None
+) -> None:
+    def feed_of(**options: object) -> mf.Feed:
+        recipe = recipe_of(corpus, length=64, **options)
+        return mf.Feed(replace(recipe, batch=mf.Batch(sequences=16, last=last)))
+
+    then, feed = feed_of(**saved), feed_of(**now)
+    state = mf.State(recipe=then.recipe.summary(until=step), step=step).to_json()
+    same = all(
+        draws_of_step(then.recipe, k).index.tolist() == draws_of_step(feed.recipe, k).index.tolist()
+        for k in range(step)
+    )
+    if says is None:
+        feed.load_state_dict(state)
+        assert same and feed.state_dict()["step"] == step
+    else:
+        with pytest.raises(mf.StateError, match=says):
+            feed.load_state_dict(state)
+        assert not same
+    if step <= (then.num_steps or step):  # of version 1, too
+        old = {**state, "version": 1, "fingerprint": digest_of(state["recipe"])}
+        if says is None:
+            feed.load_state_dict(old)
+
+
+def test_no_flipped_bit_passes(corpus: Path) -> None:
+    recipe = recipe_of(corpus, epochs=1)
+    text = json.dumps(mf.State(recipe=recipe.summary(until=5), step=5).to_json()).encode()
+    passed = []
+    for at in range(len(text) * 8):
+        flipped = bytearray(text)
+        flipped[at // 8] ^= 1 << at % 8
+        try:
+            state = json.loads(bytes(flipped))
+        except ValueError:
+            continue
+        try:
+            mf.Feed(recipe).load_state_dict(state)
+        except mf.StateError:
+            continue
+        passed.append((at, state))
+    assert passed == []
+
+
+def test_a_step_past_the_end_is_refused(corpus: Path) -> None:
+    feed = mf.Feed(recipe_of(corpus, epochs=1))
+    assert feed.num_steps == 20
+    feed.load_state_dict(mf.State(recipe=feed.recipe.summary(until=20), step=20).to_json())
+    with pytest.raises(mf.StateError, match="step 21, and the recipe ends after 20 steps"):
+        feed.load_state_dict(mf.State(recipe=feed.recipe.summary(until=21), step=21).to_json())
+    assert feed.state_dict()["step"] == 20 and list(feed) == [], "a job that is done ends at once"
+
+
+class Wordy:
+    """A rule that says much of itself."""
+
+    def __init__(self, words: str) -> None:
+        self.words, self.fields = words, ()
+
+    def num_sequences(self, store: object) -> int:
+        return 64
+
+    def summary(self) -> str:
+        return self.words
+
+
+@pytest.mark.parametrize("letter", ["a", "\u00e9", "\u8a9e", "\U0001f600", '"', "\n"])
+def test_no_recipe_makes_a_state_of_more_than_4_kb(corpus: Path, letter: str) -> None:
+    store, batch = mf.open(str(corpus)), mf.Batch(sequences=10**9)
+    for k in range(1, 200):
+        batch = batch.then(k * 10**15, 10**9 + k)
+    names = [letter * 100 + str(k) for k in range(9)]
+    made = [
+        mf.Recipe(
+            data=mf.Mixture(dict.fromkeys((*names, more), (store, 0.1))),
+            sequence=Wordy(letter * 2000 + more),
+            batch=batch,
+            seed=-(2**63),
+            steps=2**62,
+        )
+        for more in ("one", "other")
+    ]
+    states = [mf.State(recipe=recipe.summary(), step=2**62) for recipe in made]
+    assert all(len(json.dumps(state.to_json()).encode()) <= 4096 for state in states)
+    assert states[0].recipe["data"] != states[1].recipe["data"]
+    assert states[0].recipe["sequence"] != states[1].recipe["sequence"]
+    # as it was saved when parts were abbreviated by characters, or not at all
+    in_full = made[0].summary(until=0) | {"sequence": made[0].sequence.summary()}
+    mf.State(recipe=in_full, step=0).check(made[0])
+    with pytest.raises(mf.StateError, match="sequence"):
+        mf.State(recipe=in_full, step=0).check(made[1])
 
 
 @settings(max_examples=100, deadline=None)
@@ -112,7 +234,8 @@ def test_a_state_survives_json_and_is_small(corpus: Path, step: int) -> None:
     loaded = mf.State.from_json(json.loads(text))
     assert loaded == state
     assert loaded.to_json() == state.to_json()
-    loaded.check(recipe)
+    endless = replace(recipe, epochs=None)
+    mf.State.from_json(mf.State(recipe=endless.summary(), step=step).to_json()).check(endless)
 
 
 def test_states_that_jobs_have_saved_stay_readable() -> None:
@@ -125,7 +248,7 @@ def test_states_that_jobs_have_saved_stay_readable() -> None:
     )
     state = mf.State.from_json(json.loads(saved))
     assert state.step == 41
-    assert json.loads(json.dumps(state.to_json())) == json.loads(saved)
+    assert mf.State.from_json(state.to_json()) == state, "and are saved again in the form of today"
     rule = mf.Windows(64, eod_mask_loss=True)
     assert rule.summary() == state.recipe["sequence"]
 
@@ -163,7 +286,9 @@ def test_a_state_is_read_whole_or_refused(summary: dict[str, str], step: int, ju
         lambda s: 5,
         lambda s: [s],
         lambda s: {"model": {}, "optimizer": {}},
-        lambda s: s | {"version": 2},
+        lambda s: s | {"version": 3},
+        lambda s: s | {"step": 5},
+        lambda s: s | {"mine": 5},
         lambda s: s | {"version": 0},
         lambda s: s | {"version": "1"},
         lambda s: s | {"version": True},

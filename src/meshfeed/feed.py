@@ -174,7 +174,8 @@ class Feed(StepSource[Delivery]):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where a state was taken, under any layout; iterate anew afterwards.
 
-        Raises StateError for a state of another recipe or a damaged one; nothing is changed then.
+        Raises StateError for a state of another recipe, a damaged one, or one past the recipe's end; nothing
+        is changed then.
         """
         state = State.from_json(state_dict)
         state.check(self.recipe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -262,8 +263,8 @@ class Recipe:
                 )
         for name in ("epochs", "steps"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise RecipeError(f"{name}={value!r}: a whole number from 1, or None to go on for ever")
+            if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
+                raise RecipeError(f"{name}={value!r}: a whole number from 1 to 2**62, or None for no end")
         if mixed and self.epochs is not None:
             raise RecipeError(
                 f"epochs={self.epochs} with a mixture: say it of each source, "
@@ -302,7 +303,7 @@ class Recipe:
         data = self.data.summary(until) if isinstance(self.data, Mixture) else self.data.fingerprint
         return {
             "data": data,
-            "sequence": self.sequence.summary(),
+            "sequence": _brief(self.sequence.summary()),
             "batch": self.batch.summary(until),
             "seed": str(self.seed),
             "epochs": str(self.epochs),
@@ -315,8 +316,8 @@ class Recipe:
         return digest_of(self.summary())
 
 
-def digest_of(summary: Mapping[str, str]) -> str:
-    """A hex digest of a recipe's summary, the same on every machine and Python."""
+def digest_of(summary: Mapping[str, Any]) -> str:
+    """A hex digest of a recipe's summary, or other plain JSON; the same on every machine and Python."""
     text = json.dumps(dict(summary), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -341,7 +342,20 @@ def _check_amount(name: str, amount: float, by: Unit) -> None:
 
 
 def _brief(text: str) -> str:
-    """A line of at most some 800 characters that still tells two long ones apart."""
-    if len(text) <= 800:
+    """A line of at most some 800 bytes of JSON that still tells two long ones apart."""
+    if len(json.dumps(text)) <= 802:
         return text
-    return f"{text[:720]}... (in full: {hashlib.sha256(text.encode()).hexdigest()[:32]})"
+    # a character is up to 12 bytes of JSON
+    start = next(text[:end] for end in range(720, 0, -10) if len(json.dumps(text[:end])) <= 722)
+    return f"{start}... (in full: {_in_full(text)})"
+
+
+def same_text(one: str, other: str) -> bool:
+    """Whether two parts of summaries are the same in full, however far each was abbreviated."""
+    return _in_full(one) == _in_full(other)
+
+
+def _in_full(text: str) -> str:
+    """The digest of a text in full, 32 hex digits; of an abbreviated one, what it tells."""
+    told = re.fullmatch(r".*\.\.\. \(in full: ([0-9a-f]{32})\)", text, re.DOTALL)
+    return told[1] if told else hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -6,13 +6,15 @@ How far each source of a mixture has come follows from the step and the recipe, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshfeed.errors import StateError
-from meshfeed.recipe import Recipe, digest_of
+from meshfeed.order import num_positions, num_steps
+from meshfeed.recipe import Recipe, digest_of, same_text
 
-VERSION = 1
+VERSION = 2
+"""2: the fingerprint is that of all the rest. In version 1 it was the recipe's alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,41 +36,97 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types, at most 4 KB of text."""
-        return {
-            "version": VERSION,
-            "fingerprint": self.fingerprint,
-            "recipe": dict(self.recipe),
-            "step": self.step,
-        }
+        return sealed({"version": VERSION, "recipe": dict(self.recipe), "step": self.step})
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> State:
         """Read what `to_json` wrote. Raises StateError where anything is missing, foreign or altered."""
         try:
-            version, step = saved["version"], saved["step"]
-            fingerprint, parts = saved["fingerprint"], dict(saved["recipe"])
+            version, step, parts = saved["version"], saved["step"], dict(saved["recipe"])
+            saved["fingerprint"]
         except (KeyError, TypeError, ValueError) as bad:
             raise StateError(f"not a meshfeed state ({bad!r}); pass what state_dict() returned") from bad
-        if type(version) is not int or version != VERSION:
-            raise StateError(f"state of version {version}; this meshfeed reads version {VERSION}")
+        if type(version) is not int or version not in (1, VERSION):
+            raise StateError(f"state of version {version}; this meshfeed reads versions 1 and {VERSION}")
         if type(step) is not int or step < 0:
             raise StateError(f"state has step {step!r}; a step is a whole number from 0")
         if not all(isinstance(each, str) for each in (*parts, *parts.values())):
             raise StateError(f"state has recipe {parts!r}; its parts are text")
-        state = cls(recipe=parts, step=step)
-        if state.fingerprint != fingerprint:
-            raise StateError(f"state is damaged: fingerprint {fingerprint}, content {state.fingerprint}")
-        return state
+        check_seal(saved, parts if version == 1 else None)
+        return cls(recipe=parts, step=step)
 
     def check(self, recipe: Recipe) -> None:
-        """Raises StateError, showing both, where `recipe` is not the one this state was saved under."""
+        """Raises StateError, showing both, where `recipe` has other steps before this one, or ends before it.
+
+        A recipe may differ in what comes later: stages of the batch, amounts of a mixture, epochs and steps.
+        """
         ours = recipe.summary(until=self.step)
-        differ = [part for part in {**ours, **self.recipe} if ours.get(part) != self.recipe.get(part)]
-        if differ:
+        differ = [part for part in {**ours, **self.recipe} if not self._agrees(part, ours)]
+        if differ in ([], ["epochs"]):
+            self._check_end(recipe)
+        if differ and not (differ == ["epochs"] and self._as_far(recipe)):
             rows = "\n".join(
                 f"  {part}: saved {self.recipe.get(part)!r}, now {ours.get(part)!r}" for part in differ
             )
             raise StateError(
                 f"this state (step {self.step}) was saved under another recipe:\n{rows}\n"
-                f"Resume with the recipe it was saved under, or start anew without the state."
+                f"Resume with the recipe it was saved under, or start again without the state.{_hint(differ)}"
             )
+
+    def _check_end(self, recipe: Recipe) -> None:
+        end = num_steps(recipe) if self.step else None
+        if end is not None and self.step > end:
+            raise StateError(
+                f"this state is that of step {self.step}, and the recipe ends after {end} steps; give it "
+                f"more (epochs=, steps=), or load an earlier state"
+            )
+
+    def _agrees(self, part: str, ours: Mapping[str, str]) -> bool:
+        saved, now = self.recipe.get(part), ours.get(part)
+        return saved == now or (saved is not None and now is not None and same_text(saved, now))
+
+    def _as_far(self, recipe: Recipe) -> bool:
+        """Whether the steps before this one hold as many sequences under the epochs that were saved.
+
+        They do unless the last of them was short, at the end of an epoch that is not the last one now.
+        """
+        saved = self.recipe.get("epochs", "")
+        if not (saved == "None" or saved.isdecimal()):
+            return False
+        before = replace(recipe, epochs=None if saved == "None" else int(saved), steps=None)
+        drawn = recipe.batch.position(self.step)
+        ends = (num_positions(each) for each in (before, replace(recipe, steps=None)))
+        first, second = (drawn if end is None else min(drawn, end) for end in ends)
+        return first == second
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Content of plain JSON types with the fingerprint of all of it."""
+    rest = {name: value for name, value in content.items() if name != "fingerprint"}
+    return {**rest, "fingerprint": digest_of(rest)}
+
+
+def check_seal(saved: Mapping[str, Any], content: Mapping[str, Any] | None = None) -> None:
+    """Raises StateError where a saved fingerprint is not that of `content`; None for all the rest."""
+    if content is None:
+        content = {name: value for name, value in saved.items() if name != "fingerprint"}
+    try:
+        found = digest_of(content)
+    except (TypeError, ValueError) as bad:
+        raise StateError(f"state holds what no state does ({bad}); pass what state_dict() returned") from bad
+    if saved["fingerprint"] != found:
+        raise StateError(
+            f"state is damaged: fingerprint {saved['fingerprint']}, content {found}; pass what state_dict() "
+            f"returned, or load another checkpoint"
+        )
+
+
+def _hint(differ: list[str]) -> str:
+    if differ == ["epochs"]:
+        return (
+            " The last step before it was short, for an epoch ended there; to train on after that, use "
+            "Batch(last='drop') or 'pad' from the beginning."
+        )
+    if "batch" in differ:
+        return " To change the batch from this step on, keep the old one: Batch(...).then(step, sequences)."
+    return ""

@@ -125,7 +125,16 @@ def test_a_state_goes_on_where_it_was_taken(layout: mf.Layout, prefetch: int) ->
 def test_a_foreign_state_is_refused() -> None:
     with exchange_of(0, mf.Layout(), Numbered(0, 4)) as exchange:
         state = exchange.state_dict()
-        for bad in ({}, {**state, "version": 2}, {**state, "step": -1}, {**state, "step": "1"}):
+        without = {name: value for name, value in state.items() if name != "fingerprint"}
+        for bad in (
+            {},
+            without,
+            {**state, "version": 3},
+            {**state, "step": 5},
+            {**state, "taken": 1},
+            {**without, "version": 1, "step": -1},
+            {**without, "version": 1, "step": "1"},
+        ):
             with pytest.raises(mf.StateError):
                 exchange.load_state_dict(bad)
         assert exchange.state_dict() == state
@@ -138,7 +147,7 @@ def test_a_foreign_state_is_refused() -> None:
 
 def torn(rank: int) -> str:
     with exchange_of(rank, mf.Layout(dp=2), Numbered(rank, 8)) as exchange:
-        exchange.load_state_dict({**exchange.state_dict(), "step": rank})
+        exchange.load_state_dict({**exchange.state_dict(), "version": 1, "step": rank})
         try:
             next(iter(exchange))
         except mf.StateError as error:

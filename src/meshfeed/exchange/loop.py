@@ -219,7 +219,7 @@ class Exchange(StepSource[Ways]):
         That is its `state_dict()` where it has one, as it was after the last item before that step. It
         differs from rank to rank and is good under the same layout.
         """
-        return {"version": 1, "step": self._step, **self._puller.state(self._step)}
+        return self._puller.state(self._step)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where a state was taken; iterate anew afterwards.

@@ -15,8 +15,11 @@ from meshfeed.errors import RecipeError, StateError, StoreError
 from meshfeed.exchange.census import ERROR, Report
 from meshfeed.exchange.items import Given, elements_of, encode, nothing
 from meshfeed.exchange.keys import Keys
+from meshfeed.recipe import digest_of
+from meshfeed.state import check_seal
 
 _MOST_BYTES = 2048
+_VERSION = 2  # of a state; 1 had no fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +92,21 @@ class Puller:
             self._pulled[step - 1] = replace(now, given=last.given)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Where the iterator stood before a step.
+        """The step, and where the iterator stood before it.
 
-        Its own state; items taken so far; elements pulled since it was begun; whether it had ended.
+        Its own state; items taken so far; elements pulled since it was begun; whether it had ended. The
+        fingerprint is of all but the iterator's own, which need not be plain JSON.
         """
         after = self._pulled.get(step - 1) or self._now()
-        return {
+        made = {
+            "version": _VERSION,
+            "step": step,
             "iterator": after.state,
             "taken": after.taken,
             "pulled": after.pulled,
             "ended": after.ended,
         }
+        return {**made, "fingerprint": digest_of(_own(made))}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises StateError for what `state` did not give, or where this iterator cannot stand there."""
@@ -107,16 +114,19 @@ class Puller:
             version, step, taken, pulled, _ = (
                 saved[name] for name in ("version", "step", "taken", "pulled", "ended")
             )
-            state = saved["iterator"]
+            state, _ = saved["iterator"], version == 1 or saved["fingerprint"]
         except (KeyError, TypeError) as bad:
             raise StateError(
                 f"not a state of an exchange ({bad!r}); pass what state_dict() returned"
             ) from bad
         counts = version, step, taken, pulled
-        if any(type(count) is not int or count < 0 for count in counts) or version != 1:
+        if any(type(count) is not int or count < 0 for count in counts) or version not in (1, _VERSION):
             raise StateError(
-                f"state with version, step, taken, pulled = {counts}; this meshfeed reads version 1"
+                f"state with version, step, taken, pulled = {counts}; this meshfeed reads versions 1 and "
+                f"{_VERSION}"
             )
+        if version != 1:
+            check_seal(saved, _own(saved))
         if state is not None and not hasattr(self._source, "load_state_dict"):
             raise StateError(
                 f"the state holds an iterator's own, but {type(self._source).__name__} has no "
@@ -182,6 +192,10 @@ class Puller:
                 self._ended = True
         items = [item for element in self._waiting for item in elements_of(element)]
         return encode(items, self._keys, first=self._taken, ended=self._ended, wanted=wanted, rank=rank)
+
+
+def _own(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: state[name] for name in ("version", "step", "taken", "pulled", "ended")}
 
 
 def _is_indexed(source: Any) -> bool:

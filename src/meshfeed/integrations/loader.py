@@ -20,7 +20,7 @@ from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
-from meshfeed.state import State
+from meshfeed.state import State, sealed
 
 BatchOf = Callable[[Microbatch], Any]
 """A microbatch -> what the loop takes for a batch."""
@@ -168,7 +168,7 @@ class TrainLoader:
         self._settle()
         done = self._trained() - self._base if self._out else 0
         state = state_at(self._feed.recipe, self._position())
-        return state | {_DONE: done} if done else state
+        return sealed(state | {_DONE: done}) if done else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on where a state was taken. Raises StateError for one that cannot be gone on from."""
@@ -281,8 +281,11 @@ def check_options(options: Mapping[str, Any], own: Mapping[str, str], where: str
 
 
 def at_step_start(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The state without what was trained within its step, and how many microbatches that was."""
-    return {k: v for k, v in state_dict.items() if k != _DONE}, int(state_dict.get(_DONE, 0))
+    """The state without what was trained within its step, and how many microbatches that was.
+
+    Raises StateError for what is no state.
+    """
+    return State.from_json(state_dict).to_json(), int(state_dict.get(_DONE, 0))
 
 
 def state_at(recipe: Recipe, step: int) -> dict[str, Any]:
