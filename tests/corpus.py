@@ -40,3 +40,22 @@ def recipe_of(
         seed=seed,
         **options,
     )
+
+
+def flip_in_build(feed: mf.Feed, *, once: bool, step: int) -> None:
+    """A token changes in memory while this rank builds a step; once, or whenever it builds that step."""
+    rule = feed.recipe.sequence
+    build = type(rule).build
+    wanted = next(iter(mf.simulate(feed.recipe, mf.Layout(), [step]))).batch.draws.index[0]
+    flips: list[int] = []
+
+    def flipped(recipe: Any, portion: Any, columns: Any, names: Any, allocate: Any) -> Any:
+        built = build(rule, recipe, portion, columns, names, allocate)
+        here = np.flatnonzero((portion.draws.index == wanted) & (portion.draws.epoch == 0))
+        if here.size and not (once and flips) and "tokens" in built[0]:
+            microbatch, row = divmod(int(here[0]), portion.rows)
+            built[microbatch]["tokens"][row, 1] ^= 1
+            flips.append(1)
+        return built
+
+    object.__setattr__(rule, "build", flipped)

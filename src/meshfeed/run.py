@@ -106,8 +106,9 @@ class Run:
         self._views = [_View(hidden, start, start) for hidden in views]
         items = self._told(items, start)
         self._prefetcher = Prefetcher(items, clock, prefetch, _is_read) if prefetch else Inline(items, clock)
-        self._alarm = Alarm(meeting, role.rank, self._prefetcher.wake)
+        self._alarm = Alarm(meeting, role.rank, self._wake)
         self._due = start  # the step that the producer's next item belongs to
+        self._left = 0  # its microbatches that were not handed out
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
         self._starting: list[Span] = []
@@ -227,7 +228,7 @@ class Run:
         except PeerError as lost:
             self._alarm.sound(lost, self._due)
         if isinstance(item, StepStart):
-            batch, self._due = item.batch, item.batch.step
+            batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.stats)
             starting, self._starting = self._starting, []
             for span in starting:  # the loop waited for this too, in `iter`
@@ -242,6 +243,9 @@ class Run:
             self._placer.receive(item.microbatches, item.ticket)
             for microbatch in item.microbatches:
                 self._hand_out(microbatch)
+            self._left -= len(item.microbatches)
+            if self._verifier is not None and self._left == 0:
+                self._verifier.taken(self._due)
         else:
             self._hand_out(item)
 
@@ -250,9 +254,15 @@ class Run:
             return
         try:
             with self._recorder.stage("verify"):
-                self._verifier.check(end.step, end.digests, end.reread)
+                self._verifier.check(end.step, lambda: self._alarm.struck(self._due))
         except DeliveryError as error:
             self._alarm.sound(error, self._due)
+
+    def _wake(self) -> None:
+        """A word has come from another rank: whatever the loop waits for, look at it."""
+        self._prefetcher.wake()
+        if self._verifier is not None:
+            self._verifier.wake()
 
     def _told(self, items: Iterator[Item], start: int) -> Iterator[Item]:
         """The producer's items; what ends it is told to the job as soon as it is known.
@@ -264,6 +274,8 @@ class Run:
             for item in items:
                 if not isinstance(item, Made):
                     step = item.batch.step if isinstance(item, StepStart) else item.step + 1
+                if isinstance(item, StepEnd) and item.digests is not None and self._verifier is not None:
+                    self._verifier.made(item.step, item.digests, item.reread)
                 yield item
         except (EndOfStream, TimeoutError, PeerError):
             raise

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import meshfeed as mf
 import world
-from corpus import recipe_of, write_corpus
+from corpus import flip_in_build, recipe_of, write_corpus
 from meshfeed.deliver.verify import Digester, suspects_of
 
 STEP = 3
@@ -39,25 +39,6 @@ def watched(feed: mf.Feed) -> Any:
     return None
 
 
-def flip_in_build(feed: mf.Feed, *, once: bool) -> None:
-    """A token changes in memory while this rank builds step STEP; once, or whenever it builds that step."""
-    rule = feed.recipe.sequence
-    build = type(rule).build
-    wanted = next(iter(mf.simulate(feed.recipe, mf.Layout(), [STEP]))).batch.draws.index[0]
-    flips: list[int] = []
-
-    def flipped(recipe: Any, portion: Any, columns: Any, names: Any, allocate: Any) -> Any:
-        built = build(rule, recipe, portion, columns, names, allocate)
-        here = np.flatnonzero((portion.draws.index == wanted) & (portion.draws.epoch == 0))
-        if here.size and not (once and flips) and "tokens" in built[0]:
-            microbatch, row = divmod(int(here[0]), portion.rows)
-            built[microbatch]["tokens"][row, 1] ^= 1
-            flips.append(1)
-        return built
-
-    object.__setattr__(rule, "build", flipped)
-
-
 def flipping(rank: int, path: str, victim: int, layout: str, once: bool) -> list[Any]:
     """What is told of the flip under each delivery."""
     parsed, told = mf.Layout.parse(layout), []
@@ -67,7 +48,7 @@ def flipping(rank: int, path: str, victim: int, layout: str, once: bool) -> list
         recipe = recipe_of(path, length=32, sequences=8)
         with mf.Feed(recipe, parsed, delivery=delivery, **options) as feed:
             if rank == victim:
-                flip_in_build(feed, once=once)
+                flip_in_build(feed, once=once, step=STEP)
             told.append(watched(feed))
     return told
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 import meshfeed as mf
@@ -73,13 +76,36 @@ def initialized(case: Case) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
 
 
-def write_documents(path: Path, *, seed: int = 0, count: int = 120) -> Path:
+def write_documents(path: Path, *, seed: int = 0, count: int = 120, vocab: int = 30_000) -> Path:
     """Documents that end in EOD and have none inside."""
     rng = np.random.default_rng(seed)
     with IndexedWriter(path, np.uint16) as writer:
         for length in rng.integers(1, 60, count).tolist():
-            writer.add_document([*rng.integers(EOD + 1, 30_000, length - 1).tolist(), EOD])
+            writer.add_document([*rng.integers(EOD + 1, vocab, length - 1).tolist(), EOD])
     return path
+
+
+def page_snippets() -> list[str]:
+    """What docs/frameworks.md shows for Megatron-core, in its order."""
+    page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
+    (section,) = re.findall(r"^## Megatron-core\n(.*?)(?=^## |\Z)", page, re.S | re.M)
+    return re.findall(r"```python\n(.*?)```", section, re.S)
+
+
+def megatrons_datasets(path: Path, is_reader: Any, samples: int, length: int = LENGTH) -> Any:
+    """Its training set, built by its builder on the ranks that read."""
+    config = GPTDatasetConfig(
+        random_seed=SEED,
+        sequence_length=length,
+        blend=([str(path)], None),
+        split="1",
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=SimpleNamespace(eod=EOD, vocab_size=30_000, unique_identifiers={}),  # type: ignore[arg-type]
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, [samples, None, None], is_reader, config).build()[0]
 
 
 def run(job: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,15 @@ import pytest
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator as microbatches
 from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_world import (
-    EOD,
-    LENGTH,
-    SEED,
     TOKEN_KEYS,
     Case,
     gpt_recipe,
     initialized,
     iterators_of,
     megatrons_batch,
+    megatrons_datasets,
     plain,
     run,
     sample_of,
@@ -53,22 +48,6 @@ WORLD_16 = [
     Case(cp=2, pp=4, vpp=2),
     Case(tp=2, pp=4, vpp=2, stages="Et|t|t|t|t|t|m|L", mtp=1, order="tp-cp-ep-pp-dp"),
 ]
-
-
-def megatrons_datasets(path: Path, is_reader: Any, samples: int) -> Any:
-    """Its training set, built by its builder on the ranks that read."""
-    config = GPTDatasetConfig(
-        random_seed=SEED,
-        sequence_length=LENGTH,
-        blend=([str(path)], None),
-        split="1",
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        tokenizer=types.SimpleNamespace(eod=EOD, vocab_size=30_000, unique_identifiers={}),
-    )
-    return BlendedMegatronDatasetBuilder(GPTDataset, [samples, None, None], is_reader, config).build()[0]
 
 
 def check_layout() -> mf.Layout:

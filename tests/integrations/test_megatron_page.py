@@ -1,39 +1,42 @@
-"""What docs/frameworks.md shows for Megatron-core runs as it stands."""
+"""What docs/frameworks.md shows for Megatron-core runs as it stands; that it trains, test_megatron_training.py shows."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron_world import Case, initialized, run, sample_of, write_documents
-
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+from megatron_world import Case, initialized, page_snippets, run, sample_of, write_documents
 
 
 def job(rank: int, folder: Path) -> dict[str, Any]:
     os.chdir(folder)
-    (section,) = re.findall(r"^## Megatron-core\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.S | re.M)
-    snippets = re.findall(r"```python\n(.*?)```", section, re.S)
+    snippets = page_snippets()
     case = Case(tp=2, options={"hybrid_context_parallel": True})
     samples = [sample_of(np.full(10 + n, rank // 2 + 1)) for n in range(8)]
-    names: dict[str, Any] = {"__name__": "page", "config": case.config, "samples": samples}
+    steps: list[Any] = []
+
+    def model(*given: Any, **named: Any) -> Any:
+        steps.append((given[0].shape, named["labels"].shape))
+        return given[0]
+
+    names: dict[str, Any] = {
+        "__name__": "page",
+        "config": case.config,
+        "samples": samples,
+        "train_iters": 1,
+        "loss_func": lambda mask, output: mask.sum(),
+        "train_step": lambda forward_step, iterator: forward_step(iterator, model)[1](None),
+        "pretrain": lambda provider, forward_step: forward_step(provider([64])[0], model),
+    }
     with initialized(case):
         for snippet in snippets:
             exec(compile(snippet, "frameworks.md", "exec"), names)
-        seen: list[Any] = []
-
-        def model(*given: Any, **named: Any) -> None:
-            seen.append((given[0].shape, named["labels"].shape))
-
-        names["forward_step"](names["train_valid_test_datasets_provider"]([64])[0], model)
-        names["feed"].close()
         assert names["is_dataset_built_on_rank"]() == (rank % 2 == 0)
     return {
         "snippets": len(snippets),
-        "shapes": seen,
+        "shapes": steps,
         "total": int(names["total"]),
         "numbers": (names["num_tokens"], names["sum_of_squares"]),
         "bearing": int(names["batch"]["loss_mask"].sum()),
@@ -47,7 +50,7 @@ def test_the_section_on_megatron(tmp_path: Path) -> None:
     lengths = [10 + n for n in range(4)] * 2
     for got in results:
         assert got["snippets"] == 6
-        assert [tuple(map(tuple, shapes)) for shapes in got["shapes"]] == [((2, 64), (2, 64))]
+        assert [tuple(map(tuple, shapes)) for shapes in got["shapes"]] == [((2, 64), (2, 64))] * 2
         assert got["numbers"] == (sum(lengths), sum(n * n for n in lengths))
         assert 0 < got["total"] <= 256
         assert got["bearing"] > 0

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshfeed.deliver.connections import FAILURES, own_connection
@@ -218,9 +219,10 @@ class GlooGroup:
         self._gloo.broadcast([buffer], options).wait(timeout)
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Each peer's row, in the order of peers. RuntimeError: a peer is gone, or late by `timeout_s`."""
-        rows = [torch.empty_like(row) for _ in self._peers]
-        self._gloo.allgather([rows], [row]).wait()
+        """Each peer's row, in the order of peers, however late. RuntimeError: a peer is gone."""
+        rows, options = [torch.empty_like(row) for _ in self._peers], AllgatherOptions()
+        options.timeout = _NO_TIMEOUT
+        self._gloo.allgather([rows], [row], options).wait(_NO_TIMEOUT)
         return torch.stack(rows)
 
     @property

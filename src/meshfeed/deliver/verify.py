@@ -1,14 +1,15 @@
 """Do replicas hold the same bytes? Digests of every field, compared once a step.
 
 Ranks with the same (dp, cp) coordinate hold equal fields, whatever their tp and pp. One small
-all-gather at the end of a step shows a rank that differs; where no majority tells who is right, each
-rank reads its own bytes from storage once more.
+all-gather after a step shows a rank that differs, before it is handed the next one; where no majority tells
+who is right, each rank reads its own bytes from storage once more.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -25,6 +26,8 @@ from meshfeed.layout import Layout
 from meshfeed.roles import Roles
 
 Digests = npt.NDArray[np.int64]
+
+_JOIN_S = 5.0
 
 
 class Digester:
@@ -57,11 +60,21 @@ def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
 
 
 class Verifier:
-    """The ranks of one (dp, cp) coordinate, who compare notes."""
+    """The ranks of one (dp, cp) coordinate, who compare notes.
+
+    They compare a step on a thread, once this rank's loop has been handed all of it. So a pipeline stage that
+    begins the next step waits for nobody who waits for that stage: all stages have been handed the last one.
+    """
 
     def __init__(self, rank: int, peers: tuple[int, ...], names: Sequence[str], meeting: Meeting) -> None:
         self._rank, self._peers, self._names, self._meeting = rank, peers, tuple(names), meeting
         self._group: GlooGroup | None = None
+        self._made: deque[tuple[int, Digests, Callable[[], Digests]]] = deque()
+        self._taken = self._compared = -1
+        self._failure: Exception | None = None
+        self._ending = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="meshfeed-verify", daemon=True)
 
     @classmethod
     def among(
@@ -84,20 +97,84 @@ class Verifier:
 
     def __enter__(self) -> Self:
         self._group = self._meeting.gloo_group("verify", self._rank, self._peers)
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+        with self._changed:
+            self._ending = True
+            self._failure = None  # with its frames it would keep alive what they hold
+            self._changed.notify_all()
+        # A thread that is left waits for peers that are still in this step; it closes the group itself.
+        self._thread.join(_JOIN_S)
 
-    def check(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
-        """Compare one step's digests; every rank of the group calls this at the end of that step.
+    def made(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
+        """The producer has made all of a step. reread: the same digests made from storage again."""
+        with self._changed:
+            self._made.append((step, digests, reread))
+            self._changed.notify_all()
 
-        reread: the same digests made from storage again. Raises VerifyError naming the rank that differs.
+    def taken(self, step: int) -> None:
+        """The loop has been handed all of a step: compare it as soon as it is made."""
+        with self._changed:
+            self._taken = step
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have who waits in `check` look around."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def check(self, step: int, called_off: Callable[[], BaseException | None] = lambda: None) -> None:
+        """Wait until a step has been compared. called_off: an error to end with; asked after each `wake`.
+
+        Raises VerifyError naming the rank that differs, PeerError for a lost or late one.
         """
+        self.taken(step)
+        patience_s = self._meeting.timeout_s
+        with self._changed:
+            came = self._changed.wait_for(
+                lambda: self._compared >= step or self._failure or called_off(), patience_s
+            )
+            failure = self._failure
+        if other := called_off():
+            raise other
+        if failure is not None:
+            raise failure
+        if not came:
+            others = [peer for peer in self._peers if peer != self._rank]
+            raise PeerError(
+                f"rank {self._rank} waited {patience_s:g} s to compare step {step} with ranks {self._peers}; "
+                f"all ranks of a group take the same steps",
+                others,
+            )
+
+    def _run(self) -> None:
+        try:
+            while (step := self._next()) is not None:
+                self._compare(*step)
+                with self._changed:
+                    self._compared = step[0]
+                    self._changed.notify_all()
+        except Exception as failure:  # raised by `check`
+            with self._changed:
+                self._failure = None if self._ending else failure
+                self._changed.notify_all()
+        finally:
+            group, self._group = self._group, None
+            if group is not None:
+                group.close()
+
+    def _next(self) -> tuple[int, Digests, Callable[[], Digests]] | None:
+        """The next step to compare, once it is made and handed out; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending or (self._made and self._made[0][0] <= self._taken))
+            return None if self._ending else self._made.popleft()
+
+    def _compare(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
+        """Compare one step's digests; every rank of the group does it. Raises VerifyError."""
         table = self._gather(digests)
         fields = [f for f in range(len(self._names)) if len(set(table[:, f].tolist()) - {0}) > 1]
         if not fields:
