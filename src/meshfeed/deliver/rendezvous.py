@@ -94,6 +94,10 @@ class Meeting:
         for key in list(self._awaited):
             cast(Any, store).compare_set(key, "", _CALLED_OFF)
 
+    def is_called_off(self) -> bool:
+        """Whether `call_off` was called: a rank that this one waits for will not come."""
+        return self._off.is_set()
+
     @property
     def prefix(self) -> str:
         """A key prefix that this run has on all ranks of the job, and no other run; waits for nobody."""

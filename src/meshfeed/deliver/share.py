@@ -6,7 +6,7 @@ themselves are written once and never cross a socket. A peer returns the ticket 
 tensors, and the slot is free again.
 
 Nothing of this has a name in a file system, so a killed process leaves nothing behind; a socket that
-closes tells at once who has died. Wakeups are the socket's own: nobody polls.
+closes tells at once who has died. Wakeups are the socket's own: once all are connected, nobody polls.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import os
 import selectors
 import socket
 import struct
-import time
 import uuid
-import weakref
 from types import TracebackType
 from typing import Self
 
@@ -27,30 +25,17 @@ import numpy as np
 from meshfeed.columns import Columns
 from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import EndOfStream, Traffic
+from meshfeed.deliver.forks import Private
+from meshfeed.deliver.local import Door, connect
 from meshfeed.deliver.rendezvous import Meeting
 from meshfeed.errors import DeliveryError, PeerError
 from meshfeed.files.mapping import mapped
 from meshfeed.roles import Role
 
 _TICKET = struct.Struct("<qq")  # microbatch number, bytes; a returned ticket has bytes 0
-_HELLO = struct.Struct("<q")  # rank
 _BYE, _LOST = -1, -2  # instead of a number: I leave in peace; the rank in the other place has died
 _MOST_SLOTS = 64  # one message carries at most 253 descriptors, and peers rarely lag by more than a few
 _GRAIN = 1 << 16
-
-
-# A trainer forks (data workers, uploads). A child that kept our ends of the sockets open would hide the
-# death of this rank from its peers.
-_links: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _forget_links() -> None:
-    for link in list(_links):
-        link.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_links)
 
 
 def can_share() -> str | None:
@@ -60,7 +45,7 @@ def can_share() -> str | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
             probe.bind(f"\0meshfeed-probe-{uuid.uuid4().hex}")
     except (AttributeError, OSError) as missing:
-        return f"memfd or abstract unix sockets are not to be had: {missing}"
+        return f"this machine lacks memfd or abstract Unix sockets: {missing}"
     return None
 
 
@@ -88,7 +73,7 @@ class ShareLeader:
         self.traffic = Traffic()
         self._role, self._meeting, self._patience_s = role, meeting, patience_s
         self._num_slots = min(num_slots, _MOST_SLOTS)
-        self._resources = contextlib.ExitStack()
+        self._resources, self._private = contextlib.ExitStack(), Private()
         self._slots: list[_Slot] = []
         self._peers: dict[int, socket.socket] = {}
         self._returned: dict[int, int] = {}
@@ -100,19 +85,17 @@ class ShareLeader:
             for s in range(self._num_slots):
                 fd = os.memfd_create(f"meshfeed-{s}")
                 stack.callback(_close, fd)
+                self._private.add(fd)
                 self._slots.append(_Slot(fd))
             self._wake = os.eventfd(0)
             stack.callback(_close, self._wake)
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._selector.register(self._wake, selectors.EVENT_READ)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-                # A name nobody else can have: other jobs, and this one's earlier lives, never meet it.
-                name = f"meshfeed-{uuid.uuid4().hex}"
-                listener.bind(f"\0{name}")
-                listener.listen(len(self._role.peers))
+            with Door() as door:
+                self._private.add(door.fileno())
                 prefix = self._meeting.meet("share", self._role.rank, self._role.peers)
-                self._meeting.publish(f"{prefix}/socket", name)
-                self._accept_all(listener, stack)
+                self._meeting.publish(f"{prefix}/socket", door.name)
+                self._accept_all(door, stack)
             self._resources = stack.pop_all()
         return self
 
@@ -147,30 +130,25 @@ class ShareLeader:
         with contextlib.suppress(OSError, ValueError):  # it has parted already
             os.eventfd_write(self._wake, 1)
 
-    def _accept_all(self, listener: socket.socket, stack: contextlib.ExitStack) -> None:
-        expected = set(self._role.peers) - {self._role.rank}
-        deadline = time.monotonic() + self._meeting.timeout_s
-        while expected:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                peer = stack.enter_context(listener.accept()[0])
-                peer.settimeout(max(deadline - time.monotonic(), 0.001))
-                (rank,) = _HELLO.unpack(peer.recv(_HELLO.size) or _HELLO.pack(-1))
-                if rank not in expected or not _same_user(peer):
-                    continue
-                socket.send_fds(peer, [b"ring"], [slot.fd for slot in self._slots])
-            except TimeoutError as late:
-                raise PeerError(
-                    f"rank {self._role.rank} waited {self._meeting.timeout_s:g} s for rank(s) "
-                    f"{sorted(expected)} to map its memory",
-                    sorted(expected),
-                ) from late
-            _links.add(peer)
-            peer.settimeout(None)
-            expected.discard(rank)
-            self._peers[rank] = peer
-            self._returned[rank] = 0
-            self._selector.register(peer, selectors.EVENT_READ, rank)
+    def _accept_all(self, door: Door, stack: contextlib.ExitStack) -> None:
+        meeting, missing = self._meeting, set(self._role.peers) - {self._role.rank}
+        try:
+            for rank, peer in door.accept(missing, meeting.timeout_s, meeting.is_called_off):
+                stack.enter_context(peer)
+                self._private.add(peer.fileno())
+                with contextlib.suppress(OSError):  # it is gone; its first ticket will say so
+                    socket.send_fds(peer, [b"ring"], [slot.fd for slot in self._slots])
+                missing.discard(rank)
+                self._peers[rank] = peer
+                self._returned[rank] = 0
+                self._selector.register(peer, selectors.EVENT_READ, rank)
+        except TimeoutError as late:
+            why = "one of the job's ranks ended" if meeting.is_called_off() else "they did not come"
+            raise PeerError(
+                f"rank {self._role.rank} waited up to {meeting.timeout_s:g} s for rank(s) "
+                f"{sorted(missing)} to map its memory; {why}",
+                sorted(missing),
+            ) from late
 
     def _send(self, message: wire.Message) -> None:
         slot = self._slots[self._next % self._num_slots]
@@ -228,7 +206,7 @@ class ShareFollower:
     def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:
         self.traffic = Traffic()
         self._role, self._meeting, self._patience_s = role, meeting, patience_s
-        self._resources = contextlib.ExitStack()
+        self._resources, self._private = contextlib.ExitStack(), Private()
         self._slots: list[_Slot] = []
         self._interrupted = False
         self._held: int | None = None
@@ -239,12 +217,16 @@ class ShareFollower:
         prefix = self._meeting.meet("share", role.rank, role.peers)
         name = self._meeting.read(f"{prefix}/socket", leader, role.rank)
         with contextlib.ExitStack() as stack:
-            link = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            link.settimeout(self._meeting.timeout_s)
             try:
-                link.connect(f"\0{name}")
-                link.send(_HELLO.pack(role.rank))
-                _, fds, _, _ = socket.recv_fds(link, 16, 250)
+                link = stack.enter_context(connect(name, role.rank, self._meeting.timeout_s))
+                self._private.add(link.fileno())
+                _, fds, _, _ = socket.recv_fds(link, 16, 250, socket.MSG_CMSG_CLOEXEC)
+            except PermissionError as other_user:
+                raise PeerError(
+                    f"rank {role.rank} does not map the memory of rank {leader}, the reader of its node: "
+                    f"{other_user}; start all ranks of a machine as one user, or choose delivery='broadcast'",
+                    [leader],
+                ) from other_user
             except OSError as lost:
                 raise PeerError(
                     f"rank {role.rank} cannot reach rank {leader}, the reader of its node: {lost}; are both "
@@ -253,11 +235,11 @@ class ShareFollower:
                 ) from lost
             for fd in fds:
                 stack.callback(_close, fd)
+                self._private.add(fd)
             if not fds:
                 raise PeerError(f"rank {leader}, the reader of the node of rank {role.rank}, died", [leader])
             self._slots = [_Slot(fd) for fd in fds]
             link.settimeout(self._patience_s)
-            _links.add(link)
             self._link = link
             self._resources = stack.pop_all()
         return self
@@ -315,11 +297,6 @@ def _source_of(role: Role) -> int:
     if role.source is None:
         raise DeliveryError(f"rank {role.rank} has no source; its role takes part in no delivery")
     return role.source
-
-
-def _same_user(peer: socket.socket) -> bool:
-    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return struct.unpack("3i", credentials)[1] == os.getuid()
 
 
 def _heard(link: socket.socket) -> bytes:

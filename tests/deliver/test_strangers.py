@@ -1,0 +1,157 @@
+"""Shared memory among other users of the machine: who may join, and what one who may not can do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import strangers_job
+from strangers_job import LAYOUT, MANY, NOBODY, RANKS, STEPS
+
+import meshfeed as mf
+import world
+from corpus import recipe_of, write_corpus
+from meshfeed.deliver.local import Door, connect
+from observe import simulated, take
+from services.needs import needs, needs_root
+
+
+@pytest.fixture
+def corpus() -> Iterator[str]:
+    """A corpus that every user may read."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        write_corpus(Path(folder, "text"), num_tokens=5_000)
+        yield folder
+
+
+def test_attacks_on_a_job_that_joins_change_nothing_and_get_nothing(corpus: str) -> None:
+    needs_root()
+    needs("unshare", "ip")
+    here = Path(__file__).parent
+    script = f"ip link set lo up && exec {sys.executable} {here / 'strangers_job.py'} {corpus}"
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", script],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(here), str(here.parent)])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    recipe = recipe_of(f"{corpus}/text")
+    expected = [[simulated(recipe, LAYOUT, STEPS, rank)] * len(strangers_job.CASES) for rank in range(RANKS)]
+    assert json.loads(told["seen"]) == json.loads(json.dumps(expected))
+    assert told["got"] == {f"{kind} {user}": ["nothing"] for kind, user in strangers_job.CASES}
+    assert done.stderr.count(f"a process of user {NOBODY}") == 3, done.stderr  # once in each such attack
+
+
+def of_two_users(rank: int, path: str) -> tuple[list[int], str]:
+    if rank == 1:
+        os.setuid(NOBODY)
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=600)
+    with pytest.raises(mf.PeerError) as raised, feed:
+        take(feed, 1)
+    return list(raised.value.ranks), str(raised.value)
+
+
+def test_ranks_of_two_users_are_told_so(corpus: str) -> None:
+    """At once, by the reader too, which sees a stranger like any other."""
+    needs_root()
+    for ranks, said in world.run(of_two_users, 2, f"{corpus}/text"):
+        assert ranks == [0]
+        assert (
+            f"it runs as user 0, this rank as user {NOBODY}; start all ranks of a machine as one user" in said
+        )
+
+
+def squat(pipe: Any, name: str) -> None:
+    os.setuid(NOBODY)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        pipe.send("listening")
+        link, _ = listener.accept()
+        pipe.send(link.recv(100))
+
+
+def test_a_door_that_another_user_has_taken_over_is_not_trusted() -> None:
+    needs_root()
+    ours, theirs = world._context.Pipe()
+    process = world._context.Process(target=squat, args=(theirs, name := f"meshfeed-test-{os.getpid()}"))
+    process.start()
+    assert ours.recv() == "listening"
+    with pytest.raises(PermissionError, match=f"runs as user {NOBODY}"):
+        connect(name, 1, 20)
+    assert ours.recv() == b""  # it was said nothing
+    process.join()
+
+
+def links_to(door: Door, count: int) -> list[socket.socket]:
+    links = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
+    for link in links:
+        link.connect(f"\0{door.name}")
+    return links
+
+
+@pytest.mark.parametrize("says", [b"", b"abc", b"x" * 8, b"x" * 100, bytes(8)])
+def test_whoever_says_nothing_that_makes_sense_keeps_nobody_waiting(says: bytes) -> None:
+    """Silence, garbage, a rank that is not expected: before and between the ranks that are."""
+    with Door() as door:
+        strangers = links_to(door, MANY)
+        for link in strangers if says else ():
+            link.send(says)
+        first = connect(door.name, 1, 20)
+        strangers += links_to(door, MANY)
+        second = connect(door.name, 2, 20)
+        again = connect(door.name, 2, 20)  # a rank is taken once
+        came = dict(door.accept([1, 2], 60, lambda: False))
+        assert sorted(came) == [1, 2]
+        for link, rank in ((first, 1), (second, 2)):
+            came[rank].send(b"to %d" % rank)
+            assert link.recv(10) == b"to %d" % rank
+        for link in (*strangers, again):
+            assert strangers_job._received(link) == "nothing"
+    for link in (*strangers, first, second, again, *came.values()):
+        link.close()
+
+
+def test_silent_connections_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshfeed.deliver.local._MOST_SILENT", 5)
+    with Door() as door:
+        silent = links_to(door, 12)
+        with connect(door.name, 1, 20) as link:
+            ((rank, accepted),) = door.accept([1], 60, lambda: False)
+            assert rank == 1
+            accepted.close()
+            assert link.recv(1) == b""
+    for each in silent:
+        each.close()
+
+
+def test_waiting_for_ranks_ends_in_time_or_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    with Door() as door, caplog.at_level(logging.WARNING):
+        for timeout_s, is_over in ((0.01, lambda: False), (1e6, lambda: True)):
+            with pytest.raises(TimeoutError):
+                list(door.accept([1], timeout_s, is_over))
+    assert not caplog.records
+
+
+def test_a_full_queue_of_connections_is_waited_for() -> None:
+    """Python's own timeout would fail at once, which a flood of connections could bring about."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{(name := f'meshfeed-test-full-{os.getpid()}')}")
+        listener.listen(0)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
+            first.connect(f"\0{name}")
+            with pytest.raises(TimeoutError, match="queue of connections was full"):
+                connect(name, 1, 0.05)
