@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.order import draws_of_step
-from meshfeed.recipe import digest_of
+from meshfeed.summary import digest_of
 
 
 @pytest.fixture(scope="module")

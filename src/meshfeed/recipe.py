@@ -6,38 +6,19 @@ storage. Change any part of it and the fingerprint changes, so that a saved stat
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
-import numpy as np
-import numpy.typing as npt
-
 from meshfeed.errors import RecipeError
+from meshfeed.mixture import Mixture, Store, check_next, is_past
+from meshfeed.summary import brief, digest_of
 
 Order = Literal["global", "blocks", "none"]
 Last = Literal["keep", "drop", "pad"]
-Unit = Literal["proportion", "repeat", "count"]
 
 _MOST = 2**62
-
-
-class Store(Protocol):
-    """What a recipe must know of a store: who it is, and how long its documents are."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hex digest of the content; equal for copies on different disks."""
-        ...
-
-    def lengths(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Tokens of each document; int64 [n]."""
-        ...
 
 
 class Rule(Protocol):
@@ -77,7 +58,7 @@ class Batch:
 
     def then(self, step: int, sequences: int) -> Batch:
         """The same with another size from a step on: `Batch(sequences=64).then(1000, 128)`."""
-        _check_next(step, self.stages[-1][0], "Batch.then")
+        check_next(step, self.stages[-1][0], "Batch.then")
         if type(sequences) is not int or sequences < 1:
             raise RecipeError(f"Batch.then({step}, {sequences!r}): a whole number of sequences from 1")
         return replace(self, stages=(*self.stages, (step, sequences)))
@@ -90,6 +71,10 @@ class Batch:
             position += max(min(end, step) - first, 0) * sequences
         return position
 
+    def size(self, step: int) -> int:
+        """Sequences of a step."""
+        return [sequences for first, sequences in self.stages if first <= step][-1]
+
     def step(self, position: int) -> int:
         """The step that a position falls in."""
         step = 0
@@ -101,11 +86,9 @@ class Batch:
 
     def summary(self, until: int | None = None) -> str:
         """All that decides the steps before `until` in one line."""
-        (_, first_size), *later = ((first, size) for first, size in self.stages if _is_past(first, until))
+        (_, first_size), *later = ((first, size) for first, size in self.stages if is_past(first, until))
         ramp = "".join(f", {size} from step {first}" for first, size in later)
-        return _brief(
-            f"sequences={first_size}{ramp}" + (f"; last={self.last}" if self.last != "keep" else "")
-        )
+        return brief(f"sequences={first_size}{ramp}" + (f"; last={self.last}" if self.last != "keep" else ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,89 +125,6 @@ class Blocks:
     def summary(self) -> str:
         """All options in one line."""
         return f"blocks: sequences={self.sequences}, window={self.window}, lanes={self.lanes}"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a mixture is from some step on.
-
-    Attributes:
-        step: its first.
-        by: what the amounts are.
-        amounts: (which of the mixture's stores, how much of it).
-    """
-
-    step: int
-    by: Unit
-    amounts: tuple[tuple[int, float], ...]
-
-
-class Mixture:
-    """Several stores as one stream, every one in proportion at every prefix; see `order.interleave`.
-
-    `Mixture({"code": (store, 0.7), "docs": (other, 0.3)})` draws for ever. With by="repeat" the amounts are
-    passes over each store, and with by="count" sequences of each; then the stream ends when all are drawn.
-
-    Args:
-        sources: name -> (store, amount). The name keys the store's shuffle: keep it.
-        by: "proportion", "repeat" or "count".
-
-    Raises RecipeError for an amount that is not finite and above 0, a count that is not whole, or no source.
-    """
-
-    def __init__(self, sources: Mapping[str, tuple[Store, float]], *, by: Unit = "proportion") -> None:
-        self.names: tuple[str, ...] = ()
-        self.stores: tuple[Store, ...] = ()
-        self.parts: tuple[Part, ...] = ()
-        self._add(0, sources, by)
-
-    def then(
-        self, step: int, sources: Mapping[str, float | tuple[Store, float]], *, by: Unit = "proportion"
-    ) -> Mixture:
-        """The same mixture with other amounts from a step on.
-
-        A source keeps its place: what it gave before is not given again, and nothing of it is left out.
-        sources: name -> amount, or (store, amount) for a new one. One that is not named rests from there on.
-        """
-        _check_next(step, self.parts[-1].step, "Mixture.then")
-        changed = copy(self)
-        changed._add(step, sources, by)
-        return changed
-
-    def summary(self, until: int | None = None) -> str:
-        """All that decides the steps before `until` in one line."""
-        told: list[str] = []
-        for part in self.parts:
-            if _is_past(part.step, until):
-                of = (f"{self.names[s]} {self.stores[s].fingerprint} {a!r}" for s, a in part.amounts)
-                told.append(f"from step {part.step} by {part.by}: {', '.join(of)}")
-        return _brief("; ".join(told))
-
-    def _add(self, step: int, sources: Mapping[str, float | tuple[Store, float]], by: Unit) -> None:
-        if by not in get_args(Unit):
-            raise RecipeError(f"by={by!r}: choose one of {', '.join(get_args(Unit))}")
-        stores = dict(zip(self.names, self.stores))
-        places = {name: place for place, name in enumerate(self.names)}
-        amounts: list[tuple[int, float]] = []
-        for name, given in sources.items():
-            store, amount = given if isinstance(given, tuple) else (None, given)
-            _check_amount(name, amount, by)
-            if name not in stores:
-                if store is None or not hasattr(store, "lengths"):
-                    raise RecipeError(
-                        f"source {name!r} is new: give (store, amount), as {{name: (store, 0.5)}}"
-                    )
-                stores[name], places[name] = store, len(places)
-            elif store is not None and store is not stores[name]:
-                raise RecipeError(f"source {name!r} is another store already; call this one by another name")
-            amounts.append((places[name], amount))
-        if not amounts:
-            raise RecipeError("a mixture has at least one source")
-        self.names, self.stores = tuple(stores), tuple(stores.values())
-        self.parts = (*self.parts, Part(step, by, tuple(amounts)))
-
-    def __repr__(self) -> str:
-        return f"Mixture({self.summary()})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -303,7 +203,7 @@ class Recipe:
         data = self.data.summary(until) if isinstance(self.data, Mixture) else self.data.fingerprint
         return {
             "data": data,
-            "sequence": _brief(self.sequence.summary()),
+            "sequence": brief(self.sequence.summary()),
             "batch": self.batch.summary(until),
             "seed": str(self.seed),
             "epochs": str(self.epochs),
@@ -314,48 +214,3 @@ class Recipe:
     def fingerprint(self) -> str:
         """Hex digest of `summary`."""
         return digest_of(self.summary())
-
-
-def digest_of(summary: Mapping[str, Any]) -> str:
-    """A hex digest of a recipe's summary, or other plain JSON; the same on every machine and Python."""
-    text = json.dumps(dict(summary), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _is_past(first: int, until: int | None) -> bool:
-    return first == 0 or until is None or first < until
-
-
-def _check_next(step: int, before: int, where: str) -> None:
-    if type(step) is not int or step <= before:
-        raise RecipeError(f"{where}(step={step!r}): a step after {before}, where the last change is")
-
-
-def _check_amount(name: str, amount: float, by: Unit) -> None:
-    if type(name) is not str or not name:
-        raise RecipeError(f"source {name!r}: a source has a name")
-    number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
-    if not number or not math.isfinite(amount) or amount <= 0:
-        raise RecipeError(f"source {name!r} has {by} {amount!r}: a finite number above 0")
-    if by == "count" and type(amount) is not int:
-        raise RecipeError(f"source {name!r} has count {amount!r}: a whole number of sequences")
-
-
-def _brief(text: str) -> str:
-    """A line of at most some 800 bytes of JSON that still tells two long ones apart."""
-    if len(json.dumps(text)) <= 802:
-        return text
-    # a character is up to 12 bytes of JSON
-    start = next(text[:end] for end in range(720, 0, -10) if len(json.dumps(text[:end])) <= 722)
-    return f"{start}... (in full: {_in_full(text)})"
-
-
-def same_text(one: str, other: str) -> bool:
-    """Whether two parts of summaries are the same in full, however far each was abbreviated."""
-    return _in_full(one) == _in_full(other)
-
-
-def _in_full(text: str) -> str:
-    """The digest of a text in full, 32 hex digits; of an abbreviated one, what it tells."""
-    told = re.fullmatch(r".*\.\.\. \(in full: ([0-9a-f]{32})\)", text, re.DOTALL)
-    return told[1] if told else hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -11,7 +11,8 @@ from typing import Any
 
 from meshfeed.errors import StateError
 from meshfeed.order import num_positions, num_steps
-from meshfeed.recipe import Recipe, digest_of, same_text
+from meshfeed.recipe import Recipe
+from meshfeed.summary import digest_of, same_text
 
 VERSION = 2
 """2: the fingerprint is that of all the rest. In version 1 it was the recipe's alone."""

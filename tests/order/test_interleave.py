@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from fractions import Fraction
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.order import Interleaving
-from meshfeed.order.interleave import BLOCK
+from meshfeed.order.interleave import BLOCK, Runs
 
 RNG = np.random.default_rng(0)
 FAMILIES = {
@@ -104,18 +105,13 @@ def test_equal_weights_take_turns() -> None:
     assert all(sorted(turn) == list(range(8)) for turn in source.reshape(-1, 8).tolist())
 
 
-@pytest.mark.parametrize(
-    "weights", [[1] * 7, [1] * 10, [1] * 49, [3, 3, 3, 1], [0.1] * 10, [1, 2, 3, 4, 5, 6]]
-)
-def test_weights_that_no_binary_fraction_holds_come_in_whole_periods(weights: list[float]) -> None:
+@pytest.mark.parametrize("weights", [[1] * 3, [1] * 7, [1] * 10, [1] * 49, [2, 3]])
+def test_ratios_that_no_binary_fraction_holds_repeat_with_their_period(weights: list[float]) -> None:
     """1/10 is no multiple of 2**-64; the schedule is that of the ratio, not of what rounding leaves."""
-    period = round(sum(weights) / min(weights))
-    own = [round(weight / min(weights)) for weight in weights]
-    blocks = BLOCK // period
-    for start in (0, BLOCK * period, BLOCK * period * 10**6):  # edges of blocks that begin a period
-        source, _ = Interleaving(weights).draws(start, start + blocks * period)
-        for turn in source.reshape(blocks, period):
-            assert np.bincount(turn, minlength=len(weights)).tolist() == own
+    period = int(sum(weights))
+    for start in (0, 7 * BLOCK, 10**6 * BLOCK, 10**9 * BLOCK):
+        source, _ = Interleaving(weights).draws(start, start + 2 * BLOCK)
+        assert np.array_equal(source[period:], source[:-period]), start
 
 
 def test_a_batch_holds_each_source_within_one_of_its_rounded_share() -> None:
@@ -135,8 +131,85 @@ def test_golden_draws_pin_the_schedule_across_versions() -> None:
     assert far.tolist() == GOLDEN_FAR
 
 
+GOLDEN_RATIOS = {
+    (1, 2, 4): "da4e76090e435d4e",
+    (1, 5): "e2bec2c66709e5d4",
+    (0.2, 0.8): "9aec57f63f81b39d",
+    (1, 2, 3, 4): "6e197cafa51e2715",
+    (5, 3, 2): "6aec15048f09b7bc",
+    (7, 2, 1): "1af262a34669dadd",
+    (1, 1, 1, 97): "f5ebcffb476e04d3",
+    (1e-06, 1, 3.5): "16488fe572e4865f",
+}
+
+
+@pytest.mark.parametrize("weights", GOLDEN_RATIOS)
+def test_golden_ratios_across_the_edges_of_blocks(weights: tuple[float, ...]) -> None:
+    """Three stretches of two blocks; what rounding alone decides shows after thousands of draws."""
+    made = hashlib.blake2b(digest_size=8)
+    for start in (0, 7 * BLOCK, 10**9 * BLOCK):
+        for part in Interleaving(weights).draws(start, start + 2 * BLOCK):
+            made.update(part.astype("<i8").tobytes())
+    assert made.hexdigest() == GOLDEN_RATIOS[weights]
+
+
 GOLDEN = [0, 1, 0, 0, 1, 0, 0, 2, 1, 0, 0, 1, 0, 0, 1, 0, 0, 2, 1, 0]
 GOLDEN_FAR = [0, 1, 0, 0, 1, 0, 0, 2, 1, 0, 0, 1, 0, 0, 1, 0, 0, 2, 1, 0]
+
+
+EXTREME = {
+    "2**-61": [1, 2.0**-61],
+    "1e-30": [1, 1e-30],
+    "all floats": [1e308, 1.0, 5e-324],
+    "counts": [2**61, 1, 1],
+    "many tiny": [1.0, 2.0, *[1e-25] * 50],
+    "2**-62 to 2**-66": [1, *[2.0**-k for k in range(62, 67)]],
+}
+
+
+@pytest.mark.parametrize("family", EXTREME)
+@pytest.mark.parametrize("start", [0, 10**6, 10**15, 2**59 - 3000, 2**61 + 12_345])
+def test_shares_below_what_a_word_holds_are_scheduled_like_any(family: str, start: int) -> None:
+    weights = EXTREME[family]
+    interleaving = Interleaving(weights)
+    source, count = interleaving.draws(start, start + 2000)
+    assert interleaving.counts(start).sum() == start
+    total, rounding = sum(map(Fraction, weights)), Fraction(len(weights) + 1, 2**64)
+    for at in (start, start + 2000):
+        for weight, drawn in zip(weights, interleaving.counts(at).tolist()):
+            assert abs(drawn - Fraction(weight) / total * at) < 1 + rounding * at
+    for at in (0, 999, 1999):
+        assert interleaving.position(int(source[at]), int(count[at])) == start + at
+    assert all(
+        interleaving.position(s, 2**61 + 2**60) is None
+        for s in range(len(weights))
+        if weights[s] < max(weights)
+    )
+
+
+def test_what_comes_beyond_the_last_position_never_comes() -> None:
+    """2**62 draws are all there are; a source of next to no share owes none of them."""
+    assert Interleaving([1, 1e-30]).position(1, 0) is None
+    assert Interleaving([1, 1]).position(0, 2**61) is None
+    assert Interleaving([1, 1]).position(0, 2**61 - 1) in (2**62 - 2, 2**62 - 1)
+
+
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_runs_are_an_interleaving_of_runs(size: int) -> None:
+    weights = [5, 3, 2]
+    inner, runs = Interleaving(weights), Runs(Interleaving(weights), size)
+    source, _ = inner.draws(0, 400)
+    wanted = source.repeat(size).tolist()
+    counted = [wanted[:at].count(wanted[at]) for at in range(300)]
+    for start, stop in ((0, 300), (0, 0), (7, 7), (size, 2 * size + 1), (131, 299)):
+        made, count = runs.draws(start, stop)
+        assert (made.tolist(), count.tolist()) == (wanted[start:stop], counted[start:stop])
+    for at in range(0, 300, 7):
+        assert runs.counts(at).tolist() == [wanted[:at].count(s) for s in range(3)]
+        assert runs.position(wanted[at], counted[at]) == at
+    far = 10**15 * size + size // 2
+    made, count = runs.draws(far, far + 50)
+    assert [runs.position(*pair) for pair in zip(made.tolist(), count.tolist())] == list(range(far, far + 50))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +221,6 @@ GOLDEN_FAR = [0, 1, 0, 0, 1, 0, 0, 2, 1, 0, 0, 1, 0, 0, 1, 0, 0, 2, 1, 0]
         ([float("nan")], "finite"),
         ([float("inf"), 1], "finite"),
         (["much"], "finite"),
-        ([1, 1e-30], "leave that source out"),
     ],
 )
 def test_weights_that_are_none(weights: list[float], message: str) -> None:

@@ -214,6 +214,7 @@ def test_the_share_that_is_asked_changes_with_the_very_step() -> None:
     [
         (lambda: mf.Mixture({}), "at least one source"),
         (lambda: mf.Mixture({"a": (store(1), 0)}), "above 0"),
+        (lambda: mf.Mixture({"a": (store(1), -1)}), "from 0"),
         (lambda: mf.Mixture({"a": (store(1), float("nan"))}), "finite"),
         (lambda: mf.Mixture({"a": (store(1), True)}), "finite number"),
         (lambda: mf.Mixture({"a": 0.5}), "give .store, amount."),

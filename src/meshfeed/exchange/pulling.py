@@ -15,8 +15,8 @@ from meshfeed.errors import RecipeError, StateError, StoreError
 from meshfeed.exchange.census import ERROR, Report
 from meshfeed.exchange.items import Given, elements_of, encode, nothing
 from meshfeed.exchange.keys import Keys
-from meshfeed.recipe import digest_of
 from meshfeed.state import check_seal
+from meshfeed.summary import digest_of
 
 _MOST_BYTES = 2048
 _VERSION = 2  # of a state; 1 had no fingerprint

@@ -1,13 +1,15 @@
 """A recipe's way through its sources: whose turn it is at each position, and how far each has come.
 
-Where the amounts of a mixture change, a new *stretch* begins. What every source has given before follows
-from the stretches before it, so that it goes on from there: nothing is carried along, and nothing is lost.
+Where the amounts of a mixture change, a new *stretch* begins, and under batches="per_source" also where the
+size of batches does. What every source has given before follows from the stretches before it, so that it goes
+on from there: nothing is carried along, and nothing is lost.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, cast
@@ -16,12 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.mixture import Amount, Mixture, Part
 from meshfeed.order.blocks import BlockShuffle
-from meshfeed.order.interleave import Interleaving
+from meshfeed.order.interleave import Interleaving, Runs
 from meshfeed.order.permutation import key_of, permute, unpermute
-from meshfeed.recipe import Blocks, Mixture, Part, Recipe
+from meshfeed.recipe import Batch, Blocks, Recipe
 
 Longs = npt.NDArray[np.int64]
+
+
+_ALONE = Part(0, (Amount(0, 1, "proportion"),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +36,7 @@ class _Stretch:
 
     start: int
     sources: npt.NDArray[np.int32]
-    schedule: Interleaving
+    schedule: Interleaving | Runs
     drawn: Longs
 
 
@@ -52,14 +58,19 @@ class Course:
         self._blocks: BlockShuffle | None = None
         if isinstance(recipe.shuffle, Blocks):
             self._blocks = BlockShuffle(recipe.shuffle, self.sizes, _shard_ends(recipe))
-        parts = recipe.data.parts if isinstance(recipe.data, Mixture) else (Part(0, "proportion", ((0, 1),)),)
+        parts = recipe.data.parts if isinstance(recipe.data, Mixture) else (_ALONE,)
+        self._per_source = isinstance(recipe.data, Mixture) and recipe.data.batches == "per_source"
         self._stretches: list[_Stretch] = []
         drawn = np.zeros(self.sizes.size, np.int64)
-        for part in parts:
+        for part in _parts_by_batch(recipe.batch, parts) if self._per_source else parts:
             start = recipe.batch.position(part.step)
             drawn = self.counts(start) if self._stretches else drawn
-            sources = np.array([source for source, _ in part.amounts], np.int32)
-            self._stretches.append(_Stretch(start, sources, _interleaving(self._amounts(part)), drawn))
+            counts = self._counts(recipe.batch, part)
+            sources = np.array(list(counts), np.int32)
+            schedule = _interleaving(tuple(counts.values()))
+            if self._per_source:
+                schedule = Runs(schedule, recipe.batch.size(part.step))
+            self._stretches.append(_Stretch(start, sources, schedule, drawn))
         self.end = self._whole(recipe, self._end(recipe, parts[-1]))
 
     def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
@@ -123,9 +134,8 @@ class Course:
             local = np.flatnonzero(stretch.sources == source)
             if not local.size:
                 return None
-            return stretch.start + stretch.schedule.position(
-                int(local[0]), count - int(stretch.drawn[source])
-            )
+            found = stretch.schedule.position(int(local[0]), count - int(stretch.drawn[source]))
+            return None if found is None else stretch.start + found
         return None
 
     def _sizes_of(self, source: npt.NDArray[np.integer]) -> Longs:
@@ -142,25 +152,48 @@ class Course:
     def _key(self, source: int, epoch: int) -> int:
         return key_of(self._seed, _number_of(self._names[source]), epoch)
 
-    def _amounts(self, part: Part) -> tuple[Fraction, ...]:
-        if part.by == "proportion":
-            return tuple(Fraction(amount) for _, amount in part.amounts)
-        counts = [_sequences(part, amount, int(self.sizes[source])) for source, amount in part.amounts]
-        for (source, amount), count in zip(part.amounts, counts):
-            if count < 1:
-                name = self._names[source]
-                raise RecipeError(
-                    f"source {name!r}: {amount} passes over {self.sizes[source]} sequences are none"
-                )
-        return tuple(map(Fraction, counts))
+    def _counts(self, batch: Batch, part: Part) -> dict[int, Fraction]:
+        """Source -> its weight, of those that do not rest: sequences, or whole batches, where they end."""
+        counts: dict[int, Fraction] = {}
+        for each in part.amounts:
+            count = Fraction(each.amount) * (
+                int(self.sizes[each.source]) if each.by in ("repeat", "size") else 1
+            )
+            if not part.is_endless:
+                count = Fraction(self._whole_count(batch, each, round(count)))
+            if count:
+                counts[each.source] = count
+        if not counts:
+            raise RecipeError("no source of the mixture fills a batch; take smaller batches or last='pad'")
+        return counts
+
+    def _whole_count(self, batch: Batch, each: Amount, count: int) -> int:
+        """Sequences of a source that ends, or the batches that they make."""
+        name, size = self._names[each.source], int(self.sizes[each.source])
+        if each.amount and not count:
+            raise RecipeError(f"source {name!r}: {each.amount} passes over {size} sequences are none")
+        if not self._per_source:
+            return count
+        if len(batch.stages) > 1:
+            raise RecipeError(
+                'batches="per_source" with amounts that end: give batches of one size, or proportions'
+            )
+        if count % batch.sequences and batch.last == "keep":
+            raise RecipeError(
+                f"source {name!r}: {count} sequences do not fill batches of {batch.sequences}; "
+                f"Batch(last='drop') leaves {count % batch.sequences} out, last='pad' fills the last one"
+            )
+        return -(-count // batch.sequences) if batch.last == "pad" else count // batch.sequences
 
     def _end(self, recipe: Recipe, last: Part) -> int | None:
         """Where the sources are drawn as often as the recipe says."""
         if recipe.epochs is not None:
             return recipe.epochs * int(self.sizes[0])
-        if last.by == "proportion":
+        if last.is_endless:
             return None
-        return recipe.batch.position(last.step) + int(sum(self._amounts(last)))
+        total = int(sum(self._counts(recipe.batch, last).values()))
+        start = recipe.batch.position(last.step)
+        return start + total * (recipe.batch.sequences if self._per_source else 1)
 
     def _whole(self, recipe: Recipe, end: int | None) -> int | None:
         """All positions, whole steps where the batch wants them so."""
@@ -200,8 +233,10 @@ def _interleaving(amounts: tuple[Fraction, ...]) -> Interleaving:
     return Interleaving(amounts)
 
 
-def _sequences(part: Part, amount: float, size: int) -> int:
-    return round(Fraction(amount) * (size if part.by == "repeat" else 1))
+def _parts_by_batch(batch: Batch, parts: Sequence[Part]) -> list[Part]:
+    """The parts of a mixture, cut where the size of batches changes."""
+    steps = sorted({step for step, _ in batch.stages} | {part.step for part in parts})
+    return [replace([part for part in parts if part.step <= step][-1], step=step) for step in steps]
 
 
 def _number_of(name: str) -> int:

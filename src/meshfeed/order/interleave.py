@@ -43,10 +43,12 @@ class Interleaving:
 
     After any k draws, a source of weight w has been drawn w k times, plus or minus less than 1.
 
+    A source of less than 2**-64 of their sum counts as one of that share: in 2**62 draws it owes none.
+
     Args:
         weights: above 0, in any unit; ints, floats or Fractions.
 
-    Raises RecipeError for no weights, or one that is not positive and finite or below 2**-60 of their sum.
+    Raises RecipeError for no weights, or one that is not positive and finite.
     """
 
     def __init__(self, weights: Sequence[float | Fraction]) -> None:
@@ -79,13 +81,15 @@ class Interleaving:
         source, _ = self.draws(edge, position)
         return self._edge(edge) + np.bincount(source, minlength=self.num_sources)
 
-    def position(self, source: int, count: int) -> int:
-        """Where the draw of a source comes before which it was drawn `count` times."""
+    def position(self, source: int, count: int) -> int | None:
+        """Where the draw of a source comes before which it was drawn `count` times; None from 2**62 on."""
         if self.num_sources == 1:
             return count
         word = self._words[source]
         low = (count << 64) // word // BLOCK  # dates: not before floor(count / w), and before the ceiling
-        high = -(-((count + 1) << 64) // word) // BLOCK + 1
+        high = min(-(-((count + 1) << 64) // word) // BLOCK + 1, _END // BLOCK)
+        if low >= high or self._edge(high * BLOCK)[source] <= count:
+            return None
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._edge(middle * BLOCK)[source] <= count else (low, middle)
@@ -156,6 +160,37 @@ class Interleaving:
         return source[chosen].astype(np.int32), count[chosen]
 
 
+class Runs:
+    """An interleaving of runs: each `size` draws, from 0 on, are of one source.
+
+    After any k whole runs, a source of weight w has had w k of them, plus or minus less than 1.
+    """
+
+    def __init__(self, runs: Interleaving, size: int) -> None:
+        self._runs, self._size = runs, size
+        self.weights = runs.weights
+
+    def draws(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
+        """See Interleaving."""
+        first = start // self._size
+        source, before = self._runs.draws(first, max(-(-stop // self._size), first))
+        run, at = np.divmod(np.arange(start, stop), self._size)
+        return source[run - first], before[run - first] * self._size + at
+
+    def counts(self, position: int) -> Longs:
+        """See Interleaving."""
+        whole, rest = divmod(position, self._size)
+        counts = self._runs.counts(whole) * self._size
+        if rest:
+            counts[self._runs.draws(whole, whole + 1)[0]] += rest
+        return counts
+
+    def position(self, source: int, count: int) -> int | None:
+        """See Interleaving."""
+        run = self._runs.position(source, count // self._size)
+        return None if run is None else run * self._size + count % self._size
+
+
 def _by_dates(opens: list[float], closes: list[float]) -> list[int]:
     """Tasks of one unit, one at a time, the earliest to close first; places in the lists.
 
@@ -181,8 +216,6 @@ def _words_of(weights: Sequence[float | Fraction]) -> list[int]:
     if not exact or min(exact) <= 0:
         raise RecipeError(f"weights {list(weights)!r}: at least one, and each above 0")
     scale = 2**64 / sum(exact)
-    words = [int(weight * scale) for weight in exact]
-    if min(words) < 16:
-        raise RecipeError(f"weight {min(weights)!r} is less than 2**-60 of the sum; leave that source out")
+    words = [max(int(weight * scale), 1) for weight in exact]
     words[max(range(len(words)), key=words.__getitem__)] += 2**64 - sum(words)
     return words

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from meshfeed.errors import RecipeError
-from meshfeed.recipe import Store
+from meshfeed.mixture import Store
 from meshfeed.sequence.documents import Documents
 
 _MASK = "loss_mask"

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
+from meshfeed.mixture import Store
 from meshfeed.order import Draws
-from meshfeed.recipe import Recipe, Store
+from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.rule import Portion, SequenceRule
 

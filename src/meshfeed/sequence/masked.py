@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PlanError, RecipeError
+from meshfeed.mixture import Store
 from meshfeed.order import Draws, philox
 from meshfeed.plan import Align, Slices
-from meshfeed.recipe import Recipe, Store
+from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import holder_of
 from meshfeed.sequence.rule import Portion, dtype_of

@@ -16,9 +16,10 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import RecipeError, StoreError
+from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws
 from meshfeed.order.megatron import PARTS, Part, document_range, passes_of
-from meshfeed.recipe import Mixture, Recipe, Store
+from meshfeed.recipe import Recipe
 from meshfeed.sequence.megatron_index import Ask, Indexes
 from meshfeed.sequence.rows import Cut, Longs, Rows, Starts, stores_of
 from meshfeed.store.sequences import sequences_of
@@ -196,12 +197,13 @@ def _weights_of(recipe: Recipe) -> Sequence[float] | None:
     if not isinstance(recipe.data, Mixture):
         return None
     (part, *later), names = recipe.data.parts, recipe.data.names
-    weights = [float(amount) for _, amount in part.amounts]
-    if not later and part.by == "proportion":
-        return weights
-    if not later and part.by == "repeat" and set(weights) == {1.0}:
-        return None
+    weights, units = [float(each.amount) for each in part.amounts], {each.by for each in part.amounts}
+    if not later and recipe.data.batches == "mixed" and min(weights) > 0:
+        if units == {"proportion"}:
+            return weights
+        if units <= {"repeat", "size"} and set(weights) == {1.0}:
+            return None
     raise RecipeError(
-        f"MegatronGPT over {', '.join(names[:4])}: Megatron blends by proportions that stay as they are, or "
-        f'by size, which is every source with by="repeat" and 1'
+        f"MegatronGPT over {', '.join(names[:4])}: Megatron blends by proportions above 0 that stay as they "
+        f"are, or by size, which is every store without an amount"
     )

@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PlanError, RecipeError, StoreError
+from meshfeed.mixture import Store
 from meshfeed.order import Draws, EpochIndex
-from meshfeed.recipe import Recipe, Store
+from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import PLAN_FIELDS, Pieces, fields_of_plan, holder_of, real_sizes
 from meshfeed.sequence.rule import Portion

@@ -14,8 +14,9 @@ from typing import cast
 import numpy as np
 
 from meshfeed.errors import RecipeError, StoreError
+from meshfeed.mixture import Store
 from meshfeed.order import Draws, key_of
-from meshfeed.recipe import Recipe, Store
+from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Cut, Longs, Rows, Starts, stores_of
 from meshfeed.store import StreamStore
 

@@ -1,0 +1,227 @@
+"""Mixtures: several stores as one stream, in amounts that may change at a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+from meshfeed.summary import brief
+
+Unit = Literal["proportion", "repeat", "count"]
+Batches = Literal["mixed", "per_source"]
+
+_SHARES = ("proportion", "size")
+
+
+class Store(Protocol):
+    """What a recipe must know of a store: who it is, and how long its documents are."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hex digest of the content; equal for copies on different disks."""
+        ...
+
+    def lengths(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens of each document; int64 [n]."""
+        ...
+
+
+class Amount(NamedTuple):
+    """How much of one source.
+
+    Attributes:
+        source: which of the mixture's stores.
+        amount: from 0; a source of 0 rests.
+        by: its unit. Under "size" the store's own size weighs it, amount times.
+    """
+
+    source: int
+    amount: float
+    by: Unit | Literal["size"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a mixture is from some step on.
+
+    Attributes:
+        step: its first.
+        amounts: of each source that is named.
+    """
+
+    step: int
+    amounts: tuple[Amount, ...]
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the amounts are shares, which never end; either all of them are or none."""
+        return self.amounts[0].by in _SHARES
+
+
+class Mixture:
+    """Several stores as one stream, every one in proportion at every prefix; see `order.interleave`.
+
+    `Mixture({"code": (store, 0.7), "docs": (other, 0.3)})` draws for ever. Without amounts,
+    `Mixture({"code": store, "docs": other})`, each source weighs as many sequences as it has. With
+    by="repeat" the amounts are passes over each store, and with by="count" sequences of each; then the
+    stream ends when all are drawn. A mapping names the unit of each source:
+    `Mixture({"code": (store, 2), "docs": (other, 5000)}, by={"code": "repeat", "docs": "count"})`.
+
+    With batches="per_source" each global batch is of one source, and whole batches take turns. Any number of
+    steps after the last change of amounts or of batch size, each source has had its share of these steps,
+    plus or minus less than one. Amounts that end must then make whole batches of one size: Batch(last="drop")
+    leaves out what does not fill a source's last batch, "pad" fills it with what comes next in that source,
+    and "keep" refuses it.
+
+    Args:
+        sources: name -> (store, amount), or the store alone, which is weighed by its size under "proportion"
+            and else is taken once. The name keys the store's shuffle: keep it. A source of amount 0 rests.
+        by: "proportion", "repeat" or "count"; or name -> "repeat" or "count".
+        batches: "mixed" or "per_source".
+
+    Raises RecipeError for an amount that is negative or not finite, a count that is not whole, sources of
+    which some have an amount and some have none under "proportion", or no amount above 0.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, Store | tuple[Store, float]],
+        *,
+        by: Unit | Mapping[str, Unit] = "proportion",
+        batches: Batches = "mixed",
+    ) -> None:
+        if batches not in get_args(Batches):
+            raise RecipeError(f"Mixture(batches={batches!r}): choose one of {', '.join(get_args(Batches))}")
+        self.names: tuple[str, ...] = ()
+        self.stores: tuple[Store, ...] = ()
+        self.parts: tuple[Part, ...] = ()
+        self.batches: Batches = batches
+        self._add(0, sources, by)
+
+    def then(
+        self,
+        step: int,
+        sources: Mapping[str, float | Store | tuple[Store, float]],
+        *,
+        by: Unit | Mapping[str, Unit] = "proportion",
+    ) -> Mixture:
+        """The same mixture with other amounts from a step on.
+
+        A source keeps its place: what it gave before is not given again, and nothing of it is left out.
+        sources: name -> amount, or a new store with or without an amount. One that is not named rests from
+        there on.
+        """
+        check_next(step, self.parts[-1].step, "Mixture.then")
+        changed = copy(self)
+        changed._add(step, sources, by)
+        return changed
+
+    def summary(self, until: int | None = None) -> str:
+        """All that decides the steps before `until` in one line."""
+        told: list[str] = []
+        for part in self.parts:
+            if is_past(part.step, until):
+                units = list(dict.fromkeys(amount.by for amount in part.amounts))
+                of = (
+                    f"{self.names[s]} {self.stores[s].fingerprint} {a!r}" + (f" {by}" if units[1:] else "")
+                    for s, a, by in part.amounts
+                )
+                told.append(f"from step {part.step} by {' and '.join(units)}: {', '.join(of)}")
+        if self.batches != "mixed":
+            told.insert(0, f"batches={self.batches}")
+        return brief("; ".join(told))
+
+    def _add(
+        self,
+        step: int,
+        sources: Mapping[str, float | Store | tuple[Store, float]],
+        by: Unit | Mapping[str, Unit],
+    ) -> None:
+        stores = dict(zip(self.names, self.stores))
+        places = {name: place for place, name in enumerate(self.names)}
+        amounts: list[Amount] = []
+        for name, given in sources.items():
+            if type(name) is not str or not name:
+                raise RecipeError(f"source {name!r}: a source has a name")
+            store, amount = _store_and_amount(given)
+            unit = _unit_of(name, amount, by)
+            amount = _checked(name, 1 if amount is None else amount, unit)
+            if name not in stores:
+                if store is None or not hasattr(store, "lengths"):
+                    raise RecipeError(
+                        f"source {name!r} is new: give (store, amount), as {{name: (store, 0.5)}}, or store"
+                    )
+                stores[name], places[name] = store, len(places)
+            elif store is not None and store is not stores[name]:
+                raise RecipeError(f"source {name!r} is another store already; call this one by another name")
+            amounts.append(Amount(places[name], amount, unit))
+        _check_units(list(sources), amounts, by)
+        self.names, self.stores = tuple(stores), tuple(stores.values())
+        self.parts = (*self.parts, Part(step, tuple(amounts)))
+
+    def __repr__(self) -> str:
+        return f"Mixture({self.summary()})"
+
+
+def is_past(first: int, until: int | None) -> bool:
+    """Whether what begins at a step decides any step before `until` (None: all steps)."""
+    return first == 0 or until is None or first < until
+
+
+def check_next(step: int, before: int, where: str) -> None:
+    """Raise RecipeError unless `step` comes after `before`, where the last change is."""
+    if type(step) is not int or step <= before:
+        raise RecipeError(f"{where}(step={step!r}): a step after {before}, where the last change is")
+
+
+def _store_and_amount(given: float | Store | tuple[Store, float]) -> tuple[Store | None, float | None]:
+    if isinstance(given, tuple):
+        if len(given) != 2:
+            raise RecipeError(f"a source of {len(given)} parts: give (store, amount)")
+        return given
+    if isinstance(given, (int, float)):
+        return None, given
+    return given, None
+
+
+def _unit_of(name: str, amount: float | None, by: Unit | Mapping[str, Unit]) -> Unit | Literal["size"]:
+    if not isinstance(by, str) and name not in by:
+        raise RecipeError(
+            f"source {name!r} is not named in by={dict(by)!r}; name every source, or give one unit"
+        )
+    unit = by if isinstance(by, str) else by[name]
+    if unit not in get_args(Unit):
+        raise RecipeError(f"source {name!r} has by={unit!r}: choose one of {', '.join(get_args(Unit))}")
+    if amount is None:
+        return "size" if unit == "proportion" else "repeat"
+    return unit
+
+
+def _checked(name: str, amount: float, by: str) -> float:
+    number = isinstance(amount, (int, float)) and not isinstance(amount, bool)
+    if not number or not math.isfinite(amount) or amount < 0:
+        raise RecipeError(f"source {name!r} has {by} {amount!r}: a finite number from 0")
+    if by == "count" and type(amount) is not int:
+        raise RecipeError(f"source {name!r} has count {amount!r}: a whole number of sequences")
+    return amount
+
+
+def _check_units(names: Sequence[str], amounts: Sequence[Amount], by: Unit | Mapping[str, Unit]) -> None:
+    if not any(amount.amount for amount in amounts):
+        raise RecipeError("a mixture has at least one source with an amount above 0")
+    strangers = [] if isinstance(by, str) else [name for name in by if name not in names]
+    if strangers:
+        raise RecipeError(f"by names {strangers[0]!r}, which is no source here")
+    units = {amount.by for amount in amounts}
+    if {"proportion", "size"} <= units:
+        bare = next(name for name, amount in zip(names, amounts) if amount.by == "size")
+        raise RecipeError(f"source {bare!r} has no amount and others have: give every source one, or none")
+    if len(units) > 1 and units & set(_SHARES):
+        raise RecipeError("a proportion never ends, so it mixes with no repeat or count: give one kind")
