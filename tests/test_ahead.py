@@ -107,7 +107,7 @@ def test_what_is_read_was_announced_once(path: Path, case: str, far: bool, prefe
     recipe = recipe_of(store, epochs=2, **options)
     for rank in range(2):
         with mf.Feed(recipe, mf.Layout.parse("dp2"), rank, delivery="direct", prefetch=prefetch,
-                     packing=packing) as feed:  # fmt: skip
+                     packing=packing, pad_rows=packing is None) as feed:  # fmt: skip
             run(feed, 10**9)
             assert store.outstanding.total() == 0
     needed, read = (sum(size for name, size in store.events if name == event) for event in ("need", "read"))
@@ -118,7 +118,7 @@ def test_what_is_read_was_announced_once(path: Path, case: str, far: bool, prefe
 @pytest.mark.parametrize("steps", [0, 1, 3.5, 20])
 def test_the_budget_is_filled_and_kept(path: Path, steps: float, micro_batch_size: int) -> None:
     budget, store = int(steps * STEP_BYTES), Watched(path, far=True)
-    with mf.Feed(recipe_of(store), micro_batch_size=micro_batch_size, prefetch=0,
+    with mf.Feed(recipe_of(store), micro_batch_size=micro_batch_size, prefetch=0, pad_rows=True,
                  read_ahead_bytes=budget) as feed:  # fmt: skip
         run(feed, 60)
         assert budget <= store.most_bytes < max(budget, STEP_BYTES + 1) + STEP_BYTES

@@ -44,7 +44,12 @@ def one_epoch(
     """What a rank saw of an epoch, and the bytes that were fetched for it."""
     folder = Path(cache) / f"rank-{rank}" if alone else Path(cache)
     with mf.Feed(
-        recipe_of(path, folder), mf.Layout.parse(layout), rank, delivery=delivery, micro_batch_size=8
+        recipe_of(path, folder),
+        mf.Layout.parse(layout),
+        rank,
+        delivery=delivery,
+        micro_batch_size=8,
+        pad_rows=True,
     ) as feed:
         fetched, seen = 0, []
         for step in feed:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import meshfeed as mf
@@ -137,16 +138,57 @@ def test_a_step_that_cannot_be_read_is_trained_after_a_repair(prefetch: int, pla
         assert told_of(repaired, iter(repaired)) == list(range(40, 64))
 
 
-def test_the_stream_ends_and_stays_ended(corpus: str) -> None:
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loop_after_the_end_is_refused(corpus: str, prefetch: int) -> None:
     recipe = recipe_of(corpus, epochs=1)
-    feed = mf.Feed(recipe)
+    feed = mf.Feed(recipe, prefetch=prefetch)
+    start = feed.state_dict()
     seen = take(feed)
     assert seen == sequence_of(recipe, 100) and len(seen) == 10
-    assert take(feed) == [] == take(feed)
-    assert feed.state_dict()["step"] == 10
-    again = mf.Feed(recipe)
-    again.load_state_dict(feed.state_dict())
-    assert take(again) == []
+    for _ in range(2):
+        with pytest.raises(
+            mf.StateError, match=r"all its 10 steps were handed out; for another pass .*epochs="
+        ):
+            take(feed)
+    assert feed.state_dict()["step"] == 10 and threads() == 0 and recipe.data._depth == 0
+    with mf.Feed(recipe, prefetch=prefetch) as done:
+        done.load_state_dict(feed.state_dict())
+        assert take(done) == [], "a job that is done, started again, has nothing to do"
+        with pytest.raises(mf.StateError, match="has ended"):
+            take(done)
+        done.load_state_dict(start)
+        assert take(done) == seen
+    with mf.Feed(recipe, prefetch=prefetch) as left:
+        assert take(left, 10) == seen
+        with pytest.raises(mf.StateError, match="has ended"):
+            iter(left)
+
+
+def test_views_after_the_end_are_refused(corpus: str) -> None:
+    with mf.Feed(recipe_of(corpus, epochs=1), stage_map=STAGES) as feed:
+        for view in feed.virtual_stages:  # one after the other
+            assert len(list(view)) == 10
+        with pytest.raises(mf.StateError, match="has ended"):
+            iter(feed.virtual_stages[0])
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    """What a user would hand to a DataLoader."""
+
+    def __init__(self, feed: Any) -> None:
+        self.feed = feed
+
+    def __iter__(self) -> Iterator[int]:
+        return (step.index for step in self.feed)
+
+
+def test_a_dataloader_with_workers_is_refused(corpus: str) -> None:
+    feed = mf.Feed(recipe_of(corpus, epochs=1))
+    loader = torch.utils.data.DataLoader(Streamed(feed), batch_size=None, num_workers=2)
+    with pytest.raises(mf.DeliveryError, match=r"a Feed in worker \d of a torch DataLoader.*Mapped\("):
+        list(loader)
+    alone = torch.utils.data.DataLoader(Streamed(feed), batch_size=None)
+    assert list(alone) == list(range(10))
 
 
 def test_close_twice_and_enter_again(corpus: str) -> None:
@@ -530,9 +572,10 @@ def to_the_end(rank: int, path: str) -> list[Any]:
     for delivery, prefetch in WAYS:
         for text in ("dp3", "tp3", "cp3"):
             recipe, layout = recipe_of(path, length=60, epochs=2), mf.Layout.parse(text)
-            feed = mf.Feed(recipe, layout, delivery=delivery, prefetch=prefetch, verify=True, timeout_s=20)
+            options = {"verify": True, "timeout_s": 20, "pad_rows": True}
+            feed = mf.Feed(recipe, layout, delivery=delivery, prefetch=prefetch, **options)
             seen = take(feed)
-            told.append(seen == sequence_of(recipe, 100, layout, rank) and take(feed) == [])
+            told.append(seen == sequence_of(recipe, 100, layout, rank))
     return told
 
 

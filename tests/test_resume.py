@@ -47,8 +47,9 @@ def train(
     """
     layout, state = mf.Layout.parse(text), Path(out, "state.json")
     recipe = recipe_of(path, length=24, sequences=12)
+    rows = {"micro_batch_size": micro_batch_size, "pad_rows": True}
     with (
-        mf.Feed(recipe, layout, delivery=delivery, micro_batch_size=micro_batch_size, timeout_s=30) as feed,
+        mf.Feed(recipe, layout, delivery=delivery, timeout_s=30, **rows) as feed,
         Path(out, f"ledger-{kill_at}-{rank}.jsonl").open("w") as ledger,
     ):
         if state.exists():

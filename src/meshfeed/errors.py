@@ -4,10 +4,10 @@ MeshfeedError
 ├── LayoutError       ranks, dimensions, stage maps, meshes
 ├── RoleError         nobody can feed a rank that needs data
 ├── RecipeError       a recipe that cannot make a stream
+│   └── OptionError   a wrong argument; also a StoreError, for `mf.open`
 ├── PlanError         lengths that cannot be packed as asked
 ├── StateError        a state of another recipe, or a damaged one
 ├── StoreError        a file that is not what it says
-│   ├── OptionError       an option of `mf.open` that says nothing about the store
 │   ├── MissingError      no such object
 │   ├── AccessError       no permission, expired credentials, another region
 │   ├── ChangedError      an object that was replaced under the run
@@ -54,8 +54,8 @@ class StoreError(MeshfeedError, OSError):
     """A file or object that is missing, truncated or not of its format."""
 
 
-class OptionError(StoreError):
-    """An option of `mf.open` that says nothing about a store of this format."""
+class OptionError(RecipeError, StoreError):
+    """A wrong argument: of another type, outside its range, or one that the others leave without effect."""
 
 
 class MissingError(StoreError):

@@ -25,15 +25,15 @@ from meshfeed.deliver import (
     tell,
 )
 from meshfeed.device import OnHost, Placer, microbatches_of
-from meshfeed.errors import DeliveryError, RecipeError
-from meshfeed.launch import check_arguments
+from meshfeed.errors import DeliveryError, OptionError, StateError
+from meshfeed.launch import check_arguments, check_counts
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.order import num_positions, num_steps
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Field, StageMap
-from meshfeed.run import Item, Made, StepEnd, StepStart
+from meshfeed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.sequence import Columns, Portion, SequenceRule
 from meshfeed.source import StepSource
 from meshfeed.state import State
@@ -56,7 +56,11 @@ class Feed(StepSource[Delivery]):
         stage_map: which pipeline stages embed, compute loss, predict further tokens; None for the plain
             pipeline of the layout.
         reads: ranks that may open storage; None leaves it to meshfeed.
-        micro_batch_size: sequences per microbatch and data-parallel rank, for sequences of one length.
+        micro_batch_size: sequences per microbatch and data-parallel rank, for sequences of one length; 1
+            where it is not given.
+        pad_rows: fill microbatches up with dummy rows, which have no token and bear no loss, where the
+            sequences of a step are not a multiple of micro_batch_size and dp. A mean over rows is wrong then:
+            divide by `step.valid_tokens`. Without it such a step is refused when the feed is entered.
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous".
         prefetch: reads made ahead, on a thread, each of a microbatch or of several small ones; 0 makes them
@@ -69,6 +73,9 @@ class Feed(StepSource[Delivery]):
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
             process group.
         metrics: where to tell what each step costs, such as a `metrics.RunLog`; a sink or several.
+
+    A loop that is left goes on where it was. One after the end of the stream raises StateError (an Exchange
+    begins a new round instead).
 
     Errors are MeshfeedErrors: LayoutError where the job cannot hold the layout, RoleError where a rank
     cannot be fed, PeerError where a peer is missing or dies, StoreError from storage.
@@ -84,7 +91,8 @@ class Feed(StepSource[Delivery]):
         device: str | torch.device = "cpu",
         stage_map: StageMap | None = None,
         reads: Iterable[int] | None = None,
-        micro_batch_size: int = 1,
+        micro_batch_size: int | None = None,
+        pad_rows: bool = False,
         packing: Packing | None = None,
         cp_split: CpSplit = "zigzag",
         prefetch: int = 2,
@@ -94,13 +102,15 @@ class Feed(StepSource[Delivery]):
         rendezvous: Store | None = None,
         metrics: Sink | Sequence[Sink] | None = None,
     ) -> None:
-        check_arguments(layout, delivery, device)
-        if {type(prefetch), type(read_ahead_bytes)} != {int} or min(prefetch, read_ahead_bytes) < 0:
-            raise RecipeError(
-                f"prefetch={prefetch!r} and read_ahead_bytes={read_ahead_bytes!r} are whole numbers from 0"
+        check_arguments(layout, delivery, device, timeout_s)
+        check_counts(0, prefetch=prefetch, read_ahead_bytes=read_ahead_bytes)
+        check_counts(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
+        if packing is not None and (micro_batch_size is not None or pad_rows):
+            raise OptionError(
+                f"micro_batch_size={micro_batch_size}, pad_rows={pad_rows} with a packing, which makes the "
+                f"microbatches itself; leave them out (Packing(capacity=...) says how much is in one)"
             )
-        if timeout_s <= 0:
-            raise RecipeError(f"timeout_s={timeout_s} must be positive")
+        _check_recipe(recipe)
         super().__init__(
             layout,
             rank,
@@ -116,11 +126,12 @@ class Feed(StepSource[Delivery]):
             rendezvous=rendezvous,
             metrics=metrics,
         )
-        self.recipe, self.micro_batch_size, self.packing = recipe, micro_batch_size, packing
+        self.recipe, self.micro_batch_size, self.packing = recipe, micro_batch_size or 1, packing
+        self._pads_rows = pad_rows
         self._stepping = Stepping(
             recipe=recipe,
             layout=layout or Layout(),
-            micro_batch_size=micro_batch_size,
+            micro_batch_size=self.micro_batch_size,
             packing=packing,
             vpp=self.stage_map.vpp,
             cp_split=cp_split,
@@ -152,6 +163,8 @@ class Feed(StepSource[Delivery]):
             with contextlib.ExitStack() as stack:
                 for store in self.recipe.sources:
                     stack.enter_context(store)
+                if not self._pads_rows:
+                    replace(self._stepping, layout=self.layout).check_filled()
                 self._resources = stack.pop_all()
             self._entered = True
         return self
@@ -181,6 +194,17 @@ class Feed(StepSource[Delivery]):
         state.check(self.recipe)
         self._stop()
         self._next_step, self._loaded = state.step, True
+
+    def _new_run(self, by_stage: StageMap | None) -> Run:
+        # A state may be that of a job that is done. A loop after another would get nothing, silently.
+        if self._next_step and self._next_step == self.num_steps and not self._loaded:
+            if self._entered_by_loop:
+                self.close()
+            raise StateError(
+                f"the stream has ended, all its {self._next_step} steps were handed out; for another pass "
+                f"give the recipe more (epochs=), make a new Feed, or load_state_dict an earlier state"
+            )
+        return super()._new_run(by_stage)
 
     def _about(self, step: int) -> RunStart:
         recipe = self.recipe
@@ -277,3 +301,17 @@ class Feed(StepSource[Delivery]):
             columns = self._rule.load(self.recipe, alone, host.allocate)
             digester.add(self._rule.build(self.recipe, alone, columns, self.role.fields, host.allocate))
         return digester.digests()
+
+
+def _check_recipe(given: Any) -> None:
+    if isinstance(given, Recipe):
+        return
+    kind, hint = type(given).__name__, ""
+    if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+        hint = (
+            "; of a dataset: mf.Recipe(data=mf.Mapped(dataset), sequence=mf.Samples(...), batch=...), and "
+            "mf.Mapped(mf.SameEveryEpoch(dataset)) where its items are indexed by whole numbers"
+        )
+    elif hasattr(given, "lengths"):
+        hint = "; of a store: mf.Recipe(data=store, sequence=mf.Windows(4096), batch=mf.Batch(sequences=16))"
+    raise OptionError(f"a Feed takes a mf.Recipe, not a {kind}{hint}")

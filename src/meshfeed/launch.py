@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from typing import Any, get_args
@@ -9,7 +10,7 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from meshfeed.errors import LayoutError, RecipeError, RoleError
+from meshfeed.errors import LayoutError, OptionError, RoleError
 from meshfeed.layout import Layout
 from meshfeed.roles import DeliveryName
 
@@ -46,8 +47,8 @@ def this_layout(given: Layout | None) -> Layout:
     return layout
 
 
-def check_arguments(layout: Any, delivery: Any, device: Any) -> None:
-    """What a constructor can refuse at once. Raises LayoutError, RoleError, or RecipeError for a device."""
+def check_arguments(layout: Any, delivery: Any, device: Any, timeout_s: Any) -> None:
+    """What a constructor can refuse at once. Raises LayoutError, RoleError or OptionError."""
     if layout is not None and not isinstance(layout, Layout):
         hint = f"mf.Layout.parse({layout!r})" if isinstance(layout, str) else "a mf.Layout"
         raise LayoutError(f"layout={layout!r} is a {type(layout).__name__}; give {hint}")
@@ -57,9 +58,18 @@ def check_arguments(layout: Any, delivery: Any, device: Any) -> None:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise RecipeError(f"device={device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from error
+        raise OptionError(f"device={device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from error
     if place.type not in ("cpu", "cuda"):
-        raise RecipeError(f"device={device!r}: tensors are put on 'cpu' or 'cuda'; move them on from there")
+        raise OptionError(f"device={device!r}: tensors are put on 'cpu' or 'cuda'; move them on from there")
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise OptionError(f"timeout_s={timeout_s!r}: give seconds, more than 0")
+
+
+def check_counts(least: int, **given: Any) -> None:
+    """Raises OptionError for what is not a whole number from `least` on."""
+    for name, value in given.items():
+        if type(value) is not int or value < least:
+            raise OptionError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
 def check_rank(given: int | None) -> None:

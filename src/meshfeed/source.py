@@ -9,10 +9,12 @@ from typing import Generic, Literal, Self, TypeVar, cast
 
 import torch
 from torch.distributed.distributed_c10d import Store
+from torch.utils.data import get_worker_info
 
 from meshfeed.batch import Step
 from meshfeed.deliver import Delivery, Meeting, Verifier, can_share, default_store
 from meshfeed.device import Placer, placer_of
+from meshfeed.errors import DeliveryError
 from meshfeed.launch import this_layout, this_rank
 from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, Sink, StageClock
@@ -190,6 +192,12 @@ class StepSource(abc.ABC, Generic[D]):
 
     def _begin(self, virtual_stage: int | None) -> Iterator[Step]:
         """Begin a run, or join that of the other virtual stages; its steps."""
+        if (worker := get_worker_info()) is not None:
+            raise DeliveryError(
+                f"a {type(self).__name__} in worker {worker.id} of a torch DataLoader: each of its "
+                f"{worker.num_workers} workers would give every sequence; iterate it in the process that "
+                f"trains, where it reads ahead by itself; for a slow dataset, mf.Mapped(dataset, workers=...)"
+            )
         if not self._entered:
             self.__enter__()
             self._entered_by_loop = True

@@ -12,9 +12,17 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import PlanError, RecipeError
+from meshfeed.errors import OptionError, PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
-from meshfeed.order import Draws, asked_at, drawn_until, draws_of_step, lanes_of_step
+from meshfeed.order import (
+    Draws,
+    asked_at,
+    drawn_until,
+    draws_of_step,
+    lanes_of_step,
+    num_positions,
+    num_steps,
+)
 from meshfeed.plan import (
     Account,
     Align,
@@ -129,6 +137,32 @@ class Stepping:
             account=self._account(plan),
             drawn=drawn_until(self.recipe, step + 1) if is_mixed else None,
             asked=asked_at(self.recipe, step) if is_mixed else None,
+        )
+
+    def check_filled(self) -> None:
+        """Raises OptionError where the sequences of some step do not fill its microbatches.
+
+        Rows alone are looked at: a pack holds what fits in it, and its loss is per token.
+        """
+        if self.packing is not None:
+            return
+        batch, rows, steps = self.recipe.batch, self.micro_batch_size * self.layout.dp, num_steps(self.recipe)
+        for first, size in batch.stages:
+            if size % rows and (steps is None or first + 1 < steps):
+                cure = f"give the Batch a multiple of {rows} sequences, choose another micro_batch_size"
+                raise self._unfilled(f"step {first}", size, cure)
+        end = num_positions(self.recipe)
+        left = end - batch.position(steps - 1) if steps and end is not None else 0
+        if left % rows:
+            cure = "leave it out by Batch(last='drop'), fill it with what would come next by last='pad'"
+            raise self._unfilled(f"step {steps - 1 if steps else 0}, the last,", left, cure)
+
+    def _unfilled(self, step: str, size: int, cure: str) -> OptionError:
+        rows = self.micro_batch_size * self.layout.dp
+        return OptionError(
+            f"{step} has {size} sequences, and a microbatch {rows} rows (micro_batch_size="
+            f"{self.micro_batch_size}, dp={self.layout.dp}): {-size % rows} would be dummies; {cure}, or "
+            f"pass pad_rows=True and divide the loss by step.valid_tokens, not by rows"
         )
 
     def num_microbatches(self, step: int) -> int | None:

@@ -198,7 +198,8 @@ def fed(rank: int, folder: Path, case: Case, steps: int) -> list[tuple[int, int,
     seen: list[tuple[int, int, list[int]]] = []
     layout = mf.Layout.parse(case.layout)
     recipe = recipe_in(folder, case.recipe)
-    with mf.Feed(recipe, layout, packing=case.packing, timeout_s=60, **case.options) as feed:
+    options = {"packing": case.packing, "pad_rows": case.packing is None, **case.options}
+    with mf.Feed(recipe, layout, timeout_s=60, **options) as feed:
         for step in feed:
             for microbatch in step.microbatches:
                 seen.append((step.index, rank, real_tokens(microbatch).tolist()))

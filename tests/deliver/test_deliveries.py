@@ -84,7 +84,13 @@ def every_delivery(rank: int, path: str, world_size: int) -> list[str]:
         expected = simulated(recipe, case.layout, 10**6, rank, **case.options)
         for delivery in DELIVERIES:
             with mf.Feed(
-                recipe, case.layout, delivery=delivery, verify=True, timeout_s=30, **case.options
+                recipe,
+                case.layout,
+                delivery=delivery,
+                verify=True,
+                timeout_s=30,
+                pad_rows=True,
+                **case.options,
             ) as feed:
                 got = take(feed)
             if got != expected:
@@ -116,7 +122,8 @@ def test_every_layout_and_delivery_gives_the_bytes_of_simulate(corpus: str, worl
 def shards(rank: int, path: str, layout: mf.Layout, options: dict[str, Any]) -> list[list[Any]]:
     """Every microbatch of epoch 0: (indices, tokens, labels), as this rank holds them."""
     recipe = recipe_of(path, length=48, sequences=8, epochs=1)
-    with mf.Feed(recipe, layout, delivery="share", micro_batch_size=2, **options) as feed:
+    rows = {"micro_batch_size": 2, "pad_rows": True}
+    with mf.Feed(recipe, layout, delivery="share", **rows, **options) as feed:
         return [
             [
                 (mb.draws.index.tolist(), mb["tokens"].numpy(), mb["labels"].numpy())
@@ -236,7 +243,9 @@ def extras(rank: int, path: str) -> list[str]:
         expected = simulated(recipe, layout, 10**6, rank, **options)
         for delivery in DELIVERIES:
             kept: list[mf.Microbatch] = []
-            with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=30, **options) as feed:
+            with mf.Feed(
+                recipe, layout, delivery=delivery, verify=True, timeout_s=30, pad_rows=True, **options
+            ) as feed:
                 for step in feed:
                     kept += step.microbatches
             # read only now: a tensor must outlive the buffer that its bytes came in
@@ -362,7 +371,7 @@ def cost(rank: int, path: str, text: str) -> tuple[int, int, int]:
     recipe = recipe_of(path, length=64, sequences=16, epochs=1)
     layout = parse(text)
     bytes_read = opens = tokens = 0
-    with mf.Feed(recipe, layout, delivery="share") as feed:
+    with mf.Feed(recipe, layout, delivery="share", pad_rows=True) as feed:
         for step in feed:
             for _ in step.microbatches:
                 pass
@@ -404,7 +413,8 @@ def own_readers(rank: int, path: str) -> list[str]:
     recipe, wrong = recipe_of(path, length=32, sequences=8, epochs=1), []
     for text, delivery, readers in POLICIES:
         layout = parse(text, ranks_per_node=2 if delivery == "tree" else None)
-        mine = mf.Feed(recipe, layout, rank, delivery=delivery, reads=readers, verify=True, timeout_s=20)
+        options = {"delivery": delivery, "reads": readers, "pad_rows": True}
+        mine = mf.Feed(recipe, layout, rank, verify=True, timeout_s=20, **options)
         left_out = not mine.role.reads and mine.role.source is None
         if left_out and rank % 2:  # some that are left out call, some never do
             continue

@@ -123,7 +123,8 @@ def clean(rank: int, path: str) -> list[Any]:
         for rule in ({}, {"reset_attention_mask": True, "eod_mask_loss": True}):
             recipe = recipe_of(path, length=30, sequences=6, epochs=1, **rule)
             parsed = mf.Layout.parse(layout)
-            told.append(watched(mf.Feed(recipe, parsed, delivery="share", verify=True, timeout_s=20)))
+            options = {"delivery": "share", "verify": True, "timeout_s": 20, "pad_rows": True}
+            told.append(watched(mf.Feed(recipe, parsed, **options)))
     return told
 
 

@@ -27,7 +27,7 @@ def feed_of(corpus: str, *, sequences: int = 6, micro: int = 2, prefetch: int = 
     recipe = mf.Recipe(
         data=mf.open(corpus), sequence=mf.Windows(32), batch=mf.Batch(sequences=sequences), **options
     )
-    return mf.Feed(recipe, micro_batch_size=micro, prefetch=prefetch)
+    return mf.Feed(recipe, micro_batch_size=micro, prefetch=prefetch, pad_rows=True)
 
 
 def named(microbatch: mf.Microbatch) -> tuple[int, list[int]]:

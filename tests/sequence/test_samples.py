@@ -282,7 +282,15 @@ def every_delivery(rank: int) -> list[str]:
         )
         for delivery, workers in (("direct", 0), ("direct", 1), ("broadcast", 2), ("share", 1)):
             recipe = samples_recipe(Rich(), *fields, lengths=LENGTHS, sequences=16, workers=workers, **kind)
-            with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=60, **options) as feed:
+            with mf.Feed(
+                recipe,
+                layout,
+                delivery=delivery,
+                verify=True,
+                timeout_s=60,
+                pad_rows="packing" not in options,
+                **options,
+            ) as feed:
                 got, spent = [], 0
                 for step in feed:
                     got += take([step])

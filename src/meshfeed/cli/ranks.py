@@ -64,7 +64,8 @@ def _fed(rank: int, port: int, prefix: str, layout: str, delivery: DeliveryName)
     store = _TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=_PATIENCE_S))
     recipe = _recipe(mf.open(prefix), _SEQUENCES)
     read = collectives = microbatches = 0
-    with mf.Feed(recipe, mf.Layout.parse(layout), rank, delivery=delivery, rendezvous=store) as feed:
+    grid = mf.Layout.parse(layout)
+    with mf.Feed(recipe, grid, rank, delivery=delivery, rendezvous=store, pad_rows=True) as feed:
         for step in feed:
             microbatches += sum(1 for _ in step.microbatches)
             read += step.stats["bytes_read"]

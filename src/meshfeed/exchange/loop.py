@@ -19,7 +19,7 @@ from meshfeed.batch import Step
 from meshfeed.columns import Columns
 from meshfeed.deliver import Alarm, Digester, Digests, EndOfStream, Meeting, make_delivery
 from meshfeed.device import Placer
-from meshfeed.errors import DeliveryError, MeshfeedError, RecipeError, RoleError, StateError
+from meshfeed.errors import DeliveryError, MeshfeedError, OptionError, RecipeError, RoleError, StateError
 from meshfeed.exchange.census import Bytes, Census, Report
 from meshfeed.exchange.keys import Keys
 from meshfeed.exchange.pulling import Puller
@@ -27,7 +27,7 @@ from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.seats import Seats
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
 from meshfeed.exchange.ways import Ways
-from meshfeed.launch import check_arguments, check_rank
+from meshfeed.launch import check_arguments, check_counts, check_rank
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing
@@ -109,15 +109,12 @@ class Exchange(StepSource[Ways]):
         metrics: Sink | Sequence[Sink] | None = None,
         name: str = "",
     ) -> None:
-        check_arguments(layout, delivery, device)
+        check_arguments(layout, delivery, device, timeout_s)
         _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys), name=(name, str))
-        for option, value, least in (("prefetch", prefetch, 0), ("pulls", pulls, 1)):
-            if type(value) is not int or value < least:
-                raise RecipeError(f"{option}={value!r}: give a whole number, {least} or more")
-        if timeout_s <= 0:
-            raise RecipeError(f"timeout_s={timeout_s}: give seconds, more than 0")
+        check_counts(0, prefetch=prefetch)
+        check_counts(1, pulls=pulls)
         if uneven not in get_args(Uneven):
-            raise RecipeError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}")
+            raise OptionError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}")
         super().__init__(
             layout,
             rank,
@@ -376,7 +373,7 @@ class Exchange(StepSource[Ways]):
 def _check_kinds(**given: tuple[object, type]) -> None:
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
-            raise RecipeError(
+            raise OptionError(
                 f"{name} is a {type(value).__name__}, {value!r}; make it a {kind.__name__}(...)"
             )
 

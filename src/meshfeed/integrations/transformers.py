@@ -188,24 +188,31 @@ class FeedTrainer:
         cast(Any, super())._save_checkpoint(*args, **kwargs)
 
     def _evaluated(self, recipe: Recipe) -> EvalLoader:
-        return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size))
+        return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size, pad_rows=True))
 
     @property
     def _micro_batch_size(self) -> int:
         return int(cast(Any, self)._train_batch_size)  # what auto_find_batch_size has come to
 
-    def _feed(self, recipe: Recipe, micro_batch_size: int, num_microbatches: int | None = None) -> Feed:
+    def _feed(
+        self,
+        recipe: Recipe,
+        micro_batch_size: int,
+        num_microbatches: int | None = None,
+        *,
+        pad_rows: bool = False,
+    ) -> Feed:
         mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
-        options: dict[str, Any] = {
-            "device": self.args.device,
-            "micro_batch_size": micro_batch_size,
-            **self._feed_options,
-        }
+        options: dict[str, Any] = {"device": self.args.device, **self._feed_options}
         if isinstance(packing := options.get("packing"), Packing):
             check_packing(packing, mesh)
             options["packing"] = replace(packing, microbatches=packing.microbatches or num_microbatches)
+        else:
+            # an evaluation counts the rows that hold a sequence
+            rows: dict[str, Any] = {"micro_batch_size": micro_batch_size, "pad_rows": pad_rows}
+            options = {**rows, **options}
         return Feed(recipe, layout or Layout(dp=self.args.world_size), self.args.process_index, **options)
 
 

@@ -132,7 +132,9 @@ def assert_resumable(
     """
 
     def feed() -> Feed:
-        return Feed(recipe, rank=0, packing=packing, micro_batch_size=micro_batch_size)
+        if packing is not None:
+            return Feed(recipe, rank=0, packing=packing)
+        return Feed(recipe, rank=0, micro_batch_size=micro_batch_size, pad_rows=True)
 
     whole, states = _run(feed(), steps)
     for at in range(len(whole)):
