@@ -234,7 +234,8 @@ def test_a_map_keeps_no_descriptor_and_goes_with_its_last_array(tmp_path: Path) 
     def is_mapped() -> bool:
         return str(path) in Path("/proc/self/maps").read_text()
 
-    (part,) = LocalFile(path).arrays(("<u2", 1, 3))
+    with path.open("rb") as stream:
+        part = mapped(stream.fileno())[1:7].view("<u2")
     assert open_in(tmp_path) == [] and is_mapped()
     assert part[:].tolist() == [0x0201, 0x0403, 0x0605]
     with pytest.raises(ValueError, match="read-only"):
@@ -245,6 +246,20 @@ def test_a_map_keeps_no_descriptor_and_goes_with_its_last_array(tmp_path: Path) 
         array = mapped(stream.fileno(), write=True)
     array[3] = 77
     assert path.read_bytes()[3] == 77
-    (tmp_path / "empty").touch()
-    with pytest.raises(StoreError, match=f"{tmp_path / 'empty'}: "):
-        LocalFile(tmp_path / "empty").arrays(("u1", 0, 0))
+
+
+def test_entries_of_a_local_file_are_read_and_a_cut_file_is_an_error(tmp_path: Path) -> None:
+    entries = np.random.default_rng(0).integers(0, 1 << 62, 5_000).astype("<i8")
+    path = tmp_path / "f"
+    path.write_bytes(b"abc" + entries.tobytes())
+    (found,) = LocalFile(path).arrays(("<i8", 3, entries.size))
+    places = np.array([4_999, 0, 511, 512, 0, 2_000])
+    assert found[places].tolist() == entries[places].tolist()
+    assert found[100:3_000].tolist() == entries[100:3_000].tolist()
+    assert found[np.zeros(0, np.int64)].size == 0 and found[7] == entries[7]
+    assert open_in(tmp_path) == []
+    os.truncate(path, 4_096)
+    assert found[0] == entries[0]
+    for where in (places, slice(600, 700)):
+        with pytest.raises(ChangedError, match="the file ends"):
+            found[where]

@@ -19,6 +19,7 @@ from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
 from meshfeed.files.cached import CachedFile
 from meshfeed.store import IndexedStore, IndexedWriter, checksums
+from meshfeed.store.node_index import NodeIndex
 from services.needs import needs
 from services.nginx import Nginx
 
@@ -200,7 +201,7 @@ def test_damaged_checksums_are_named_and_made_anew(
             sums.write_text("a list of sums of somebody's")
     assert run(prefix, "--verify") == 1
     assert "c.sums: " in capsys.readouterr().err
-    with mf.open(prefix) as store:  # nothing asks for them here
+    with mf.open(prefix) as store, pytest.raises(StoreError, match=r"c\.sums: "):
         store.read(0, 0, 5)
     assert run(prefix, "--write-checksums", "--verify") == 0
 
@@ -218,6 +219,72 @@ def test_a_pair_that_others_wrote_anew_is_not_blamed(
     assert run(prefix, "--verify") == 1
     assert "where they are newer than it, make it anew" in capsys.readouterr().err
     assert run(prefix, "--write-checksums", "--verify") == 0
+
+
+# -- local files, as they are read ---------------------------------------------------------------------
+
+
+def overwrite(path: str, at: int) -> None:
+    """Other bytes in place, with the times that the file had."""
+    stat = os.stat(path)
+    flip(path, at)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_a_local_file_that_was_overwritten_in_place_is_noticed_where_it_is_read(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c")
+    with mf.open(prefix) as store:
+        store.read(0, 0, 5)  # a copy of the index is there now
+    overwrite(f"{prefix}.bin", 30_001)  # where no fingerprint looks
+    store = mf.open(prefix)
+    begin = 30_001 // BLOCK * BLOCK
+    with store:
+        assert store.read(0, 0, 500).size == 500
+        for _ in range(2):
+            with pytest.raises(ChecksumError, match=rf"/c\.bin: bytes {begin}\.\.{begin + BLOCK} are not"):
+                store.read_stream(np.array([15_000]), np.array([15_010]))
+        with pytest.raises(ChecksumError):  # a range over many blocks
+            store.read_stream(np.array([100]), np.array([29_000]))
+
+
+def test_a_block_is_compared_once_per_node(tmp_path: Path) -> None:
+    prefix, readers = write(tmp_path / "c"), list[int]()
+    index = mf.open(prefix).files[1]
+    assert isinstance(index, NodeIndex)
+    found = index.guard()
+    assert found is not None
+    for start in (0, 15_000):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with mf.open(prefix) as store:
+                    store.read_stream(np.array([start]), np.array([start + 10]))
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        readers.append(int(found[1].sum()))
+    assert readers == [1, 2]  # seen from here, and so by every process
+
+
+def test_a_local_file_that_is_written_during_a_run_is_noticed(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", checksum_bytes=None)
+    with mf.open(prefix) as store:
+        store.read(0, 0, 5)
+        flip(f"{prefix}.bin", 30_001)
+        os.utime(f"{prefix}.bin")  # times tick every few milliseconds
+        with pytest.raises(ChangedError, match=r"c\.bin: was written after this run had opened it"):
+            store.read(0, 0, 5)
+
+
+def test_a_pair_beside_an_old_sums_is_not_read(tmp_path: Path) -> None:
+    """As from afar: nobody can tell whether the files are newer, or damaged."""
+    prefix, other = write(tmp_path / "c", 0), write(tmp_path / "d", 1)
+    for suffix in (".bin", ".idx"):
+        Path(f"{other}{suffix}").replace(f"{prefix}{suffix}")
+    with mf.open(prefix) as store, pytest.raises(StoreError, match=r"c\.sums: made for other files"):
+        store.read(0, 0, 5)
 
 
 # -- from far away ------------------------------------------------------------------------------------

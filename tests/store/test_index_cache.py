@@ -106,7 +106,7 @@ def test_a_folder_that_may_not_be_written_is_told(tmp_path, monkeypatch):
 
 def test_a_whole_entry_needs_no_right_to_write(tmp_path, monkeypatch):
     cached_arrays(tmp_path, KEY, lambda: ARRAYS)
-    monkeypatch.setattr(index_cache, "_locked", never)
+    monkeypatch.setattr(index_cache, "locked", never)
     assert_whole(cached_arrays(tmp_path, KEY, never))
 
 

@@ -191,7 +191,7 @@ def long(tmp_path, monkeypatch):
     monkeypatch.setattr(index, "CHECKED_WHOLE", 16)
     monkeypatch.setattr(index, "CHECKED_ENDS", 4)
     monkeypatch.setattr(index, "_CHUNK", 32)
-    with IndexedWriter(tmp_path / "long", "u2") as writer:
+    with IndexedWriter(tmp_path / "long", "u2", checksum_bytes=None) as writer:
         for token in range(200):
             writer.add_document([token])
     return str(tmp_path / "long")

@@ -139,9 +139,6 @@ class ByteFile(Protocol):
         """What was announced and is not read yet will not be."""
         ...
 
-    def arrays(self, *parts: tuple[str, int, int], in_order: bool = False) -> list[Vector]:
-        """Entries looked up in place: (NumPy dtype, byte of the first, how many) each; needs no entering.
-
-        in_order: they are going to be read from end to end, else here and there.
-        """
+    def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
+        """Entries looked up in place: (NumPy dtype, byte of the first, how many) each; needs no entering."""
         ...

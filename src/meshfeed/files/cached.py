@@ -173,7 +173,7 @@ class CachedFile:
         if told:
             self._tell("forget")
 
-    def arrays(self, *parts: tuple[str, int, int], in_order: bool = False) -> list[Vector]:
+    def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
         """See ByteFile. Looking entries up brings their blocks here first, and copies them out."""
         return [EntriesOf(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
 

@@ -1,4 +1,4 @@
-"""A file on this machine, read by preadv or looked up in a map."""
+"""A file on this machine, read by preadv."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.files.byte_file import I64, Bytes, FileStats, Vector
 from meshfeed.files.descriptors import Descriptor
-from meshfeed.files.mapping import mapped
+from meshfeed.files.entries import EntriesOf
 
+_PAGE_BYTES = 1 << 12
 _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
 
 
@@ -78,6 +80,7 @@ class LocalFile:
         fd = self._opened()
         try:
             fill(fd, out, begins, sizes, places, self.url)
+            self._refuse_written(fd)
         except BaseException:
             with self._file.lock:
                 self._file.release()
@@ -110,14 +113,39 @@ class LocalFile:
     def forget_needs(self) -> None:
         """Advice needs no taking back."""
 
-    def arrays(self, *parts: tuple[str, int, int], in_order: bool = False) -> list[Vector]:
-        """The entries, mapped into memory; dropping them all unmaps the file."""
-        with typed_errors(self.url), Path(self.url).open("rb") as stream:
-            self._refuse_resized(os.fstat(stream.fileno()))
-            pages = mapped(stream.fileno(), at_random=not in_order)
-            return [np.frombuffer(pages, dtype, count, begin) for dtype, begin, count in parts]
+    def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
+        """The entries. Looking them up reads their pages: a map ends the process where the file is cut."""
+        with typed_errors(self.url):
+            self._refuse_resized(Path(self.url).stat())
+        return [EntriesOf(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
+
+    def between(self, dtype: np.dtype[Any], begin: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Entries start..stop of `dtype` that lie one after the other from byte `begin` on."""
+        found = np.empty(max(stop - start, 0), dtype)
+        self._look_up(
+            found.view(np.uint8), np.array([begin + start * dtype.itemsize]), np.array([found.nbytes])
+        )
+        return found
+
+    def gathered(self, dtype: np.dtype[Any], begin: int, places: I64) -> npt.NDArray[Any]:
+        """Entries of `dtype` that lie one after the other from byte `begin` on, at some places."""
+        size = dtype.itemsize
+        at = begin + places * size
+        pages = np.unique(np.concatenate((at // _PAGE_BYTES, (at + size - 1) // _PAGE_BYTES)))
+        begins = pages * _PAGE_BYTES
+        sizes = np.minimum(begins + _PAGE_BYTES, self.size_bytes) - begins
+        held = np.empty(sizes.sum(), np.uint8)
+        self._look_up(held, begins, sizes)
+        # where each entry's first byte lies in what is held: its page's place there, and its own in the page
+        inside = pages.searchsorted(at // _PAGE_BYTES) * _PAGE_BYTES + at % _PAGE_BYTES
+        return held[inside[:, None] + np.arange(size)].view(dtype)[:, 0]
 
     # -- below --------------------------------------------------------------------------------------
+
+    def _look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
+        if out.size:
+            with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
+                fill(stream.fileno(), out, begins, sizes, None, self.url)
 
     def _opened(self) -> int:
         """The file, opened by the first to ask; to be released."""
@@ -147,6 +175,17 @@ class LocalFile:
     def _refuse_not_entered(self) -> None:
         if not self._depth:
             raise StoreError(f"{self.url}: not entered; read from it inside `with`")
+
+    def _refuse_written(self, fd: int) -> None:
+        """Raise ChangedError where anybody wrote to the file since it was opened."""
+        with typed_errors(self.url):
+            found = os.fstat(fd)
+        self._refuse_resized(found)
+        if self._version is not None and found.st_mtime_ns != self._version[2]:
+            raise ChangedError(
+                f"{self.url}: was written after this run had opened it; put the old one back and open the "
+                f"store again, or start a new run"
+            )
 
     def _refuse_resized(self, found: os.stat_result) -> None:
         size = found.st_size

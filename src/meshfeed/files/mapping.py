@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 
-def mapped(fd: int, *, write: bool = False, at_random: bool = False) -> npt.NDArray[np.uint8]:
+def mapped(fd: int, *, write: bool = False) -> npt.NDArray[np.uint8]:
     """All bytes of an open file where they lie, uint8; `fd` may be closed then.
 
-    Dropping the array, and all that are cut out of it, unmaps them. at_random: they are going to be looked up
-    here and there, so nothing is read ahead. Raises OSError.
+    Dropping the array, and all that are cut out of it, unmaps them. Only for files that nobody cuts: to touch
+    a page that is gone ends the process by SIGBUS. Raises OSError.
     """
     size = os.fstat(fd).st_size
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
@@ -25,9 +25,6 @@ def mapped(fd: int, *, write: bool = False, at_random: bool = False) -> npt.NDAr
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     pages = _Pages(address, size, write)
-    if at_random and hasattr(mmap, "MADV_RANDOM"):
-        # A cold look-up costs one page then, not a read-ahead of megabytes.
-        _libc.madvise(address, size, mmap.MADV_RANDOM)
     return np.asarray(pages)
 
 
@@ -57,7 +54,6 @@ def _of_libc() -> Any:
         ctypes.c_long,
     )
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
 
 

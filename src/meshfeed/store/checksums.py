@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshfeed.errors import ChangedError, ChecksumError, MissingError, StoreError
+from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import LocalFile, typed_errors
-from meshfeed.files.sums import ANEW, BLOCK_BYTES, SUFFIX, Summer, Sums, is_block_size, parse
+from meshfeed.files.sums import ANEW, BLOCK_BYTES, SUFFIX, Summer, Sums, is_block_size
+from meshfeed.store.node_index import checksums_beside
 
 if TYPE_CHECKING:
     from meshfeed.store.indexed import IndexedStore
@@ -29,11 +30,7 @@ def checksums_of(store: IndexedStore) -> Sums | None:
 
     Raises StoreError for a damaged one. It may be of other files; see `is_of`.
     """
-    file = LocalFile(store.path + SUFFIX)
-    try:
-        return parse(file.url, file.peek([(0, file.size_bytes)])[0])
-    except MissingError:
-        return None
+    return checksums_beside(store.path)
 
 
 def is_of(sums: Sums, store: IndexedStore) -> bool:
@@ -49,7 +46,8 @@ def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iter
     refuse_block_bytes(store.path, block_bytes)
     if store.wants_ahead:
         raise StoreError(f"{store.path}: lies far away; write its checksums where it was made, and copy them")
-    fresh = type(store)(store.path)  # which has not looked at anything yet
+    files = (LocalFile(each.url) for each in reversed(store.files))
+    fresh = type(store)(store.path, *files)  # which has not looked at anything yet, and compares nothing
     before = _versions(fresh)
     summers = Summer(block_bytes), Summer(block_bytes)
     for number, _, piece, done in _pieces(fresh):

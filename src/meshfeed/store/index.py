@@ -11,6 +11,7 @@ Little-endian, no padding, so the arrays lie at any byte and are never copied as
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ CHECKED_ENDS = 1 << 16
 """Of longer ones, so many entries at either end."""
 _CHUNK = 1 << 18
 _GUIDE_SIZE = 1 << 8
+_IDX_BLOCK_BYTES = 1 << 12
+_BIN_BLOCK_BYTES = 1 << 9
+_NUM_BIN_BLOCKS = 8
 
 _REBUILD = "the index is damaged; copy it again or rebuild it"
 _RECOPY = "one of the two files is truncated or belongs to another store; copy both again"
@@ -150,10 +154,21 @@ def _fills(idx: ByteFile, num_sequences: int, itemsize: int, bin_size_bytes: int
     return first == 0 and last + length * itemsize == bin_size_bytes
 
 
-def look_up(header: Header, idx: ByteFile, *, in_order: bool = False) -> Index:
+def fingerprint_of(header: Header, idx: ByteFile, data: ByteFile) -> str:
+    """Hex digest of dtype, sizes, header, both ends of the index and some blocks of the .bin."""
+    sizes = f"{header.dtype.str} {header.idx_size_bytes} {header.bin_size_bytes}"
+    digest = hashlib.blake2b(sizes.encode(), digest_size=16)
+    last = max(header.idx_size_bytes - _IDX_BLOCK_BYTES, 0)
+    digest.update(b"".join(idx.peek([(at, at + _IDX_BLOCK_BYTES) for at in (0, last)])))
+    last = max(header.bin_size_bytes - _BIN_BLOCK_BYTES, 0)
+    places = [last * i // (_NUM_BIN_BLOCKS - 1) for i in range(_NUM_BIN_BLOCKS)]
+    digest.update(b"".join(data.peek([(at, at + _BIN_BLOCK_BYTES) for at in places])))
+    return digest.hexdigest()
+
+
+def look_up(header: Header, idx: ByteFile) -> Index:
     """The entries of an index where they lie; dropping the result lets them go.
 
-    in_order: they are going to be read from end to end; else here and there, without reading ahead.
     Raises StoreError where the file is gone or no longer of the size that the header saw.
     """
     num_sequences = header.num_sequences
@@ -162,7 +177,6 @@ def look_up(header: Header, idx: ByteFile, *, in_order: bool = False) -> Index:
         ("<i8", header.pointers_at, num_sequences),
         ("<i8", header.documents_at, header.num_documents + 1),
         ("i1", header.modes_at, num_sequences if header.has_modes else 0),
-        in_order=in_order,
     )
     return Index(header=header, lengths=lengths, pointers=pointers, documents=documents, modes=modes)
 

@@ -14,7 +14,6 @@ one throws away. Mapped pages are shared: what a node's memory holds does not gr
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
+from meshfeed.files.lock import locked
 
 Array = npt.NDArray[Any]
 
@@ -59,7 +59,9 @@ def cached_arrays(
         return found
     with _typed(entry):
         entry.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(entry.with_name(f"{key}.lock")):
+    with contextlib.ExitStack() as stack:
+        with _typed(entry):
+            stack.enter_context(locked(entry.with_name(f"{key}.lock")))
         found = _opened(entry)  # by who held the lock before
         if found is not None:
             return found
@@ -75,21 +77,6 @@ def cached_arrays(
 
 
 # -- writing --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Generator[None, None, None]:
-    """Wait for the lock, for as long as it takes; a signal such as Ctrl-C still comes through."""
-    with _typed(path):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        with _typed(path):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # said aloud, for the sake of children forked meanwhile
-            fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
 
 
 def _publish(entry: Path, arrays: Mapping[str, Array]) -> None:

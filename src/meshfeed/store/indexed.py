@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -16,13 +15,12 @@ import numpy.typing as npt
 from meshfeed.errors import AccessError, StoreError
 from meshfeed.files import ByteFile, FileStats, Folder, LocalFile
 from meshfeed.files.sums import BIN, IDX, SUFFIX
+from meshfeed.files.url import join
 from meshfeed.store.checksums import compare, is_guarded, refuse_others
-from meshfeed.store.index import Header, Index, look_up, read_header
+from meshfeed.store.guarded import GuardedFile
+from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
+from meshfeed.store.node_index import NodeIndex
 from meshfeed.store.stream import I64, checked_out, checked_places, checked_ranges
-
-_IDX_BLOCK_BYTES = 1 << 12
-_BIN_BLOCK_BYTES = 1 << 9
-_NUM_BIN_BLOCKS = 8
 
 
 class IndexedStore:
@@ -41,7 +39,10 @@ class IndexedStore:
         self, path: str | os.PathLike[str], idx: ByteFile | None = None, data: ByteFile | None = None
     ) -> None:
         self.path = os.fspath(path)
-        self._idx, self._data = idx or LocalFile(f"{self.path}.idx"), data or LocalFile(f"{self.path}.bin")
+        if idx is None or data is None:
+            idx = NodeIndex(self.path)
+            data = GuardedFile(idx)
+        self._idx, self._data = idx, data
         self._depth = 0
         self._index: Index | None = None
         self._lock = threading.RLock()  # taken again where garbage is collected
@@ -62,6 +63,10 @@ class IndexedStore:
     def files(self) -> tuple[ByteFile, ByteFile]:
         """The .bin and the .idx."""
         return self._data, self._idx
+
+    @property
+    def _paths(self) -> tuple[str, str]:
+        return self._idx.url, self._data.url
 
     @property
     def wants_ahead(self) -> bool:
@@ -108,22 +113,16 @@ class IndexedStore:
 
     @cached_property
     def _fingerprint(self) -> str:
-        header = self.header
-        sizes = f"{header.dtype.str} {header.idx_size_bytes} {header.bin_size_bytes}"
-        digest = hashlib.blake2b(sizes.encode(), digest_size=16)
-        last = max(header.idx_size_bytes - _IDX_BLOCK_BYTES, 0)
-        digest.update(b"".join(self._idx.peek([(at, at + _IDX_BLOCK_BYTES) for at in (0, last)])))
-        last = max(header.bin_size_bytes - _BIN_BLOCK_BYTES, 0)
-        places = [last * i // (_NUM_BIN_BLOCKS - 1) for i in range(_NUM_BIN_BLOCKS)]
-        digest.update(b"".join(self._data.peek([(at, at + _BIN_BLOCK_BYTES) for at in places])))
-        return digest.hexdigest()
+        if isinstance(self._idx, NodeIndex):
+            return self._idx.fingerprint
+        return fingerprint_of(self.header, self._idx, self._data)
 
     def check(self) -> Self:
         """Check header, sizes and entries: all of them up to 2**20, both ends of longer indices.
 
         What lies between is checked when it is touched; `verify` checks it all.
         """
-        for _ in look_up(self.header, self._idx, in_order=True).check(whole=False):
+        for _ in self.index().check(whole=False):
             pass
         return self
 
@@ -132,10 +131,11 @@ class IndexedStore:
 
         Yields the part done, in (0, 1].
         """
-        share = 0.5 if is_guarded(self) else 1.0
-        for done in look_up(self.header, self._idx, in_order=True).check(whole=True):
+        store = self if self.wants_ahead else type(self)(self.path, *map(LocalFile, self._paths))
+        share = 0.5 if is_guarded(store) else 1.0
+        for done in store.index().check(whole=True):
             yield done * share
-        for done in compare(self):
+        for done in compare(store):
             yield share + done * (1 - share)
 
     def facts(self) -> dict[str, Any]:
@@ -293,9 +293,9 @@ class IndexedStore:
         """What was announced and is not read yet will not be."""
         self._data.forget_needs()
 
-    def index(self, *, in_order: bool = False) -> Index:
-        """The entries where they lie, good without entering. in_order: as `look_up` has it."""
-        return look_up(self.header, self._idx, in_order=in_order)
+    def index(self) -> Index:
+        """The entries where they lie, good without entering."""
+        return look_up(self.header, self._idx)
 
     # -- below --------------------------------------------------------------------------------------
 
@@ -329,6 +329,9 @@ def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:
     """
     idx, data = f"{stem}.idx", f"{stem}.bin"
     sums = stem + SUFFIX
+    if not folder.is_remote:
+        index = NodeIndex(join(folder.url, stem), folder.cache)
+        return IndexedStore(path, index, GuardedFile(index))
     if not _holds(folder, sums):
         return IndexedStore(path, folder.file(idx), folder.file(data))
     guarded = folder.file(idx, sums=(sums, IDX)), folder.file(data, sums=(sums, BIN))
@@ -337,7 +340,7 @@ def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:
 
 def _holds(folder: Folder, sums: str) -> bool:
     try:
-        return folder.is_remote and folder.holds(sums)
+        return folder.holds(sums)
     except AccessError:  # what S3 says of a missing object to whoever may not list the bucket
         return False
 

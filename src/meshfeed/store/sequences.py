@@ -76,9 +76,8 @@ class _OfIndex:
 
     def lengths_between(self, begin: int, end: int) -> npt.NDArray[np.int32]:
         lengths = np.empty(end - begin, np.int32)
-        whole = self.store.index(in_order=True)  # with reading ahead
         for first, stop in _blocks(begin, end):
-            lengths[first - begin : stop - begin] = whole.lengths_of(np.arange(first, stop))
+            lengths[first - begin : stop - begin] = self.index.lengths_of(np.arange(first, stop))
         return lengths
 
     def tokens_between(self, begin: int, end: int) -> int:

@@ -1,0 +1,92 @@
+"""The .bin of a store on this machine, whose blocks are compared with the .sums when they are first read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from meshfeed.errors import ChecksumError
+from meshfeed.files import LocalFile
+from meshfeed.files.byte_file import I64, Bytes
+from meshfeed.files.local import fill
+from meshfeed.files.sums import ANEW, FileSums
+from meshfeed.store.node_index import NodeIndex
+
+
+class GuardedFile(LocalFile):
+    """A LocalFile that raises ChecksumError instead of giving bytes of a block that its .sums does not know.
+
+    A block is compared once per node and version of the files; see `NodeIndex`. Without a .sums nothing is.
+    """
+
+    def __init__(self, index: NodeIndex) -> None:
+        super().__init__(f"{index.prefix}.bin")
+        self._index = index
+        self._guard: tuple[FileSums, Bytes] | None = None
+        self._is_asked = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_index": self._index}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_index"])
+        self._size_bytes = state["_size_bytes"]
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        if not self._depth:
+            self._guard, self._is_asked = None, False
+
+    def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
+        """See ByteFile."""
+        if out.size:
+            for block in self._unseen(begins, begins + sizes):
+                self._compare(block)
+        super().read_into(out, begins, sizes, places)
+
+    def will_need(self, begins: I64, ends: I64) -> None:
+        """See LocalFile. Of blocks that are to be compared, the whole is announced."""
+        unseen = np.array(self._unseen(begins, ends), np.int64)
+        if unseen.size and self._guard is not None:
+            size = self._guard[0].block_bytes
+            firsts = unseen * size
+            begins = np.append(begins, firsts)
+            ends = np.append(ends, np.minimum(firsts + size, self.size_bytes))
+        super().will_need(begins, ends)
+
+    def _unseen(self, begins: I64, ends: I64) -> list[int]:
+        """Blocks that ranges touch and nobody on this node has compared, ascending."""
+        if not self._is_asked:
+            self._refuse_not_entered()
+            self._guard, self._is_asked = self._index.guard(), True
+        if self._guard is None:
+            return []
+        sums, seen = self._guard
+        some = ends > begins
+        first, last = begins[some] // sums.block_bytes, (ends[some] - 1) // sums.block_bytes
+        if not seen.size or (seen[first].all() and seen[last].all() and (last - first < 2).all()):
+            return []
+        counts = last - first + 1
+        inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        touched = np.unique(first.repeat(counts) + inside)
+        return touched[seen[touched] == 0].tolist()
+
+    def _compare(self, block: int) -> None:
+        if self._guard is None:
+            return
+        sums, seen = self._guard
+        begin = block * sums.block_bytes
+        data = np.empty(min(sums.block_bytes, sums.size_bytes - begin), np.uint8)
+        fd = self._opened()
+        try:
+            fill(fd, data, np.array([begin]), np.array([data.size]), None, self.url)
+        finally:
+            with self._file.lock:
+                self._file.release()
+        for low, high in sums.wrong(data.data, begin):
+            raise ChecksumError(
+                f"{self.url}: bytes {low}..{high} are not those that its .sums has a checksum of; copy the "
+                f"file again, or, where it was written anew since, {ANEW}"
+            )
+        seen[block] = 1

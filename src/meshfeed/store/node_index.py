@@ -1,0 +1,343 @@
+"""The .idx of a store on this machine, read once per node.
+
+The first process of a node to ask copies it into the node's cache folder; all others, of this job or a later
+one, map the copy. So no process maps the file itself, which would end it by SIGBUS where the file is cut or
+its disk fails; memory does not grow with the ranks; a rank that needs no tokens opens neither .idx nor .bin.
+
+A copy belongs to one version of the files: its name is a digest of their inodes, sizes and times. Indexes of
+more than 4 GiB, and those of a node whose cache folder cannot be written, are read in place, page by page.
+
+    <key>        the .idx | u32 crc32 of each block of the .bin, if there is a .sums | facts | u32 their size
+    <key>.seen   a byte per block of the .bin: whether a process of this node has compared it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import stat
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshfeed.errors import CacheError, ChangedError, ChecksumError, StoreError
+from meshfeed.files import Cache, LocalFile, Vector, typed_errors
+from meshfeed.files.byte_file import Bytes
+from meshfeed.files.lock import locked
+from meshfeed.files.mapping import mapped
+from meshfeed.files.sums import ANEW, BIN, IDX, SUFFIX, FileSums, Sums, parse
+from meshfeed.store.index import fingerprint_of, read_header
+
+_SUFFIXES = (".idx", ".bin", SUFFIX)
+_FACTS = struct.Struct("<I")
+_MOST_BYTES = 4 << 30
+_PIECE_BYTES = 1 << 26  # whole blocks of checksums, whatever their size
+_CLOCK_REALTIME_COARSE = 5  # Linux's, which stamps files
+_COARSE_TICK_NS = 2_000_000_000
+_SWEEP_EVERY_S = 600.0
+_NAME_SIZE = 32
+_log = logging.getLogger("meshfeed")
+
+Version = tuple[int, int, int, int, int]
+"""Device, inode, size, modification and change time in ns of a file."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Copy:
+    """A copy that is mapped.
+
+    Attributes:
+        pages: its bytes, the .idx first.
+        facts: what it says of itself; "guard" is "good", "none", or "refused" for a .sums that is damaged or
+            of other files.
+        entry: where it lies.
+    """
+
+    pages: Bytes
+    facts: Mapping[str, Any]
+    entry: Path
+
+    @property
+    def sums(self) -> FileSums | None:
+        """Checksums of the .bin."""
+        if self.facts["guard"] != "good":
+            return None
+        block_bytes, size = self.facts["block_bytes"], self.facts["bin_size_bytes"]
+        sums = np.frombuffer(self.pages, "<u4", -(-size // block_bytes), self.facts["idx_size_bytes"])
+        return FileSums(block_bytes, size, sums)
+
+
+class NodeIndex(LocalFile):
+    """The .idx of a store. Peeks and look-ups go to the node's copy; `read_into` reads the file itself.
+
+    prefix: the store's path. cache: whose folder holds the copy.
+    """
+
+    def __init__(self, prefix: str, cache: Cache | None = None) -> None:
+        super().__init__(f"{prefix}.idx")
+        self.prefix = prefix
+        self._cache = cache or Cache()
+        self._pair: list[tuple[int, ...]] = []
+        self._held: _Copy | None = None
+        self._is_looked_at = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"prefix": self.prefix, "_cache": self._cache}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["prefix"], state["_cache"])
+        self._size_bytes = state["_size_bytes"]
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the store. Raises StoreError."""
+        copy = self._copy()
+        return _fingerprint_of(self.prefix) if copy is None else copy.facts["fingerprint"]
+
+    def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """See ByteFile."""
+        copy, size = self._copy(), self.size_bytes
+        if copy is None:
+            return super().peek(ranges)
+        return [copy.pages[begin : min(end, size)].tobytes() for begin, end in ranges]
+
+    def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
+        """The entries where they lie in the copy. Raises ChangedError for files that were written since."""
+        copy = self._copy(look=True)
+        if copy is None:
+            return super().arrays(*parts)
+        return [np.frombuffer(copy.pages, dtype, count, begin) for dtype, begin, count in parts]
+
+    def guard(self) -> tuple[FileSums, Bytes] | None:
+        """Checksums of the .bin, and a byte per block, to be set to 1 once it is compared.
+
+        The processes of a node share these bytes. None without a .sums. Raises StoreError for a .sums that is
+        damaged or of other files.
+        """
+        copy = self._copy()
+        if copy is not None and copy.facts["guard"] != "refused":
+            sums = copy.sums
+            return None if sums is None else (sums, _seen(copy.entry, sums.sums.size))
+        sums = checksums_beside(self.prefix)
+        if sums is None:
+            return None
+        if not _are_of(sums, self.prefix, self.fingerprint):
+            raise StoreError(
+                f"{self.prefix}{SUFFIX}: made for other files than lie beside it, newer or damaged ones; "
+                f"copy them again, or {ANEW}"
+            )
+        return sums.files[BIN], np.zeros(sums.files[BIN].sums.size, np.uint8)
+
+    def _copy(self, *, look: bool = False) -> _Copy | None:
+        if not self._is_looked_at or look:
+            versions = versions_of(self.prefix)
+            pair = [each[:4] for each in versions[:2] if each is not None]
+            if self._pair not in ([], pair) or pair[0][2] != self.size_bytes:
+                raise ChangedError(
+                    f"{self.prefix}: .idx or .bin were written or replaced since it was opened ({pair[0][2]} "
+                    f"bytes of .idx now, {self.size_bytes} when it was opened); open the store again"
+                )
+            if not self._is_looked_at and self.size_bytes <= _MOST_BYTES:
+                self._held = _copy_of(self.prefix, versions, self._cache)
+            self._pair, self._is_looked_at = pair, True
+        return self._held
+
+
+def checksums_beside(prefix: str) -> Sums | None:
+    """What `prefix`.sums says, on this machine; None where there is none. Raises StoreError."""
+    path = Path(prefix + SUFFIX)
+    with typed_errors(path):
+        if not path.exists():
+            return None
+        return parse(str(path), path.read_bytes())
+
+
+def versions_of(prefix: str) -> list[Version | None]:
+    """Of the .idx, the .bin and, where there is one, the .sums. Raises StoreError."""
+    found: list[Version | None] = []
+    for suffix in _SUFFIXES:
+        path = prefix + suffix
+        with typed_errors(path):
+            try:
+                told = Path(path).stat()
+            except FileNotFoundError:
+                if suffix != SUFFIX:
+                    raise
+                found.append(None)
+                continue
+        if stat.S_ISDIR(told.st_mode):
+            raise StoreError(f"{path}: a directory, where a store has a file")
+        found.append((told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns))
+    return found
+
+
+# -- making a copy ------------------------------------------------------------------------------------------
+
+
+def _fingerprint_of(prefix: str) -> str:
+    idx, data = LocalFile(f"{prefix}.idx"), LocalFile(f"{prefix}.bin")
+    return fingerprint_of(read_header(prefix, idx, data), idx, data)
+
+
+def _are_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
+    sizes = [LocalFile(f"{prefix}{suffix}").size_bytes for suffix in (".bin", ".idx")]
+    return [each.size_bytes for each in sums.files] == sizes and sums.fingerprint == fingerprint
+
+
+def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy | None:
+    """The node's copy, made by the first to ask; None where it cannot be written."""
+    key = hashlib.blake2b(f"{_boot()} {versions}".encode(), digest_size=16).hexdigest()
+    try:
+        folder = cache.make() / "index"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        entry = folder / key
+        with suppress(FileNotFoundError):
+            return _mapped(entry)
+        with locked(folder / f"{key[0]}.lock"):
+            with suppress(FileNotFoundError):
+                return _mapped(entry)  # made by who held the lock before
+            _publish(entry, prefix, versions)
+            copy = _mapped(entry)
+            _sweep(folder)
+            return copy
+    except CacheError as error:
+        reason = str(error)
+    except StoreError:
+        raise
+    except OSError as error:
+        reason = f"{cache.own_path}: {error.strerror or error}"
+    _log.warning("%s.idx: read in place, since no copy can be kept for this node: %s", prefix, reason)
+    return None
+
+
+def _publish(entry: Path, prefix: str, versions: list[Version | None]) -> None:
+    part = entry.with_name(f"{entry.name}.part")
+    try:
+        with open(part, "wb", opener=_private) as stream:
+            for piece in _pieces(prefix, versions):
+                stream.write(piece)
+        sums = _mapped(part).sums
+        if sums is not None:
+            with open(_seen_path(entry), "wb", opener=_private) as stream:
+                stream.write(bytes(sums.sums.size))  # no hole: a full disk is told here, not by a signal
+        part.replace(entry)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
+    """The bytes of a copy, made of the files themselves. Raises StoreError."""
+    _settle(versions)
+    idx, fingerprint = LocalFile(f"{prefix}.idx"), _fingerprint_of(prefix)
+    sums, guard = None, "none"
+    try:
+        sums = checksums_beside(prefix)
+        if sums is not None:
+            guard = "good" if _are_of(sums, prefix, fingerprint) else "refused"
+    except StoreError:
+        guard = "refused"
+    if guard != "good":
+        sums = None
+    for begin in range(0, idx.size_bytes, _PIECE_BYTES):
+        (piece,) = idx.peek([(begin, min(begin + _PIECE_BYTES, idx.size_bytes))])
+        for low, high in [] if sums is None else sums.files[IDX].wrong(memoryview(piece), begin):
+            raise ChecksumError(
+                f"{idx.url}: bytes {low}..{high} are not those that its .sums has a checksum of; copy the "
+                f"files again, or, where they are newer than it, {ANEW}"
+            )
+        yield piece
+    facts: dict[str, Any] = {"boot": _boot(), "prefix": str(Path(prefix).absolute()), "versions": versions}
+    facts |= {"idx_size_bytes": idx.size_bytes, "fingerprint": fingerprint, "guard": guard}
+    if sums is not None:
+        facts |= {"block_bytes": sums.files[BIN].block_bytes, "bin_size_bytes": sums.files[BIN].size_bytes}
+        yield sums.files[BIN].sums.astype("<u4").tobytes()
+    text = json.dumps(facts).encode()
+    yield text + _FACTS.pack(len(text))
+    if versions_of(prefix) != versions:
+        raise ChangedError(
+            f"{prefix}: .idx or .bin were written or replaced while they were opened; open the store again "
+            f"once they are whole"
+        )
+
+
+def _settle(versions: list[Version | None]) -> None:
+    """Wait until another change of the files would show in their times, which tick every few milliseconds."""
+    newest = max(each[4] for each in versions if each is not None)
+    tick = 20_000_000
+    with suppress(OSError):
+        tick = 2 * int(time.clock_getres(_CLOCK_REALTIME_COARSE) * 1e9)
+    if newest % 1_000_000_000 == 0:  # some file systems count seconds
+        tick = _COARSE_TICK_NS
+    rest = newest + tick - time.time_ns()
+    if 0 < rest <= tick:
+        time.sleep(rest / 1e9)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove copies whose files have changed or are gone, now and then."""
+    marker = folder / "swept"
+    with suppress(OSError):
+        if marker.exists() and time.time() - marker.stat().st_mtime < _SWEEP_EVERY_S:
+            return
+        marker.touch(mode=0o600)
+        for entry in list(folder.iterdir()):
+            if len(entry.name) == _NAME_SIZE and not _is_current(entry):
+                _seen_path(entry).unlink(missing_ok=True)
+                entry.unlink(missing_ok=True)
+
+
+def _is_current(entry: Path) -> bool:
+    try:
+        facts = _mapped(entry).facts
+        versions = [None if each is None else tuple(each) for each in facts["versions"]]
+        return facts["boot"] == _boot() and versions == versions_of(facts["prefix"])
+    except (OSError, ValueError, KeyError, TypeError, StoreError):
+        return False
+
+
+def _boot() -> str:
+    """This start of the machine: a copy is not synced to the disk, so a crash may leave it in any state."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+# -- reading one ------------------------------------------------------------------------------------------
+
+
+def _mapped(entry: Path) -> _Copy:
+    """A copy. Raises FileNotFoundError where there is none."""
+    with entry.open("rb") as stream:
+        pages = mapped(stream.fileno())
+    return _Copy(pages, _facts_of(pages), entry)
+
+
+def _facts_of(pages: Bytes) -> dict[str, Any]:
+    (size,) = _FACTS.unpack(pages[-_FACTS.size :].tobytes())
+    return json.loads(pages[-_FACTS.size - size : -_FACTS.size].tobytes())
+
+
+def _seen_path(entry: Path) -> Path:
+    return entry.with_name(f"{entry.name}.seen")
+
+
+def _seen(entry: Path, num_blocks: int) -> Bytes:
+    """Which blocks were compared, uint8 [num_blocks]; of this process alone where it cannot be shared."""
+    if num_blocks:
+        with suppress(OSError), _seen_path(entry).open("r+b") as stream:
+            seen = mapped(stream.fileno(), write=True)
+            if seen.size == num_blocks:
+                return seen
+    return np.zeros(num_blocks, np.uint8)

@@ -1,0 +1,164 @@
+"""The .idx of a local store is read by one process of a node, and mapped by none."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshfeed as mf
+from meshfeed.errors import ChangedError, ChecksumError
+from meshfeed.files import Cache
+from meshfeed.store import IndexedWriter, node_index
+
+LAYOUT, NUM_RANKS = "pp4", 4
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    (tmp_path / "data").mkdir()
+    with IndexedWriter(tmp_path / "data" / "c", "u2") as writer:
+        for i in range(400):
+            writer.add_document([i % 251] * (1 + i % 7))
+    return str(tmp_path / "data" / "c")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path / "cache")
+
+
+def in_children(count: int, act: Callable[[int], object]) -> list[object]:
+    """What `act` returns in forked children that run at the same time."""
+    ends = []
+    for number in range(count):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.write(write, json.dumps(act(number)).encode())
+                code = 0
+            finally:
+                os._exit(code)
+        os.close(write)
+        ends.append((child, read))
+    found = []
+    for child, read in ends:
+        with os.fdopen(read) as stream:
+            text = stream.read()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        found.append(json.loads(text))
+    return found
+
+
+def opened_in(folder: str) -> list[str]:
+    """Files of a folder that this process opens from now on."""
+    names: list[str] = []
+
+    def note(event: str, args: tuple[object, ...]) -> None:
+        if event == "open" and str(args[0]).startswith(folder):
+            names.append(Path(str(args[0])).name)
+
+    sys.addaudithook(note)
+    return names
+
+
+def test_one_process_of_a_node_opens_the_files_and_the_others_map_its_copy(corpus: str, cache: Cache) -> None:
+    def rank(number: int) -> object:
+        names = opened_in(str(Path(corpus).parent))
+        with mf.open(corpus, cache=cache) as store:
+            lengths = store.lengths(np.arange(400)).sum().item()
+        return store.fingerprint, lengths, sorted(set(names))
+
+    found = in_children(NUM_RANKS, rank)
+    assert len({tuple(each[:2]) for each in found}) == 1
+    assert sorted(each[2] for each in found) == [[], [], [], ["c.bin", "c.idx", "c.sums"]]
+
+
+def test_a_rank_without_stored_bytes_opens_no_file(corpus: str, cache: Cache) -> None:
+    list(mf.open(corpus, cache=cache).files)  # the copy is there
+
+    def rank(number: int) -> object:
+        names = opened_in(str(Path(corpus).parent))
+        recipe = mf.Recipe(
+            data=mf.open(corpus, cache=cache), sequence=mf.Windows(16), batch=mf.Batch(sequences=4), epochs=1
+        )
+        with mf.Feed(recipe, mf.Layout.parse(LAYOUT), number, delivery="direct") as feed:
+            steps = sum(1 for step in feed for _ in step.microbatches)
+        return steps, sorted(set(names))
+
+    found = in_children(NUM_RANKS, rank)
+    assert len({each[0] for each in found}) == 1 and found[0][0] > 0
+    assert [each[1] for each in found] == [["c.bin"], [], [], ["c.bin"]]
+
+
+def test_an_index_that_is_cut_or_gone_during_a_run_kills_nobody(corpus: str, cache: Cache) -> None:
+    def rank(number: int) -> object:
+        with mf.open(corpus, cache=cache) as store:
+            before = store.lengths(np.arange(400)).tolist()
+            os.truncate(f"{corpus}.idx", 10)
+            return before == store.lengths(np.arange(400)).tolist()
+
+    assert in_children(1, rank) == [True]
+    with pytest.raises(mf.errors.StoreError, match=r"c\.idx: byte 10: ends within"):
+        mf.open(corpus, cache=cache)
+
+
+def test_an_index_that_was_written_since_it_was_opened_is_refused(corpus: str, cache: Cache) -> None:
+    store = mf.open(corpus, cache=cache)
+    with open(f"{corpus}.idx", "r+b") as stream:
+        stream.seek(34)
+        stream.write(struct.pack("<i", 3))
+    os.utime(f"{corpus}.idx", ns=(1, 1))
+    with pytest.raises(ChangedError, match="when it was opened"):
+        store.__enter__()
+
+
+def test_another_version_has_another_copy_and_old_ones_are_removed(
+    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = mf.open(corpus, cache=cache).fingerprint
+    with IndexedWriter(corpus, "u2", overwrite=True) as writer:
+        writer.add_document([1, 2, 3])
+    monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
+    with mf.open(corpus, cache=cache) as store:
+        assert store.fingerprint != first and store.read(0, 0, 3).tolist() == [1, 2, 3]
+    kept = [each.name for each in (cache.own_path / "index").iterdir() if len(each.name) >= 32]
+    assert len(kept) == 2 and kept[0][:32] == kept[1][:32]
+
+
+def test_an_index_that_differs_from_its_checksums_is_refused(corpus: str, cache: Cache) -> None:
+    with IndexedWriter(corpus, "u2", overwrite=True) as writer:
+        for i in range(2_000):
+            writer.add_document([i % 251] * (1 + i % 7))
+    with open(f"{corpus}.idx", "r+b") as stream:  # where the fingerprint does not look
+        stream.seek(20_000)
+        stream.write(b"\1")
+    with pytest.raises(ChecksumError, match=r"c\.idx: bytes 0\.\.\d+ are not those"):
+        mf.open(corpus, cache=cache)
+
+
+@pytest.mark.parametrize("how", ["no cache folder", "a large index"])
+def test_without_a_copy_the_index_is_read_in_place(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    with mf.open(corpus) as store:
+        expected = store.lengths(np.arange(400)).tolist(), store.fingerprint
+    cache = Cache(tmp_path / "other")
+    if how == "no cache folder":
+        (tmp_path / "other").write_text("a file")
+    else:
+        monkeypatch.setattr(node_index, "_MOST_BYTES", 100)
+    with mf.open(corpus, cache=cache) as store:
+        assert (store.lengths(np.arange(400)).tolist(), store.fingerprint) == expected
+        assert store.read(5, 0, 6).tolist() == [5] * 6
+        os.truncate(f"{corpus}.idx", 200)
+        with pytest.raises(ChangedError, match="the file ends"):
+            store.lengths(np.arange(400))
