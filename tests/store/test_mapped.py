@@ -17,6 +17,7 @@ import torch
 import meshfeed as mf
 import world
 from meshfeed.order import key_of, permute
+from meshfeed.store.mds_writer import MDSWriter
 from observe import take
 from user_datasets import (
     Fatal,
@@ -63,6 +64,82 @@ def test_the_fingerprint_tells_what_it_can() -> None:
     assert same[0].fingerprint == same[1].fingerprint
     assert len({store.fingerprint for store in (same[0], *others)}) == len(others) + 1
     assert mf.Mapped(Rich(seed=4)).fingerprint == mf.Mapped(Rich(seed=5)).fingerprint  # as it says itself
+
+
+def test_the_fingerprint_of_a_store_inside_counts(tmp_path: Path) -> None:
+    """A state of one data set does not load over another of equal length."""
+    recipes: list[mf.Recipe] = []
+    for name in ("a", "b", "copy of a"):
+        with MDSWriter(tmp_path / name, {"tokens": "ndarray:int32"}) as writer:
+            for number in range(12):
+                writer.add_sample({"tokens": np.array([number + (name == "b"), 1], np.int32)})
+        data = mf.Mapped(mf.SameEveryEpoch(mf.open(tmp_path / name)))
+        recipes.append(
+            mf.Recipe(data=data, sequence=mf.Samples("tokens"), batch=mf.Batch(sequences=4), epochs=1)
+        )
+    first, other, copied = recipes
+    assert first.data.fingerprint == copied.data.fingerprint != other.data.fingerprint
+    state = mf.State(recipe=first.summary(), step=1)
+    state.check(copied)
+    with pytest.raises(mf.StateError, match="data: saved"):
+        state.check(other)
+
+
+class ByNumber:
+    """As torch's own data sets are."""
+
+    def __init__(self, get: Any) -> None:
+        self.get = get
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.get(index)
+
+
+def in_list(index: Any) -> Any:
+    return {"x": [1, 2, 3, 4, 5, 6, 7, 8][index]}
+
+
+def in_array(index: Any) -> Any:
+    return {"x": np.arange(8)[index]}
+
+
+def in_tensor(index: Any) -> Any:
+    return {"x": torch.arange(8)[index]}
+
+
+def doubled(index: Any) -> Any:
+    return {"x": index * 2}
+
+
+def in_dict(index: Any) -> Any:
+    return {"x": {k: k for k in range(8)}[index]}
+
+
+def pair(index: Any) -> Any:
+    return np.zeros(3), 5
+
+
+def half(index: Any) -> Any:
+    return {"x": torch.zeros(3, dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize(
+    ("get", "said"),
+    [
+        *((get, r"mf\.Mapped\(mf\.SameEveryEpoch\(dataset\)\)") for get in (in_list, in_array, in_tensor)),
+        *((get, r"mf\.Mapped\(mf\.SameEveryEpoch\(dataset\)\)") for get in (doubled, in_dict)),
+        (pair, r"gave tuple; give a dict .*names=\('image', 'label'\)"),
+        (half, r"'x' is a tensor of torch\.bfloat16, a type that NumPy lacks; give value\.float\(\)"),
+    ],
+)
+def test_a_dataset_of_torch_is_told_how_to_be_one_of_ours(workers: int, get: Any, said: str) -> None:
+    recipe = samples_recipe(ByNumber(get), "x", workers=workers)
+    with mf.Feed(recipe) as feed, pytest.raises(mf.StoreError, match=f"(?s){said}"):
+        take(feed)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ class _Loader:
     """A torchtitan data loader over a recipe; made into a BaseDataLoader by `DataLoader`.
 
     config: `recipe`, where to find it ("package.module:name"; a function is called), or the recipe itself in
-        a config that no command line is to change; `delivery` and `verify`, as for `Feed`. dataset,
+        a config that no command line is to change; `delivery`, `verify`, `pad_rows`, as for `Feed`. dataset,
         dataset_path and infinite decide nothing: a recipe says itself what it reads and whether it ends.
     dp_world_size, dp_rank: size of the mesh's batch dimension, and this rank's place along it.
     seq_len, local_batch_size: tokens per sequence and sequences per microbatch, as the trainer sees them.
@@ -143,6 +143,7 @@ class _Loader:
             self._layout(),
             delivery=self._config.delivery,
             verify=self._config.verify,
+            pad_rows=self._config.pad_rows,
             micro_batch_size=self._local_batch_size,
         )
         return TrainLoader(feed, batch_of)
@@ -208,7 +209,13 @@ def _data_loader() -> type:
     base = framework("torchtitan.components.dataloader", "torchtitan").BaseDataLoader
     config = make_dataclass(
         "Config",
-        [("recipe", str, ""), ("delivery", str, "auto"), ("verify", bool, False), ("infinite", bool, True)],
+        [
+            ("recipe", str, ""),
+            ("delivery", str, "auto"),
+            ("verify", bool, False),
+            ("pad_rows", bool, False),
+            ("infinite", bool, True),
+        ],
         bases=(base.Config,),
         kw_only=True,
         slots=True,

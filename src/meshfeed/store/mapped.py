@@ -61,7 +61,8 @@ class Mapped:
             items are no token sequences, or stand in rows.
         valid: loss-bearing tokens of each item, whole numbers [len(dataset)]; None for all its tokens (or 1,
             where there are no lengths). Sums to `step.valid_tokens`.
-        version: changes whenever the items do; part of the fingerprint.
+        version: changes whenever the items do; part of the fingerprint. Give one where the dataset has no
+            `fingerprint` of its own: class and length alone do not tell two datasets apart.
         workers: processes that make items ahead, on each rank that reads; 0 makes them where they are asked
             for. They hold what is announced, up to two steps of this rank.
         timeout_s: how long a worker may take for one item.
@@ -110,12 +111,15 @@ class Mapped:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the dataset's class name, its length, lengths, valid and version.
+        """Hex digest of the dataset's class name and own fingerprint, its length, lengths, valid and version.
 
-        It tells another dataset, more or fewer items, or other lengths. It cannot tell that the items
-        themselves, or the code that makes them, have changed: that is what `version` is for.
+        A dataset's own fingerprint is a `fingerprint` of text, such as that of a store of `mf.open`. Where it
+        has none, another dataset of the same class and length is taken for this one, and so are other items
+        or changed code: that is what `version` is for.
         """
         told = f"{name_of(self._dataset)} {self.num_documents} {self.version}"
+        if own := fingerprint_of(self._dataset):
+            told += f" {own}"
         digest = hashlib.blake2b(told.encode(), digest_size=16)
         for counts in (self._lengths, self._valid):
             digest.update(b"none" if counts is None else counts.astype("<i8").tobytes())
@@ -195,12 +199,27 @@ class Mapped:
 
 def item_of(dataset: EpochDataset, at: EpochIndex) -> Item:
     """One item, its values made plain. Raises what the dataset raises, TypeError where it gives no dict."""
-    given = cast(Any, dataset[at])
+    try:
+        given = cast(Any, dataset[at])
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        if _wants_number(error):
+            raise TypeError(
+                f"{error}; Mapped asks for items by EpochIndex(epoch, index). Where yours go by a whole "
+                f"number, wrap it: mf.Mapped(mf.SameEveryEpoch(dataset))"
+            ) from error
+        raise
     if not isinstance(given, Mapping):
+        several = isinstance(given, (tuple, list))
+        hint = " (of tuples: mf.SameEveryEpoch(dataset, names=('image', 'label')))" if several else ""
         raise TypeError(
-            f"the dataset gave {_kind(given)}; give a dict of name -> array, number, str or bytes"
+            f"the dataset gave {_kind(given)}; give a dict of name -> array, number, str or bytes{hint}"
         )
     return {str(name): plain(value) for name, value in given.items()}
+
+
+def _wants_number(error: Exception) -> bool:
+    """Whether a dataset's error reads as if it was asked for by something else than a whole number."""
+    return any(word in str(error) for word in ("EpochIndex", "integer", "valid indices"))
 
 
 def plain(value: Any) -> Array | bytes | Refused:
@@ -215,7 +234,7 @@ def plain(value: Any) -> Array | bytes | Refused:
         try:
             value = value.detach().resolve_conj().resolve_neg().numpy()
         except TypeError:
-            return Refused(f"is a tensor of {value.dtype}, which NumPy has not; give float32")
+            return Refused(f"is a tensor of {value.dtype}, a type that NumPy lacks; give value.float()")
     if not isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
         return Refused(f"is {_kind(value)}; give an array, a tensor, a number, a str or bytes")
     array = np.asarray(value, order="C")
@@ -238,6 +257,12 @@ def num_bytes_of(item: Item) -> int:
 def name_of(dataset: Any) -> str:
     """What a dataset is called: its class, or what it says of itself, as the adapters here do."""
     return str(getattr(dataset, "dataset_name", type(dataset).__qualname__))
+
+
+def fingerprint_of(dataset: Any) -> str:
+    """What a dataset says of its content, as stores do; empty where it says nothing."""
+    own = getattr(dataset, "fingerprint", "")
+    return own if isinstance(own, str) else ""
 
 
 def _kind(value: Any) -> str:

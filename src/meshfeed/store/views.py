@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 
 from meshfeed.errors import RecipeError
 from meshfeed.order import EpochIndex, key_of, permute
-from meshfeed.store.mapped import EpochDataset, name_of
+from meshfeed.store.mapped import EpochDataset, fingerprint_of, name_of
 
 
 class IntDataset(Protocol):
@@ -36,6 +36,11 @@ class SameEveryEpoch:
     def dataset_name(self) -> str:
         """Its own name with the dataset's; part of the fingerprint."""
         return f"SameEveryEpoch({name_of(self._dataset)})"
+
+    @property
+    def fingerprint(self) -> str:
+        """The dataset's own, as a store has one; empty where it has none."""
+        return fingerprint_of(self._dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)
