@@ -392,7 +392,7 @@ def test_what_is_missing_is_named(folders: dict[str, Path], tmp_path: Path) -> N
         with pytest.raises(StoreError, match="brings no chat template"):
             ChatEncoder(path).encode([[USER, ANSWER]])
     (tmp_path / "tokenizer_config.json").write_text("[")
-    with pytest.raises(StoreError, match=r"tokenizer_config.json: no JSON"):
+    with pytest.raises(StoreError, match=r"tokenizer_config.json: not (valid|a) JSON"):
         ChatEncoder(tmp_path).encode([[USER, ANSWER]])
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")

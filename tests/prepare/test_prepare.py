@@ -233,7 +233,7 @@ def test_an_interrupted_command_says_how_to_go_on(corpus, tmp_path, capsys, monk
         patched.setattr(prepare_command, "Local", lambda count: Stops())
         assert main(words) == 130
     first, how = capsys.readouterr().err.splitlines()
-    assert first == "meshfeed: interrupted" and how.endswith("kept; go on with --resume")
+    assert first == "meshfeed: interrupted" and how.endswith("kept; continue with --resume")
     assert main([*words, "--resume"]) == 0
     assert documents(tmp_path / "out") == expected(corpus[1])
 

@@ -150,7 +150,7 @@ def test_ray_gives_the_same_bytes_after_kills_of_the_run_and_of_workers(
     assert status == 0, errors
     told = {line.split()[0]: line for line in reversed(said.splitlines()) if line}  # the first of each word
     refused = told["PrepareError:"]
-    assert "the Ray task that encoded it is lost: " in refused and refused.endswith("go on with --resume")
+    assert "the Ray task that encoded it is lost: " in refused and refused.endswith("continue with --resume")
     assert int(told["encoding"].split()[1]) >= 2, "what was encoded is not encoded again"
     assert int(told["killed"].split()[1]) >= 1
     assert same(out, expected)

@@ -30,9 +30,9 @@ def test_what_prepare_has_not_made_is_never_replaced(tmp_path, manifest):
         (out / "manifest.json").write_text(manifest)
     before = tree(tmp_path)
     for options in ({}, {"overwrite": True}, {"resume": True}, {"resume": True, "overwrite": True}):
-        with pytest.raises(PrepareError, match=r"no output of `meshfeed prepare`|exists already"):
+        with pytest.raises(PrepareError, match=r"not made by `meshfeed prepare`|exists already"):
             prepare([path], out, BYTES, engine=Here(), **options)
-    with pytest.raises(PrepareError, match=r"a\.jsonl: is no output"):
+    with pytest.raises(PrepareError, match=r"a\.jsonl: was not made by"):
         prepare([path], path, BYTES, engine=Here(), overwrite=True)
     assert tree(tmp_path) == before
 
@@ -77,7 +77,7 @@ def test_what_is_read_is_not_replaced(tmp_path, monkeypatch):
     assert main(["prepare", "a.jsonl", *trained, "--out", "out", *words]) == 2
     assert tree(tmp_path) == before
     (tmp_path / "elsewhere").symlink_to(jsonl(tmp_path / "out/more.jsonl", ["more"]))
-    with pytest.raises(PrepareError, match=r"elsewhere: is read, and lies in .*out"):
+    with pytest.raises(PrepareError, match=r"elsewhere: is an input, and lies in .*out"):
         prepare(["elsewhere"], "out", BYTES, kind="jsonl", engine=Here(), overwrite=True)
     assert main(["prepare", "a.jsonl", *trained, "--out", "other", *words]) == 0
 
@@ -93,7 +93,7 @@ def test_what_appears_during_the_run_is_not_replaced(tmp_path):
 
     with pytest.raises(PrepareError, match="out: exists already") as caught:
         prepare([path], out, BYTES, engine=Meets())
-    assert "what was encoded is kept" in caught.value.__notes__[0]
+    assert "finished parts are kept" in caught.value.__notes__[0]
     assert tree(out) == {"other": b"another job's"}
     (out / "other").unlink()
     prepare([path], out, BYTES, engine=Here(stop_after=0), resume=True)
@@ -105,7 +105,7 @@ def test_a_link_as_the_output_is_refused_before_any_work(tmp_path, leads):
     path = jsonl(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / leads)
-    with pytest.raises(PrepareError, match="out: is a link; give the path"):
+    with pytest.raises(PrepareError, match="out: is a symbolic link; give the path"):
         prepare([path], tmp_path / "out", BYTES, engine=Here(stop_after=0))
     assert left_behind(tmp_path / "out") == []
 

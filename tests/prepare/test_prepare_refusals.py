@@ -18,13 +18,13 @@ from services.needs import needs_root
 
 BYTES = Text(tokenizer="bytes")
 BAD = {
-    b"{broken": "no JSON",
+    b"{broken": "not valid JSON",
     b"[1]": "list where a JSON object belongs",
     b'{"txt": "a"}': "no 'text', found 'txt'",
     b'{"text": null}': "null where text belongs",
     b'{"text": 5}': "int where text belongs",
     b'{"text": "\\ud800"}': "text that is no Unicode",
-    b'{"text": "\xff"}': "no JSON",
+    b'{"text": "\xff"}': "not valid UTF-8: byte 10 of the line is 0xff",
 }
 
 
@@ -64,12 +64,64 @@ def test_within_the_limit_malformed_records_are_listed_and_left_out(tmp_path, pa
     a = [("a.jsonl", line, None) for line in [*range(1, len(BAD) + 1), len(BAD) + 3]]
     assert places == [*a, ("c.parquet", None, 1), ("d.txt", None, None)]
     assert all(reason in each["error"] for reason, each in zip(BAD.values(), told))
-    with pytest.raises(PrepareError, match=f"{count} malformed documents, {count - 1} let pass"):
+    with pytest.raises(
+        PrepareError, match=rf"{count} malformed documents \(limit: --max-errors {count - 1}\)"
+    ):
         prepare(paths, tmp_path / "less", BYTES, engine=Here(), part_bytes=part_bytes, max_errors=count - 1)
     prepare(
         paths, tmp_path / "less", BYTES, engine=Here(), part_bytes=part_bytes, max_errors=count, resume=True
     )
     assert tree(tmp_path / "less") == tree(tmp_path / "out")
+
+
+def test_other_encodings(tmp_path):
+    (tmp_path / "a.txt").write_bytes("größe".encode("latin-1"))
+    (tmp_path / "b.txt").write_bytes("größe".encode())
+    (tmp_path / "c.jsonl").write_bytes(b"".join('{"text": "größe"}\n'.encode(e) for e in ("utf8", "latin-1")))
+    (tmp_path / "d.txt").write_bytes("größe".encode("utf-16"))
+    paths, out = [tmp_path / name for name in ("a.txt", "b.txt", "c.jsonl")], tmp_path / "out"
+
+    def run(**options):
+        return prepare(paths, out, BYTES, engine=Here(), overwrite=True, **options)
+
+    with pytest.raises(
+        PrepareError, match=r"a\.txt: not valid UTF-8: byte 2 is 0xf6; .* --encoding utf-8,lat"
+    ):
+        run()
+    made = run(max_errors=2).manifest
+    assert (made["num_malformed"], made["num_malformed_inputs"]) == (2, 2)
+    assert documents(out) == ["größe".encode()] * 2
+    run(text_encoding="utf-8,latin-1")
+    assert documents(out) == ["größe".encode()] * 4
+    with pytest.raises(
+        PrepareError, match=r"a.txt: not valid UTF-8: byte 2 .*, not valid ascii: byte 2 is 0xf6"
+    ):
+        run(text_encoding="utf-8,ascii")
+    with pytest.raises(PrepareError, match="--encoding utf-16: JSON lines cannot be split in utf-16"):
+        run(text_encoding="utf-16")
+    for wrong in ("nonsense", "", "utf-8,", "rot13"):
+        with pytest.raises(PrepareError, match=f"--encoding {wrong}: .*encoding"):
+            run(text_encoding=wrong)
+    paths[:] = [tmp_path / "d.txt"]
+    run(text_encoding="utf-16")
+    assert documents(out) == ["größe".encode()]
+    paths[:] = [parquet(tmp_path / "e.parquet", ["a"])]
+    with pytest.raises(PrepareError, match="--encoding latin-1: has no effect on Parquet"):
+        run(text_encoding="latin-1")
+
+
+def test_an_encoding_is_part_of_what_was_asked(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"a")
+
+    def run(encoding, **options):
+        given = {"text_encoding": encoding, "engine": Here()} | options
+        return prepare([tmp_path / "a.txt"] * 1, tmp_path / "out", BYTES, **given)
+
+    with pytest.raises(KeyboardInterrupt):
+        run("latin-1", engine=Here(stop_after=0), max_errors=1)
+    run("utf-8", resume=True)
+    with pytest.raises(PrepareError, match="was made by another job"):
+        run("latin-1", resume=True)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
@@ -87,9 +139,9 @@ def test_an_output_that_exists_is_replaced_only_if_asked(tmp_path):
     out = tmp_path / "out"
     out.mkdir()  # an empty folder is nothing
     prepare([a], out, BYTES, engine=Here())
-    with pytest.raises(PrepareError, match="exists already; take another path"):
+    with pytest.raises(PrepareError, match="exists already; choose another --out"):
         prepare([b], out, BYTES, engine=Here())
-    with pytest.raises(PrepareError, match="is not what this job makes"):
+    with pytest.raises(PrepareError, match="was made by another job"):
         prepare([b], out, BYTES, engine=Here(), resume=True)
     assert documents(out) == [b"a"]
     prepare([a], out, BYTES, engine=Here(stop_after=0), resume=True)  # done is done
@@ -107,7 +159,7 @@ def test_an_unfinished_run_goes_on_only_as_what_it_was(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         run(engine=Here(stop_after=1))
-    with pytest.raises(PrepareError, match="an earlier run was not finished; go on: --resume"):
+    with pytest.raises(PrepareError, match="an earlier run did not finish; continue it with --resume"):
         run()
     with pytest.raises(PrepareError, match=r"of another job: encoder was .*'eod': False.* and is .*True"):
         run(Text(tokenizer="bytes", eod=True), resume=True)
@@ -169,13 +221,16 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         (["a.jsonl", "--chat-date", "2025-06-01"], "are of conversations: add --chat"),
         (["a.jsonl", "--ray-address", "auto"], "--ray-address auto: says nothing without --engine ray"),
         (["a.jsonl", "--sbatch=-p cpu"], "--sbatch -p cpu: says nothing without --engine slurm"),
-        (["a.jsonl", "--out", "https://h/x"], "https://h/x: a web server takes no files; write to s3://"),
+        (["a.jsonl", "--out", "https://h/x"], "https://h/x: cannot write to a web server; give s3://"),
         (["a.jsonl", "--out", "gcs://b/x"], "gcs://b/x: scheme 'gcs' is unknown; use s3, gs, az"),
         (["a.jsonl", "--out", "s3://b/x", "--engine", "slurm"], "name a folder that all of them see: --work"),
-        (["a.jsonl", "--work", "w"], "--work w: is for outputs in storage; .* made beside out"),
+        (["a.jsonl", "--work", "w"], "--work w: only for an output in storage; .* made beside out"),
         (["a.jsonl", "--dtype", "uint8", "--eod"], "257 tokens, of which uint8 holds 256"),
         (["a.jsonl", "--chat"], "bytes: has no chat template; give a transformers directory"),
-        (["a.jsonl", "--column", "absent"], "1 malformed document, 0 let pass; .*\\n.*no 'absent', found"),
+        (
+            ["a.jsonl", "--column", "absent"],
+            "1 malformed document .limit: --max-errors 0.; .*\\n.*no 'absent', found",
+        ),
         (
             ["a.jsonl", "--column", "text.body"],
             "is not reached: lift it first, as jq -c '{text: .text.body}'",
@@ -211,7 +266,7 @@ def test_a_run_that_encoded_nothing_leaves_nothing(tmp_path, stopped):
     with pytest.raises(type(stopped)) as caught:
         prepare([path], tmp_path / "out", BYTES, engine=Stops())
     assert caught.value.__notes__ == [
-        f"{tmp_path}/out.preparing: nothing was encoded, and nothing is kept; start it again"
+        f"{tmp_path}/out.preparing: no part was finished, so nothing is kept; run it again"
     ]
     assert [each.name for each in tmp_path.iterdir()] == ["a.jsonl"]
     prepare([path], tmp_path / "out", BYTES, engine=Here())
@@ -221,7 +276,7 @@ def test_what_is_trained_stays_though_nothing_was_encoded(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", ["a"])
     with pytest.raises(KeyboardInterrupt) as caught:
         prepare([path], tmp_path / "out", Text(train_bpe=300), engine=Here(stop_after=0))
-    assert "go on with --resume" in caught.value.__notes__[0]
+    assert "continue with --resume" in caught.value.__notes__[0]
     assert (tmp_path / "out.preparing/tokenizer.json").exists()
 
 
@@ -246,7 +301,7 @@ def test_a_full_disk_stops_it_cleanly_and_it_goes_on_with_space(tmp_path, part_b
     if part_bytes is None:  # the only part: nothing was encoded
         assert left_behind(tmp_path / "out") == []
     else:
-        assert "what was encoded is kept; go on with --resume" in caught.value.__notes__[0]
+        assert "finished parts are kept; continue with --resume" in caught.value.__notes__[0]
         assert not list((tmp_path / "out.preparing").rglob("*.tmp"))
     assert not (tmp_path / "out").exists()
     prepare([path], tmp_path / "out", BYTES, engine=engine, resume=True)
@@ -268,7 +323,7 @@ def test_a_disk_without_space_stops_the_command_and_space_lets_it_go_on(tmp_path
         err = capsys.readouterr().err
         assert re.match(rf"meshfeed: {disk}/out\.preparing/{where}.*: No space left on device", err), err
         kept = where != "parts/"  # the only part
-        assert ("go on with --resume" if kept else "start it again") in err and "Traceback" not in err
+        assert ("continue with --resume" if kept else "run it again") in err and "Traceback" not in err
         assert left_behind(disk / "out") == ["out.preparing"] * kept and not (disk / "out").exists()
         subprocess.run([*mount, "remount,size=8m"], check=True)
         assert main([*words, str(disk / "out"), "--resume"]) == 0
@@ -281,7 +336,7 @@ def test_a_disk_without_space_stops_the_command_and_space_lets_it_go_on(tmp_path
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed, perhaps for want of memory"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed, perhaps out of memory"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV"),
         ("raise SystemExit(3)", "ended with status 3"),
     ],

@@ -86,11 +86,14 @@ def test_the_command_writes_what_a_disk_would_get(bucket, tmp_path, monkeypatch,
             assert np.array_equal(far.read_stream(*span), near.read_stream(*span))
     assert leftovers(tmp_path / "cache" / f"u{os.getuid()}" / "preparing") == []
     assert main([*words, url]) == 2
-    assert f"{url}: exists already; take another path, or replace it: --overwrite" in capsys.readouterr().err
+    assert (
+        f"{url}: exists already; choose another --out, or replace it with --overwrite"
+        in capsys.readouterr().err
+    )
     assert main([*words, url, "--resume"]) == 0, "done is done"
     jsonl(path, texts(50))
     assert main([*words, url, "--resume"]) == 2
-    assert "exists already, and is not what this job makes" in capsys.readouterr().err
+    assert "exists already, and was made by another job" in capsys.readouterr().err
     words.remove("--validation"), words.remove("0.3")
     assert main([*words, str(tmp_path / "here"), "--overwrite"]) == 0
     assert main([*words, url, "--overwrite"]) == 0
@@ -144,7 +147,7 @@ def test_an_interrupted_upload_sends_only_the_rest(bucket, tmp_path):
 
     with replaced(_TELL_S=0.001), pytest.raises(KeyboardInterrupt) as caught:
         prepare([path], url, BYTES, on_progress=interrupt, **options)
-    assert "go on with --resume" in caught.value.__notes__[0]
+    assert "continue with --resume" in caught.value.__notes__[0]
     with pytest.raises(PrepareError, match=r"a run on .* prepares it, or has left it, in .*; go on there"):
         prepare([path], url, BYTES, engine=Here(), work=tmp_path / "other", resume=True)
     assert leftovers(tmp_path / "other") == []
@@ -168,10 +171,10 @@ def test_two_runs_never_mix(bucket, tmp_path):
             met.append(True)
             prepare([other], url, BYTES, engine=Here(), work=tmp_path / "theirs", overwrite=True)
 
-    with pytest.raises(ChangedError, match=r"replaced by another run meanwhile; .*--resume --overwrite"):
+    with pytest.raises(ChangedError, match=r"another run replaced this meanwhile; .*--resume --overwrite"):
         prepare([mine], url, BYTES, engine=Here(), work=tmp_path / "ours", on_progress=meets)
     again = {"engine": Here(), "work": tmp_path / "ours", "resume": True}
-    with pytest.raises(PrepareError, match="exists already, and is not what this job makes"):
+    with pytest.raises(PrepareError, match="exists already, and was made by another job"):
         prepare([mine], url, BYTES, **again)
     prepare([mine], url, BYTES, overwrite=True, **again)
     prepare([mine], tmp_path / "here", BYTES, engine=Here())

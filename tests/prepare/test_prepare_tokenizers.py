@@ -149,7 +149,7 @@ def test_a_tokenizer_that_changes_under_a_job_is_refused(trained, tmp_path):
             path.write_text(path.read_text().replace(" ", "  ", 1))
             yield from super().encode(job, parts)
 
-    with pytest.raises(PrepareError, match=r"t\.json: was changed since this job began"):
+    with pytest.raises(PrepareError, match=r"t\.json: has changed since this job began"):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out", Text(tokenizer=str(path)), engine=Changes())
 
 

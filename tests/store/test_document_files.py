@@ -322,9 +322,9 @@ def test_over_http(tmp_path: Path, documents: list[list[int]], write: Writer) ->
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b'{"tokens": [1, 2', "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b'{"tokens": [1, 2', "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
         (b"[1, 2]", "list where a JSON object belongs"),
         (b'{"text": "x"}', r"no 'tokens' or 'input_ids', found 'text'; name it by column="),
         (b'{"tokens": null}', "null where a list of tokens belongs"),

@@ -31,6 +31,7 @@ from meshfeed.prepare import (
 )
 from meshfeed.prepare.encoders import DTYPES
 from meshfeed.prepare.inputs import KINDS
+from meshfeed.prepare.records import RECORD_BYTES
 from meshfeed.report.words import counted
 from meshfeed.store.prepared import ERRORS
 from meshfeed.store.tokenizer import KNOWN
@@ -39,6 +40,7 @@ _KEYS = {
     "path, format": "the folder that was made, or its URL, and by what",
     "stores": "folder in it ('.', or train and validation) -> num_documents, num_tokens, dtype, fingerprint",
     "num_duplicates, num_malformed": "documents that were left out",
+    "num_malformed_inputs": "files that malformed documents are in",
     "num_inputs, elapsed_s": "files that were read, and seconds of this run",
 }
 
@@ -139,7 +141,22 @@ def _add_documents(parser: argparse.ArgumentParser) -> None:
         type=whole(0),
         default=0,
         metavar="N",
-        help=f"malformed records to let pass, listed in DIR/{ERRORS}; by default the first stops the run",
+        help=f"malformed records to leave out, listed in DIR/{ERRORS}; by default the first stops the run",
+    )
+    what.add_argument(
+        "--max-record-bytes",
+        type=whole(1),
+        default=RECORD_BYTES,
+        metavar="N",
+        help="the longest line, text file or row to accept, in bytes uncompressed "
+        f"(default {RECORD_BYTES:,}); a longer one stops the run",
+    )
+    what.add_argument(
+        "--encoding",
+        default="utf-8",
+        metavar="NAME,...",
+        help="encoding of text and JSON lines (default utf-8); of several, such as utf-8,latin-1, the first "
+        "that decodes a text file, or a line of JSON, is used",
     )
 
 
@@ -190,6 +207,8 @@ def run(args: argparse.Namespace) -> int:
             dedup=args.dedup is not None,
             validation=args.validation,
             max_errors=args.max_errors,
+            max_record_bytes=args.max_record_bytes,
+            text_encoding=args.encoding,
             engine=_engine(args),
             resume=args.resume,
             overwrite=args.overwrite,
@@ -311,4 +330,5 @@ def _print(made: Prepared) -> None:
         print(f"{counted(manifest['num_duplicates'], 'repeated document')} left out")
     if manifest["num_malformed"]:
         left = counted(manifest["num_malformed"], "malformed document")
-        print(f"{left} left out, see {made.path}/{ERRORS}")
+        files = counted(manifest.get("num_malformed_inputs", 0), "file")
+        print(f"{left} in {files} left out; see {made.path}/{ERRORS}")

@@ -23,7 +23,7 @@ def config_in(folder: Path) -> dict[str, Any]:
         try:
             told: Any = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise StoreError(f"{path}: no JSON: {error}; copy it again") from error
+            raise StoreError(f"{path}: not valid JSON: {error}; copy it again") from error
     if not isinstance(told, dict):
         raise StoreError(f"{path}: a JSON object belongs there; copy it again")
     return cast(dict[str, Any], told)

@@ -219,8 +219,8 @@ def _digest(column: Column, eod: str | bool) -> str:
 def _refuse_changed(told: Mapping[str, Any], digest: str) -> None:
     if digest != told["digest"]:
         raise PrepareError(
-            f"{told['tokenizer']}: was changed since this job began; put the old one back, or start anew "
-            f"with --overwrite"
+            f"{told['tokenizer']}: has changed since this job began; restore it, or start over with "
+            f"--overwrite"
         )
 
 

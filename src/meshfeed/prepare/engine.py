@@ -111,9 +111,9 @@ class _Worker:
     def _died(self) -> PrepareError:
         status = self._process.wait()
         if status == -signal.SIGKILL:
-            how = "was killed, perhaps for want of memory; go on with --resume and fewer --workers"
+            how = "was killed, perhaps out of memory; continue with --resume and fewer --workers"
         elif status < 0:
-            how = f"died of {signal.Signals(-status).name}; go on with --resume"
+            how = f"died of {signal.Signals(-status).name}; continue with --resume"
         else:
-            how = f"ended with status {status}, see above; go on with --resume"
+            how = f"ended with status {status}, see above; continue with --resume"
         return PrepareError(f"part {self._part}: the worker that encoded it {how}")

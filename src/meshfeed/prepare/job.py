@@ -24,9 +24,10 @@ import numpy.typing as npt
 
 from meshfeed.errors import ChangedError, PrepareError
 from meshfeed.files import typed_errors
-from meshfeed.prepare.encoders import Encoder, encoder_of
+from meshfeed.prepare.encoders import Encoder, columns_of, encoder_of
 from meshfeed.prepare.inputs import Input, facts_of
 from meshfeed.prepare.part import write_array
+from meshfeed.prepare.records import RECORD_BYTES, UTF8, Reading
 from meshfeed.store.indexed_writer import sync_directory
 
 I64 = npt.NDArray[np.int64]
@@ -44,12 +45,14 @@ class Request:
         encoder: how values become tokens, as JSON-able values; see `Encoding.told`.
         dedup: whether only the first of equal documents stays.
         validation: share of the documents that is set apart, in [0, 1).
+        encodings: of text and JSON lines, joined by commas; see `Reading`.
     """
 
     inputs: tuple[Input, ...]
     encoder: Mapping[str, Any]
     dedup: bool
     validation: float
+    encodings: str = UTF8
 
     @property
     def wants_hashes(self) -> bool:
@@ -58,7 +61,23 @@ class Request:
 
     def told(self) -> dict[str, Any]:
         """As JSON-able values."""
-        return {"version": VERSION} | json.loads(json.dumps(asdict(self)))
+        told = {"version": VERSION} | json.loads(json.dumps(asdict(self)))
+        if self.encodings == UTF8:  # as jobs and outputs say that are older than the choice
+            del told["encodings"]
+        return told
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run lets pass. What comes out does not depend on it, only whether the run finishes.
+
+    Attributes:
+        max_malformed: records that are left out.
+        max_record_bytes: of a record.
+    """
+
+    max_malformed: int
+    max_record_bytes: int
 
 
 @dataclass(frozen=True)
@@ -68,13 +87,13 @@ class Job:
     Attributes:
         folder: of the job.
         request: what was asked.
-        max_malformed: records that may be none.
+        limits: that a run may change when it resumes.
         spans: part, input, begin, end; int64 [num_spans, 4].
     """
 
     folder: Path
     request: Request
-    max_malformed: int
+    limits: Limits
     spans: I64
 
     @property
@@ -92,6 +111,12 @@ class Job:
         first, last = self.first_spans[part : part + 2].tolist()
         return range(first, last)
 
+    @property
+    def reading(self) -> Reading:
+        """How its records are read."""
+        columns = columns_of(self.request.encoder)
+        return Reading(columns, self.request.encodings.split(","), self.limits.max_record_bytes)
+
     def encoder(self) -> Encoder:
         """What encodes its records, loaded anew. Raises StoreError, PrepareError."""
         return encoder_of(self.request.encoder, self.folder)
@@ -106,16 +131,16 @@ class Job:
                 stream.flush()
                 os.fsync(stream.fileno())
             partial.replace(self.folder / "spans.npy")
-        told = self.request.told() | {"max_malformed": self.max_malformed}
+        told = self.request.told() | asdict(self.limits)
         write_json(self.folder / "job.json", told)
 
     def refuse_changed(self) -> None:
-        """Raises ChangedError where an input is no more what it was."""
+        """Raises ChangedError where an input has changed."""
         for each in self.request.inputs:
             if facts_of(each.url) != (each.size_bytes, each.modified_ns):
                 raise ChangedError(
-                    f"{each.url}: was changed while it was prepared; put the old one back and go on with "
-                    f"--resume, or start anew with --overwrite"
+                    f"{each.url}: was changed while it was prepared; restore the old one and rerun with "
+                    f"--resume, or start over with --overwrite"
                 )
 
 
@@ -128,13 +153,15 @@ def job_in(folder: Path) -> Job | None:
         told = cast(dict[str, Any], json.loads(path.read_bytes()))
         if told.get("version") != VERSION:
             raise PrepareError(
-                f"{path}: of another version of meshfeed, {told.get('version')} and not {VERSION}; start "
-                f"anew with --overwrite"
+                f"{path}: written by another version of meshfeed ({told.get('version')}, not {VERSION}); "
+                f"start over with --overwrite"
             )
         spans = np.load(folder / "spans.npy", mmap_mode="r", allow_pickle=False)
         inputs = tuple(Input(**each) for each in told["inputs"])
-    request = Request(inputs, told["encoder"], told["dedup"], told["validation"])
-    return Job(folder, request, told["max_malformed"], spans)
+    encodings = told.get("encodings", UTF8)
+    request = Request(inputs, told["encoder"], told["dedup"], told["validation"], encodings)
+    limits = Limits(told["max_malformed"], told.get("max_record_bytes", RECORD_BYTES))
+    return Job(folder, request, limits, spans)
 
 
 def write_json(path: Path, told: Any) -> None:

@@ -65,6 +65,7 @@ def join(job: Job, out: Path, on_part: Callable[[int], None]) -> dict[str, Any]:
     return {
         "num_duplicates": int((~keep).sum()),
         "num_malformed": len(malformed),
+        "num_malformed_inputs": len({int(job.spans[each.span, 1]) for each in malformed}),
         "stores": {name: _counted(out / name) for name in names},
     }
 
@@ -134,7 +135,7 @@ class _Store:
 def _facts(job: Job, part: int) -> PartFacts:
     facts = facts_of_part(part_path(job.folder, part))
     if facts is None:
-        raise PrepareError(f"{job.folder}: part {part} is not there; go on with --resume")
+        raise PrepareError(f"{job.folder}: part {part} is not there; continue with --resume")
     return facts
 
 

@@ -58,7 +58,7 @@ class OnRay:
             except ray.exceptions.RayError as lost:
                 first = str(lost).strip().partition("\n")[0]
                 raise PrepareError(
-                    f"part {part}: the Ray task that encoded it is lost: {first}; go on with --resume"
+                    f"part {part}: the Ray task that encoded it is lost: {first}; continue with --resume"
                 ) from lost
             finally:
                 for task in running:

@@ -115,7 +115,7 @@ def _unfinished(folder: Path, part: int, status: int, job: subprocess.Popen[str]
     said = said or (lines[-1] if lines else "nothing")
     return PrepareError(
         f"part {part}: task {task} of the Slurm job ended without it (status {status}), saying: {said}; see "
-        f"{log}, and go on with --resume"
+        f"{log}, and continue with --resume"
     )
 
 

@@ -158,7 +158,7 @@ def facts_of_part(path: Path) -> PartFacts | None:
             stream.seek(max(end, 0))
             size, magic = _TAIL.unpack(stream.read(_TAIL.size).ljust(_TAIL.size, b"\0"))
             if magic != _MAGIC or size > end:
-                raise StoreError(f"{path}: no whole part; remove it, and go on with --resume")
+                raise StoreError(f"{path}: no whole part; remove it, and continue with --resume")
             stream.seek(end - size)
             told: dict[str, Any] = json.loads(stream.read(size))
     except StoreError:

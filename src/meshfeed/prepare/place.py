@@ -71,12 +71,12 @@ def place_of(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> P
     if not is_remote(out):
         if work is not None:
             raise PrepareError(
-                f"--work {os.fspath(work)}: is for outputs in storage; what is made on a disk is made beside "
-                f"{shown}"
+                f"--work {os.fspath(work)}: only for an output in storage; one on a disk is "
+                f"made beside {shown}"
             )
         return OnDisk(Path(local_path(out)).absolute())
     if is_http(out):
-        raise PrepareError(f"{shown}: a web server takes no files; write to s3://, gs://, az:// or a path")
+        raise PrepareError(f"{shown}: cannot write to a web server; give s3://, gs://, az:// or a path")
     if work is None and not isinstance(engine, Local):
         raise PrepareError(
             f"{shown}: its parts may be encoded on other machines; name a folder that all of them see: "
@@ -99,7 +99,7 @@ class OnDisk:
         """See Place."""
         if resume and self.finished(request) is not None:
             return
-        self._refuse_kept(", and is not what this job makes" if resume else "", overwrite=overwrite)
+        self._refuse_kept(", and was made by another job" if resume else "", overwrite=overwrite)
         if self._target.exists():
             self._refuse_inputs(request)
             self._refuse_foreign()
@@ -151,16 +151,17 @@ class OnDisk:
         target = self._target
         with typed_errors(target):
             if target.is_symlink():
-                raise PrepareError(f"{target}: is a link; give the path that it stands for")
+                raise PrepareError(f"{target}: is a symbolic link; give the path it points to")
             if not target.exists() or (target.is_dir() and not any(target.iterdir())):
                 return
         if not overwrite:
             raise PrepareError(
-                f"{target}: exists already{more}; take another path, or replace it: --overwrite"
+                f"{target}: exists already{more}; choose another --out, or replace it with --overwrite"
             )
         if not self._manifest():
             raise PrepareError(
-                f"{target}: is no output of `meshfeed prepare`, and is not removed; take another path"
+                f"{target}: was not made by `meshfeed prepare`, so it will not be replaced; choose "
+                f"another --out"
             )
 
     def _refuse_foreign(self) -> None:
@@ -178,7 +179,8 @@ class OnDisk:
                 continue
             if Path(each).resolve().is_relative_to(self._target.resolve()):
                 raise PrepareError(
-                    f"{each}: is read, and lies in {self._target}, which is to be replaced; move one of them"
+                    f"{each}: is an input, and lies in {self._target}, which would be replaced; move "
+                    f"one of them"
                 )
 
 
@@ -187,7 +189,8 @@ def refuse_unfinished(work: Path) -> None:
     with typed_errors(work):
         if (work / "job.json").exists():
             raise PrepareError(
-                f"{work}: an earlier run was not finished; go on: --resume, or start anew: --overwrite"
+                f"{work}: an earlier run did not finish; continue it with --resume, or start over with "
+                f"--overwrite"
             )
 
 
@@ -256,7 +259,7 @@ def _locked(work: Path) -> int:
             os.close(lock)  # whoever had it has removed it since
         except BlockingIOError:
             os.close(lock)
-            raise PrepareError(f"{work}: another run is preparing this; wait for it, or end it") from None
+            raise PrepareError(f"{work}: another run is preparing this; wait for it, or stop it") from None
 
 
 def _refuse_unmarked(work: Path) -> None:

@@ -29,10 +29,11 @@ from meshfeed.files.writer import PIECE_BYTES
 from meshfeed.prepare.encoders import TRAINED, Encoding
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.inputs import cut, find_inputs
-from meshfeed.prepare.job import Job, Request, job_in, read_json, write_json
+from meshfeed.prepare.job import Job, Limits, Request, job_in, read_json, write_json
 from meshfeed.prepare.join import join
 from meshfeed.prepare.part import Malformed, facts_of_part, part_path
 from meshfeed.prepare.place import Place, clear, forget_unbegun, held, place_of, refuse_unfinished
+from meshfeed.prepare.records import RECORD_BYTES, encodings_of
 from meshfeed.prepare.task import refuse_malformed
 from meshfeed.prepare.train import train_bpe
 from meshfeed.store.prepared import FORMAT, MANIFEST
@@ -81,6 +82,8 @@ def prepare(
     dedup: bool = False,
     validation: float = 0.0,
     max_errors: int = 0,
+    max_record_bytes: int = RECORD_BYTES,
+    text_encoding: str = "utf-8",
     engine: Engine | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -99,6 +102,9 @@ def prepare(
     dedup: of documents with the same text, the first stays.
     validation: share of the documents, chosen by their text, that goes to out/validation and not out/train.
     max_errors: malformed records that are let pass, listed in out/errors.jsonl.
+    max_record_bytes: of a document's line, file or row, uncompressed; a longer one ends the run.
+    text_encoding: of text and JSON lines, as Python calls it; of several, joined by commas, the first that
+    decodes a text file, or a line of JSON, is taken.
     engine: who encodes; None for a process per core of this machine.
     resume: go on with what a run of the same job has left, or with nothing; done is done.
     overwrite: what an earlier run has put at `out` is replaced, once the new one is whole; nothing else is.
@@ -114,21 +120,26 @@ def prepare(
     """
     if not 0 <= validation < 1:
         raise PrepareError(f"--validation {validation}: a share of all documents, from 0 to less than 1")
-    if (part_bytes is not None and part_bytes < 1) or max_errors < 0:
-        raise PrepareError(f"parts of {part_bytes} bytes, {max_errors} errors let pass; 1 and 0 at least")
+    if (part_bytes is not None and part_bytes < 1) or max_errors < 0 or max_record_bytes < 1:
+        raise PrepareError(
+            f"part_bytes={part_bytes}, max_errors={max_errors}, max_record_bytes={max_record_bytes}: must be "
+            f"at least 1, 0 and 1"
+        )
     engine = engine or Local(os.cpu_count() or 1)
     place = place_of(os.fspath(out), work, engine)
     found = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
     if found.passed_over:
         on_passed_over(found.passed_over)
-    request = Request(found.inputs, encoding.told(), dedup, validation)
+    encodings = encodings_of(text_encoding, found.inputs)
+    request = Request(found.inputs, encoding.told(), dedup, validation, encodings)
     with held(place):
         place.refuse_existing(request, resume=resume, overwrite=overwrite)
         if not (resume or overwrite):
             refuse_unfinished(place.work)
         manifest = place.finished(request) if resume else None
         if manifest is None:
-            job = _job(place.work, request, encoding, max_errors, part_bytes, resume=resume)
+            limits = Limits(max_errors, max_record_bytes)
+            job = _job(place.work, request, encoding, limits, part_bytes, resume=resume)
             manifest = _published(job, place, engine, on_progress, overwrite=overwrite)
         clear(place.work)
     return Prepared(place.url, manifest)
@@ -144,9 +155,9 @@ def _published(
         manifest = _joined(job, on_progress)
         place.publish(partial(_uploading, on_progress), overwrite=overwrite)
     except (MeshfeedError, KeyboardInterrupt) as error:
-        told = "what was encoded is kept; go on with --resume"
+        told = "finished parts are kept; continue with --resume"
         if forget_unbegun(job.folder):
-            told = "nothing was encoded, and nothing is kept; start it again"
+            told = "no part was finished, so nothing is kept; run it again"
         error.add_note(f"{job.folder}: {told}")
         raise
     return manifest
@@ -158,16 +169,16 @@ def _uploading(on_progress: Callable[[Progress], None], done_bytes: int, num_byt
 
 
 def _job(
-    work: Path, request: Request, encoding: Encoding, max_errors: int, part_bytes: int | None, *, resume: bool
+    work: Path, request: Request, encoding: Encoding, limits: Limits, part_bytes: int | None, *, resume: bool
 ) -> Job:
     """The job of the folder, which is this one, or a new one."""
     job = job_in(work) if resume else None
     if job is None:
         clear(work, lock=False)
         spans = cut(request.inputs, encoding.columns.names, part_bytes or _part_bytes(request))
+        job = Job(work, request, limits, spans)
         if encoding.train_bpe is not None:
-            train_bpe(work / TRAINED, encoding.train_bpe, request.inputs, spans, encoding.columns)
-        job = Job(work, request, max_errors, spans)
+            train_bpe(work / TRAINED, encoding.train_bpe, request.inputs, spans, job.reading)
         job.encoder()  # or it is refused now
         job.save()
         return job
@@ -175,8 +186,8 @@ def _job(
     with typed_errors(work):
         for stale in (work / "parts").glob("*.tmp"):
             stale.unlink(missing_ok=True)
-    if job.max_malformed != max_errors:
-        job = replace(job, max_malformed=max_errors)
+    if job.limits != limits:
+        job = replace(job, limits=limits)
         job.save()
     return job
 
@@ -198,8 +209,8 @@ def _refuse_other(work: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     if isinstance(was, dict) and isinstance(is_, dict):
         was, is_ = _where_they_differ(was, is_), _where_they_differ(is_, was)
     raise PrepareError(
-        f"{work}: of another job: {differ[0]} was {was} and is {is_}; go on with the same inputs and "
-        f"options, or start anew: --overwrite"
+        f"{work}: of another job: {differ[0]} was {was} and is {is_}; resume with the same inputs and "
+        f"options, or start over with --overwrite"
     )
 
 
@@ -235,7 +246,10 @@ def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -
     with closing(engine.encode(job.folder, missing)) as parts:
         for part in parts:
             if not count(part):
-                raise PrepareError(f"{job.folder}: part {part} was encoded and is not there; is it shared?")
+                raise PrepareError(
+                    f"{job.folder}: part {part} was encoded but is missing here; do all nodes share this "
+                    f"folder?"
+                )
             on_progress(progress)
             refuse_malformed(job, malformed)
 

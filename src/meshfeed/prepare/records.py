@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import io
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from meshfeed.errors import ChecksumError, StoreError
+from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.prepare.inputs import Input
 from meshfeed.store.documents import Span, read_bytes
-from meshfeed.store.jsonl import lines_of, record_of, value_in
+from meshfeed.store.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.store.parquet import RawStream, name_in, parquet_of, typed_arrow
 
 HERE = "here"
 """What errors call a record until it is known which line it is in."""
 
+UTF8 = "utf-8-sig"
+"""With or without a byte order mark."""
+RECORD_BYTES = 16 << 20
+"""Of a record, at most: what it is decompressed, parsed and tokenized to takes many times as much memory."""
+
 _STEP_BYTES = 1 << 16
+_ZSTD_STEP_BYTES = 1 << 11  # 4 bytes may become 128 KiB, and all that these become comes at once
+_PIECE_BYTES = 1 << 20
 _ROWS_TOGETHER = 256
 
 
@@ -63,20 +71,43 @@ class Columns:
         return {self.called: value} | more if more else value
 
 
-def records(each: Input, begin: int, end: int, columns: Columns) -> Iterator[Record | None]:
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How records are read.
+
+    Attributes:
+        columns: that are their values.
+        encodings: of text and JSON lines; the first that decodes a file, or a line of JSON, is taken.
+        most_bytes: of a record, uncompressed.
+    """
+
+    columns: Columns
+    encodings: Sequence[str]
+    most_bytes: int
+
+
+def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
     """The records of a span of an input, in order; None for what is none but counts, as an empty line.
 
-    Raises StoreError where a file cannot be read or uncompressed.
+    Raises StoreError where a file cannot be read or uncompressed, and PrepareError for a record that is too
+    long. No more of such a record than `most_bytes` is kept in memory, whatever it is compressed to.
     """
     with each.file() as file:
         if each.kind == "parquet":
-            yield from _rows(file, begin, end, columns)
+            yield from _rows(file, begin, end, how)
         elif each.kind == "jsonl":
-            lines = _unpacked_lines(file, each.codec) if each.codec else lines_of(file, Span(0, begin, end))
+            if each.codec is None:
+                lines = lines_of(file, Span(0, begin, end), how.most_bytes)
+            else:
+                lines = split_lines(_unpacked(file, each.codec), how.most_bytes)
             for number, (byte, line) in enumerate(lines):
-                yield _of_line(number, byte, line, columns) if line.strip() else None
+                if line is None:
+                    raise _too_long(
+                        place_of(file, byte) if each.codec is None else f"{file.url}: line {1 + number}", how
+                    )
+                yield _of_line(number, byte, line, how) if line.strip() else None
         else:
-            yield _of_file(file, each.codec)
+            yield _of_file(file, each.codec, how)
 
 
 def reason_of(error: StoreError) -> str:
@@ -84,29 +115,86 @@ def reason_of(error: StoreError) -> str:
     return str(error).removeprefix(f"{HERE}: ")
 
 
-def _of_line(number: int, byte: int, line: bytes, columns: Columns) -> Record:
+def _too_long(where: str, how: Reading) -> PrepareError:
+    return PrepareError(
+        f"{where}: a record of more than {how.most_bytes:,} bytes; split it into several documents, or allow "
+        f"it by --max-record-bytes (add --resume to keep what is done)"
+    )
+
+
+def _of_line(number: int, byte: int, line: bytes, how: Reading) -> Record:
     try:
-        return Record(number, byte, columns.value(record_of(line, lambda: HERE)), len(line) + 1)
+        record = record_of(_decoded(line, how.encodings, " of the line"), lambda: HERE)
+        return Record(number, byte, how.columns.value(record), len(line) + 1)
     except StoreError as error:
         return Record(number, byte, None, len(line) + 1, reason_of(error))
 
 
-def _of_file(file: ByteFile, codec: str | None) -> Record:
-    raw = b"".join(_unpacked(file, codec)) if codec else read_bytes(file, 0, file.size_bytes)
+def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
+    if codec is None:
+        if file.size_bytes > how.most_bytes:
+            raise _too_long(file.url, how)
+        raw = read_bytes(file, 0, file.size_bytes)
+    else:
+        whole = bytearray()
+        for piece in _unpacked(file, codec):
+            whole += piece
+            if len(whole) > how.most_bytes:
+                raise _too_long(file.url, how)
+        raw = bytes(whole)
     try:
-        return Record(0, -1, raw.decode("utf-8-sig"), len(raw))
-    except UnicodeDecodeError as error:
-        return Record(0, -1, None, len(raw), f"no UTF-8: {error}; write it anew, or leave it out")
+        return Record(0, -1, _decoded(raw, how.encodings), len(raw))
+    except StoreError as error:
+        return Record(0, -1, None, len(raw), reason_of(error))
 
 
-def _rows(file: ByteFile, begin: int, end: int, columns: Columns) -> Iterator[Record]:
+def _decoded(raw: bytes, encodings: Sequence[str], inside: str = "") -> str:
+    """Bytes as text, without a byte order mark. inside: what the bytes are part of, for the message."""
+    bad = list[str]()
+    for encoding in encodings:
+        try:
+            return raw.decode(encoding).removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            name = "UTF-8" if encoding == UTF8 else encoding
+            bad.append(f"not valid {name}: byte {error.start}{inside} is 0x{raw[error.start]:02x}")
+    raise StoreError(
+        f"{HERE}: {', '.join(bad)}; convert the file to UTF-8, exclude it, or name its encoding, such as "
+        f"--encoding utf-8,latin-1"
+    )
+
+
+def encodings_of(given: str, inputs: Sequence[Input]) -> str:
+    """Encodings joined by commas, checked, as `Reading` takes them. Raises PrepareError."""
+    if given != "utf-8" and all(each.kind == "parquet" for each in inputs):
+        raise PrepareError(f"--encoding {given}: has no effect on Parquet; leave it out")
+    found = list[str]()
+    for name in given.split(","):
+        try:
+            found.append(codecs.lookup(name).name)
+            keeps_newlines = b"\n".decode(name) == "\n"
+        except UnicodeDecodeError:  # two bytes or four
+            keeps_newlines = False
+        except LookupError as error:
+            raise PrepareError(f"--encoding {given}: {error}; Python knows names such as latin-1") from error
+        if not keeps_newlines and any(each.kind == "jsonl" for each in inputs):
+            raise PrepareError(
+                f"--encoding {given}: JSON lines cannot be split in {name}, where a newline is not one byte; "
+                f"convert them to UTF-8"
+            )
+    return ",".join(UTF8 if name == "utf-8" else name for name in found)
+
+
+def _rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record]:
     parquet, first, number = parquet_of(file), 0, 0
+    columns = how.columns
     name, there = name_in(parquet, columns.names, file.url), parquet.schema_arrow.names
     wanted = [name, *(other for other in columns.beside if other in there)]
     for group in range(parquet.num_row_groups):
         last = first + int(parquet.metadata.row_group(group).num_rows)
         if first < end and last > begin:
-            for row, value, num_bytes in _of_group(parquet, group, wanted, columns, file.url):
+            for row, value, num_bytes in _of_group(parquet, group, wanted, how, file.url):
+                if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
+                    raise _too_long(f"{file.url}: row {first + row}", how)
                 if begin <= first + row < end:
                     yield Record(number, -1, value, num_bytes)
                     number += 1
@@ -114,61 +202,66 @@ def _rows(file: ByteFile, begin: int, end: int, columns: Columns) -> Iterator[Re
 
 
 def _of_group(
-    parquet: Any, group: int, wanted: Sequence[str], columns: Columns, url: str
+    parquet: Any, group: int, wanted: Sequence[str], how: Reading, url: str
 ) -> Iterator[tuple[int, Any, int]]:
     """(row of the group, value, bytes) of each of its rows."""
     with typed_arrow(f"{url}: row group {group}"):
-        row = 0
-        for batch in parquet.iter_batches(
-            _ROWS_TOGETHER, row_groups=[group], columns=list(wanted), use_threads=False
-        ):
+        row, facts = 0, parquet.metadata.row_group(group)
+        # Fewer at once where rows are long, by what the footer says.
+        mean = facts.total_byte_size // max(facts.num_rows, 1)
+        some = min(max(how.most_bytes // max(mean, 1), 1), _ROWS_TOGETHER)
+        for batch in parquet.iter_batches(some, row_groups=[group], columns=list(wanted), use_threads=False):
             share = batch.nbytes // max(batch.num_rows, 1)
             for record in batch.to_pylist():
-                yield row, columns.value(record), share
+                yield row, how.columns.value(record), share
                 row += 1
 
 
 # -- compressed files -------------------------------------------------------------------------------------
 
 
-def _unpacked_lines(file: ByteFile, codec: str) -> Iterator[tuple[int, bytes]]:
-    """(byte of its begin, line without its newline), both of what comes out."""
-    at, rest = 0, b""
-    for piece in _unpacked(file, codec):
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            yield at, line
-            at += len(line) + 1
-    if rest:
-        yield at, rest
-
-
 def _unpacked(file: ByteFile, codec: str) -> Iterator[bytes]:
-    """What comes out of a compressed file, member after member, in pieces."""
-    made, stream, data = _DECOMPRESSORS[codec], io.BufferedReader(RawStream(file), 1 << 20), b""
-    one: Any = None
+    """What comes out of a compressed file, member after member, in pieces of at most _PIECE_BYTES."""
     try:
-        while data or (data := stream.read(_STEP_BYTES)):
-            one = one or made()
-            piece = one.decompress(data)
-            data = one.unused_data if one.eof else b""
-            one = None if one.eof else one
-            if piece:
-                yield piece
+        yield from _CODECS[codec](io.BufferedReader(RawStream(file), 1 << 20))
     except ImportError as missing:
         raise StoreError(
             f"{file.url}: {codec} needs {missing.name}: pip install 'meshfeed[prepare]'"
         ) from missing
-    except StoreError:
+    except EOFError as error:
+        raise ChecksumError(f"{file.url}: its compressed data ends too early; copy it again") from error
+    except MeshfeedError:
         raise
     except Exception as error:  # each codec has its own
         raise ChecksumError(f"{file.url}: cannot be uncompressed: {error}; copy it again") from error
-    if one is not None:
-        raise ChecksumError(f"{file.url}: its compressed data ends too early; copy it again")
 
 
-def _zstd() -> Any:
-    return importlib.import_module("zstandard").ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+def _gunzipped(stream: io.BufferedReader) -> Iterator[bytes]:
+    data = b""
+    while data or (data := stream.read(_STEP_BYTES)):
+        one = zlib.decompressobj(31)
+        while not one.eof:
+            piece = one.decompress(data, _PIECE_BYTES)
+            data = one.unconsumed_tail
+            if piece:
+                yield piece
+            elif not (data or one.eof or (data := stream.read(_STEP_BYTES))):
+                raise EOFError
+        data = one.unused_data
 
 
-_DECOMPRESSORS: dict[str, Callable[[], Any]] = {"gz": lambda: zlib.decompressobj(31), "zstd": _zstd}
+def _unzstd(stream: io.BufferedReader) -> Iterator[bytes]:
+    made = importlib.import_module("zstandard").ZstdDecompressor(max_window_size=1 << 31)
+    data = b""
+    while data or (data := stream.read(_ZSTD_STEP_BYTES)):
+        one = made.decompressobj()
+        while not one.eof:
+            if not (data or (data := stream.read(_ZSTD_STEP_BYTES))):
+                raise EOFError
+            whole, data = one.decompress(data), b""
+            for at in range(0, len(whole), _PIECE_BYTES):
+                yield whole[at : at + _PIECE_BYTES]
+        data = one.unused_data
+
+
+_CODECS: dict[str, Callable[[io.BufferedReader], Iterator[bytes]]] = {"gz": _gunzipped, "zstd": _unzstd}

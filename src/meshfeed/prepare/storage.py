@@ -166,11 +166,14 @@ class InStorage:
     def _exists(self, *, resume: bool) -> str:
         found = self._manifest()
         if "claim" not in found:
-            more = ", and is not what this job makes" if resume else ""
-            return f"{self._shown}: exists already{more}; take another path, or replace it: --overwrite"
+            more = ", and was made by another job" if resume else ""
+            return (
+                f"{self._shown}: exists already{more}; choose another --out, or replace it with --overwrite"
+            )
         return (
-            f"{self._shown}: a run on {found['host']} prepares it, or has left it, in {found['folder']}; go "
-            f"on there with --resume, take another path, or replace it: --overwrite"
+            f"{self._shown}: a run on {found['host']} is preparing this, or was killed, in "
+            f"{found['folder']}; resume there with --resume, choose another --out, "
+            f"or replace it with --overwrite"
         )
 
     # -- claims and uploads --------------------------------------------------------------------------------
@@ -228,6 +231,6 @@ class InStorage:
         changed = [name for name, size in sizes.items() if not self._is_sent(name, size)]
         if changed or not self._is_claimed():
             raise ChangedError(
-                f"{self._shown}/{[*changed, MANIFEST][0]}: replaced by another run meanwhile; end that one, "
-                f"and go on with --resume --overwrite"
+                f"{self._shown}/{[*changed, MANIFEST][0]}: another run replaced this meanwhile; stop that "
+                f"run, then continue with --resume --overwrite"
             )

@@ -15,7 +15,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files import typed_errors
-from meshfeed.prepare.encoders import Encoder, columns_of, hash_of
+from meshfeed.prepare.encoders import Encoder, hash_of
 from meshfeed.prepare.job import Job, job_in
 from meshfeed.prepare.part import Block, Malformed, PartFacts, PartWriter, part_path
 from meshfeed.prepare.records import HERE, Record, reason_of, records
@@ -50,14 +50,14 @@ def encode_part(folder: Path, part: int) -> None:
 
 def refuse_malformed(job: Job, malformed: Sequence[Malformed]) -> None:
     """Raises PrepareError, listing the first, where more records are malformed than the job lets pass."""
-    if len(malformed) <= job.max_malformed:
+    if len(malformed) <= job.limits.max_malformed:
         return
     shown = [f"{_place(job, each)}: {each.reason}" for each in malformed[:_SHOWN]]
     more = f"\n  and {len(malformed) - _SHOWN} more" if len(malformed) > _SHOWN else ""
     documents = "document" if len(malformed) == 1 else "documents"
     raise PrepareError(
-        f"{len(malformed)} malformed {documents}, {job.max_malformed} let pass; mend them, or go on with a "
-        f"higher --max-errors and --resume:\n  " + "\n  ".join(shown) + more
+        f"{len(malformed)} malformed {documents} (limit: --max-errors {job.limits.max_malformed}); fix them, "
+        f"or rerun with a higher --max-errors and --resume:\n  " + "\n  ".join(shown) + more
     )
 
 
@@ -72,7 +72,6 @@ class _Task:
 
     def __init__(self, job: Job, encoder: Encoder, part: int) -> None:
         self._job, self._encoder, self._part = job, encoder, part
-        self._columns = columns_of(job.request.encoder)
         self.counts, self.malformed, self.num_bytes = list[int](), list[Malformed](), 0
 
     def blocks(self) -> Iterator[Block]:
@@ -93,7 +92,7 @@ class _Task:
         for span in self._job.spans_of(self._part):
             _, i, begin, end = self._job.spans[span].tolist()
             self.counts.append(0)
-            for record in records(self._job.request.inputs[i], begin, end, self._columns):
+            for record in records(self._job.request.inputs[i], begin, end, self._job.reading):
                 self.counts[-1] += 1
                 if record is None:
                     continue

@@ -12,14 +12,14 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.prepare.encoders import END
 from meshfeed.prepare.inputs import I64, Input
-from meshfeed.prepare.records import Columns, records
+from meshfeed.prepare.records import Reading, records
 
 TRAINED_ON_BYTES = 256 << 20
 """At most: more text hardly changes which pairs are frequent, and costs memory."""
 _LEAST_VOCABULARY = 257  # all bytes, and the end
 
 
-def train_bpe(path: Path, vocab_size: int, inputs: Sequence[Input], spans: I64, columns: Columns) -> None:
+def train_bpe(path: Path, vocab_size: int, inputs: Sequence[Input], spans: I64, how: Reading) -> None:
     """Train on the text of the inputs, and write a `tokenizers` JSON file to `path`.
 
     Where there is more text than TRAINED_ON_BYTES, parts evenly spread over the inputs are taken. The same
@@ -40,7 +40,7 @@ def train_bpe(path: Path, vocab_size: int, inputs: Sequence[Input], spans: I64, 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(inputs, spans, columns), trainer)
+    tokenizer.train_from_iterator(_texts(inputs, spans, how), trainer)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     with typed_errors(path):
         with partial.open("x", encoding="utf-8") as stream:
@@ -50,11 +50,11 @@ def train_bpe(path: Path, vocab_size: int, inputs: Sequence[Input], spans: I64, 
         partial.replace(path)
 
 
-def _texts(inputs: Sequence[Input], spans: I64, columns: Columns) -> Iterator[str]:
+def _texts(inputs: Sequence[Input], spans: I64, how: Reading) -> Iterator[str]:
     """Text of evenly spread spans; what is malformed is left to who encodes it."""
     total = sum(each.size_bytes for each in inputs)
     stride = max(-(-total // TRAINED_ON_BYTES), 1)
     for _, i, begin, end in spans[::stride].tolist():
-        for record in records(inputs[i], begin, end, columns):
+        for record in records(inputs[i], begin, end, how):
             if record is not None and record.reason is None and isinstance(record.value, str):
                 yield record.value

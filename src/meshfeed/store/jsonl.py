@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -21,6 +21,7 @@ _SPAN_BYTES = 1 << 26
 _STEP_BYTES = 1 << 23
 _BEYOND_BYTES = 1 << 16
 _LINES_TOGETHER = 512
+_MOST_LINE_BYTES = 1 << 28
 
 
 class JsonlStore(DocumentFiles):
@@ -50,7 +51,7 @@ class JsonlStore(DocumentFiles):
         sizes: list[int] = []
         lengths: list[int] = []
         most = 0
-        lines = ((begin, line) for begin, line in lines_of(file, span) if line.strip())
+        lines = ((begin, line) for begin, line in _bounded_lines(file, span) if line.strip())
         while some := list(islice(lines, _LINES_TOGETHER)):
             begins = [begin for begin, _ in some]
             tokens = self._parsed(file, begins, [line for _, line in some])
@@ -112,40 +113,81 @@ def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[]
     raise StoreError(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")
 
 
-def record_of(line: bytes, where: Callable[[], str]) -> dict[str, Any]:
+def record_of(line: bytes | str, where: Callable[[], str]) -> dict[str, Any]:
     """What a line says. Raises StoreError, naming the place."""
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{where()}: no JSON: {error}; mend the line, or leave it out") from error
+        raise StoreError(f"{where()}: not valid JSON: {error}; fix the line or remove it") from error
     if not isinstance(record, dict):
         raise StoreError(f"{where()}: {type(record).__name__} where a JSON object belongs, one per line")
     return cast(dict[str, Any], record)
 
 
-def lines_of(file: ByteFile, span: Span) -> Iterator[tuple[int, bytes]]:
-    """(byte of its begin, line without its newline) of each line that begins in the span."""
+def lines_of(file: ByteFile, span: Span, most_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """Where each line that begins in the span begins, and the line without its newline.
+
+    In place of a line longer than `most_bytes` comes None, and it is not kept in memory.
+    """
     # The line that holds the byte before the span is not of it, even if nothing but its newline is there.
-    size, at, skipping, rest = file.size_bytes, max(span.begin - 1, 0), span.begin > 0, b""
-    end, beyond = at, _BEYOND_BYTES
-    while (begin := end) < size:
-        if begin < span.end:
-            end = min(begin + _STEP_BYTES, span.end)
-        else:  # the rest of its last line, which may be of any length
-            end, beyond = min(begin + beyond, size), 2 * beyond
+    first = max(span.begin - 1, 0)
+    pieces = _pieces_from(file, first, span.end)
+    return split_lines(pieces, most_bytes, at=first, stop=span.end, within=span.begin > 0)
+
+
+def _bounded_lines(file: ByteFile, span: Span) -> Iterator[tuple[int, bytes]]:
+    for begin, line in lines_of(file, span, _MOST_LINE_BYTES):
+        if line is None:
+            raise StoreError(
+                f"{place_of(file, begin)}: longer than {_MOST_LINE_BYTES:,} bytes; split it into several "
+                f"documents"
+            )
+        yield begin, line
+
+
+def split_lines(
+    pieces: Iterable[bytes], most_bytes: int, *, at: int = 0, stop: int | None = None, within: bool = False
+) -> Iterator[tuple[int, bytes | None]]:
+    """The lines in some bytes that come in pieces, as `lines_of` yields them.
+
+    at: where the first piece begins. stop: lines that begin there or later are left out; None for no end.
+    within: whether the first piece begins within a line, which is left out.
+    """
+    here, rest, dropping = at, b"", within
+    for piece in pieces:
+        *ended, tail = piece.split(b"\n")
+        for part in ended:
+            line, rest = rest + part, b""
+            if not dropping:
+                yield at, line if len(line) <= most_bytes else None
+            here += len(part) + 1
+            at, dropping = here, False
+            if stop is not None and at >= stop:
+                return
+        here += len(tail)
+        if not dropping:
+            rest += tail
+            if len(rest) > most_bytes:
+                yield at, None
+                rest, dropping = b"", True
+        if dropping and stop is not None and here >= stop:
+            return  # the next line begins later
+    if rest:
+        yield at, rest
+
+
+def _pieces_from(file: ByteFile, begin: int, stop: int) -> Iterator[bytes]:
+    """The bytes of a file in pieces, in large ones up to `stop`."""
+    size, beyond = file.size_bytes, _BEYOND_BYTES
+    while begin < size:
+        if begin < stop:
+            end = min(begin + _STEP_BYTES, stop)
+        else:  # the rest of its last line
+            end, beyond = min(begin + beyond, size), min(2 * beyond, _STEP_BYTES)
         if file.is_remote and end < size:
             file.will_need(np.array([end]), np.array([min(end + _STEP_BYTES, size)]))
-        *lines, rest = (rest + read_bytes(file, begin, end)).split(b"\n")
-        for line in lines:
-            if at >= span.end:
-                return
-            if not skipping:
-                yield at, line
-            at, skipping = at + len(line) + 1, False
-        if at >= span.end:
-            return
-    if rest and not skipping and at < span.end:
-        yield at, rest
+        yield read_bytes(file, begin, end)
+        begin = end
 
 
 def place_of(file: ByteFile, byte: int) -> str:

@@ -266,7 +266,7 @@ def _configured(file: TokenizerFile, name: str) -> str | None:
     try:
         told = json.loads(file.config or b"{}").get(name)
     except (ValueError, AttributeError) as error:
-        raise StoreError(f"{file.name}: tokenizer_config.json: no JSON object: {error}") from error
+        raise StoreError(f"{file.name}: tokenizer_config.json: not a JSON object: {error}") from error
     return cast(dict[str, Any], told).get("content") if isinstance(told, dict) else told
 
 
