@@ -127,6 +127,9 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    # What a rank starts itself is forked, as under torchrun. Otherwise it would first start a fork server of its own,
+    # which imports all of this once more.
+    multiprocessing.set_start_method("fork", force=True)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     outcome = Outcome()
