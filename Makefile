@@ -31,8 +31,9 @@ soak: $(VENV)/.tested
 		--hypothesis-seed=$(SEED) $(TESTS) || { echo "to repeat it: make soak SEED=$(SEED)"; exit 1; }
 	@echo "passed: make soak SEED=$(SEED)"
 
+# about 20 minutes on two idle cores; continued where it was interrupted; writes the tables of figures
 bench: $(VENV)/.tested
-	for each in benchmarks/bench_*.py; do $(BIN)/python $$each || exit 1; done
+	$(BIN)/python benchmarks/run.py
 
 # the wheel and the sdist, into dist/
 dist: $(VENV)/.tested
@@ -49,13 +50,15 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[demo]"
 	touch $@
 
-REQUIREMENTS := requirements-test.txt requirements-oracles.txt requirements-frameworks.txt
+REQUIREMENTS := requirements-test.txt requirements-oracles.txt requirements-frameworks.txt \
+	requirements-bench.txt
 
 $(VENV)/.tested: $(VENV)/.installed $(REQUIREMENTS)
 	$(BIN)/python -m pip install --quiet --requirement requirements-test.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-oracles.txt
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-frameworks.txt
+	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-bench.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) demo-out dist site
+	rm -rf $(VENV) bench-out demo-out dist site

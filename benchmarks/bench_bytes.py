@@ -5,56 +5,55 @@ index and headers included. Real ranks on gloo read it whole at tp * cp * pp = 1
 by itself (delivery auto, which is share here), by direct reads through the node's cache, and the usual way,
 every rank for itself.
 
-    python benchmarks/bench_bytes.py        needs nginx
+Needs nginx.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from measure import verdict
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import measure
+from measure import Row
 
 LAYOUTS = ("tp1", "tp2", "tp2-cp2", "tp2-cp2-pp2")
 WAYS = {
-    "auto": ("auto", False),
-    "direct, node's cache": ("direct", False),
-    "direct, each for itself": ("direct", True),
+    "delivery auto": ("auto", False),
+    "direct, through the node's cache": ("direct", False),
+    "every rank for itself": ("direct", True),
 }
-AIM = 1.02
 
 
-def main() -> None:
-    """Run and print."""
+def measured(short: bool) -> Iterator[Row]:
+    """Each layout and way."""
+    measure.needs("nginx")
     import meshfeed as mf
     import world
     from corpus import write_corpus
     from services.nginx import Nginx
     from test_far import NUM_TOKENS, one_epoch
 
-    print(
-        f"bytes fetched / bytes consumed, {NUM_TOKENS:,} tokens\n{'':14}" + "".join(f"{w:>26}" for w in WAYS)
-    )
-    found: dict[tuple[str, str], float] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         (folder / "served").mkdir()
         write_corpus(folder / "served/corpus", num_tokens=NUM_TOKENS, mean=2_000)
         consumed = sum(file.stat().st_size for file in (folder / "served").iterdir())
-        for layout in LAYOUTS:
+        for layout in LAYOUTS[1:2] if short else LAYOUTS:
             for way, (delivery, alone) in WAYS.items():
                 ranks = mf.Layout.parse(layout).world_size
                 with Nginx(folder / "served") as server:
                     cache = folder / f"{layout} {way}"
                     world.run(one_epoch, ranks, f"{server.url}/corpus", str(cache), layout, delivery, alone)
-                    found[layout, way] = server.fetched_bytes() / consumed
-            print(f"{layout:14}" + "".join(f"{found[layout, way]:>26.3f}" for way in WAYS), flush=True)
-    worst = max(found[layout, "auto"] for layout in LAYOUTS)
-    print(verdict("auto, the worst layout", worst, AIM, at_least=False))
+                    fetched = server.fetched_bytes() / consumed
+                yield Row(
+                    name=f"bytes fetched on a node for each byte consumed, {layout}, {way}",
+                    value=fetched,
+                    unit="",
+                    aim=None if alone else 1.02,
+                    headline=layout == LAYOUTS[-1] and way != "direct, through the node's cache",
+                )
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

@@ -3,40 +3,33 @@
 Both keep 16 requests in flight: obstore from threads, as the leader of a node does,
 fsspec by `cat_ranges` of its HTTP file system (aiohttp). Blocks of 4 MiB, as the node's cache fetches them,
 and ranges of 64 KiB, as single documents are. Rates per second, and per second of CPU time in this process.
-
-    pip install 'fsspec[http]' obstore
-    python benchmarks/bench_clients.py [--mib 512]      needs nginx
+Needs nginx.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import measure
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from measure import Row
 
 IN_FLIGHT, ROUNDS = 16, 5
 Ranges = Sequence[tuple[int, int]]
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mib", type=int, default=512, help="size of the object")
-    size = parser.parse_args().mib << 20
+def measured(short: bool) -> Iterator[Row]:
+    """Both sizes of range."""
+    measure.needs("nginx")
     from services.nginx import Nginx
 
+    size = (16 if short else 512) << 20
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -44,15 +37,17 @@ def main() -> None:
         with Nginx(folder) as server:
             clients = {"obstore": with_obstore(server.url), "fsspec": with_fsspec(server.url)}
             for bytes_each, count in ((4 << 20, size >> 22), (64 << 10, min(size >> 17, 4096))):
-                compare(clients, data, bytes_each, count)
+                yield from compare(clients, data, bytes_each, count, rounds=1 if short else ROUNDS)
 
 
-def compare(clients: dict[str, Callable[[Ranges], Sequence[Any]]], data: Any, each: int, count: int) -> None:
+def compare(
+    clients: dict[str, Callable[[Ranges], Sequence[Any]]], data: Any, each: int, count: int, rounds: int
+) -> Iterator[Row]:
     """One size of range; every client's bytes are checked."""
     begins = np.random.default_rng(1).permutation(data.size // each)[:count] * each
     ranges = [(begin, begin + each) for begin in begins.tolist()]
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in clients}
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         for name, fetch in clients.items():
             wall, cpu = time.perf_counter(), time.process_time()
             found = fetch(ranges)
@@ -62,14 +57,13 @@ def compare(clients: dict[str, Callable[[Ranges], Sequence[Any]]], data: Any, ea
                 for (begin, end), got in zip(ranges, found, strict=True):
                     if not np.array_equal(np.frombuffer(got, np.uint8), data[begin:end]):
                         raise RuntimeError(f"{name}: bytes {begin}..{end} are wrong")
-    print(f"{count} ranges of {each >> 10} KiB, {IN_FLIGHT} in flight, medians of {ROUNDS}")
-    for name, rounds in spent.items():
-        wall, cpu = (statistics.median(times) for times in zip(*rounds))
-        gigabytes = each * count / 1e9
-        print(f"  {name:10} {gigabytes / wall:6.2f} GB/s   {gigabytes / cpu:6.2f} GB per CPU second")
-    for what, place in (("time", 0), ("CPU time", 1)):
-        pairs = zip(spent["fsspec"], spent["obstore"])
-        print(f"  fsspec takes {statistics.median(a[place] / b[place] for a, b in pairs):.2f} x the {what}")
+    for what, place in (("rate", 0), ("rate per second of CPU time", 1)):
+        pairs = zip(spent["fsspec"], spent["obstore"], strict=True)
+        yield Row(
+            name=f"obstore's {what}, ranges of {each >> 10:,} KiB",
+            against="fsspec",
+            value=statistics.median(a[place] / b[place] for a, b in pairs),
+        )
 
 
 def with_obstore(url: str) -> Callable[[Ranges], Sequence[Any]]:
@@ -100,4 +94,4 @@ def with_fsspec(url: str) -> Callable[[Ranges], Sequence[Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

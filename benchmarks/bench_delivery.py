@@ -7,16 +7,13 @@ those whose size only the reader knows, and for the number of documents. Its ten
 store and build the tensors on every rank, and are charged for it. All over gloo, on one machine.
 
 A microbatch is one window. Latency is from asking for it to having it, on a rank that receives.
-
-    python benchmarks/bench_delivery.py [--microbatches 256]
+There are two usual ways: windows need the four tensors alone, packed documents the packing tensors too. A
+microbatch of meshfeed's is measured against both.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -25,60 +22,58 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measure
 import numpy as np
 import torch
 import torch.distributed as dist
-from measure import verdict
+from measure import Row, from_ranks
 
 import meshfeed as mf
 from meshfeed.store import IndexedWriter
 
 RANKS = 4
 ROUNDS = 5
-AIMS = {"meshfeed share": 0.10, "meshfeed broadcast": 0.25}
+LENGTHS = (4096, 32_768)
+USUAL = ("a broadcast for each of four tensors", "the same, and for each packing tensor")
+PICKLED = "broadcast_object_list of the same"
+AIMS = {"delivery share": 0.10, "delivery broadcast": 0.25}
 
 
-def main() -> None:
-    """Run and print."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--microbatches", type=int, default=256)
-    args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
+def measured(short: bool) -> Iterator[Row]:
+    """Both ways of meshfeed beside each usual one."""
+    lengths, count, rounds = ((4096,), 64, 1) if short else (LENGTHS, 256, ROUNDS)
     with tempfile.TemporaryDirectory() as scratch:
         prefix = Path(scratch) / "corpus"
         write_store(prefix)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        results = context.SimpleQueue()
-        ranks = [
-            context.Process(target=rank_main, args=(rank, port, str(prefix), args.microbatches, results))
-            for rank in range(RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        for length in (4096, 32_768):
-            report(length, args.microbatches, results.get())
-        for process in ranks:
-            process.join()
+        given = from_ranks(rank_main, RANKS, len(lengths), str(prefix), lengths, count, rounds)
+        for length, taken in zip(lengths, given, strict=True):
+            yield from rows_of(length, count, taken)
 
 
-def report(length: int, count: int, measured: dict[str, dict[str, Any]]) -> None:
-    """One table and the verdicts."""
-    print(f"{RANKS} processes, {length:,} tokens per microbatch, {count} of them, {ROUNDS} rounds in turn")
-    print(f"  {'':28} {'mean':>9} {'p50':>9} {'p99':>9}  collectives")
-    for name, figures in measured.items():
+def rows_of(length: int, count: int, taken: dict[str, dict[str, Any]]) -> Iterator[Row]:
+    """Ratios of mean latencies, and collectives; and a table for the eye."""
+    print(f"{length:,} tokens in a microbatch")
+    for name, figures in taken.items():
         latencies = np.concatenate(figures["latencies"]) * 1e3
         print(
-            f"  {name:28} {latencies.mean():>6.2f} ms {np.median(latencies):>6.2f} ms "
-            f"{np.percentile(latencies, 99):>6.2f} ms  {figures['collectives'] / count:.2f}"
+            f"  {name:50} mean {latencies.mean():>6.2f} ms, p50 {np.median(latencies):>6.2f} ms, "
+            f"p99 {np.percentile(latencies, 99):>6.2f} ms"
         )
-    usual = measured["usual, with packing tensors"]
     for name, aim in AIMS.items():
-        pairs = zip(measured[name]["latencies"], usual["latencies"], strict=True)
-        ratio = statistics.median(float(ours.mean() / theirs.mean()) for ours, theirs in pairs)
-        print("  " + verdict(f"{name} : usual, with packing tensors (means)", ratio, aim, at_least=False))
+        for peer in USUAL:
+            pairs = zip(taken[name]["latencies"], taken[peer]["latencies"], strict=True)
+            yield Row(
+                name=f"{name}, {length:,} tokens, time from asking for a microbatch to having it",
+                against=peer,
+                value=statistics.median(float(ours.mean() / theirs.mean()) for ours, theirs in pairs),
+                aim=aim,
+                headline=peer == USUAL[0],
+            )
+        yield Row(
+            name=f"{name}, {length:,} tokens, collectives a microbatch",
+            value=taken[name]["collectives"] / count,
+            unit="",
+        )
 
 
 def write_store(prefix: Path) -> None:
@@ -89,21 +84,23 @@ def write_store(prefix: Path) -> None:
             writer.add_document(rng.integers(0, 50_000, 1000).astype(np.uint16))
 
 
-def rank_main(rank: int, port: int, prefix: str, count: int, results: Any) -> None:
-    """One process: every contestant in turn, `ROUNDS` times after a warm-up."""
+def rank_main(
+    rank: int, port: int, results: Any, prefix: str, lengths: tuple[int, ...], count: int, rounds: int
+) -> None:
+    """One process: every contestant in turn, so many times after a warm-up."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    for length in (4096, 32_768):
+    for length in lengths:
         contestants: dict[str, Callable[[], tuple[Any, Callable[[], int]]]] = {
-            "usual": partial(usual, rank, length, packed=False),
-            "usual, with packing tensors": partial(usual, rank, length, packed=True),
-            "broadcast_object_list": partial(pickled, rank, length),
-            "meshfeed broadcast": partial(fed, prefix, length, "broadcast"),
-            "meshfeed share": partial(fed, prefix, length, "share"),
+            USUAL[0]: partial(usual, rank, length, packed=False),
+            USUAL[1]: partial(usual, rank, length, packed=True),
+            PICKLED: partial(pickled, rank, length),
+            "delivery broadcast": partial(fed, prefix, length, "broadcast"),
+            "delivery share": partial(fed, prefix, length, "share"),
         }
-        measured = {name: {"latencies": [], "collectives": 0} for name in contestants}
-        for round_ in range(ROUNDS + 1):
+        taken = {name: {"latencies": [], "collectives": 0} for name in contestants}
+        for round_ in range(rounds + 1):
             for name, contestant in contestants.items():
                 dist.barrier()
                 batches, collectives = contestant()
@@ -114,11 +111,11 @@ def rank_main(rank: int, port: int, prefix: str, count: int, results: Any) -> No
                     next(batches)
                     latencies[at] = time.perf_counter() - began
                 if round_:
-                    measured[name]["latencies"].append(latencies)
-                    measured[name]["collectives"] = collectives()
+                    taken[name]["latencies"].append(latencies)
+                    taken[name]["collectives"] = collectives()
                 batches.close()
         if rank == RANKS - 1:
-            results.put(measured)
+            results.put(taken)
     dist.destroy_process_group()
 
 
@@ -187,4 +184,4 @@ def fed(prefix: str, length: int, delivery: Any) -> tuple[Iterator[Any], Callabl
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

@@ -11,17 +11,12 @@ Both plan with meshfeed's planner, and end with the same packed tokens, labels, 
 which is checked. Eight processes over gloo on one machine. A step is timed from the end of the one before
 it to its last microbatch, on the slowest rank. CPU is that of all ranks together, their gloo threads and
 the system's part included: where there are fewer cores than ranks, time is hardly anything else.
-
-    python benchmarks/bench_exchange.py [--steps 12]
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import resource
-import socket
 import statistics
 import sys
 import time
@@ -32,16 +27,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import measure
 import numpy as np
 import torch
 import torch.distributed as dist
-from measure import verdict
+from measure import Row, from_ranks
 
 import meshfeed as mf
 
 RANKS, ROUNDS, CAPACITY, AIM = 8, 5, 16_384, 0.5
 COUNT = 64  # items that each data-parallel rank gives to a step
 CASES = ("dp8", "dp8, short items", "dp8, short items, 8 keys", "dp2-pp4, short items")
+PEER = "Megatron-core's reroute by key"
 FURTHER = ("advantages", "log_probs", "old_log_probs", "returns")
 KEYS = mf.exchange.Keys(
     mf.Field(name="tokens", dtype="int64", split=True),
@@ -53,46 +50,29 @@ EIGHT_KEYS = mf.exchange.Keys(*KEYS.declared, *FURTHER_KEYS)
 PACKING = mf.Packing(capacity=CAPACITY, policy="in_order")
 
 
-def main() -> None:
-    """Run and print."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--steps", type=int, default=12)
-    args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results = context.SimpleQueue()
-    ranks = [
-        context.Process(target=rank_main, args=(rank, port, args.steps, results)) for rank in range(RANKS)
-    ]
-    for process in ranks:
-        process.start()
-    for case in CASES:
-        report(case, args.steps, results.get())
-    for process in ranks:
-        process.join()
+def measured(short: bool) -> Iterator[Row]:
+    """Every case."""
+    cases, steps, rounds = (CASES[1:2], 3, 1) if short else (CASES, 12, ROUNDS)
+    given = from_ranks(rank_main, RANKS, len(cases), cases, steps, rounds)
+    for case, taken in zip(cases, given, strict=True):
+        yield from rows_of(case, taken)
 
 
-def report(case: str, steps: int, measured: dict[str, dict[str, Any]]) -> None:
-    """One table and the verdict."""
-    tokens = next(iter(measured.values()))["tokens"]
-    print(f"{case}: {RANKS} processes, {tokens:,.0f} tokens a step, {steps} steps, {ROUNDS} rounds in turn")
-    print(f"  {'':36} {'p50':>9} {'p90':>9} {'CPU':>9}  collectives      MB   (of rank 0, a step)")
-    for name, figures in measured.items():
-        seconds = np.concatenate(figures["seconds"]) * 1e3
-        print(
-            f"  {name:36} {np.median(seconds):>6.1f} ms {np.percentile(seconds, 90):>6.1f} ms "
-            f"{np.median(figures['cpu_s']) * 1e3:>6.1f} ms  "
-            f"{figures['collectives']:>11.1f} {figures['bytes'] / 1e6:>7.2f}"
+def rows_of(case: str, taken: dict[str, dict[str, Any]]) -> Iterator[Row]:
+    """Ratios of times, and collectives."""
+    usual, ours = taken[PEER], taken["meshfeed"]
+    for name, of in (("median time of a step", "seconds"), ("CPU time of all ranks in a step", "cpu_s")):
+        yield Row(
+            name=f"{name}, {case}",
+            against=PEER if "pp" not in case else f"{PEER}, and its broadcast of lengths",
+            value=statistics.median(
+                float(np.median(a) / np.median(b)) for a, b in zip(ours[of], usual[of], strict=True)
+            ),
+            aim=AIM,
+            headline=case in (CASES[0], CASES[-1]) and of == "seconds",
         )
-    usual, ours = measured["per key, as Megatron"], measured["meshfeed"]
-    for name, of in (("p50", "seconds"), ("CPU", "cpu_s")):
-        ratio = statistics.median(
-            float(np.median(a) / np.median(b)) for a, b in zip(ours[of], usual[of], strict=True)
-        )
-        print("  " + verdict(f"meshfeed : per key ({name})", ratio, AIM, at_least=False))
+    for name, of in (("collectives in a step", "collectives"), ("bytes of rank 0 in a step", "bytes")):
+        yield Row(name=f"{name}, {case}", against=PEER, value=ours[of] / usual[of])
 
 
 def items_of(owner: int, step: int, case: str) -> list[dict[str, torch.Tensor]]:
@@ -194,7 +174,7 @@ class Usual:
         return made
 
 
-def rank_main(rank: int, port: int, steps: int, results: Any) -> None:
+def rank_main(rank: int, port: int, results: Any, cases: tuple[str, ...], steps: int, rounds: int) -> None:
     """One process: every case, and in each both contestants in turn."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sys.path.insert(0, str(Path(__file__).parent))
@@ -204,14 +184,16 @@ def rank_main(rank: int, port: int, steps: int, results: Any) -> None:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
     counted = Counted()
-    for case in CASES:
-        measured = measure(case, rank, steps, counted)
+    for case in cases:
+        taken = measure_case(case, rank, steps, rounds, counted)
         if rank == 0:
-            results.put(measured)
+            results.put(taken)
     dist.destroy_process_group()
 
 
-def measure(case: str, rank: int, steps: int, counted: Counted) -> dict[str, dict[str, Any]]:
+def measure_case(
+    case: str, rank: int, steps: int, rounds: int, counted: Counted
+) -> dict[str, dict[str, Any]]:
     """Seconds of every step, and CPU seconds of all ranks in a step, by contestant and round."""
     layout = mf.Layout.parse(case.split(",")[0])
     coord, ends = layout.coord(rank), np.isin(layout.coords()[:, 3], (0, layout.pp - 1))
@@ -222,14 +204,14 @@ def measure(case: str, rank: int, steps: int, counted: Counted) -> dict[str, dic
         [{name: item[name] for name in item if name != "position_ids"} for item in items] for items in batches
     ]
     usual, keys = Usual(layout, groups, counted), EIGHT_KEYS if "8 keys" in case else KEYS
-    iterator = given * (ROUNDS + 1) if owns else None
+    iterator = given * (rounds + 1) if owns else None
     exchange = mf.Exchange(iterator, layout, packing=PACKING, keys=keys, owners=owners)
     contestants = {  # each lives through all rounds, as through a training run
-        "per key, as Megatron": map(usual.step, batches * (ROUNDS + 1)),
+        PEER: map(usual.step, batches * (rounds + 1)),
         "meshfeed": exchange_steps(exchange, counted),
     }
-    measured: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_s": []} for name in contestants}
-    for round_ in range(ROUNDS + 1):
+    taken: dict[str, dict[str, Any]] = {name: {"seconds": [], "cpu_s": []} for name in contestants}
+    for round_ in range(rounds + 1):
         for name, contestant in contestants.items():
             dist.barrier()
             packed, ends, cpu = list[Any](), list[float](), list[float]()
@@ -240,29 +222,29 @@ def measure(case: str, rank: int, steps: int, counted: Counted) -> dict[str, dic
                 if len(ends) == 1:  # caches are the other's, and at first peers are met: not part of a step
                     counted.calls = counted.num_bytes = 0
             took, used = torch.from_numpy(np.diff(ends)), torch.tensor((cpu[-1] - cpu[0]) / steps)
-            figures = measured[name] | {
+            figures = taken[name] | {
                 "collectives": counted.calls / steps,
                 "bytes": counted.num_bytes / steps,
             }
             dist.all_reduce(took, dist.ReduceOp.MAX)
             dist.all_reduce(used)
-            measured[name] = figures if round_ else figures | {"packed": packed}
+            taken[name] = figures if round_ else figures | {"packed": packed}
             if round_:
                 figures["seconds"].append(took.numpy())
                 figures["cpu_s"].append(used.item())
     for contestant in contestants.values():
         if next(contestant, None) is not None:  # an Exchange ends with its peers
             raise SystemExit(f"rank {rank}: more steps than were given")
-    ours, theirs = (measured[name].pop("packed") for name in ("meshfeed", "per key, as Megatron"))
+    ours, theirs = (taken[name].pop("packed") for name in ("meshfeed", PEER))
     for mine, its in zip(ours, theirs, strict=True):
         names = its.keys() if "tokens" in its else ["cu_seqlens"] * (not mine.is_dummy)
         if not all(torch.equal(mine[name].reshape(-1), its[name].reshape(-1)) for name in names):
             raise SystemExit(f"rank {rank}: the two ways ended with other bytes")
     count = torch.tensor(sum(len(item["tokens"]) for items in batches for item in items))
     dist.all_reduce(count)
-    for figures in measured.values():
+    for figures in taken.values():
         figures["tokens"] = int(count) / len(batches) / (layout.tp * len({0, layout.pp - 1}))
-    return measured
+    return taken
 
 
 def cpu_s() -> float:
@@ -288,4 +270,4 @@ def own_group(layout: mf.Layout, dims: str, rank: int) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

@@ -1,13 +1,14 @@
-"""What `import meshfeed` costs beyond `import torch`: seconds, medians of 9, in processes of their own.
-
-python benchmarks/bench_import.py
-"""
+"""What `import meshfeed` costs beyond `import torch`: seconds, medians of 9, in processes of their own."""
 
 from __future__ import annotations
 
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+
+import measure
+from measure import Row
 
 CODE = (
     "import time, torch, torch.distributed, numpy; began = time.perf_counter(); import meshfeed; "
@@ -15,14 +16,14 @@ CODE = (
 )
 
 
-def main() -> None:
-    """Run and print."""
+def measured(short: bool) -> Iterator[Row]:
+    """The one figure."""
     times: list[float] = []
-    for _ in range(9):
+    for _ in range(1 if short else 9):
         done = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True)
         times.append(float(done.stdout))
-    print(f"import meshfeed after torch: {statistics.median(times):.3f} s (aim < 0.3 s)")
+    yield Row(name="import meshfeed, after torch", value=statistics.median(times), unit="s", aim=0.3)
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

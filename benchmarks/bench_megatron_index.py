@@ -4,57 +4,50 @@ Both sides give the same arrays to the last bit; every round checks that. "In me
 documents of all epochs shuffled, samples cut, samples shuffled; Megatron's side with its compiled helper.
 "Into a cache" is what a job waits for: reading the .idx, the arithmetic, and the files. The shuffles are
 NumPy's legacy one on both sides, since nothing else gives its bits: they are the limit, shown as such.
-
-    python benchmarks/bench_megatron_index.py [--documents 10000000] [--length 4096] [--rounds 3]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import shutil
-import statistics
 import struct
 import tempfile
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
+import measure
 import numpy as np
-from measure import in_turn, ratio, verdict
+from measure import Row, in_turn, ratio
 
 import meshfeed as mf
 from meshfeed.order.megatron import blend_of_weights, build_index, passes_of
 
-SEED = 1234
-BLENDS = ((3, 10_000_000), (50, 10_000_000))
+SEED, LENGTH = 1234, 4096
+BLENDS = (3, 50)
+PEER = "Megatron-core"
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--documents", type=int, default=10_000_000)
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
-    lengths = np.random.default_rng(SEED).integers(1, 2000, args.documents).astype(np.int32)
+def measured(short: bool) -> Iterator[Row]:
+    """Index in memory and into a cache, and blends."""
+    documents, blend, rounds = (10_000, 10_000, 1) if short else (10_000_000, 10_000_000, 3)
+    lengths = np.random.default_rng(SEED).integers(1, 2000, documents).astype(np.int32)
     for epochs in (1, 3):
-        in_memory(lengths, args.length, epochs, args.rounds)
-    into_a_cache(lengths, args.length, args.rounds)
-    for count, size in BLENDS:
-        blends(count, size, args.rounds)
+        yield from in_memory(lengths, epochs, rounds)
+    yield into_a_cache(lengths, rounds)
+    for count in BLENDS:
+        yield blends(count, blend, rounds)
 
 
-def in_memory(lengths: np.ndarray, length: int, epochs: int, rounds: int) -> None:
+def in_memory(lengths: np.ndarray, epochs: int, rounds: int) -> Iterator[Row]:
     """The arithmetic alone, of as many epochs."""
     from megatron.core.datasets import helpers
     from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
 
     tokens = int(lengths.sum(dtype=np.int64))
-    num_samples = int((epochs - 0.05) * tokens) // length
-    passes = passes_of(tokens, length, num_samples)
+    num_samples = int((epochs - 0.05) * tokens) // LENGTH
+    passes = passes_of(tokens, LENGTH, num_samples)
     if passes.num_epochs != epochs or passes.separate_last:
         raise RuntimeError(f"{passes} is not what is measured here")
     made: dict[str, list[np.ndarray]] = {}
@@ -64,7 +57,7 @@ def in_memory(lengths: np.ndarray, length: int, epochs: int, rounds: int) -> Non
         documents = np.arange(lengths.size, dtype=np.int32)
         int(np.sum(lengths[documents]))
         document = _build_document_index(documents, epochs, random, False)
-        sample = helpers.build_sample_idx(lengths.copy(), document, length, epochs, tokens, True, True)
+        sample = helpers.build_sample_idx(lengths.copy(), document, LENGTH, epochs, tokens, True, True)
         total = sample.shape[0] - 1
         made["theirs"] = [document, sample, _build_shuffle_index(total, total, random)]
 
@@ -76,15 +69,18 @@ def in_memory(lengths: np.ndarray, length: int, epochs: int, rounds: int) -> Non
         random.shuffle(np.arange(epochs * lengths.size, dtype=np.int64))
         random.shuffle(np.arange(passes.num_samples, dtype=np.uint32))
 
-    took = in_turn({"Megatron": theirs, "meshfeed": ours, "the two shuffles": shuffles}, rounds)
+    took = in_turn({PEER: theirs, "meshfeed": ours, "the two shuffles": shuffles}, rounds)
     check(made)
-    print(f"{lengths.size:,} documents, {epochs} epochs, {passes.num_samples:,} samples, in memory, seconds")
-    show(took)
-    limit = ratio(took["Megatron"], took["the two shuffles"])
-    print(f"  the shuffles alone, without which there are no equal bits, allow {limit:.2f} at most")
+    what = f"speed of the index of 10M documents, in memory, {epochs} epoch{'s' * (epochs > 1)}"
+    yield speed(what, took, headline=epochs == 1)
+    yield Row(
+        name=f"{what}: most that its two shuffles allow",
+        against=PEER,
+        value=ratio(took[PEER], took["the two shuffles"]),
+    )
 
 
-def into_a_cache(lengths: np.ndarray, length: int, rounds: int) -> None:
+def into_a_cache(lengths: np.ndarray, rounds: int) -> Row:
     """From an .idx on disk to arrays on disk, as a job does it."""
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -93,7 +89,7 @@ def into_a_cache(lengths: np.ndarray, length: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         prefix, turn = Path(scratch) / "corpus", itertools.count()
         write_index(prefix, lengths)
-        num_samples = int(0.95 * lengths.sum(dtype=np.int64)) // length
+        num_samples = int(0.95 * lengths.sum(dtype=np.int64)) // LENGTH
         made: dict[str, list[np.ndarray]] = {}
 
         def fresh() -> Path:
@@ -104,7 +100,7 @@ def into_a_cache(lengths: np.ndarray, length: int, rounds: int) -> None:
         def theirs() -> None:
             config = GPTDatasetConfig(
                 random_seed=SEED,
-                sequence_length=length,
+                sequence_length=LENGTH,
                 blend=([str(prefix)], None),
                 split="1,0,0",
                 path_to_cache=str(fresh()),
@@ -120,22 +116,19 @@ def into_a_cache(lengths: np.ndarray, length: int, rounds: int) -> None:
             made["theirs"] = [dataset.document_index, dataset.sample_index, dataset.shuffle_index]
 
         def ours() -> None:
-            rule = mf.MegatronGPT(length, samples=num_samples, cache=fresh())
+            rule = mf.MegatronGPT(LENGTH, samples=num_samples, cache=fresh())
             recipe = mf.Recipe(data=mf.open(prefix), sequence=rule, batch=mf.Batch(sequences=256), seed=SEED)
             rule.prepare(recipe)
             (entry,) = (each for each in Path(str(rule.cache)).iterdir() if each.is_dir())
             names = ("document", "sample", "shuffle")
             made["ours"] = [np.load(entry / f"{name}.npy", mmap_mode="r") for name in names]
 
-        took = in_turn({"Megatron": theirs, "meshfeed": ours}, rounds)
+        took = in_turn({PEER: theirs, "meshfeed": ours}, rounds)
         check(made)
-    print(
-        f"{lengths.size:,} documents, from .idx into a cache (ours is on the disk when it returns), seconds"
-    )
-    show(took)
+    return speed("speed of the index of 10M documents, from .idx into a cache", took)
 
 
-def blends(count: int, size: int, rounds: int) -> None:
+def blends(count: int, size: int, rounds: int) -> Row:
     """The greedy rule over weights, against its compiled loop."""
     from megatron.core.datasets import helpers
     from megatron.core.datasets.utils import normalize
@@ -152,19 +145,19 @@ def blends(count: int, size: int, rounds: int) -> None:
     def ours() -> None:
         made["ours"] = list(blend_of_weights(weights, size).values())
 
-    took = in_turn({"Megatron": theirs, "meshfeed": ours}, rounds)
+    took = in_turn({PEER: theirs, "meshfeed": ours}, rounds)
     check(made)
-    print(f"a blend of {count} datasets, {size:,} samples, seconds (no aim: theirs is a compiled loop)")
-    for name, times in took.items():
-        print(f"  {name:24} {statistics.median(times):>8.3f}")
-    print(f"  Megatron : meshfeed: {ratio(took['Megatron'], took['meshfeed']):.3f}")
+    return Row(
+        name=f"speed of blending {count} sources, 10M samples",
+        against=f"{PEER}'s compiled loop",
+        value=ratio(took[PEER], took["meshfeed"]),
+    )
 
 
-def show(took: dict[str, list[float]]) -> None:
-    """Medians, and the ratio that is aimed at."""
-    for name, times in took.items():
-        print(f"  {name:24} {statistics.median(times):>8.3f}")
-    print("  " + verdict("Megatron : meshfeed", ratio(took["Megatron"], took["meshfeed"]), 3, at_least=True))
+def speed(name: str, took: dict[str, list[float]], *, headline: bool = False) -> Row:
+    """How many times faster than the peer."""
+    value = ratio(took[PEER], took["meshfeed"])
+    return Row(name=name, against=PEER, value=value, aim=3.0, at_least=True, headline=headline)
 
 
 def check(made: dict[str, list[np.ndarray]]) -> None:
@@ -187,4 +180,4 @@ def write_index(prefix: Path, lengths: np.ndarray) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

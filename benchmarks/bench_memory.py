@@ -1,17 +1,17 @@
 """Memory over 10**5 steps: of a mixture, with everything that a Feed keeps.
 
 The process's resident memory after 10**3 steps against that after 10**5: what grows with the steps shows.
-
-    python benchmarks/bench_memory.py
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import measure
 import numpy as np
-from measure import verdict
+from measure import Row
 
 import meshfeed as mf
 from meshfeed.store import IndexedWriter
@@ -19,8 +19,9 @@ from meshfeed.store import IndexedWriter
 STEPS, EARLY = 100_000, 1_000
 
 
-def main() -> None:
-    """Run and print."""
+def measured(short: bool) -> Iterator[Row]:
+    """The one ratio."""
+    last = 2 * EARLY if short else STEPS
     with tempfile.TemporaryDirectory() as folder:
         stores: dict[str, tuple[object, float]] = {}
         for k in range(3):
@@ -30,7 +31,7 @@ def main() -> None:
                     writer.add_document(np.arange(100, dtype=np.uint16))
             stores[f"s{k}"] = (mf.open(path), k + 1.0)
         recipe = mf.Recipe(
-            data=mf.Mixture(stores), sequence=mf.Windows(64), batch=mf.Batch(sequences=4), steps=STEPS
+            data=mf.Mixture(stores), sequence=mf.Windows(64), batch=mf.Batch(sequences=4), steps=last
         )
         resident: dict[int, int] = {}
         with mf.Feed(recipe) as feed:
@@ -38,11 +39,15 @@ def main() -> None:
                 for _ in step.microbatches:
                     pass
                 feed.state_dict()
-                if step.index + 1 in (EARLY, STEPS):
+                if step.index + 1 in (EARLY, last):
                     resident[step.index + 1] = resident_bytes()
-    for steps, size in resident.items():
-        print(f"after {steps:>7} steps: {size / 2**20:.1f} MiB resident")
-    print(verdict("resident memory, late : early", resident[STEPS] / resident[EARLY], 1.02, at_least=False))
+    yield Row(
+        name="resident memory after 10⁵ steps of a mixture",
+        against="after 10³",
+        value=resident[last] / resident[EARLY],
+        aim=1.02,
+        headline=True,
+    )
 
 
 def resident_bytes() -> int:
@@ -52,4 +57,4 @@ def resident_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

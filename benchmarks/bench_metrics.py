@@ -8,26 +8,24 @@ so a busy machine changes little.
 The figure comes twice: from what a Feed tells, told again many times to a recorder with sinks and to one
 without; and from whole loops, with and without, in turn. The first sees a microsecond, the second whatever
 the first does not think of, within the noise of a few per cent.
-
-    python benchmarks/bench_metrics.py [--steps 30]
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import measure
 import numpy as np
 import torch
-from measure import ratio, verdict
+from measure import Row, ratio
 
 import meshfeed as mf
 from meshfeed.metrics import ProfilerRanges, Recorder, RunLog, RunStart, Sink, Span, StageClock, Telemetry
@@ -39,25 +37,30 @@ TOLD = 2000  # steps told to a recorder by itself
 ONLY_FOR_SINKS = ("courier", "run_log", "lines", "telemetry", "ranges", "sink")
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=30)
-    steps = parser.parse_args().steps
+def measured(short: bool) -> Iterator[Row]:
+    """What metrics cost, on and off, and what a run log takes on disk."""
+    steps, told_steps = (5, 100) if short else (30, TOLD)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         recipe = recipe_of(Path(scratch) / "corpus")
         loops = {"off": lambda: loop(recipe, steps, None), "on": lambda: loop(recipe, steps, sinks(scratch))}
-        took = cpu_in_turn(loops)
+        took = cpu_in_turn(loops, 1 if short else ROUNDS)
         step_s = statistics.median(wall for _, wall in took["off"]) / steps
         off, on = ([cpu for cpu, _ in took[name]] for name in ("off", "on"))
-        cost_s = told(sinks(scratch)) - told(None)
-        print(f"{step_s * 1e3:.1f} ms a step; all metrics cost {cost_s * 1e6:.0f} µs of CPU time in each")
-        print("  " + verdict("metrics : step", cost_s / step_s, 0.01, at_least=False))
-        print(f"  whole loops, CPU time with : without metrics: {ratio(on, off):.3f}")
-        print("  " + verdict("calls into sinks when off", calls_when_off(recipe), 0, at_least=False))
+        cost_s = told(sinks(scratch), told_steps) - told(None, told_steps)
+        yield Row(
+            name="CPU time of all metrics",
+            against="a step of some 50 ms",
+            value=cost_s / step_s,
+            aim=0.01,
+            headline=True,
+        )
+        yield Row(name="CPU time of whole loops with all metrics", against="without", value=ratio(on, off))
+        yield Row(name="calls into sinks when off", value=calls_when_off(recipe), unit="calls", aim=0)
+        log = Path(scratch) / "log"
+        told([RunLog(log)], told_steps)
+        written = sum(path.stat().st_size for path in log.rglob("*") if path.is_file())
+        yield Row(name="a run log, for each step and rank", value=written / told_steps, unit="bytes")
 
 
 def sinks(scratch: str) -> list[Sink]:
@@ -89,10 +92,10 @@ def loop(recipe: mf.Recipe, steps: int, metrics: list[Sink] | None) -> None:
                 torch.mm(microbatch["tokens"].view(-1)[:512, None] * weights, weights)
 
 
-def cpu_in_turn(loops: dict[str, Callable[[], None]]) -> dict[str, list[tuple[float, float]]]:
+def cpu_in_turn(loops: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[tuple[float, float]]]:
     """(CPU, wall) seconds of each loop in each round; the first is not counted."""
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
-    for counted in [False, *([True] * ROUNDS)]:
+    for counted in [False, *([True] * rounds)]:
         for name, run in loops.items():
             cpu, wall = time.process_time(), time.perf_counter()
             run()
@@ -101,20 +104,20 @@ def cpu_in_turn(loops: dict[str, Callable[[], None]]) -> dict[str, list[tuple[fl
     return took
 
 
-def told(metrics: list[Sink] | None) -> float:
+def told(metrics: list[Sink] | None, steps: int) -> float:
     """CPU seconds that a recorder and its sinks take for a step, all stages of it included."""
     layout, drawn, asked = mf.Layout(), np.array([70, 30]), np.array([0.7, 0.3])
     recorder = Recorder(metrics, lambda step: RunStart.here(step, layout, 0, "direct", "", ["code", "docs"]))
     began = time.process_time()
     recorder.start(0)
-    for step in range(TOLD):
+    for step in range(steps):
         recorder.step(step, 65_536, 2, {"source_drawn": drawn, "source_asked": asked})
         tell_step(recorder)
         recorder.over()
         if step % 500 == 499:
             time.sleep(1.2)  # as a loop would: the sinks are told in between, many steps at a time
     recorder.close()
-    return (time.process_time() - began) / TOLD
+    return (time.process_time() - began) / steps
 
 
 def tell_step(recorder: Recorder) -> None:
@@ -150,4 +153,4 @@ def calls_when_off(recipe: mf.Recipe) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

@@ -5,22 +5,21 @@ contestant forgets what it had worked out, so every time is that of a job that h
 same under a shuffle by blocks, also for a store in 100,000 shards of its own; and, in a job that goes on, a
 shuffle by blocks against a global one. Then a warm start, opening included, of 10,000 stores against one with
 as many documents; and drift, the largest distance of any source from its share over 10**6 draws.
-
-    python benchmarks/bench_order.py
 """
 
 from __future__ import annotations
 
 import resource
 import tempfile
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+import measure
 import numpy as np
-from measure import in_turn, ratio
+from measure import Row, in_turn, ratio
 
 import meshfeed as mf
 from meshfeed.order import Interleaving, draws_between
@@ -28,6 +27,7 @@ from meshfeed.order.course import course_of, forget
 from meshfeed.store import IndexedWriter
 
 BATCH, FAR, SOURCES = 256, 10**12, 10_000
+NOISE = 1.1  # what should be 1
 
 
 class Sharded(mf.Lengths):
@@ -39,19 +39,32 @@ class Sharded(mf.Lengths):
         super().__init__(np.ones(int(self.shard_ends[-1]), np.int8))
 
 
+def measured(short: bool) -> Iterator[Row]:
+    """All of it."""
+    yield from positions(short)
+    yield from blocks(short)
+    yield from drift(short)
+    yield from many_sources(short)
+
+
+def named(sources: int) -> str:
+    """A number of sources in words."""
+    return f"{sources:,} source{'s' * (sources > 1)}"
+
+
 def recipe_of(sources: int) -> mf.Recipe:
     """A mixture of stores of some size; no file is behind it."""
     sizes = np.random.default_rng(0).integers(1000, 10**6, sources)
     weights = np.random.default_rng(1).dirichlet(np.ones(sources)) + 1e-6
     stores = [mf.Lengths(np.ones(int(size), np.int8)) for size in sizes // 1000]
-    named = {f"s{k}": (store, float(weight)) for k, (store, weight) in enumerate(zip(stores, weights))}
-    data = mf.Mixture(named) if sources > 1 else stores[0]
+    stores_of = {f"s{k}": (store, float(weight)) for k, (store, weight) in enumerate(zip(stores, weights))}
+    data = mf.Mixture(stores_of) if sources > 1 else stores[0]
     return mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(sequences=BATCH))
 
 
-def positions() -> None:
+def positions(short: bool) -> Iterator[Row]:
     """Position 10**12 against position 0."""
-    for sources in (1, 10, 1000):
+    for sources in (1, 10) if short else (1, 10, 1000):
         recipe = recipe_of(sources)
 
         def draw(start: int, recipe: mf.Recipe = recipe) -> None:
@@ -59,18 +72,20 @@ def positions() -> None:
             course_of(recipe)
             draws_between(recipe, start, start + BATCH)
 
-        seconds = in_turn({"0": lambda: draw(0), "far": lambda: draw(FAR)}, rounds=15)
-        slower = ratio(seconds["far"], seconds["0"])
-        print(
-            f"{sources:>6} sources: {BATCH} draws at 10^12 : at 0 = {slower:.2f} (aim: 1 within noise); "
-            f"{median(seconds['0']) * 1e3:.1f} ms at 0"
+        seconds = in_turn({"0": lambda: draw(0), "far": lambda: draw(FAR)}, rounds=1 if short else 15)
+        yield Row(
+            name=f"{BATCH} draws at position 10¹², {named(sources)}",
+            against="at position 0",
+            value=ratio(seconds["far"], seconds["0"]),
+            aim=NOISE,
+            headline=sources == 1000,
         )
 
 
-def blocks() -> None:
+def blocks(short: bool) -> Iterator[Row]:
     """A shuffle by blocks: just resumed at 10**12 against 0, and going on against the global shuffle."""
-    recipes = {f"{sources} sources": recipe_of(sources) for sources in (1, 10, 1000)}
-    recipes["own shards"] = replace(recipe_of(1), data=Sharded())
+    recipes = {named(sources): recipe_of(sources) for sources in ((1,) if short else (1, 10, 1000))}
+    recipes["1 source in 100,000 shards"] = replace(recipe_of(1), data=Sharded())
     for name, plain in recipes.items():
         recipe = replace(plain, shuffle="blocks")
 
@@ -81,40 +96,49 @@ def blocks() -> None:
         def draw(recipe: mf.Recipe) -> None:
             draws_between(recipe, FAR, FAR + BATCH)
 
-        cold = in_turn({"0": partial(resume, 0), "far": partial(resume, FAR)}, rounds=15)
-        warm = in_turn({"blocks": partial(draw, recipe), "global": partial(draw, plain)}, rounds=25)
-        print(
-            f"blocks, {name:>12}: {BATCH} draws at 10^12 : at 0 = {ratio(cold['far'], cold['0']):.2f} "
-            f"(aim: 1 within noise), {median(cold['0']) * 1e3:.1f} ms at 0; going on, blocks : global "
-            f"= {ratio(warm['blocks'], warm['global']):.1f}"
+        cold = in_turn({"0": partial(resume, 0), "far": partial(resume, FAR)}, rounds=1 if short else 15)
+        warm = in_turn(
+            {"blocks": partial(draw, recipe), "global": partial(draw, plain)}, rounds=1 if short else 25
+        )
+        yield Row(
+            name=f"{BATCH} draws at position 10¹², shuffled by blocks, {name}",
+            against="at position 0",
+            value=ratio(cold["far"], cold["0"]),
+            aim=NOISE,
+        )
+        yield Row(
+            name=f"{BATCH} draws of a job under way, shuffled by blocks, {name}",
+            against="shuffled globally",
+            value=ratio(warm["blocks"], warm["global"]),
         )
 
 
-def drift() -> None:
+def drift(short: bool) -> Iterator[Row]:
     """The largest distance from a share at any prefix of 10**6 draws."""
     rng = np.random.default_rng(2)
-    for sources in (2, 10, 1000):
+    for sources in (2,) if short else (2, 10, 1000):
         weights = rng.dirichlet(np.ones(sources))
-        began = time.perf_counter()
         source, count = Interleaving(weights.tolist()).draws(0, 10**6)
-        spent = time.perf_counter() - began
         behind = count - weights[source] * np.arange(10**6)
         ahead = count + 1 - weights[source] * np.arange(1, 10**6 + 1)
         worst = max(np.abs(behind).max(), np.abs(ahead).max())
-        print(
-            f"{sources:>6} sources: drift 1 - {1 - worst:.1e} over 10^6 draws (aim: below 1), "
-            f"{spent:.2f} us a draw"
+        yield Row(
+            name=f"furthest of any of {sources:,} sources from its share in 10⁶ draws",
+            value=worst,
+            unit="draws",
+            aim=1.0,
         )
 
 
-def many_sources() -> None:
+def many_sources(short: bool) -> Iterator[Row]:
     """A warm start of 10,000 stores against one."""
+    sources = 100 if short else SOURCES
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with tempfile.TemporaryDirectory() as folder:
-        for k in range(SOURCES):
+        for k in range(sources):
             write(Path(folder) / f"s{k}", documents=2)
-        write(Path(folder) / "one", documents=2 * SOURCES)
+        write(Path(folder) / "one", documents=2 * sources)
 
         def first_batch(names: list[str]) -> None:
             stores = {name: (mf.open(Path(folder) / name), 1.0) for name in names}
@@ -124,13 +148,13 @@ def many_sources() -> None:
             with mf.Feed(recipe, prefetch=0) as feed:
                 list(next(iter(feed)).microbatches)
 
-        many, one = [f"s{k}" for k in range(SOURCES)], ["one"]
+        many, one = [f"s{k}" for k in range(sources)], ["one"]
         seconds = in_turn({"many": lambda: first_batch(many), "one": lambda: first_batch(one)}, rounds=3)
-        each = (median(seconds["many"]) - median(seconds["one"])) / SOURCES * 1e6
-        print(
-            f"{SOURCES} sources, opened and a first batch : one source = "
-            f"{ratio(seconds['many'], seconds['one']):.0f}; {each:.0f} us a source"
-        )
+    yield Row(
+        name="opening one of 10,000 sources, until a first batch",
+        value=(median(seconds["many"]) - median(seconds["one"])) / sources * 1e6,
+        unit="µs",
+    )
 
 
 def write(path: Path, documents: int) -> None:
@@ -141,7 +165,4 @@ def write(path: Path, documents: int) -> None:
 
 
 if __name__ == "__main__":
-    positions()
-    blocks()
-    drift()
-    many_sources()
+    measure.main(__doc__, measured)

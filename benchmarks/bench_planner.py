@@ -1,7 +1,5 @@
 """The planner beside its peers: quality, microbatches, time and failures, all in one run.
 
-    python benchmarks/bench_planner.py --traces DIR
-
 Peers: Megatron-core's BalancedCPScheduler, out of the installed megatron-core; the rule of its
 DpBalancedScheduler, which no published version has yet (0.16.1 has not; written here from its description:
 next-fit in stream order, then packs split from the tail); and a Karmarkar-Karp partition, at the smallest
@@ -15,7 +13,6 @@ with the smaller mean cp is better.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import math
 import time
@@ -23,8 +20,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import measure
 import numpy as np
 import numpy.typing as npt
+from measure import Row
 
 from meshfeed.plan import CostModel, Packing, best_fit, plan_step
 from meshfeed.plan.bounds import microbatch_bound
@@ -34,7 +33,9 @@ Lengths = npt.NDArray[np.int64]
 CAPACITY = 16_384
 COST = CostModel(alpha=25_100)
 SIZES = ((8, 256), (32, 1024), (256, 4096))
-DEFAULT_TRACES = Path(__file__).resolve().parents[1] / ".." / "shared" / "data" / "lengths"
+OTHER_SIZES = ((8, 200), (10, 300), (64, 1500), (1024, 16_384))
+TRACES = Path(__file__).parent / "data"
+BALANCED, DP_BALANCED = "Megatron-core's BalancedCPScheduler", "the rule of DpBalancedScheduler"
 
 
 @dataclass
@@ -200,22 +201,18 @@ def schedulers(lengths: Lengths, ranks: int) -> Iterator[Outcome]:
     yield ours("dynamic_cp, tol. 0", lengths, ranks, "dynamic_cp", tolerance=0.0)
     yield ours("balanced", lengths, ranks, "balanced")
     yield ours("in_order", lengths, ranks, "in_order")
-    yield timed("mcore BalancedCP", lengths, ranks, lambda: megatron_balanced_cp(lengths, ranks))
-    yield timed("mcore dp_balanced", lengths, ranks, lambda: megatron_dp_balanced(lengths, ranks))
+    yield timed(BALANCED, lengths, ranks, lambda: megatron_balanced_cp(lengths, ranks))
+    yield timed(DP_BALANCED, lengths, ranks, lambda: megatron_dp_balanced(lengths, ranks))
     yield timed("Karmarkar-Karp", lengths, ranks, lambda: karmarkar_karp(lengths, ranks, 0))
     yield timed("Karmarkar-Karp + 2", lengths, ranks, lambda: karmarkar_karp(lengths, ranks, 2))
 
 
-def compare(traces: dict[str, Lengths]) -> None:
-    """Print every scheduler on every trace, then means and where a peer is ahead."""
-    print(
-        f"{'trace':<13}{'ranks':>5}{'seqs':>6}  {'scheduler':<19}{'mb':>3}{'E':>8}"
-        f"{'mean cp':>8}{'ms':>9}  failure"
-    )
+def compare(traces: dict[str, Lengths], sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
+    """Every scheduler on every trace: balance, failures, and at 256 ranks the time."""
     by_name: dict[str, list[Outcome]] = {}
-    ahead: list[str] = []
+    ahead = 0
     for name, trace in traces.items():
-        for ranks, n in SIZES:
+        for ranks, n in sizes:
             if trace.size < n:
                 continue
             outcomes = list(schedulers(trace[:n], ranks))
@@ -223,25 +220,42 @@ def compare(traces: dict[str, Lengths]) -> None:
                 by_name.setdefault(out.name, []).append(out)
                 count = "-" if out.work is None else str(len(out.work))
                 print(
-                    f"{name:<13}{ranks:>5}{n:>6}  {out.name:<19}{count:>3}{out.efficiency():>8.4f}"
-                    f"{out.mean_cp:>8.1f}{out.time_ms:>9.1f}  {out.failure}"
+                    f"{name:<13}{ranks:>5} ranks{n:>6} sequences  {out.name:<28}{count:>3} microbatches, "
+                    f"E {out.efficiency():.4f}, mean cp {out.mean_cp:.1f}, {out.time_ms:.1f} ms "
+                    f"{out.failure}"
                 )
             own = max(out.efficiency() for out in outcomes[:4] if not out.failure)
-            ahead += [
-                f"{name} R={ranks} {out.name} by {out.efficiency() - own:.1e}"
-                for out in outcomes[5:]
-                if not out.failure and out.efficiency() > own * (1 + 1e-9)
-            ]
-    print()
+            sound = [out for out in outcomes[5:] if not out.failure]
+            ahead += sum(out.efficiency() > own * (1 + 1e-9) for out in sound)
+            if ranks == 256:
+                yield from speed_of(name, {out.name: out for out in outcomes})
+    aims = {"dynamic_cp": 0.97, "dynamic_cp + 2": 0.99}
     for name, outcomes in by_name.items():
         sound = [out.efficiency() for out in outcomes if not out.failure]
-        mean = float(np.mean(sound)) if sound else math.nan
-        print(f"mean E of {name:<19}{mean:.4f} over {len(sound)} sound of {len(outcomes)}")
-    print("sound peers ahead of the best of ours:", "; ".join(ahead) or "none")
+        if sound:
+            yield Row(
+                name=f"mean E, {name}",
+                value=float(np.mean(sound)),
+                unit="",
+                aim=aims.get(name),
+                at_least=True,
+                headline=name in aims,
+            )
+        yield Row(name=f"plans that fail, {name}", value=100 * (1 - len(sound) / len(outcomes)), unit="%")
+    yield Row(name="traces on which a sound peer has a higher E", value=ahead, unit="", aim=0)
+
+
+def speed_of(trace: str, outcomes: dict[str, Outcome]) -> Iterator[Row]:
+    """How much faster 4,096 sequences are planned than by Megatron-core."""
     for own in ("dynamic_cp", "dynamic_cp + 2"):
-        pairs = zip(by_name[own], by_name["mcore BalancedCP"])
-        ratios = [f"{peer.time_ms / out.time_ms:.0f}" for out, peer in pairs if out.work.shape[1] == 256]
-        print(f"R=256, n=4,096: BalancedCPScheduler's time over {own}'s: {', '.join(ratios)}")
+        yield Row(
+            name=f"speed of {own}, 256 ranks, 4,096 sequences, {trace}",
+            against=BALANCED,
+            value=outcomes[BALANCED].time_ms / outcomes[own].time_ms,
+            aim=50.0,
+            at_least=True,
+            headline=own == "dynamic_cp",
+        )
 
 
 def other_lengths(rng: np.random.Generator, n: int) -> dict[str, Lengths]:
@@ -259,23 +273,23 @@ def other_lengths(rng: np.random.Generator, n: int) -> dict[str, Lengths]:
     return {name: np.clip(lengths, 1, 131_072).astype(np.int64) for name, lengths in drawn.items()}
 
 
-def elsewhere() -> None:
-    """Other distributions, other rank counts, and the largest size."""
-    print(
-        f"\n{'distribution':<13}{'ranks':>5}{'seqs':>6}{'least mb':>10}{'mb':>4}{'E':>8}{'E + 2':>8}"
-        f"{'cp':>6}{'ms':>7}"
-    )
-    for ranks, n in ((8, 200), (10, 300), (64, 1500), (1024, 16_384)):
+def elsewhere(sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
+    """Other distributions, other rank counts, and the largest size: the worst of each."""
+    for ranks, n in sizes:
+        least, more, spent, over = 1.0, 1.0, 0.0, 0
         for name, lengths in other_lengths(np.random.default_rng(ranks), n).items():
             out = ours(name, lengths, ranks, "dynamic_cp")
             assert out.work is not None and not out.failure, out.failure
-            more = ours(name, lengths, ranks, "dynamic_cp", microbatches=len(out.work) + 2)
+            two_more = ours(name, lengths, ranks, "dynamic_cp", microbatches=len(out.work) + 2)
             packing = Packing(capacity=CAPACITY, policy="dynamic_cp")
             bound = microbatch_bound(lengths, packing, room_of(packing, dp=ranks, cp=1))
-            print(
-                f"{name:<13}{ranks:>5}{n:>6}{bound:>10}{len(out.work):>4}{out.efficiency():>8.4f}"
-                f"{more.efficiency():>8.4f}{out.mean_cp:>6.1f}{out.time_ms:>7.0f}"
-            )
+            least, more = min(least, out.efficiency()), min(more, two_more.efficiency())
+            spent, over = max(spent, out.time_ms), max(over, len(out.work) - bound)
+        what = f"the worst of eight other distributions, {ranks:,} ranks, {n:,} sequences"
+        yield Row(name=f"E of dynamic_cp, {what}", value=least, unit="", aim=0.97, at_least=True)
+        yield Row(name=f"E of dynamic_cp + 2, {what}", value=more, unit="", aim=0.99, at_least=True)
+        yield Row(name=f"microbatches beyond the lower bound, {what}", value=over, unit="")
+        yield Row(name=f"time of dynamic_cp, {what}", value=spent, unit="ms")
 
 
 # -- documents into packs of one length ----------------------------------------------------------------
@@ -318,8 +332,9 @@ def segment_tree_best_fit(lengths: list[int], capacity: int) -> int:
     return num_bins
 
 
-def pack_documents(n: int = 1_000_000, capacity: int = 8192) -> None:
-    """A million documents with their ids."""
+def pack_documents(n: int) -> Iterator[Row]:
+    """Documents with their ids."""
+    capacity = 8192
     lengths = np.clip(np.random.default_rng(0).lognormal(6.5, 1, n), 1, capacity).astype(np.int64)
     start = time.perf_counter()
     bins, num_bins = best_fit(lengths, capacity)
@@ -328,26 +343,20 @@ def pack_documents(n: int = 1_000_000, capacity: int = 8192) -> None:
     start = time.perf_counter()
     peer_bins = segment_tree_best_fit(lengths.tolist(), capacity)
     peer_spent = time.perf_counter() - start
-    waste = 1 - lengths.sum() / (num_bins * capacity)
-    print(f"\nbest fit of {n:,} documents: {num_bins:,} bins, waste {waste:.4%}, {spent:.2f} s")
-    times = peer_spent / spent
-    print(f"document by document: {peer_bins:,} bins, {peer_spent:.2f} s, {times:.0f} times as long")
+    what, peer = "best fit of 1,000,000 documents", "document by document, with a tree"
+    yield Row(name=f"speed, {what}", against=peer, value=peer_spent / spent)
+    yield Row(name=f"packs, {what}", against=peer, value=num_bins / peer_bins)
+    yield Row(name=f"waste, {what}", value=100 * float(1 - lengths.sum() / (num_bins * capacity)), unit="%")
 
 
-def main() -> None:
-    """Run everything."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--traces", type=Path, default=DEFAULT_TRACES, help="folder of lengths, one per line")
-    options = parser.parse_args()
-    files = sorted(options.traces.glob("*.txt"))
-    if not files:
-        parser.error(f"no *.txt in {options.traces}; pass --traces DIR")
-    compare({file.stem: np.loadtxt(file, dtype=np.int64) for file in files})
-    elsewhere()
-    pack_documents()
+def measured(short: bool) -> Iterator[Row]:
+    """All of it."""
+    names = ("longtail", "short") if short else ("equal", "longtail", "mixed", "short", "source_files")
+    traces = {name: np.loadtxt(TRACES / f"{name}.txt", dtype=np.int64) for name in names}
+    yield from compare(traces, SIZES[:1] if short else SIZES)
+    yield from elsewhere(OTHER_SIZES[:1] if short else OTHER_SIZES)
+    yield from pack_documents(10_000 if short else 1_000_000)
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

@@ -6,13 +6,10 @@ not in its package: its way is re-enacted here with the IndexedDatasetBuilder th
 line, `imap` in chunks of 32; the parent writes each document). datatrove is its LocalPipelineExecutor with
 JsonlReader and DocumentTokenizer, without its shuffle. The limit is the tokenizer's own rate: a process per
 core that encodes lists of texts and keeps nothing.
-
-    python benchmarks/bench_prepare.py [--megabytes 48] [--workers 2] [--rounds 3]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -22,10 +19,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measure import in_turn, ratio, verdict
+import measure
+from measure import Row, in_turn, ratio
 
 VOCAB, BATCH = 16_000, 512
 END = "<|endoftext|>"
@@ -64,41 +63,38 @@ if __name__ == "__main__":
 """
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--megabytes", type=int, default=48)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+def measured(short: bool) -> Iterator[Row]:
+    """Rates of text."""
+    megabytes, rounds, count = (1, 1, 1) if short else (32, 3, len(os.sched_getaffinity(0)))
     os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        corpus, vocab, num_bytes = make_corpus(folder, args.megabytes * 1_000_000)
+        corpus, vocab = make_corpus(folder, megabytes * 1_000_000, vocab=1_000 if short else VOCAB)
         ours = ("-m", "meshfeed", "prepare", corpus, "--out", folder / "ours", "--tokenizer", vocab)
-        mega, trove = script(folder, "mega.py", _MEGATRON), script(folder, "trove.py", _DATATROVE)
-        count = args.workers
+        mega = (script(folder, "mega.py", _MEGATRON), corpus, vocab, folder / "mega", count)
+        trove = (script(folder, "trove.py", _DATATROVE), corpus.parent, vocab, folder / "trove", count)
         contestants = {
             "the tokenizer alone": lambda: tokenizer_alone(corpus, vocab, count),
             "meshfeed prepare": lambda: run(folder, "ours", *ours, "--eod-token", END, "--workers", count),
-            "as Megatron": lambda: run(folder, "mega", mega, corpus, vocab, folder / "mega", count),
-            "datatrove": lambda: run(folder, "trove", trove, corpus.parent, vocab, folder / "trove", count),
+            "Megatron's preprocessing": lambda: run(folder, "mega", *mega),
+            "datatrove": lambda: run(folder, "trove", *trove),
         }
-        seconds = in_turn(contestants, args.rounds)
+        seconds = in_turn(contestants, rounds)
         check_equal(folder, vocab)
-    print(f"{num_bytes / 1e6:.0f} MB of text, {args.workers} processes, {args.rounds} rounds in turn")
-    for name, each in seconds.items():
-        rate = ratio(seconds["the tokenizer alone"], each)
-        print(f"  {name:22} {rate:>6.2f} x the rate of the tokenizer alone")
-    for peer in ("as Megatron", "datatrove"):
-        gain = ratio(seconds[peer], seconds["meshfeed prepare"])
-        print("  " + verdict(f"meshfeed : {peer} (rate)", gain, 1.0, at_least=True))
+    for peer in contestants:
+        if peer != "meshfeed prepare":
+            yield Row(
+                name="rate of text, meshfeed prepare",
+                against=peer,
+                value=ratio(seconds[peer], seconds["meshfeed prepare"]),
+                aim=None if peer == "the tokenizer alone" else 1.0,
+                at_least=True,
+                headline=peer == "Megatron's preprocessing",
+            )
 
 
-def make_corpus(folder: Path, num_bytes: int) -> tuple[Path, Path, int]:
-    """(JSONL, tokenizer file, bytes of text)."""
+def make_corpus(folder: Path, num_bytes: int, vocab: int) -> tuple[Path, Path]:
+    """(JSONL, tokenizer file)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
@@ -106,8 +102,8 @@ def make_corpus(folder: Path, num_bytes: int) -> tuple[Path, Path, int]:
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], show_progress=False)
-    tokenizer.train_from_iterator(texts[::8], trainer)
+    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=[END], show_progress=False)
+    tokenizer.train_from_iterator(texts[:: 8 * VOCAB // vocab], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     rng, written = random.Random(0), 0
     (folder / "text").mkdir()
@@ -118,7 +114,7 @@ def make_corpus(folder: Path, num_bytes: int) -> tuple[Path, Path, int]:
             if text:
                 stream.write(json.dumps({"text": text}) + "\n")
                 written += len(text.encode())
-    return path, folder / "tokenizer.json", written
+    return path, folder / "tokenizer.json"
 
 
 def script(folder: Path, name: str, text: str) -> Path:
@@ -162,4 +158,4 @@ def check_equal(folder: Path, vocab: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

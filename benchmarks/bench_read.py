@@ -1,90 +1,94 @@
 """Windows read per second on one thread and through a Feed: against a memory map and Megatron-core.
 
-The limit is a plain copy out of a memory map into the same four tensors (tokens, labels, loss mask,
-position ids): 4,096 tokens cost 8 KB of reading and 112 KB of writing. The peer is Megatron-core's
-GPTDataset over the same .bin/.idx, by itself and under torch's DataLoader without worker processes.
+Two limits, both a plain copy out of a memory map. What a user would write makes the four tensors that a
+trainer takes (tokens, labels, loss mask, position ids) for every batch: 4,096 tokens cost 8 KB of reading and
+112 KB of writing. Equal work is tokens and labels alone, 64 KB of writing: meshfeed makes loss masks and
+positions once where documents have no say in them, as anybody could. The peer is Megatron-core's GPTDataset
+over the same .bin/.idx, by itself and under torch's DataLoader without worker processes.
 
 Two loops: one that only takes its batches, and one that trains (a matrix product of some 0.1 ms per
 window on one thread; a language model needs many times that), where what counts is the time that the
 loop takes beyond its own arithmetic.
-
-    python benchmarks/bench_read.py [--windows 4096] [--length 4096]
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import measure
 import numpy as np
 import torch
-from measure import in_turn, ratio, verdict
+from measure import Row, in_turn, ratio
 
 import meshfeed as mf
 from meshfeed.store import IndexedWriter
 
-SEED = 1234
-BATCHES = (1, 8, 32)
+SEED, LENGTH = 1234, 4096
+BATCHES = (1, 32)
+ALL_FOUR = "a memory-map copy of all four tensors"
+EQUAL = "equal work: a memory-map copy of tokens and labels"
+ALONE, LOADER = "Megatron's GPTDataset", "Megatron's GPTDataset under DataLoader"
 
 Batches = Callable[[], Iterator[torch.Tensor]]
 
 
-def main() -> None:
-    """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--windows", type=int, default=4096, help="a multiple of 256")
-    parser.add_argument("--length", type=int, default=4096)
-    args = parser.parse_args()
+def measured(short: bool) -> Iterator[Row]:
+    """Every size of batch."""
     torch.set_num_threads(1)
+    num_windows, rounds = (256, 1) if short else (4096, 7)
     with tempfile.TemporaryDirectory() as scratch:
         prefix = Path(scratch) / "corpus"
-        write_store(prefix, args.windows * args.length + 1)
-        for batch in BATCHES:
-            compare(prefix, Path(scratch) / "cache", args.windows, args.length, batch)
+        write_store(prefix, num_windows * LENGTH + 1)
+        for batch in BATCHES[:1] if short else BATCHES:
+            yield from compare(prefix, Path(scratch) / "cache", num_windows, batch, rounds)
 
 
-def compare(prefix: Path, cache: Path, num_windows: int, length: int, batch: int) -> None:
+def compare(prefix: Path, cache: Path, num_windows: int, batch: int, rounds: int) -> Iterator[Row]:
     """All contestants at one batch size."""
     recipe = mf.Recipe(
-        data=mf.open(prefix), sequence=mf.Windows(length), batch=mf.Batch(sequences=256), seed=SEED
+        data=mf.open(prefix), sequence=mf.Windows(LENGTH), batch=mf.Batch(sequences=256), seed=SEED
     )
-    alone, data_loader = megatron(prefix, cache, length, batch, num_windows)
+    alone, data_loader = megatron(prefix, cache, LENGTH, batch, num_windows)
     loops: dict[str, Batches] = {
-        "memory map": memory_map(prefix, length, batch, num_windows),
-        "meshfeed, one thread": through_feed(recipe, batch, num_windows, prefetch=0),
-        "meshfeed, Feed": through_feed(recipe, batch, num_windows, prefetch=4),
-        "Megatron GPTDataset": alone,
-        "Megatron, DataLoader": data_loader,
+        ALL_FOUR: memory_map(prefix, batch, num_windows, written=4),
+        EQUAL: memory_map(prefix, batch, num_windows, written=2),
+        "one thread": through_feed(recipe, batch, num_windows, prefetch=0),
+        "Feed": through_feed(recipe, batch, num_windows, prefetch=4),
+        ALONE: alone,
+        LOADER: data_loader,
     }
-    took = in_turn({name: taking(batches) for name, batches in loops.items()})
-    print(
-        f"{num_windows:,} windows of {length:,} tokens in batches of {batch}, medians of 7 rounds, windows/s"
-    )
-    for name, times in took.items():
-        print(f"  {name:24} {num_windows / statistics.median(times):>10,.0f}")
-    line = took["memory map"], took["meshfeed, one thread"], took["meshfeed, Feed"]
-    peers = took["Megatron GPTDataset"], took["Megatron, DataLoader"]
-    print("  " + verdict("one thread : memory map", ratio(line[0], line[1]), 0.7, at_least=True))
-    print("  " + verdict("Feed : memory map", ratio(line[0], line[2]), 0.7, at_least=True))
-    print("  " + verdict("one thread : Megatron GPTDataset", ratio(peers[0], line[1]), 4, at_least=True))
-    print("  " + verdict("Feed : Megatron under DataLoader", ratio(peers[1], line[2]), 4, at_least=True))
-
+    took = in_turn({name: taking(batches) for name, batches in loops.items()}, rounds)
+    for peer, aim, names in (
+        (ALL_FOUR, 0.7, ("one thread", "Feed")),
+        (EQUAL, None, ("one thread", "Feed")),
+        (ALONE, 4.0, ("one thread",)),
+        (LOADER, 4.0, ("Feed",)),
+    ):
+        for name in names:
+            yield Row(
+                name=f"windows per second, {name}, batches of {batch}",
+                against=peer,
+                value=ratio(took[peer], took[name]),
+                aim=aim,
+                at_least=True,
+                headline=name == "Feed" and batch == BATCHES[-1],
+            )
     trained = in_turn(
         {"arithmetic": arithmetic(num_windows, batch)}
-        | {name: training(loops[name], batch) for name in loops if name != "Megatron GPTDataset"},
-        rounds=3,
+        | {name: training(loops[name], batch) for name in ("Feed", LOADER)},
+        rounds=min(rounds, 3),
     )
-    own = statistics.median(trained["arithmetic"])
-    print("  beyond its own arithmetic a training loop takes, per window:")
-    for name in [name for name in trained if name != "arithmetic"]:
-        beyond = statistics.median(trained[name]) - own
-        print(f"    {name:24} {beyond / num_windows * 1e6:>8.1f} µs  ({beyond / own:+.1%} of the arithmetic)")
+    own = statistics.median(trained.pop("arithmetic"))
+    for name, times in trained.items():
+        yield Row(
+            name=f"what a training loop waits for a window, {name}, batches of {batch}",
+            value=(statistics.median(times) - own) / num_windows * 1e6,
+            unit="µs",
+        )
 
 
 def taking(batches: Batches) -> Callable[[], None]:
@@ -138,23 +142,25 @@ def write_store(prefix: Path, num_tokens: int) -> None:
             left -= size
 
 
-def memory_map(prefix: Path, length: int, batch: int, num_windows: int) -> Batches:
-    """The limit: the same bytes into the same tensors, and nothing else."""
+def memory_map(prefix: Path, batch: int, num_windows: int, *, written: int) -> Batches:
+    """The limit: the same bytes into so many tensors for every batch, and nothing else."""
     tokens = np.asarray(np.memmap(f"{prefix}.bin", np.uint16, "r"))
     order = np.random.default_rng(SEED).permutation(num_windows).reshape(-1, batch).tolist()
-    ones, positions = np.ones(length, np.float32), np.arange(length)
+    ones, positions = np.ones(LENGTH, np.float32), np.arange(LENGTH)
 
     def batches() -> Iterator[torch.Tensor]:
         for windows in order:
-            fields = [np.empty((batch, length), np.int64) for _ in range(3)]
-            mask = np.empty((batch, length), np.float32)
+            inputs, labels = np.empty((batch, LENGTH), np.int64), np.empty((batch, LENGTH), np.int64)
+            fields = [inputs, labels]
+            if written == 4:
+                fields += [np.empty((batch, LENGTH), np.int64), np.empty((batch, LENGTH), np.float32)]
             for row, window in enumerate(windows):
-                start = window * length
-                fields[0][row] = tokens[start : start + length]
-                fields[1][row] = tokens[start + 1 : start + length + 1]
-                fields[2][row] = positions
-                mask[row] = ones
-            made = [torch.from_numpy(field) for field in (*fields, mask)]
+                start = window * LENGTH
+                inputs[row] = tokens[start : start + LENGTH]
+                labels[row] = tokens[start + 1 : start + LENGTH + 1]
+                if written == 4:
+                    fields[2][row], fields[3][row] = positions, ones
+            made = [torch.from_numpy(field) for field in fields]
             yield made[0]
 
     return batches
@@ -213,4 +219,4 @@ def megatron(prefix: Path, cache: Path, length: int, batch: int, num_windows: in
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

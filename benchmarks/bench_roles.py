@@ -1,31 +1,37 @@
-"""The role table of 16,384 ranks (tp8-cp4-dp32-pp16), and of 131,072: seconds, median of 7.
-
-python benchmarks/bench_roles.py
-"""
+"""The role table of 16,384 ranks (tp8-cp4-dp32-pp16), and of 131,072: seconds, medians of 7."""
 
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Iterator
+from functools import partial
+
+import measure
+from measure import Row, in_turn
 
 import meshfeed as mf
 
 
-def main() -> None:
-    """Run and print."""
+def measured(short: bool) -> Iterator[Row]:
+    """Each size and delivery."""
     fields = mf.Windows(4096).fields
-    for text in ("tp8-cp4-dp32-pp16", "tp8-cp4-dp256-pp16"):
+    for text in ("tp8-cp4-dp32-pp16",) if short else ("tp8-cp4-dp32-pp16", "tp8-cp4-dp256-pp16"):
         layout = mf.Layout.parse(text, ranks_per_node=8)
-        for delivery in ("direct", "broadcast", "share", "tree"):
-            times: list[float] = []
-            for _ in range(7):
-                began = time.perf_counter()
-                roles = list(mf.assign_roles(layout, mf.StageMap(pp=16), fields, delivery))
-                times.append(time.perf_counter() - began)
-            readers = sum(role.reads for role in roles)
-            aim = "  (aim < 2 s)" if layout.world_size == 16_384 else ""
-            print(f"{text:20} {delivery:10} {readers:>7,} readers  {statistics.median(times):.3f} s{aim}")
+        tables = {
+            delivery: partial(mf.assign_roles, layout, mf.StageMap(pp=16), fields, delivery)
+            for delivery in ("direct", "broadcast", "share", "tree")
+        }
+        took = in_turn(
+            {name: lambda table=table: list(table()) for name, table in tables.items()}, 1 if short else 7
+        )
+        for delivery, times in took.items():
+            yield Row(
+                name=f"role table of {layout.world_size:,} ranks, {delivery}",
+                value=statistics.median(times),
+                unit="s",
+                aim=2.0 if layout.world_size == 16_384 else None,
+            )
 
 
 if __name__ == "__main__":
-    main()
+    measure.main(__doc__, measured)

@@ -3,8 +3,6 @@
 The large store is a sparse file of 2 TB. Order is computed and the index is mapped, so neither time nor
 memory should grow; each figure is taken in a process of its own. A resume at step 10**6 of the large store
 is a start like any other, and is measured beside them.
-
-    python benchmarks/bench_start.py
 """
 
 from __future__ import annotations
@@ -16,38 +14,50 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import measure
 import numpy as np
+from measure import Row
 
 import meshfeed as mf
 
 DOCUMENTS = 1000
 ROUNDS = 7
-CASES = {"10^6 tokens": (10**6, 0), "10^12 tokens": (10**12, 0), "10^12 tokens, resumed": (10**12, 10**6)}
+SMALL = "10⁶ tokens"
+CASES = {SMALL: (10**6, 0), "10¹² tokens": (10**12, 0), "10¹² tokens, resumed": (10**12, 10**6)}
+NOISE = 1.1  # what should be 1
 
 
-def main() -> None:
-    """Run and print."""
+def measured(short: bool) -> Iterator[Row]:
+    """Time and memory of each start, and the size of a state."""
     with tempfile.TemporaryDirectory() as scratch:
-        measured: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
+        taken: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
         for name, (tokens, _) in CASES.items():
             write_sparse(Path(scratch) / name.split()[0], tokens)
-        for _ in range(ROUNDS):
+        for _ in range(1 if short else ROUNDS):
             for name, (_, step) in CASES.items():
-                command = [sys.executable, __file__, str(Path(scratch) / name.split()[0]), str(step)]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--first-batch",
+                    str(Path(scratch) / name.split()[0]),
+                    str(step),
+                ]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                measured[name].append(json.loads(done.stdout))
-    for name, runs in measured.items():
-        milliseconds = statistics.median(run["seconds"] for run in runs) * 1e3
-        mebibytes = statistics.median(run["grown_bytes"] for run in runs) / 2**20
-        print(f"{name:24} first batch after {milliseconds:6.2f} ms, memory grown by {mebibytes:.2f} MiB")
-    small = measured["10^6 tokens"]
-    for name in [name for name in CASES if name != "10^6 tokens"]:
-        pairs = list(zip(measured[name], small))
-        slower = statistics.median(a["seconds"] / b["seconds"] for a, b in pairs)
-        peak = statistics.median(a["peak_bytes"] / b["peak_bytes"] for a, b in pairs)
-        print(f"{name} : 10^6 tokens: time {slower:.2f}, peak memory {peak:.3f} (aim: 1 within noise)")
+                taken[name].append(json.loads(done.stdout))
+    small = taken.pop(SMALL)
+    for name, runs in taken.items():
+        for what, key in (("time to", "seconds"), ("peak memory until", "peak_bytes")):
+            yield Row(
+                name=f"{what} the first batch of {name}",
+                against=SMALL,
+                value=statistics.median(a[key] / b[key] for a, b in zip(runs, small, strict=True)),
+                aim=NOISE,
+                headline="resumed" in name,
+            )
+    yield Row(name="a state, as JSON", value=small[0]["state_bytes"], unit="bytes")
 
 
 def write_sparse(prefix: Path, tokens: int) -> None:
@@ -65,19 +75,19 @@ def write_sparse(prefix: Path, tokens: int) -> None:
 
 def first_batch(prefix: str, step: int) -> dict[str, float]:
     """Open, and take the first microbatch of a step; seconds and bytes."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     recipe = mf.Recipe(data=mf.open(prefix), sequence=mf.Windows(4096), batch=mf.Batch(sequences=8))
     with mf.Feed(recipe) as feed:
         feed.load_state_dict(mf.State(recipe=recipe.summary(), step=step).to_json())
         next(next(iter(feed)).microbatches)
         seconds = time.perf_counter() - began
+        state_bytes = len(json.dumps(feed.state_dict()))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"seconds": seconds, "grown_bytes": (peak - before) * 1024, "peak_bytes": peak * 1024}
+    return {"seconds": seconds, "peak_bytes": peak * 1024, "state_bytes": state_bytes}
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        print(json.dumps(first_batch(sys.argv[1], int(sys.argv[2]))))
+    if sys.argv[1:2] == ["--first-batch"]:
+        print(json.dumps(first_batch(sys.argv[2], int(sys.argv[3]))))
     else:
-        main()
+        measure.main(__doc__, measured)

@@ -7,14 +7,9 @@ and reads one epoch, five times in turn; medians. CPU time counts every process 
 leader of the node's cache among them.
 
 How the peers are tuned, after their own documentation: mosaicml-streaming with batch_size given to the
-dataset, one canonical node, shuffle "py1e", predownload of the whole epoch, no worker processes (they only
-add copies here); litdata with TokensLoader(block_size=2048), which maps its chunks, shuffle on, a cache
-larger than the data, no worker processes.
-
-    python -m venv bench; bench/bin/pip install torch==2.13.0 'meshfeed[remote,mds]' boto3 requests \\
-        filelock lightning-utilities tifffile catalogue 'zstd<2' python-snappy pillow
-    bench/bin/pip install --no-deps mosaicml-streaming==0.13.0 litdata==0.2.76
-    bench/bin/python benchmarks/bench_stream.py [--samples 60000]
+dataset, one canonical node, shuffle "py1e", predownload of the whole epoch; litdata with
+TokensLoader(block_size=2048), which maps its chunks, shuffle on, a cache larger than the data. Each runs
+without worker processes, which only add copies where cores are few, and with two. Needs nginx.
 """
 
 from __future__ import annotations
@@ -29,14 +24,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import measure
 import numpy as np
 import torch
-
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path.insert(0, str(TESTS))
+from measure import Row
 
 LENGTH, BATCH, SEED, ROUNDS = 2048, 32, 1234, 5
 FIELDS = {
@@ -46,36 +41,27 @@ FIELDS = {
     "loss_mask": torch.float32,
 }
 OURS = ("meshfeed .bin/.idx", "meshfeed MDS")
-PEERS = ("mosaicml-streaming", "litdata")
+PEERS = ("mosaicml-streaming", "mosaicml-streaming, 2 workers", "litdata", "litdata, 2 workers")
 
 
-def main() -> None:
-    """Make the data, let everybody read it in turn, print ratios."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--samples", type=int, default=60_000)
-    parser.add_argument("--contestant", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--endpoint", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.contestant:
-        print(json.dumps(read_all(args.contestant, args.folder, args.endpoint)))
-        return
+def measured(short: bool) -> Iterator[Row]:
+    """Local files, and one HTTP server."""
+    measure.needs("nginx")
     from services.nginx import Nginx
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "bucket"
-        write_all(folder, args.samples)
-        compare("local files", folder, None)
-        with Nginx(folder.parent) as server:
-            compare("one HTTP server", folder, server.url)
+        write_all(folder, 2_000 if short else 60_000)
+        yield from compare("local files", folder, None, 1 if short else ROUNDS)
+        if not short:
+            with Nginx(folder.parent) as server:
+                yield from compare("HTTP", folder, server.url, ROUNDS)
 
 
-def compare(title: str, folder: Path, endpoint: str | None) -> None:
-    """Medians of several rounds, and ours over the best of theirs."""
+def compare(title: str, folder: Path, endpoint: str | None, num_rounds: int) -> Iterator[Row]:
+    """Medians of several rounds, ours over each of theirs."""
     told: dict[str, list[dict[str, float]]] = {name: [] for name in (*OURS, *PEERS)}
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         for name, rounds in told.items():
             command = [sys.executable, __file__, "--contestant", name, "--folder", str(folder)]
             command += ["--endpoint", endpoint] if endpoint else []
@@ -83,12 +69,19 @@ def compare(title: str, folder: Path, endpoint: str | None) -> None:
             if done.returncode:
                 raise SystemExit(f"{name}: {done.stderr[-2000:]}")
             rounds.append(json.loads(done.stdout.splitlines()[-1]))
-    print(f"{title}:")
     for rate, what in (("per_cpu_s", "tokens per CPU second"), ("per_s", "tokens per second")):
         rates = {name: statistics.median(each[rate] for each in rounds) for name, rounds in told.items()}
-        best = max(PEERS, key=lambda name: rates[name])
-        for name, value in rates.items():
-            print(f"  {what:24} {name:20} {value / 1e6:8.1f} M   {value / rates[best]:5.2f} x {best}")
+        for ours in OURS:
+            for peer in PEERS:
+                if ours == OURS[0] or "mosaicml" in peer:  # MDS is mosaicml-streaming's format
+                    yield Row(
+                        name=f"{what}, {ours}, {title}",
+                        against=peer,
+                        value=rates[ours] / rates[peer],
+                        aim=2.0 if ours == OURS[0] else None,
+                        at_least=True,
+                        headline=rate == "per_s" and ours == OURS[0] and title == "HTTP",
+                    )
 
 
 def read_all(name: str, folder: Path, endpoint: str | None) -> dict[str, float]:
@@ -182,7 +175,7 @@ def meshfeed(url: str, cache: Path) -> Iterator[Any]:
         yield from step.microbatches
 
 
-def mosaicml(folder: Path, endpoint: str | None, cache: Path) -> Iterator[torch.Tensor]:
+def mosaicml(folder: Path, endpoint: str | None, cache: Path, *, workers: int = 0) -> Iterator[torch.Tensor]:
     """StreamingDataset under torch's DataLoader."""
     as_s3(endpoint)
     import mosaic
@@ -196,10 +189,10 @@ def mosaicml(folder: Path, endpoint: str | None, cache: Path) -> Iterator[torch.
     dataset = streaming.StreamingDataset(
         **place, shuffle=True, shuffle_seed=SEED, batch_size=BATCH, num_canonical_nodes=1, predownload=1 << 20
     )
-    yield from torch.utils.data.DataLoader(dataset, batch_size=BATCH, collate_fn=stacked)
+    yield from torch.utils.data.DataLoader(dataset, batch_size=BATCH, collate_fn=stacked, num_workers=workers)
 
 
-def lit(folder: Path, endpoint: str | None, cache: Path) -> Iterator[torch.Tensor]:
+def lit(folder: Path, endpoint: str | None, cache: Path, *, workers: int = 0) -> Iterator[torch.Tensor]:
     """StreamingDataset with its TokensLoader under its own loader."""
     import litdata
 
@@ -218,7 +211,7 @@ def lit(folder: Path, endpoint: str | None, cache: Path) -> Iterator[torch.Tenso
         max_cache_size="10GB",
         **options,
     )
-    for batch in litdata.StreamingDataLoader(dataset, batch_size=BATCH):
+    for batch in litdata.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers):
         yield batch.to(torch.int64)
 
 
@@ -261,8 +254,24 @@ CONTESTANTS = {
     ),
     "meshfeed MDS": lambda folder, endpoint, cache: meshfeed(place_of(folder, endpoint, "mds"), cache),
     "mosaicml-streaming": mosaicml,
+    "mosaicml-streaming, 2 workers": partial(mosaicml, workers=2),
     "litdata": lit,
+    "litdata, 2 workers": partial(lit, workers=2),
 }
 
+
+def contestant() -> None:
+    """A process of its own reads all and prints its rates."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--contestant", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--endpoint")
+    args = parser.parse_args()
+    print(json.dumps(read_all(args.contestant, args.folder, args.endpoint)))
+
+
 if __name__ == "__main__":
-    main()
+    if "--contestant" in sys.argv:
+        contestant()
+    else:
+        measure.main(__doc__, measured)

@@ -1,0 +1,107 @@
+"""The tables of figures are made of what the benchmarks gave, and every benchmark runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from services.needs import needs
+from soak import SOAK
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+NAMES = sorted(path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py"))
+NGINX = {"bytes", "clients", "stream"}
+LONG = {"exchange", "prepare", "stream"}  # half a minute of processes that import a lot: in a soak
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModuleType:
+    sys.path.insert(0, str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("benchmarks_run", BENCHMARKS / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def results() -> dict[str, Any]:
+    return json.loads((BENCHMARKS / "results.json").read_text())
+
+
+def test_the_tables_are_what_was_measured(runner: ModuleType) -> None:
+    for name, headlines in runner.PAGES.items():
+        page = (runner.ROOT / name).read_text()
+        assert page == runner.with_table(page, results(), headlines=headlines), (
+            "run benchmarks/run.py --tables"
+        )
+
+
+def test_every_benchmark_is_in_the_tables() -> None:
+    assert list(results()["benchmarks"]) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES if SOAK else [name for name in NAMES if name not in LONG])
+def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
+    """Its short form, as a user starts it. Its rows are those of the table: nothing is said of their values."""
+    if name in NGINX:
+        needs("nginx")
+    command = [sys.executable, f"benchmarks/bench_{name}.py", "--short", "--json", str(tmp_path / "rows")]
+    done = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows").read_text())
+    assert rows and all(row["name"] in done.stdout for row in rows)
+    given = results()["benchmarks"][name]
+    told = ("name", "against", "unit", "aim", "at_least", "headline")
+    known = [tuple(row[key] for key in told) for row in given.get("rows", rows)]
+    assert {tuple(row[key] for key in told) for row in rows} <= set(known)
+    assert len(set(known)) == len(known), "two rows of one name"
+
+
+def test_a_run_that_was_interrupted_is_continued(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def measured(name: str) -> dict[str, Any]:
+        asked.append(name)
+        if name == "two" and asked.count("two") == 1:
+            raise SystemExit("killed")
+        return {"rows": [{"name": name, "value": 1.0}]}
+
+    monkeypatch.setattr(runner, "UNFINISHED", tmp_path / "out")
+    monkeypatch.setattr(runner, "measure_one", measured)
+    with pytest.raises(SystemExit):
+        runner.measure_all(["one", "two"])
+    found = runner.measure_all(["one", "two"])
+    assert asked == ["one", "two", "two"]
+    assert list(found) == ["one", "two"]
+
+
+def test_a_benchmark_that_lacks_a_program_says_so(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "UNFINISHED", tmp_path)
+    monkeypatch.setattr(runner, "HERE", tmp_path)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS), prepend=":")
+    (tmp_path / "bench_x.py").write_text(
+        "import measure\nmeasure.main('', lambda short: measure.needs('nowhere'))"
+    )
+    given = runner.measure_one("x")
+    assert given == {"not_measured": "needs nowhere (sudo .ci/services installs it)"}
+    line = "| `x` | not measured: needs nowhere (sudo .ci/services installs it) | | | |\n"
+    assert line in runner.table({"machine": "m", "benchmarks": {"x": given}}, headlines=False)
+
+
+def test_a_missed_aim_is_set_in_bold(runner: ModuleType) -> None:
+    row = {"name": "speed", "against": "a peer", "value": 1.5, "aim": 2.0, "at_least": True}
+    given = {"machine": "m", "benchmarks": {"x": {"rows": [row, row | {"value": 2.0, "headline": True}]}}}
+    assert "| `x` | speed | a peer | **1.5 ×** | ≥ 2 |\n" in runner.table(given, headlines=False)
+    assert runner.table(given, headlines=True).count("| `x` |") == 1
