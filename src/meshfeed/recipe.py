@@ -15,7 +15,7 @@ from meshfeed.errors import RecipeError
 from meshfeed.mixture import Mixture, Store, check_next, is_past
 from meshfeed.summary import brief, digest_of
 
-Order = Literal["global", "blocks", "none"]
+Order = Literal["global", "blocks", "none", "replacement"]
 Last = Literal["keep", "drop", "pad"]
 
 _MOST = 2**62
@@ -139,7 +139,8 @@ class Recipe:
         epochs: passes over a store; None goes on for ever. A mixture says it by its amounts.
         steps: end after so many steps; None goes on. Not part of the fingerprint: a job may be prolonged.
         shuffle: "global" permutes each epoch anew; "blocks", or a `Blocks`, does it some shards at a time;
-            "none" keeps storage order.
+            "none" keeps storage order; "replacement" draws as many as an epoch has, each of them any sequence
+            of the store, so that some come several times and some not at all.
 
     Raises RecipeError for values outside these.
     """
@@ -173,7 +174,9 @@ class Recipe:
         if self.shuffle == "blocks":
             object.__setattr__(self, "shuffle", Blocks())
         if not isinstance(self.shuffle, Blocks) and self.shuffle not in get_args(Order):
-            raise RecipeError(f"shuffle={self.shuffle!r}: 'global', 'blocks', mf.Blocks(...) or 'none'")
+            raise RecipeError(
+                f"shuffle={self.shuffle!r}: 'global', 'blocks', mf.Blocks(...), 'none' or 'replacement'"
+            )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits 64 bits")
 

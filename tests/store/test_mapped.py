@@ -218,7 +218,7 @@ def test_nothing_global_is_drawn_from(workers: int) -> None:
             for microbatch in step.microbatches:
                 assert microbatch["score"][0] < 1
             assert global_randomness() == before
-    mf.Resampled(Rich(), epochs=2)[60]
+    mf.Resampled(Rich(), num_epochs=2)[60]
     assert global_randomness() == before
     assert nothing_runs()
 
@@ -344,7 +344,7 @@ def test_same_every_epoch() -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 40])
 def test_resampled_is_the_stream_of_a_recipe(size: int) -> None:
     dataset = Plain(size, lambda at: {"at": np.array([at.epoch, at.index])})
-    view = mf.Resampled(dataset, samples=3 * size - 1, seed=11)
+    view = mf.Resampled(dataset, num_samples=3 * size - 1, seed=11)
     seen = [tuple(view[i]["at"]) for i in range(len(view))]
     recipe = samples_recipe(dataset, "at", sequences=size)
     with mf.Feed(mf.Recipe(data=recipe.data, sequence=mf.Samples("at"), batch=recipe.batch, seed=11)) as feed:
@@ -358,7 +358,7 @@ def test_resampled_is_the_stream_of_a_recipe(size: int) -> None:
     for epoch in range(2):
         assert sorted(i for e, i in seen if e == epoch) == list(range(size))
     assert [tuple(view[i - len(view)]["at"]) for i in range(len(view))] == seen
-    plain = mf.Resampled(dataset, epochs=2, shuffle=False)
+    plain = mf.Resampled(dataset, num_epochs=2, shuffle=False)
     assert [tuple(item["at"]) for item in plain] == [(e, i) for e in range(2) for i in range(size)]
 
 
@@ -367,19 +367,26 @@ def test_resampled_holds_no_order_and_checks_its_arguments() -> None:
         def __len__(self) -> int:
             return 10**15
 
-    view = mf.Resampled(Vast(0, lambda at: at), epochs=1000)
+    view = mf.Resampled(Vast(0, lambda at: at), num_epochs=1000)
     at = view[10**17 + 3]
     wanted = int(permute(3, size=10**15, key=key_of(0, 0, 100)))
     assert (at.epoch, at.index) == (100, wanted)
     with pytest.raises(IndexError):
         view[10**18]
-    for bad in ({"epochs": 0}, {"samples": -1}, {"epochs": 1, "samples": 1}, {"epochs": 1.5}):
+    for bad in (
+        {"num_epochs": 0},
+        {"num_samples": -1},
+        {"num_epochs": 1, "num_samples": 1},
+        {"num_epochs": 1.5},
+    ):
         with pytest.raises(mf.RecipeError, match="Resampled"):
             mf.Resampled(Rich(), **bad)
     with pytest.raises(mf.RecipeError, match="no samples of nothing"):
-        mf.Resampled(Rich(0), samples=3)
-    assert len(mf.Resampled(Rich(0), epochs=3)) == len(mf.Resampled(Rich(), samples=0)) == 0
-    loader = torch.utils.data.DataLoader(mf.Resampled(Rich(), epochs=1), batch_size=None)
+        mf.Resampled(Rich(0), num_samples=3)
+    assert len(mf.Resampled(Rich(0), num_epochs=3)) == len(mf.Resampled(Rich(), num_samples=0)) == 0
+    assert (view.num_samples, view.num_epochs) == (10**18, 1000)
+    assert mf.Resampled(Rich(), num_samples=81).num_epochs == 3
+    loader = torch.utils.data.DataLoader(mf.Resampled(Rich(), num_epochs=1), batch_size=None)
     assert len([item["ids"] for item in loader]) == 40
 
 

@@ -19,6 +19,7 @@ from meshfeed.sequence import Portion
 from meshfeed.testing import (
     assert_deterministic,
     assert_elastic,
+    assert_epochs_differ,
     assert_resumable,
     assert_roles,
     difference,
@@ -99,6 +100,31 @@ class DependsOnHashes(Sound):
         return {"x": hash(f"item {at.index}") % 1000}
 
 
+class ReadsItsRank(Sound):
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": at.index + int(os.environ.get("RANK", "0"))}
+
+
+class ShardsByWorldSize(Sound):
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": at.index % int(os.environ.get("WORLD_SIZE", "1"))}
+
+
+class ReadsItsRankOnImport(Sound):
+    """As a module of its own would, when a fresh process imports it."""
+
+    def __setstate__(self, state: object) -> None:
+        self.rank = os.environ.get("RANK")
+
+    def __getstate__(self) -> object:
+        return {"rank": None}
+
+    rank: Any = None
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        return {"x": str(self.rank)}
+
+
 class DoesNotTravel(Sound):
     def __init__(self) -> None:
         self.file = open(os.devnull)  # noqa: SIM115
@@ -130,6 +156,9 @@ def test_a_sound_dataset_passes() -> None:
         (ReadsTheGlobalState, r"under another global random state: \['x'\]"),
         (DependsOnTheProcess, r"in another process: \['x'\]: \d+ and \d+"),
         (DependsOnHashes, r"in another process: \['x'\]: \d+ and \d+"),
+        (ReadsItsRank, r"on another rank, with other values of \$RANK.*: \['x'\]: \d+ and \d+"),
+        (ShardsByWorldSize, r"on another rank, with other values of \$RANK, \$WORLD_SIZE"),
+        (ReadsItsRankOnImport, r"in another process: \['x'\]: 'None' and '\d'"),
         (DoesNotTravel, "does not go to another process"),
         (FailsElsewhere, "no such mount here"),
     ],
@@ -137,6 +166,40 @@ def test_a_sound_dataset_passes() -> None:
 def test_every_way_of_breaking_determinism_is_caught(broken: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_deterministic(broken())
+
+
+@pytest.mark.parametrize("value", [None, "0", "6"])
+def test_ranks_are_noticed_whatever_this_process_has(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is None:
+        monkeypatch.delenv("RANK", raising=False)
+    else:
+        monkeypatch.setenv("RANK", value)
+    before = dict(os.environ)
+    with pytest.raises(AssertionError, match="another rank"):
+        assert_deterministic(ReadsItsRank(), another_process=False)
+    assert dict(os.environ) == before
+
+
+def test_items_that_every_epoch_repeats_are_caught() -> None:
+    assert_epochs_differ(Sound())
+    assert_epochs_differ(Sound(), indices=[3], epochs=(4, 9))
+    with pytest.raises(AssertionError, match="item 0 is the same in epochs 0 and 1"):
+        assert_epochs_differ(mf.SameEveryEpoch([{"x": k} for k in range(9)]))
+    with pytest.raises(AssertionError, match="item 7 is the same in epochs 2 and 5"):
+        assert_epochs_differ(mf.SameEveryEpoch([{"x": k} for k in range(9)]), indices=[7], epochs=(2, 5))
+    with pytest.raises(AssertionError, match="changes the global random state of numpy"):
+        assert_epochs_differ(DrawsFromNumpy())
+    with pytest.raises(AssertionError, match="no index"):
+        assert_epochs_differ([])
+
+
+def test_an_epoch_index_unpacks() -> None:
+    at = mf.EpochIndex(epoch=3, index=14)
+    epoch, index = at
+    assert (epoch, index, at.idx) == (3, 14, 14)
+    assert {at: 1}[mf.EpochIndex(3, 14)] == 1 and at != mf.EpochIndex(3, 15)
 
 
 def test_a_dataset_to_ask_nothing_of() -> None:

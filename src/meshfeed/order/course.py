@@ -21,7 +21,7 @@ from meshfeed.errors import RecipeError
 from meshfeed.mixture import Amount, Mixture, Part
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.interleave import Interleaving, Runs
-from meshfeed.order.permutation import key_of, permute, unpermute
+from meshfeed.order.permutation import choose, key_of, permute, unpermute
 from meshfeed.recipe import Batch, Blocks, Recipe
 
 Longs = npt.NDArray[np.int64]
@@ -55,6 +55,7 @@ class Course:
             return
         self.sizes = np.array([_epoch_size(recipe, store) for store in recipe.sources], np.int64)
         self._shuffled = recipe.shuffle != "none"
+        self._replaces = recipe.shuffle == "replacement"
         self._blocks: BlockShuffle | None = None
         if isinstance(recipe.shuffle, Blocks):
             self._blocks = BlockShuffle(recipe.shuffle, self.sizes, _shard_ends(recipe))
@@ -100,6 +101,8 @@ class Course:
         keys = self._keys(source, epoch)
         if self._blocks is not None:
             return self._blocks.indices(place, source, keys)
+        if self._replaces:
+            return choose(place, size=self._sizes_of(source), key=keys)
         return permute(place, size=self._sizes_of(source), key=keys)
 
     def unshuffled(self, source: npt.NDArray[np.integer], epoch: Longs, index: Longs) -> Longs:

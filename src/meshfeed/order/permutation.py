@@ -54,6 +54,16 @@ def unpermute(indices: npt.ArrayLike, *, size: npt.ArrayLike, key: npt.ArrayLike
     return _walk(indices, size, key, _unstir)
 
 
+def choose(places: Longs, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
+    """One of [0, size) for each place, independently: some come several times, some never; int64, same shape.
+
+    size, key: one for all places, or one for each (key uint64). Sizes from 1 to 2**62; a choice is off an
+    even one by less than size / 2**64.
+    """
+    words = _hash(places.astype(np.uint64), np.asarray(key, np.uint64), _ROUNDS + 1)
+    return (words % np.asarray(size, np.uint64)).astype(np.int64)
+
+
 _Stir = Callable[[_Words, _Words, _Words, _Words], _Words]
 
 

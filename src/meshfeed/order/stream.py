@@ -7,7 +7,7 @@ has given when the amounts of a mixture change follows from the amounts before; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,10 +21,21 @@ from meshfeed.recipe import Blocks, Recipe
 
 @dataclass(frozen=True, slots=True)
 class EpochIndex:
-    """How one sequence is asked for; whatever is random in it is keyed by (seed, epoch, index)."""
+    """How one sequence is asked for; whatever is random in it is keyed by (seed, epoch, index).
+
+    Unpacks, `epoch, index = at`, and has `idx` as another name of `index`.
+    """
 
     epoch: int
     index: int
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.epoch, self.index))
+
+    @property
+    def idx(self) -> int:
+        """The index."""
+        return self.index
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +147,12 @@ def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
     """Where in the stream a sequence comes; the inverse of `draws_between`. None where it does not.
 
-    Raises RecipeError for a rule with an order of its own.
+    Raises RecipeError for a rule with an order of its own, or draws with replacement.
     """
+    if recipe.shuffle == "replacement":
+        raise RecipeError(
+            "drawn with replacement, a sequence comes at any number of positions; look for it by step"
+        )
     if has_own_order(recipe):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
     course = course_of(recipe)

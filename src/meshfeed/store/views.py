@@ -63,8 +63,8 @@ class Resampled:
 
     Args:
         dataset: indexed by EpochIndex.
-        epochs: whole passes, from 1; 1 where neither is given.
-        samples: or this many items, from 0, the last pass cut short.
+        num_epochs: whole passes, from 1; 1 where neither is given.
+        num_samples: or this many items, from 0, the last pass cut short.
         shuffle: False keeps the dataset's order in every epoch.
         seed: keys the permutations; an int64.
 
@@ -75,21 +75,33 @@ class Resampled:
         self,
         dataset: EpochDataset,
         *,
-        epochs: int | None = None,
-        samples: int | None = None,
+        num_epochs: int | None = None,
+        num_samples: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        if epochs is not None and samples is not None:
-            raise RecipeError(f"Resampled(epochs={epochs}, samples={samples}): give one of them")
-        count, size = (1 if epochs is None else epochs) if samples is None else samples, len(dataset)
-        if type(count) is not int or count < (samples is None) or (samples and not size):
+        asked = f"Resampled(num_epochs={num_epochs}, num_samples={num_samples})"
+        if num_epochs is not None and num_samples is not None:
+            raise RecipeError(f"{asked}: give one of them")
+        by_samples, size = num_samples is not None, len(dataset)
+        count = (1 if num_epochs is None else num_epochs) if num_samples is None else num_samples
+        if type(count) is not int or count < (not by_samples) or (by_samples and count and not size):
             raise RecipeError(
-                f"Resampled(epochs={epochs}, samples={samples}) of {size} items: whole numbers, "
-                f"epochs from 1, samples from 0, and no samples of nothing"
+                f"{asked} of {size} items: whole numbers, num_epochs from 1, num_samples from 0, and no "
+                f"samples of nothing"
             )
         self._dataset, self._size, self._shuffle, self._seed = dataset, size, shuffle, seed
-        self._count = count * size if samples is None else count
+        self._count = count if by_samples else count * size
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all; its length."""
+        return self._count
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes, one that is cut short included."""
+        return -(-self._count // self._size) if self._size else 0
 
     def __len__(self) -> int:
         return self._count

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import multiprocessing
+import os
 import random
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -24,6 +25,12 @@ _SEEDING = (
     (torch.cuda, "manual_seed_all"), (np.random, "seed"), (random, "seed"),
 )  # fmt: skip
 
+_RANK = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS",
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE",
+)  # fmt: skip
+
 
 def assert_deterministic(
     dataset: Any,
@@ -38,8 +45,9 @@ def assert_deterministic(
     fresh process too, to which the dataset is pickled.
 
     Raises AssertionError where an item differs when it is asked for twice, in another order, after other
-    items, under another global random state or in another process; where it draws from or changes the
-    global random state of Python, NumPy, torch or CUDA; or where it calls a global seed function.
+    items, under another global random state, on another rank (by $RANK, $WORLD_SIZE and the like) or in
+    another process; where it draws from or changes the global random state of Python, NumPy, torch or CUDA;
+    or where it calls a global seed function. What a dataset read of $RANK when it was made is not noticed.
     """
     asked = _some_of(dataset) if indices is None else list(indices)
     if not asked:
@@ -51,14 +59,46 @@ def assert_deterministic(
     with _other_random_state():
         again = [_item(dataset, at) for at in asked]
     _compare(asked, items, again, "asked for under another global random state")
+    with _other_rank():
+        again = [_item(dataset, at) for at in asked]
+    _compare(
+        asked,
+        items,
+        again,
+        "asked for on another rank, with other values of $RANK, $WORLD_SIZE and their like",
+    )
     if another_process:
         _compare(asked, items, _elsewhere(dataset, asked, timeout_s), "asked for in another process")
 
 
+def assert_epochs_differ(
+    dataset: Any, *, indices: Iterable[int] | None = None, epochs: tuple[int, int] = (0, 1)
+) -> None:
+    """An item of one epoch is another in the next: its crop, its mask or its noise is keyed by the epoch.
+
+    indices: what to ask for; by default some eight. Leave out items that chance may make equal, such as one
+    of a single token.
+    Raises AssertionError naming the first item that is the same in both epochs.
+    """
+    asked = _few_of(dataset) if indices is None else list(indices)
+    if not asked:
+        raise AssertionError("no index to ask for: the dataset is empty, or `indices` is")
+    for index in asked:
+        one, other = (_item(dataset, EpochIndex(epoch, index)) for epoch in epochs)
+        if difference(one, other) is None:
+            raise AssertionError(
+                f"item {index} is the same in epochs {epochs[0]} and {epochs[1]}; "
+                f"draw from a generator keyed by (seed, epoch, index), as mf.rng makes"
+            )
+
+
 def _some_of(dataset: Any) -> list[EpochIndex]:
+    return [EpochIndex(epoch, index) for epoch in (0, 1) for index in _few_of(dataset)]
+
+
+def _few_of(dataset: Any) -> list[int]:
     size = len(dataset)
-    few = sorted({size * k // 8 for k in range(8)}) if size else []
-    return [EpochIndex(epoch, index) for epoch in (0, 1) for index in few]
+    return sorted({size * k // 8 for k in range(8)}) if size else []
 
 
 def _compare(asked: Sequence[Any], one: Sequence[Any], other: Sequence[Any], when: str) -> None:
@@ -123,13 +163,19 @@ def _other_random_state() -> Generator[None]:
         np.random.set_state(saved["numpy"])
 
 
+def _other_rank() -> Any:
+    """Other values of what launchers say of a rank; the old ones come back."""
+    return mock.patch.dict(os.environ, {name: "6" if os.environ.get(name) != "6" else "7" for name in _RANK})
+
+
 def _elsewhere(dataset: Any, asked: Sequence[Any], timeout_s: float) -> list[Any]:
     """The items out of a fresh process."""
     context = multiprocessing.get_context("spawn")  # a fork would share what this one has cached and seeded
     ours, theirs = context.Pipe(duplex=False)
     try:
         process = context.Process(target=_answer, args=(theirs, dataset, list(asked)), daemon=True)
-        process.start()
+        with _other_rank():
+            process.start()
     except Exception as bad:  # pickling fails with whatever an object raises
         raise AssertionError(
             f"the dataset does not go to another process: {bad}; let it open files when it is first asked"
