@@ -272,17 +272,18 @@ def killed(rank: int) -> str:
             for step in exchange:
                 list(step.microbatches)
         except mf.PeerError as error:
-            return str(error)
+            return f"{error.ranks} {error}"
     return ""
 
 
-def test_a_killed_rank_ends_all() -> None:
+def test_a_killed_rank_ends_all_and_is_named() -> None:
     outcomes = world.start(killed, 4).join()
     assert outcomes[1].exitcode == -signal.SIGKILL
     for rank in (0, 2, 3):
         outcome = outcomes[rank]
         # the world's own barrier at the end may find the dead rank before the answer is sent
         assert outcome.result or (outcome.error and "peer" in outcome.error[1].lower()), outcome
+        assert not outcome.result or re.match(r"\(1,\) rank \d waits for items of rank 1:", outcome.result)
 
 
 def leaving(rank: int, prefetch: int) -> str:

@@ -116,10 +116,13 @@ class Broadcast:
         try:
             self._group.broadcast(torch.from_numpy(buffer), role.source, self._patience_s)
         except (RuntimeError, dist.DistError) as broken:
-            raise PeerError(
-                f"rank {role.rank} lost its broadcast group {role.peers} (source: rank {role.source}): "
-                f"{broken}",
-                [] if role.reads else [role.source],
-            ) from broken
+            raise self._lost(self._group.lost(), role.source, broken) from broken
         self.traffic.collectives += 1
         self.traffic.num_bytes += buffer.size
+
+    def _lost(self, ranks: list[int], source: int, broken: Exception) -> PeerError:
+        lost = f"rank {self._role.rank} lost its broadcast group {self._role.peers} (source: rank {source})"
+        if not ranks:
+            return PeerError(f"{lost}: {broken}", [] if self._role.reads else [source])
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
+        return PeerError(f"{lost}: the connection to {which} is closed ({broken})", ranks)

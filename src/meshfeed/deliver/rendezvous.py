@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshfeed.deliver.connections import FAILURES, own_connection
+from meshfeed.deliver.links import Links
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
 
 # A rank may rightly wait for a broadcast as long as its source's trainer is busy elsewhere. A dead peer
@@ -210,8 +211,10 @@ class GlooGroup:
 
     def __init__(self, store: Store, rank: int, peers: tuple[int, ...], timeout_s: float) -> None:
         self._peers = peers
-        timeout = timedelta(seconds=timeout_s)
+        timeout, self._links = timedelta(seconds=timeout_s), Links()
         self._gloo: Any = dist.ProcessGroupGloo(store, peers.index(rank), len(peers), timeout)
+        ends = self._gather(torch.from_numpy(self._links.found(len(peers))), timeout)
+        self._links.identify(ends.numpy())
         # Who has nothing to say would leave, while another still connects and takes it for dead.
         self._gloo.barrier().wait(timeout)
 
@@ -224,10 +227,17 @@ class GlooGroup:
 
     def all_gather(self, row: torch.Tensor) -> torch.Tensor:
         """Each peer's row, in the order of peers, however late. RuntimeError: a peer is gone."""
+        return self._gather(row, _NO_TIMEOUT)
+
+    def _gather(self, row: torch.Tensor, timeout: timedelta) -> torch.Tensor:
         rows, options = [torch.empty_like(row) for _ in self._peers], AllgatherOptions()
-        options.timeout = _NO_TIMEOUT
-        self._gloo.allgather([rows], [row], options).wait(_NO_TIMEOUT)
+        options.timeout = timeout
+        self._gloo.allgather([rows], [row], options).wait(timeout)
         return torch.stack(rows)
+
+    def lost(self) -> list[int]:
+        """The ranks whose connections to this one are closed: they died, or left the group before it did."""
+        return [self._peers[member] for member in self._links.lost()]
 
     @property
     def backend(self) -> Any:

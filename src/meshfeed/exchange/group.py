@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,13 +43,14 @@ class Group:
         self.traffic = Traffic()
         self._group: Any = process_group
         self._ranks = ranks
+        self._closed: Callable[[], Sequence[int]] = list
         self._timeout = _NO_TIMEOUT if patience_s is None else timedelta(seconds=patience_s)
         self._room = _ROOM
         self._kept = {name: np.zeros(0, np.uint8) for name in ("out", "row", "rows")}
 
-    def join(self, process_group: Any) -> None:
-        """Use this process group from now on."""
-        self._group = process_group
+    def join(self, process_group: Any, lost: Callable[[], Sequence[int]]) -> None:
+        """Use this process group from now on. lost: the global ranks whose connections to it are closed."""
+        self._group, self._closed = process_group, lost
 
     def leave(self) -> None:
         """Use none any more."""
@@ -122,9 +123,17 @@ class Group:
 
     def _lost(self, broken: Exception) -> PeerError:
         ranks = range(self.size) if self._ranks is None else self._ranks
+        here = f"rank {ranks[self.member]} waits for items of"
+        if closed := self._closed():
+            which = f"rank {closed[0]}" if len(closed) == 1 else f"ranks {list(closed)}"
+            return PeerError(
+                f"{here} {which}: the connection is closed, by its death or by a loop that was left without "
+                f"closing its Exchange (use it in `with`): {broken}",
+                closed,
+            )
         others = [rank for member, rank in enumerate(ranks) if member != self.member]
         return PeerError(
-            f"rank {ranks[self.member]} waits for items of ranks {others}, and one of them is dead, stands "
-            f"still, or has left its loop without closing its Exchange (use it in `with`): {broken}",
+            f"{here} ranks {others}, and one of them is dead, stands still, or has left its loop without "
+            f"closing its Exchange (use it in `with`): {broken}",
             others,
         )

@@ -61,7 +61,7 @@ class Ways:
                 joined = self._meeting.gloo_group("exchange", self._rank, ranks)
                 stack.callback(joined.close)
                 stack.callback(self.group.leave)
-                self.group.join(joined.backend)
+                self.group.join(joined.backend, joined.lost)
                 self._is_over = False
             self.alike = Alike(self._rank, self._seats, self._meeting)
             stack.enter_context(self._delivery)
