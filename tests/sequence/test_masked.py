@@ -221,6 +221,11 @@ def test_documents_of_several_sources(tmp_path: Path) -> None:
                 assert value.tolist() == [[row[name][p] for p in places] for row in rows], name
 
 
+SPECIAL = (3, 7, *range(40, 60))
+CROPPED: list[dict[str, Any]] = [
+    {"crop": "random", "special_tokens": SPECIAL, "random_tokens": (10, 20)},
+    {},
+]
 CASES = [
     ("tp2-pp2", {"micro_batch_size": 2}),
     ("cp2-tp2", {"micro_batch_size": 4}),
@@ -231,11 +236,16 @@ CASES = [
 
 def every_delivery(rank: int, path: str) -> list[str]:
     wrong: list[str] = []
-    for text, options in CASES:
-        layout, recipe = mf.Layout.parse(text, ranks_per_node=4), recipe_of(path, rule_of(30))
+    for k, (text, options) in enumerate(CASES):
+        layout, recipe = (
+            mf.Layout.parse(text, ranks_per_node=4),
+            recipe_of(path, rule_of(30, **CROPPED[k % 2])),
+        )
         expected = simulated(recipe, layout, 10**6, rank, **options)
         for delivery in ("direct", "broadcast", "share"):
-            with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=30, **options) as feed:
+            with mf.Feed(
+                recipe, layout, delivery=delivery, verify=True, timeout_s=30, pad_rows=True, **options
+            ) as feed:
                 got = take(feed)
             if got != expected:
                 wrong.append(f"{text} {delivery}: {got}\n{expected}")
@@ -258,9 +268,103 @@ def test_stages_get_what_they_need(corpus: str) -> None:
     }  # fmt: skip
 
 
+def cropped_rows(path: str, rule: mf.Masked, text: str = "tp1", **options: Any) -> dict[tuple[int, int], Any]:
+    """Every row of two epochs, put together from its ranks: (epoch, index) -> shown, wanted, without specials."""
+    layout, rows = mf.Layout.parse(text), {}
+    names = ("tokens", "labels", "loss_mask", "padding_mask")
+    for got in mf.simulate(recipe_of(path, rule, epochs=3), layout, 10**6, **options):
+        places = chunks_of(layout.cp, got.coord.cp, rule.length, options.get("cp_split", "zigzag"))
+        hidden = 0
+        for m in got.microbatches:
+            hidden += int(m["loss_mask"].sum())
+            for r, key in enumerate(zip(m.draws.epoch.tolist(), m.draws.index.tolist())):
+                row = rows.setdefault(key, {name: np.zeros(rule.length, np.int64) for name in names})
+                for name in names:
+                    row[name][places] = m[name][r]
+        if layout.cp == layout.dp == 1:
+            assert hidden == got.batch.valid_tokens, "exact, from lengths and marks alone"
+    return rows
+
+
+@pytest.mark.parametrize("special", [(), SPECIAL, tuple(range(VOCAB))])
+@pytest.mark.parametrize("crop", ["start", "random"])
+def test_crops_and_tokens_that_are_never_hidden(corpus: str, crop: Any, special: tuple[int, ...]) -> None:
+    rule = rule_of(16, crop=crop, special_tokens=special, random_tokens=(10, 20), replace=0.3, random=0.6)
+    starts: dict[int, set[int]] = {}
+    for (_, index), row in cropped_rows(corpus, rule).items():
+        document = documents()[index].tolist()
+        size = min(len(document), 14)
+        assert (row["padding_mask"] == 0).sum() == size + 2
+        shown, labels = row["tokens"][1 : 1 + size], row["labels"][1 : 1 + size]
+        own = np.where(labels == -100, shown, labels).tolist()
+        at = [k for k in range(len(document) - size + 1) if document[k : k + size] == own]
+        assert at and (crop == "random" or 0 in at)
+        if len(at) == 1 and len(document) > 30:
+            starts.setdefault(index, set()).add(at[0])
+        hidden = labels != -100
+        assert not np.isin(labels[hidden], special).any()
+        candidates = size - int(np.isin(own, special).sum())
+        assert hidden.sum() == int(rule.num_hidden(np.array(candidates)))
+        changed = shown[hidden & (shown != labels) & (shown != MASK)]
+        assert ((changed >= 10) & (changed < 20)).all()
+    assert starts and all(len(seen) > (crop == "random") for seen in starts.values()), "other crops by epoch"
+
+
+def test_crops_are_one_function_of_recipe_and_place(corpus: str) -> None:
+    rule = rule_of(32, **CROPPED[0])
+    wanted = cropped_rows(corpus, rule)
+    for text, options in (
+        ("dp4", {"micro_batch_size": 2}),
+        ("cp2-dp2", {"micro_batch_size": 3}),
+        ("cp4", {"cp_split": "contiguous"}),
+    ):
+        rows = cropped_rows(corpus, rule, text, **options)
+        assert rows.keys() == wanted.keys()
+        for key, row in rows.items():
+            assert all(np.array_equal(row[name], wanted[key][name]) for name in row), (text, key)
+
+
+def test_a_crop_may_begin_anywhere(tmp_path: Path) -> None:
+    with IndexedWriter(tmp_path / "one", np.uint16) as writer:
+        writer.add_document(np.arange(12))
+    rule = mf.Masked(4, vocab_size=50, mask_token=49, crop="random", mask_fraction=0)
+    recipe = recipe_of(str(tmp_path / "one"), rule, batch=mf.Batch(sequences=100), epochs=1800)
+    starts: list[int] = []
+    for made in mf.simulate(recipe, mf.Layout(), 18, micro_batch_size=100):
+        starts += made.microbatches[0]["tokens"][:, 0].tolist()
+    counts = np.bincount(starts, minlength=9)
+    assert (
+        counts.size == 9 and ((counts - 200) ** 2 / 200).sum() < 26
+    )  # 8 degrees: 0.1 % of fair crops exceed
+
+
+def test_new_options_are_in_the_fingerprint_and_old_rules_keep_theirs(corpus: str) -> None:
+    rules = [
+        rule_of(),
+        rule_of(crop="random"),
+        rule_of(special_tokens=(1,)),
+        rule_of(special_tokens=(1, 2)),
+        rule_of(random_tokens=(0, 50)),
+    ]
+    assert len({rule.summary() for rule in rules}) == len(rules)
+    assert rule_of(special_tokens=(2, 1, 2)).summary() == rule_of(special_tokens=(1, 2)).summary()
+    assert rules[0].summary() == repr(rules[0]) and "crop" not in repr(rules[0])
+    golden = rule_of(mask_fraction=0.5, replace=0.3, random=0.4, random_tokens=(50, 60)).masks(
+        12, 1, 2, 3, 4, np.array([1, 8])
+    )
+    assert (golden.places.tolist(), golden.tokens.tolist()) == GOLDEN_SPECIAL
+
+
 @pytest.mark.parametrize(
     "options",
     [
+        {"crop": "end"},
+        {"special_tokens": (-1,)},
+        {"special_tokens": ("x",)},
+        {"random_tokens": (5, 5)},
+        {"random_tokens": (0, 10)},
+        {"random_tokens": (-1, 4)},
+        {"random_tokens": (0.0, 4)},
         {"length": 0},
         {"length": 2},
         {"length": 8.0},
@@ -289,3 +393,6 @@ def test_what_it_does_not_fit_is_refused(corpus: str) -> None:
         next(mf.simulate(recipe_of(corpus), mf.Layout(cp=2), 1, micro_batch_size=2, cp_split="pack_zigzag"))
     assert rule_of(replace=1, random=0).summary() == rule_of(replace=1.0, random=0.0).summary()
     assert rule_of().summary() != rule_of(mask_fraction=0.2).summary()
+
+
+GOLDEN_SPECIAL = ([2, 7, 9, 10, 11], [900, 900, -1, 58, 900])

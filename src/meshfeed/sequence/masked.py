@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from dataclasses import field as dataclass_field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +19,11 @@ import numpy.typing as npt
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PlanError, RecipeError
 from meshfeed.mixture import Store
-from meshfeed.order import Draws, philox
+from meshfeed.order import Draws, key_of, philox
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
+from meshfeed.sequence.masks import MaskedPiece, Masks, special_marks
 from meshfeed.sequence.packed import holder_of
 from meshfeed.sequence.rule import Portion, dtype_of
 from meshfeed.store import StreamStore
@@ -29,29 +31,20 @@ from meshfeed.store import StreamStore
 Longs = npt.NDArray[np.int64]
 
 _TAG = 0x4D41534B  # apart from whatever else may be keyed by the same four numbers
+_CROP = 0x43524F50
 _UNIT = 2.0**-53
-
-
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """What is hidden of a document.
-
-    Attributes:
-        places: the hidden tokens, ascending; int64 [m].
-        tokens: what the model sees there, -1 for the token itself; int64 [m].
-    """
-
-    places: Longs
-    tokens: Longs
 
 
 @dataclass(frozen=True)
 class Masked:
-    """A sequence is a document's first tokens, in a row of `length`.
+    """A sequence is a document's first tokens, or a random part of it, in a row of `length`.
 
     Of a document's n tokens, mask_fraction * n, rounded, are hidden, at least 1: the model sees mask_token,
     a random token or the token itself there, and is to tell which it was. Each epoch hides others. What is
     put before, after and behind a document is never hidden.
+
+    With special_tokens, n counts the others. Where these stand is known from one bit per token, which is made
+    from the whole store once per node, so that what is hidden is still known before anything is read.
 
     Attributes:
         length: tokens of a row.
@@ -62,6 +55,11 @@ class Masked:
         random: share of them that become a random token; the rest stay as they are.
         first_token, last_token: put before and after each document, as [CLS] and [SEP]; None for nothing.
         pad_token: fills the row.
+        crop: which tokens of a document that is longer than the row: its first ones ("start"), or a run that
+            begins anywhere, another in each epoch ("random").
+        special_tokens: ids that are never hidden where they stand in a document, and stay as they are.
+        random_tokens: (first, stop), the range of ids that random tokens are drawn from; None for
+            [0, vocab_size).
 
     Fields, t = length / cp: tokens int64 [rows, t]; labels int64 [rows, t], -100 where nothing is hidden;
     loss_mask float32 [rows, t], 1 where something is; padding_mask bool [rows, t], True where there is no
@@ -79,6 +77,9 @@ class Masked:
     first_token: int | None = None
     last_token: int | None = None
     pad_token: int = 0
+    crop: Literal["start", "random"] = dataclass_field(default="start", repr=False)
+    special_tokens: tuple[int, ...] = dataclass_field(default=(), repr=False)
+    random_tokens: tuple[int, int] | None = dataclass_field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         least = {"length": 1, "vocab_size": 1, "mask_token": 0, "pad_token": 0}
@@ -93,6 +94,18 @@ class Masked:
             object.__setattr__(self, name, float(share))  # 1 and 1.0 are one rule: one fingerprint
         if self.replace + self.random > 1:
             raise RecipeError(f"Masked(replace={self.replace}, random={self.random}): together at most 1")
+        if self.crop not in ("start", "random"):
+            raise RecipeError(f"Masked(crop={self.crop!r}): choose 'start' or 'random'")
+        special = tuple(self.special_tokens)
+        if any(type(token) is not int or token < 0 for token in special):
+            raise RecipeError(f"Masked(special_tokens={special!r}): whole numbers from 0")
+        object.__setattr__(self, "special_tokens", tuple(sorted(set(special))))
+        first, stop = self._random_range
+        if not (type(first) is type(stop) is int and 0 <= first < stop <= self.vocab_size):
+            raise RecipeError(
+                f"Masked(random_tokens={self.random_tokens!r}): (first, stop) with 0 <= first < stop <= "
+                f"vocab_size={self.vocab_size}"
+            )
         if self._room < 1:
             raise RecipeError(f"Masked(length={self.length}) leaves no token between first and last")
 
@@ -118,8 +131,10 @@ class Masked:
         )
 
     def summary(self) -> str:
-        """All options in one line."""
-        return repr(self)
+        """All options in one line; the later ones where they are other than the default."""
+        later = {"crop": "start", "special_tokens": (), "random_tokens": None}
+        told = [f", {name}={getattr(self, name)!r}" for name in later if getattr(self, name) != later[name]]
+        return f"{repr(self)[:-1]}{''.join(told)})"
 
     def num_sequences(self, store: Store) -> int:
         """Documents in the store, empty ones too. Raises RecipeError for one without whole tokens to read."""
@@ -144,21 +159,36 @@ class Masked:
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Hidden tokens of each row, always whole; int64 [n]."""
-        return self.num_hidden(lengths - self._num_special)
+        sizes = lengths - self._num_special
+        candidates = sizes.copy()
+        if self.special_tokens:
+            for s, mine, begin in self._begins(recipe, draws):
+                marks = special_marks(recipe.sources[s], self.special_tokens)
+                candidates[mine] -= marks.count(begin, begin + sizes[mine])
+        return self.num_hidden(candidates)
 
     def num_hidden(self, sizes: Longs) -> Longs:
-        """How many of a document's tokens are hidden, by how many are in the row; int64, same shape."""
+        """How many of a document's tokens are hidden, by how many in the row may be; int64, same shape."""
         hidden = np.floor(sizes * self.mask_fraction + 0.5).astype(np.int64)
         return np.minimum(np.maximum(hidden, int(self.mask_fraction > 0)), sizes)
 
-    def masks(self, size: int, seed: int, source: int, epoch: int, index: int) -> Masks:
-        """What is hidden of one document with `size` tokens in its row; the same on every machine."""
-        count = int(self.num_hidden(np.array(size)))
+    def masks(
+        self, size: int, seed: int, source: int, epoch: int, index: int, special: Longs | None = None
+    ) -> Masks:
+        """What is hidden of one document with `size` tokens in its row; the same on every machine.
+
+        special: places among these that are never hidden; int64 [k].
+        """
+        allowed = np.ones(size, np.bool_)
+        allowed[[] if special is None else special] = False
+        candidates = np.flatnonzero(allowed)
+        count = int(self.num_hidden(np.array(candidates.size)))
         # Raw words: what NumPy makes of them may change from release to release, they do not.
         words = philox(seed, source, epoch, index, _TAG).random_raw(size + 2 * count)
-        places = np.sort(np.argsort(words[:size], kind="stable")[:count])
+        places = np.sort(candidates[np.argsort(words[candidates], kind="stable")[:count]])
         chance = (words[size : size + count] >> np.uint64(11)) * _UNIT
-        others = (words[size + count :] % np.uint64(self.vocab_size)).astype(np.int64)
+        first, stop = self._random_range
+        others = first + (words[size + count :] % np.uint64(stop - first)).astype(np.int64)
         seen = np.where(chance < self.replace + self.random, others, -1)
         return Masks(places, np.where(chance < self.replace, self.mask_token, seen))
 
@@ -232,6 +262,10 @@ class Masked:
         return self.length - self._num_special
 
     @property
+    def _random_range(self) -> tuple[int, int]:
+        return (0, self.vocab_size) if self.random_tokens is None else self.random_tokens
+
+    @property
     def _lead(self) -> int:
         """Tokens of a row before its document."""
         return int(self.first_token is not None)
@@ -245,13 +279,29 @@ class Masked:
         """For each store: (store, which held slices are its, stream ranges of each)."""
         held, draws = portion.held, portion.draws
         first, stop = self._in_document(held, portion)
+        begins = np.zeros(len(draws), np.int64)
+        for _, mine, begin in self._begins(recipe, draws):
+            begins[mine] = begin
         for s, store in enumerate(_stores(recipe)):
             slices = np.flatnonzero((draws.source[held.sequence] == s) & (first < stop))
             if slices.size:
-                begin = store.offsets(draws.index[held.sequence[slices]])
+                begin = begins[held.sequence[slices]]
                 yield store, slices, begin + first[slices], begin + stop[slices]
 
-    def _pieces(self, portion: Portion, width: int) -> Iterator[_Piece]:
+    def _begins(self, recipe: Recipe, draws: Draws) -> Iterator[tuple[int, Longs, Longs]]:
+        """For each source: (source, which draws are of it, stream offset of the first token in each row)."""
+        for s in np.unique(draws.source).tolist():
+            mine, store = np.flatnonzero(draws.source == s), _stores(recipe)[s]
+            index = draws.index[mine]
+            begin = store.offsets(index)
+            if self.crop == "random":
+                spare = (store.lengths(index) - self._room).clip(0)
+                for at in np.flatnonzero(spare).tolist():
+                    key = key_of(recipe.seed, s, int(draws.epoch[mine[at]]), int(index[at]), _CROP)
+                    begin[at] += key % (int(spare[at]) + 1)
+            yield s, mine, begin
+
+    def _pieces(self, portion: Portion, width: int) -> Iterator[MaskedPiece]:
         own, held, lengths = portion.own, portion.held, portion.pack.lengths
         in_row = np.bincount(own.sequence, own.sizes, lengths.size)
         if ((in_row != width) & (lengths > 0)).any():
@@ -264,7 +314,7 @@ class Masked:
             row_at, row = (row_at if sequence == row else sequence * width), sequence
             h = holder_of(held, sequence, int(own.start[s]))
             start, size = int(own.start[s]), int(lengths[sequence])
-            yield _Piece(
+            yield MaskedPiece(
                 row=sequence,
                 at=row_at,
                 start=start,
@@ -280,10 +330,19 @@ class Masked:
 
     def _masks_of(self, recipe: Recipe, portion: Portion) -> list[Masks]:
         draws, sizes = portion.draws, portion.pack.lengths - self._num_special
-        rows = zip(sizes.tolist(), draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist())
-        return [self.masks(size, recipe.seed, *place) for size, *place in rows]
+        special: list[Longs | None] = [None] * len(draws)
+        if self.special_tokens:
+            for s, mine, begin in self._begins(recipe, draws):
+                marks = special_marks(recipe.sources[s], self.special_tokens)
+                for row, at, size in zip(mine.tolist(), begin.tolist(), sizes[mine].tolist()):
+                    special[row] = marks.places(at, at + size)
+        rows = zip(sizes.tolist(), draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist(), special)
+        return [
+            self.masks(size, recipe.seed, source, epoch, index, own)
+            for size, source, epoch, index, own in rows
+        ]
 
-    def _fill_plain(self, piece: _Piece, flat: dict[str, Array]) -> None:
+    def _fill_plain(self, piece: MaskedPiece, flat: dict[str, Array]) -> None:
         """What hiding does not touch."""
         here = slice(piece.at, piece.at + piece.stop - piece.start)
         if "position_ids" in flat:
@@ -297,7 +356,7 @@ class Masked:
             if self.last_token is not None and piece.start <= last < piece.stop:
                 flat["tokens"][piece.at + last - piece.start] = self.last_token
 
-    def _fill_hidden(self, piece: _Piece, masks: Masks, raw: Array, flat: dict[str, Array]) -> None:
+    def _fill_hidden(self, piece: MaskedPiece, masks: Masks, raw: Array, flat: dict[str, Array]) -> None:
         """The document's own tokens, and what is hidden of them."""
         some = slice(*np.searchsorted(masks.places, [piece.first, piece.last]).tolist())
         inside, seen = masks.places[some] - piece.first, masks.tokens[some]
@@ -310,29 +369,6 @@ class Masked:
         if "tokens" in flat:
             flat["tokens"][begin : begin + tokens.size] = tokens
             flat["tokens"][begin + inside] = np.where(seen < 0, tokens[inside], seen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """What one own slice holds.
-
-    Attributes:
-        row: which row.
-        at: its place among the tokens of all rows of this rank.
-        start, stop: real tokens of the row, the special ones included.
-        length: real tokens of the whole row.
-        first, last: tokens of the document, from the first up to and without the last.
-        raw_at: where these begin among the held tokens.
-    """
-
-    row: int
-    at: int
-    start: int
-    stop: int
-    length: int
-    first: int
-    last: int
-    raw_at: int
 
 
 def _stores(recipe: Recipe) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Which values of a column are not 0: a bit for each, so that any range is counted by array look-ups.
+"""Which values of a column are not 0, or which tokens are special: a bit for each, so that ranges count fast.
 
 bits     uint8 [bytes], value i is bit i % 8 of byte i // 8, zeros at the end
 counts   int64 [blocks], marked values before each block of 256
@@ -15,8 +15,8 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.files import Cache
 from meshfeed.store.index_cache import key_of_parts
-from meshfeed.store.indexed import IndexedStore
 from meshfeed.store.lengths import built_in_parts, joined
+from meshfeed.store.protocol import StreamStore
 
 I64 = npt.NDArray[np.int64]
 
@@ -38,6 +38,11 @@ class Marks:
         before = self._before(np.concatenate((starts, stops)))
         return before[len(starts) :] - before[: len(starts)]
 
+    def places(self, start: int, stop: int) -> I64:
+        """Marked places in a range, counted from its start, ascending; int64 [m]."""
+        held = np.unpackbits(self.bits[start // 8 : -(-stop // 8)], bitorder="little")
+        return np.flatnonzero(held[start % 8 : start % 8 + stop - start])
+
     def _before(self, places: I64) -> I64:
         """Marked values before each place; int64 [n]."""
         block, inside = np.divmod(places, _BLOCK)
@@ -48,14 +53,20 @@ class Marks:
         return self.counts[block] + _ONES[held].sum(1, dtype=np.int64)
 
 
-def marks_of(store: IndexedStore, cache: Cache) -> Marks:
-    """The marks of a column, made once per node; reads all of it then. Raises StoreError."""
+def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...] | None = None) -> Marks:
+    """The marks of a column, made once per node; reads all of it then. Raises StoreError.
+
+    tokens: what is marked; None for all that is not 0.
+    """
     key = key_of_parts(kind="marks", version=VERSION, content=store.fingerprint)
+    if tokens is not None:
+        key = key_of_parts(kind="marks", version=VERSION, content=store.fingerprint, tokens=str(tokens))
     total = store.num_tokens
 
     def scan(span: range) -> Mapping[str, Array]:
         with store:
-            marked = store.read_stream(np.array([span.start]), np.array([span.stop])) != 0
+            values = store.read_stream(np.array([span.start]), np.array([span.stop]))
+        marked = values != 0 if tokens is None else np.isin(values, tokens)
         blocks = np.concatenate((marked, np.zeros(-len(span) % _BLOCK, np.bool_))).reshape(-1, _BLOCK)
         return {"bits": np.packbits(blocks, bitorder="little"), "counts": blocks.sum(1)}
 
