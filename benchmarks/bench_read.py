@@ -64,7 +64,7 @@ def compare(prefix: Path, cache: Path, num_windows: int, batch: int, rounds: int
     took = in_turn({name: taking(batches) for name, batches in loops.items()}, rounds)
     for peer, aim, names in (
         (ALL_FOUR, 0.7, ("one thread", "Feed")),
-        (EQUAL, None, ("one thread", "Feed")),
+        (EQUAL, 0.7, ("one thread", "Feed")),
         (ALONE, 4.0, ("one thread",)),
         (LOADER, 4.0, ("Feed",)),
     ):

@@ -51,7 +51,7 @@ def measured(short: bool) -> Iterator[Row]:
 
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "bucket"
-        write_all(folder, 2_000 if short else 60_000)
+        write_all(folder, 2_048 if short else 60_000)
         yield from compare("local files", folder, None, 1 if short else ROUNDS)
         if not short:
             with Nginx(folder.parent) as server:

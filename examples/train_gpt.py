@@ -43,7 +43,7 @@ def main() -> None:
     stage = Stage(shape, place)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, weight_decay=0.01)
     recipe = mf.Recipe(
-        data=mf.open(args.corpus, cache=cache_of(args, rank)),
+        data=mf.open(args.corpus, cache=cache_of(args)),
         sequence=mf.Documents(args.window) if args.packing else mf.Windows(args.window),
         batch=mf.Batch(sequences=args.sequences),
         shuffle=mf.Blocks(sequences=256, window=1, lanes=1) if args.shuffle == "blocks" else "global",
@@ -74,12 +74,11 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def cache_of(args: argparse.Namespace, rank: int) -> mf.Cache | None:
-    """Where a remote corpus is kept: one folder for the node, unless every rank is to fetch for itself."""
+def cache_of(args: argparse.Namespace) -> mf.Cache | None:
+    """Where a remote corpus is kept: one folder for the node."""
     if args.cache is None:
         return None
-    folder = args.cache / f"rank-{rank}" if args.fetch_alone else args.cache
-    return mf.Cache(folder, block_bytes=args.block_bytes)
+    return mf.Cache(args.cache, block_bytes=args.block_bytes)
 
 
 def packing_of(args: argparse.Namespace, shape: Shape) -> mf.Packing:
@@ -248,7 +247,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--corpus", required=True, help="a Megatron .bin/.idx pair: its path, or its URL")
     parser.add_argument("--cache", type=Path, help="folder for what is fetched of a remote corpus")
     parser.add_argument("--block-bytes", type=int, default=4 << 20, help="of a remote corpus, at a time")
-    parser.add_argument("--fetch-alone", action="store_true", help="a cache for each rank, not for the node")
     parser.add_argument("--shuffle", default="global", choices=("global", "blocks"))
     parser.add_argument("--out", type=Path, required=True, help="an existing directory")
     parser.add_argument("--name", default="train", help="of this run, in its files")

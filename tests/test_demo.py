@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from meshfeed.cli.demo.storage import Manners, Served, SlowStorage
 from meshfeed.report.compare import Run, compare
 from meshfeed.report.demo import balance_of
 
@@ -55,16 +59,34 @@ def test_packed_runs_are_measured(told: Path) -> None:
 
 def test_far_storage_is_told(told: Path) -> None:
     report = (told / "report.html").read_text()
-    assert "From far storage" in report and "every rank for itself" in report
-    near, far, alone = (Run.read(told, name) for name in ("near", "far", "alone"))
+    assert "From far storage" in report and "tp rank 0 broadcasts" in report
+    near, far, other = (Run.read(told, name) for name in ("near", "far", "broadcast"))
     assert [line["index"] for line in far.ledger if line["step"] < 10 and line["rank"] == 0] == [
         line["index"] for line in near.ledger if line["rank"] == 0
     ]
-    fetched = {
-        name: sum(line["bytes_fetched"] for lines in run.costs.values() for line in lines)
-        for name, run in (("far", far), ("alone", alone))
-    }
-    assert 0 < fetched["far"] / 40 < 0.7 * fetched["alone"] / 26
+    fetched = [
+        sum(line["bytes_fetched"] for lines in run.costs.values() for line in lines) for run in (far, other)
+    ]
+    assert 0 < fetched[0] < 1.5 * fetched[1] and fetched[1] < 1.5 * fetched[0], "each byte once on both sides"
+    late = [int(found) for found in re.findall(r"<td>(\d+) of \d+</td>", report)]
+    assert len(late) == 2 and min(late) >= 2, "requests were late on both sides"
+
+
+def test_one_request_in_a_hundred_is_late_by_what_is_said(tmp_path: Path) -> None:
+    (tmp_path / "object").write_bytes(bytes(100))
+    manners = Manners(latency_s=0.0, late_by=20.0)
+    with SlowStorage(tmp_path, manners) as storage:
+        for _ in range(320):
+            urllib.request.urlopen(f"{storage.url}/object").read()
+        assert (storage.served.requests, storage.served.late) == (320, 4)
+        manners.latency_s, manners.bytes_per_s = 0.05, 1000.0
+        usual_s = storage.delay_s(100, late=False) + 100 / manners.bytes_per_s
+        assert usual_s == pytest.approx(0.15)
+        assert storage.delay_s(100, late=True) + 100 / manners.bytes_per_s == pytest.approx(20 * usual_s)
+        storage.served, manners.late_every = Served(requests=19), 20
+        before = time.monotonic()
+        assert len(urllib.request.urlopen(f"{storage.url}/object").read()) == 100
+        assert storage.served.late == 0 and time.monotonic() - before >= 0.15
 
 
 def test_ledger_lines_say_who_what_and_where(told: Path) -> None:

@@ -21,6 +21,9 @@ import pytest
 
 # a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
 os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+HANG_S = 600.0
+"""A rank that is silent for so long hangs: far beyond what a busy machine takes."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["world_preload"])
 
@@ -46,7 +49,7 @@ class World:
     )
     outcomes: list[Outcome] = field(default_factory=list)
 
-    def join(self, timeout_s: float = 120.0) -> list[Outcome]:
+    def join(self, timeout_s: float = HANG_S) -> list[Outcome]:
         """Every rank's outcome; fails the test where one is still running after `timeout_s`."""
         outcomes = [Outcome() for _ in self.processes]
         open_pipes = dict(zip(self.pipes, range(len(self.pipes))))
@@ -61,14 +64,14 @@ class World:
                 with contextlib.suppress(EOFError, ConnectionResetError):  # it died before it could say
                     outcomes[rank] = pickle.loads(pipe.recv_bytes())
         for process, outcome in zip(self.processes, outcomes):
-            process.join(30)
+            process.join(HANG_S)
             if process.is_alive():
                 process.kill()
                 pytest.fail(f"{process.name} answered and then hung at its exit")
             outcome.exitcode = process.exitcode
         return outcomes
 
-    def results(self, timeout_s: float = 120.0) -> list[Any]:
+    def results(self, timeout_s: float = HANG_S) -> list[Any]:
         """Every rank's result; fails the test where one raised."""
         outcomes = self.join(timeout_s)
         for rank, outcome in enumerate(outcomes):
@@ -90,7 +93,7 @@ def start(
 
     import torch.distributed as dist
 
-    patience = timedelta(seconds=60)
+    patience = timedelta(seconds=HANG_S)
     store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=patience, wait_for_workers=False)
     processes: list[Any] = []
     pipes: list[Connection] = []

@@ -27,7 +27,7 @@ def findings(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict
 def test_a_store_far_away_is_opened_and_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "served").mkdir()
     write_corpus(tmp_path / "served/c", num_tokens=2000)
-    with SlowStorage(tmp_path / "served", Manners(latency_s=0.01, late=0.0)) as server:
+    with SlowStorage(tmp_path / "served", Manners(latency_s=0.01, late_every=None)) as server:
         status, found = findings(capsys, f"{server.url}/c", "--cache", str(tmp_path / "cache"))
         assert status == 0
         assert "answers for c.idx" in found[server.url]["says"]

@@ -101,7 +101,7 @@ def test_far_away_it_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
     path, words = write(tmp_path / "served", kind)
     words += ["--cache", str(tmp_path / "cache"), "--verify"]
     near = told(capsys, path, *words)[1]
-    with SlowStorage(tmp_path / "served", Manners(latency_s=0.0, late=0.0)) as storage:
+    with SlowStorage(tmp_path / "served", Manners(latency_s=0.0, late_every=None)) as storage:
         status, facts, err = told(capsys, f"{storage.url}/{Path(path).name}", *words)
     assert status == 0, err
     for key in ("format", "num_documents", "num_tokens", "fingerprint", "document_lengths", "verified"):

@@ -175,7 +175,10 @@ def roles() -> list[Figure]:
 
 
 def read() -> list[Figure]:
-    """Windows per second of CPU time on one thread, against a copy out of a memory map into such tensors."""
+    """Windows per second of CPU time on one thread, against copies out of a memory map.
+
+    A user's own copy writes all four tensors for every batch; meshfeed writes tokens and labels.
+    """
     length, count, batch = 4096, 4096, 32
     with tempfile.TemporaryDirectory() as scratch:
         prefix = Path(scratch) / "corpus"
@@ -183,13 +186,15 @@ def read() -> list[Figure]:
         recipe = mf.Recipe(data=mf.open(prefix), sequence=mf.Windows(length), batch=mf.Batch(sequences=256))
         tokens = np.asarray(np.memmap(f"{prefix}.bin", np.uint16, "r"))
 
-        def copied() -> None:
+        def copied(written: int) -> None:
             for starts in np.random.default_rng(0).permutation(count).reshape(-1, batch) * length:
-                rows, positions = np.empty((3, batch, length), np.int64), np.arange(length)
+                rows, positions = np.empty((written, batch, length), np.int64), np.arange(length)
                 for row, at in enumerate(starts.tolist()):
                     rows[0, row], rows[1, row] = tokens[at : at + length], tokens[at + 1 : at + length + 1]
-                    rows[2, row] = positions
-                np.ones((batch, length), np.float32)
+                    if written == 3:
+                        rows[2, row] = positions
+                if written == 3:
+                    np.ones((batch, length), np.float32)
 
         def fed() -> None:
             with mf.Feed(recipe, micro_batch_size=batch, prefetch=0) as feed:
@@ -199,15 +204,14 @@ def read() -> list[Figure]:
                     if step.index == count // 256 - 1:
                         return
 
-        took = _in_turn({"copied": copied, "fed": fed}, rounds=7, clock=time.process_time)
+        contestants = {"all": lambda: copied(3), "equal": lambda: copied(2), "fed": fed}
+        took = _in_turn(contestants, rounds=7, clock=time.process_time)
     rate = count / statistics.median(took["fed"])
     return [
-        Figure(
-            name="read",
-            what=f"windows per CPU second on one thread ({rate:,.0f}) : a memory-map copy",
-            value=_ratio(took["copied"], took["fed"]),
-            aim=0.5,
-            at_least=True,
+        Figure(name="read", what=what, value=_ratio(took[copy], took["fed"]), aim=0.7, at_least=True)
+        for copy, what in (
+            ("all", f"windows per CPU second on one thread ({rate:,.0f}) : a memory-map copy"),
+            ("equal", "the same : a copy of tokens and labels alone, which is what meshfeed writes"),
         )
     ]
 

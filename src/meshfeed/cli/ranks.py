@@ -87,7 +87,7 @@ def waited_far() -> float:
             for _ in range(_FAR_STEPS * _FAR_SEQUENCES):
                 writer.add_document(np.zeros(_LENGTH + 1, np.uint16))
         demand = _FAR_SEQUENCES * (_LENGTH + 1) * 2 / _FAR_STEP_S
-        cache = mf.Cache(folder / "cache", block_bytes=64 << 10)
+        cache = mf.Cache(folder / "cache", block_bytes=16 << 10)
         with SlowStorage(folder / "served", Manners(bytes_per_s=1.2 * demand)) as storage:
             recipe = _recipe(mf.open(f"{storage.url}/corpus", cache=cache), _FAR_SEQUENCES)
             waited = 0.0

@@ -14,30 +14,32 @@ WARM_UP = 18
 _TOLD = {
     "near": "corpus on the disk",
     "far": "meshfeed, far storage",
-    "alone": "every rank for itself, far storage",
+    "broadcast": "tp rank 0 reads and broadcasts, far storage",
 }
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 220, 56, 34, 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Far:
-    """Three runs of one recipe: "near" from a disk, "far" and "alone" from a storage with the same manners.
+    """Three runs of one recipe: "near" from a disk, "far" and "broadcast" from one far storage.
 
     Attributes:
         layout: of all three.
         runs: by name.
         fetched_bytes: what the storage sent to each of the far runs.
         consumed_bytes: bytes of the tokens that the steps of each used.
-        latency_s, bytes_per_s, late, late_by: how the storage answers; see the demo's `Manners`.
+        requests, late: that the storage had from each of the far runs, and how many of them it answered late.
+        latency_s, bytes_per_s, late_by: how the storage answers; see the demo's `Manners`.
     """
 
     layout: str
     runs: Mapping[str, Run]
     fetched_bytes: Mapping[str, int]
     consumed_bytes: Mapping[str, int]
+    requests: Mapping[str, int]
+    late: Mapping[str, int]
     latency_s: float
     bytes_per_s: float
-    late: float
     late_by: float
 
     def waits(self, name: str) -> dict[int, float]:
@@ -74,20 +76,22 @@ def far_section(far: Far) -> str:
             _TOLD[name],
             "-" if fetched is None else f"{fetched / 1024:,.0f} KiB",
             "-" if fetched is None else f"{fetched / far.consumed_bytes[name]:.2f}",
+            "-" if fetched is None else f"{far.late[name]} of {far.requests[name]}",
             f"{bar} {far.step_s(name) * 1e3:,.0f} ms",
             f"{far.exposed_s(name) / far.num_steps(name) * 1e3:,.0f} ms",
         )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return (
         f'<div class="panel">{_chart(far)}</div>'
-        "<table><thead><tr><th>run</th><th>fetched</th><th>per byte used</th><th>time of a step</th>"
-        f"<th>of it waited, after warm-up</th></tr></thead><tbody>{''.join(rows)}</tbody></table>"
+        "<table><thead><tr><th>run</th><th>fetched</th><th>per byte used</th><th>late requests</th>"
+        "<th>time of a step</th><th>of it waited, after warm-up</th></tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>"
     )
 
 
 def _chart(far: Far) -> str:
     """Seconds waited, step by step; a line for each of the far runs."""
-    waits = {name: far.waits(name) for name in ("far", "alone")}
+    waits = {name: far.waits(name) for name in ("far", "broadcast")}
     steps = 1 + max(step for run in waits.values() for step in run)
     most = max([waited for run in waits.values() for waited in run.values()] + [1e-3])
 
@@ -109,7 +113,7 @@ def _chart(far: Far) -> str:
         f'<rect class="redone" x="{x(0):.1f}" width="{x(WARM_UP) - x(0):.1f}" y="{_TOP}" '
         f'height="{_HEIGHT - _TOP - _BOTTOM}"/>'
     )
-    for name, kind in (("alone", "then"), ("far", "first")):
+    for name, kind in (("broadcast", "then"), ("far", "first")):
         points = " ".join(f"{x(step):.1f},{y(waited):.1f}" for step, waited in sorted(waits[name].items()))
         parts.append(f'<polyline class="{kind}" points="{points}"/>')
     return "".join([*parts, "</svg>"])

@@ -96,10 +96,13 @@ def run(args: argparse.Namespace) -> int:
     for policy, run_ in packed.items():
         told = balance_of(run_)
         console.print(f"packed, {policy}: {told.step_ms:.0f} ms a step, {told.efficiency:.1%} of it work")
-    for name, told in (("far", "meshfeed"), ("alone", "every rank for itself")):
+    for name, told in (("far", "meshfeed"), ("broadcast", "tp rank 0 broadcasts")):
         fetched = far.fetched_bytes[name] / far.consumed_bytes[name]
         waited_ms = far.exposed_s(name) / far.num_steps(name) * 1e3
-        console.print(f"far storage, {told}: {fetched:.1f} x the bytes, waited {waited_ms:,.0f} ms a step")
+        late = f"{far.late[name]} of {far.requests[name]} requests {far.late_by:.0f} x slow"
+        console.print(
+            f"far storage, {told}: {fetched:.1f} x the bytes, {late}, waited {waited_ms:,.0f} ms a step"
+        )
     _tell(console, found, out)
     return 0 if found.agree else 1
 

@@ -5,7 +5,6 @@ It serves a folder over HTTP with range requests, and counts what it sends.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 _CHUNK_BYTES = 1 << 12
+_FIRST_LATE = 20
 
 
 @dataclass(slots=True)
@@ -26,29 +26,38 @@ class Manners:
     Attributes:
         latency_s: from a request to the first byte of its answer.
         bytes_per_s: that all answers together get; None for no limit.
-        late: the part of requests that are `late_by` times as long in coming.
+        late_every: of so many requests one is late, the 20th of each hundred where it is 100; None for none.
+        late_by: how many times as long as usual a late answer takes, from the request to its last byte.
     """
 
     latency_s: float = 0.05
     bytes_per_s: float | None = None
-    late: float = 0.01
+    late_every: int | None = 100
     late_by: float = 20.0
 
 
 @dataclass(slots=True)
 class Served:
-    """What was sent so far: answers to GET, and the bytes of their bodies."""
+    """What was sent so far: answers to GET, those of them that were late, and the bytes of their bodies."""
 
     requests: int = 0
+    late: int = 0
     num_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, num_bytes: int) -> int:
-        """Count an answer; returns which one it is."""
+    def add(self, manners: Manners) -> bool:
+        """Count a request; returns whether it is to be late."""
         with self._lock:
             self.requests += 1
+            every = manners.late_every
+            late = every is not None and self.requests % every == min(_FIRST_LATE, every - 1)
+            self.late += late
+            return late
+
+    def sent(self, num_bytes: int) -> None:
+        """Count bytes of a body."""
+        with self._lock:
             self.num_bytes += num_bytes
-            return self.requests
 
 
 class SlowStorage:
@@ -93,10 +102,12 @@ class SlowStorage:
         found = (self._folder / unquote(urlsplit(path).path).lstrip("/")).resolve()
         return found if found.is_file() and found.is_relative_to(self._folder) else None
 
-    def slowness(self, request: int) -> float:
-        """How many times slower than others an answer is; drawn by its number."""
+    def delay_s(self, num_bytes: int, late: bool) -> float:
+        """From a request for so many bytes to the first byte of its answer."""
         manners = self.manners
-        return manners.late_by if random.Random(request).random() < manners.late else 1.0
+        sending_s = num_bytes / manners.bytes_per_s if manners.bytes_per_s else 0.0
+        usual_s = manners.latency_s + sending_s
+        return manners.late_by * usual_s - sending_s if late else manners.latency_s
 
     def wait_for_room(self, num_bytes: int) -> None:
         """Wait until the line, which all answers share, has carried so many bytes."""
@@ -119,9 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin()
 
     def do_GET(self) -> None:
-        request = self.of.served.add(0)
-        slowness = self.of.slowness(request)
-        time.sleep(self.of.manners.latency_s * slowness)
+        served = self.of.served
+        late = served.add(self.of.manners)
+        time.sleep(self.of.delay_s(self._asked_bytes(), late))
         found = self._begin()
         if found is None:
             return
@@ -136,7 +147,14 @@ class _Handler(BaseHTTPRequestHandler):
                 except OSError:  # whoever asked has gone
                     self.close_connection = True
                     return
-                self.of.served.num_bytes += len(chunk)
+                served.sent(len(chunk))
+
+    def _asked_bytes(self) -> int:
+        """How long the body will be; 0 where the file is missing."""
+        path = self.of.file(self.path)
+        size = 0 if path is None else path.stat().st_size
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        return max(min(int(last) + 1 if last else size, size) - int(first), 0)
 
     def _begin(self) -> tuple[Path, int, int] | None:
         """Send status and headers; what is to be sent then."""
