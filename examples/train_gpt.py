@@ -54,7 +54,7 @@ def main() -> None:
         recipe,
         layout,
         delivery=args.delivery,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=None if args.packing else args.micro_batch_size,
         packing=packing_of(args, shape) if args.packing else None,
         verify=True,
         timeout_s=60,
