@@ -6,6 +6,7 @@ import datetime
 import json
 import pickle
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,12 @@ CONTENT = st.text(st.sampled_from("ab \n ☃é,🎉<|>"), max_size=12) | st.samp
 SPOKEN = st.text(st.sampled_from("ab \n ☃é,🎉<|>"), min_size=1, max_size=12) | st.sampled_from(TEXTS)
 
 
+@cache
+def encoder_of(folder: Path) -> ChatEncoder:
+    """One for all examples: each starts a process."""
+    return ChatEncoder(folder)
+
+
 def conversations(said: Any = SPOKEN) -> Any:
     turns = st.lists(st.tuples(CONTENT, said), min_size=1, max_size=4)
 
@@ -137,7 +144,7 @@ def test_it_equals_transformers(
     theirs: PreTrainedTokenizerFast, folders: dict[str, Path], name: str, kind: str, messages: Any
 ) -> None:
     tokens, mask = expected(theirs, TEMPLATES[name], messages)
-    (got,) = ChatEncoder(folders[f"{name} {kind}"]).encode([messages])
+    (got,) = encoder_of(folders[f"{name} {kind}"]).encode([messages])
     assert got["tokens"].dtype == np.uint16 and got["loss_mask"].dtype == np.uint8
     assert got["tokens"].tolist() == tokens
     assert got["loss_mask"].tolist() == mask
@@ -163,7 +170,7 @@ def test_a_token_bears_loss_if_a_byte_of_it_is_said(
             made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
         made.save(str(folder / "tokenizer.json"))
         (folder / "chat_template.jinja").write_text(template)
-    (got,) = ChatEncoder(folder).encode([messages])
+    (got,) = encoder_of(folder).encode([messages])
     text = "".join(f"{m['role']}\n{'(' * (m['role'] == 'assistant')}{m['content']}\n" for m in messages)
     assert got["tokens"].tolist() == theirs(text, add_special_tokens=False)["input_ids"]
     assert got["loss_mask"].tolist() == by_bytes(theirs, got["tokens"].tolist(), text, messages)
@@ -423,7 +430,7 @@ def test_made_up_conversations_raise_nothing_but_our_errors(
     folders: dict[str, Path], name: str, value: Any
 ) -> None:
     try:
-        (got,) = ChatEncoder(folders[name]).encode([value])
+        (got,) = encoder_of(folders[name]).encode([value])
     except StoreError as error:
         assert str(error).startswith("conversation 0: ")
     else:

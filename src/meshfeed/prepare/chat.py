@@ -8,10 +8,9 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +18,14 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
-from meshfeed.prepare.chat_files import DEFAULT, WITH_TOOLS, config_in, special_tokens, templates_in
-from meshfeed.prepare.chat_template import ChatTemplate, Message, Spans
+from meshfeed.prepare.chat_files import config_in, special_tokens, templates_in
+from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate
+from meshfeed.prepare.confined import Confined
+from meshfeed.prepare.conversation import Conversations, Said
 from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.tokenizer import BYTES, TIKTOKEN
 
 TrainOn = Literal["assistant", "last"]
-Tools = list[Any] | None
-
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatEncoder:
@@ -100,8 +98,7 @@ class ChatEncoder:
     def check(self) -> None:
         """Load the tokenizer and compile the templates: what is wrong with them is no conversation's."""
         _ = self.columns
-        for template in self._templates.values():
-            template.check()
+        self._conversations.check()
 
     # -- encoding ---------------------------------------------------------------------------------------
 
@@ -113,10 +110,10 @@ class ChatEncoder:
         where: what messages call each. Raises StoreError for the first conversation that is none, that its
         template refuses, or in which nothing bears loss.
         """
-        turns: list[_Said] = []
+        turns: list[Said] = []
         for i, value in enumerate(values):
             try:
-                turns.append(self._said(value))
+                turns.append(self._conversations.said(value))
                 turns[-1].text.encode()
             except UnicodeEncodeError as error:
                 raise StoreError(f"{where(i)}: text that is no Unicode: {error}; write it anew") from error
@@ -132,25 +129,7 @@ class ChatEncoder:
                 raise StoreError(f"{where(i)}: none of its {size} tokens bears loss; leave it out")
         return found
 
-    def _said(self, value: Any) -> _Said:
-        messages, tools = _conversation_of(value)
-        turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            raise StoreError("no message of the assistant, so that nothing bears loss; leave it out")
-        if self._train_on == "last":
-            turns = turns[-1:]
-        template = self._template_for(tools)
-        text = _whole(template, messages, tools)
-        _refuse_printed_parts(messages, text)
-        if not template.has_blocks:
-            return _Said(text, [_added(template, messages, tools, k, text) for k in turns], trims=True)
-        blocks, earlier = template.blocks(messages, tools, text), 0
-        if self._train_on == "last" and turns[0]:
-            before = messages[: turns[0]]
-            earlier = len(template.blocks(before, tools, template.text(before, tools)))
-        return _Said(text, blocks[earlier:], trims=False)
-
-    def _columns(self, encoding: Any, said: _Said) -> dict[str, Array]:
+    def _columns(self, encoding: Any, said: Said) -> dict[str, Array]:
         tokens = np.array(encoding.ids, np.int64)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         mask = np.zeros(tokens.size, np.uint8)
@@ -194,7 +173,7 @@ class ChatEncoder:
             return {DEFAULT: self._template.read_text(encoding="utf-8")}
 
     @cached_property
-    def _templates(self) -> dict[str, ChatTemplate]:
+    def _conversations(self) -> Confined:
         _, config, sources = self._files
         if not sources:
             raise StoreError(
@@ -202,16 +181,11 @@ class ChatEncoder:
             )
         variables = config | self._variables
         path = self._template or self._path
-        return {
+        templates = {
             name: ChatTemplate(source, variables, f"template {name!r} of {path}", self._date)
             for name, source in sources.items()
         }
-
-    def _template_for(self, tools: Sequence[Any] | None) -> ChatTemplate:
-        name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
-        if name not in self._templates:
-            raise StoreError(f"{self._path}: no template {name!r} among {', '.join(self._templates)}")
-        return self._templates[name]
+        return Confined(Conversations(templates, self._train_on == "last", str(self._path)))
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -251,101 +225,6 @@ class ChatEncoder:
     def __getstate__(self) -> dict[str, Any]:
         # The files too: the process that it goes to may stand elsewhere, and must not read others.
         _ = self._files
-        return {name: value for name, value in vars(self).items() if name not in ("_tokenizer", "_templates")}
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """A conversation's text.
-
-    Attributes:
-        spans: what the assistant says in it: begin and end in characters, ascending.
-        trims: whether white space after a span's last special token is no part of it.
-    """
-
-    text: str
-    spans: Spans
-    trims: bool
-
-
-def _whole(template: ChatTemplate, messages: list[Message], tools: Tools) -> str:
-    """The text of all messages. Raises StoreError that names the first message from which on it has none."""
-    try:
-        return template.text(messages, tools)
-    except StoreError as error:
-        sound = range(len(messages) - 1, 0, -1)
-        k = next((k for k in sound if _can(template, messages[:k], tools)), 0)
-        raise StoreError(f"message {k} ({messages[k]['role']}): {error}") from error
-
-
-def _refuse_printed_parts(messages: list[Message], text: str) -> None:
-    """Refuse content in parts that a template, which knows of text alone, prints as Python would."""
-    for k, message in enumerate(messages):
-        parts = message.get("content")
-        if isinstance(parts, list) and str(cast(list[Any], parts)) in text:
-            raise StoreError(
-                f"message {k} ({message['role']}): its content is a list of parts, of which this template "
-                f"knows nothing; join them to one text"
-            )
-
-
-def _can(template: ChatTemplate, messages: list[Message], tools: Tools) -> bool:
-    try:
-        template.text(messages, tools)
-    except StoreError:
-        return False
-    return True
-
-
-def _added(
-    template: ChatTemplate, messages: list[Message], tools: Tools, k: int, text: str
-) -> tuple[int, int]:
-    """What message k adds to the text before it, in characters."""
-    try:
-        prompt = template.text(messages[:k], tools, prompt=True)
-        turn = template.text(messages[: k + 1], tools)
-    except StoreError as error:
-        raise StoreError(
-            f"message {k} (assistant): cannot be told from what is before it: {error}"
-        ) from error
-    if not (turn.startswith(prompt) and text.startswith(turn)):
-        apart = "the text before it" if not turn.startswith(prompt) else "its text, once messages follow,"
-        raise StoreError(
-            f"message {k} (assistant): {apart} is another, so that the template does not tell what the "
-            f"assistant says; give a template with {{% generation %}} blocks, or a conversation for each "
-            f"answer and train_on='last'"
-        )
-    return len(prompt), len(turn)
-
-
-def _conversation_of(value: Any) -> tuple[list[Message], Tools]:
-    """Checked messages, as the template sees them, and tools."""
-    tools = None
-    if isinstance(value, dict):
-        given = dict(cast(dict[str, Any], value))
-        tools = given.pop("tools", None)
-        value = next(iter(given.values())) if len(given) == 1 else given.get("messages")
-    if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else type(value).__name__
-        raise StoreError(f"{found} where a list of messages belongs")
-    if not isinstance(tools, list | None):
-        raise StoreError(f"tools are {type(tools).__name__}; a list of JSON schemas belongs there")
-    return [_message(k, message) for k, message in enumerate(cast(list[Any], value))], tools or None
-
-
-def _message(k: int, given: Any) -> Message:
-    if not isinstance(given, dict):
-        raise StoreError(f"message {k}: {type(given).__name__} where an object with role and content belongs")
-    # As transformers has it: null is as if the key were not there, and thoughts go by several names.
-    message = {name: value for name, value in cast(dict[str, Any], given).items() if value is not None}
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not role:
-        raise StoreError(
-            f"message {k}: its role is {role!r}, found keys {', '.join(map(repr, given))}; it needs a role"
-        )
-    thoughts = next((message[name] for name in _REASONING if name in message), None)
-    if content is None and thoughts is None and not message.get("tool_calls"):
-        raise StoreError(f"message {k} ({role}): no content; found keys {', '.join(map(repr, given))}")
-    if not isinstance(content, str | list | None):
-        raise StoreError(f"message {k} ({role}): content is {type(content).__name__}; text belongs there")
-    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+        return {
+            name: value for name, value in vars(self).items() if name not in ("_tokenizer", "_conversations")
+        }

@@ -9,9 +9,7 @@ from typing import Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
-
-DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Names of templates, where there are several."""
+from meshfeed.prepare.chat_template import DEFAULT
 
 
 def config_in(folder: Path) -> dict[str, Any]:

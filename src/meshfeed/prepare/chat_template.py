@@ -9,7 +9,7 @@ import datetime
 import importlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,11 @@ from meshfeed.errors import StoreError
 
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
+
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+"""Names of templates, where there are several."""
+MOST_CHARACTERS = 16 << 20
+"""Of a conversation's text: tokenizing it takes a hundred times as much memory."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template says to be generated. Unicode reserves both for such use: no text has them."""
@@ -89,7 +94,9 @@ class ChatTemplate:
         named = dict(zip((_OPEN_NAME, _CLOSE_NAME), marks))
         compiled, _ = self._compiled
         try:
-            return compiled.render(**{**self._variables, **given, **named})
+            return _bounded(compiled.generate(**{**self._variables, **given, **named}))
+        except MemoryError:
+            raise StoreError(f"{self._where}: takes too much memory; use another template") from None
         except Exception as error:  # whatever a template stumbles over in foreign messages
             hint = (
                 "; it asks for today's date: say by date= (--chat-date) which one"
@@ -111,6 +118,16 @@ class ChatTemplate:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_compiled"}
+
+
+def _bounded(pieces: Iterator[str]) -> str:
+    found, size = list[str](), 0
+    for piece in pieces:
+        found.append(piece)
+        size += len(piece)
+        if size > MOST_CHARACTERS:
+            raise ValueError(f"its text has more than {MOST_CHARACTERS:,} characters; leave it out")
+    return "".join(found)
 
 
 def _environment(where: str, date: datetime.date | None) -> Any:
