@@ -20,12 +20,11 @@ from meshfeed.deliver import (
     Digester,
     Digests,
     Meeting,
-    can_share,
     make_delivery,
     tell,
 )
 from meshfeed.device import OnHost, Placer, microbatches_of
-from meshfeed.errors import DeliveryError, OptionError, StateError
+from meshfeed.errors import OptionError, StateError
 from meshfeed.launch import check_arguments, check_counts
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
@@ -158,8 +157,6 @@ class Feed(StepSource[Delivery]):
 
     def __enter__(self) -> Self:
         if not self._entered:
-            if self.delivery in ("share", "tree") and self.role.peers and (missing := can_share()):
-                raise DeliveryError(f"delivery {self.delivery!r}: {missing}; choose 'broadcast' or 'auto'")
             with contextlib.ExitStack() as stack:
                 for store in self.recipe.sources:
                     stack.enter_context(store)

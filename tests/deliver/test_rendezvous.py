@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -287,6 +288,30 @@ def test_without_memfd_auto_broadcasts_and_share_is_refused(corpus: str, how: st
     assert world.run(no_memfd, 2, corpus, "auto", how) == [("broadcast", True)] * 2
     for kind, _, text, spent in world.run(no_memfd, 2, corpus, "share", how):
         assert kind == "DeliveryError" and "memfd" in text and "broadcast" in text and spent < 10
+
+
+def exchange_without_memfd(rank: int) -> list[str]:
+    del os.memfd_create
+    items = [{"tokens": np.arange(3)}] if rank == 0 else None
+    told: list[str] = []
+    for delivery in ("share", "auto"):
+        exchange = mf.Exchange(
+            items, mf.Layout.parse("tp2"), packing=mf.Packing(capacity=8), owners=[0], delivery=delivery, timeout_s=60
+        )  # fmt: skip
+        with exchange:
+            try:
+                told.append(f"{exchange.delivery} {[step.tokens for step in exchange]}")
+            except mf.DeliveryError as error:
+                told.append(str(error))
+    return told
+
+
+def test_an_exchange_without_memfd_does_the_same() -> None:
+    for refused, went in world.run(exchange_without_memfd, 2):
+        assert re.search(
+            r"'share': this machine lacks memfd or abstract Unix sockets: .* 'broadcast'", refused
+        )
+        assert went == "broadcast [3]"
 
 
 def test_a_delivery_without_a_place_to_meet_says_what_to_do(corpus: str) -> None:

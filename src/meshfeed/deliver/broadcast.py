@@ -82,7 +82,7 @@ class Broadcast:
         self._collective(buffer[:room])
         if message.num_bytes > room:
             self._collective(buffer[: message.num_bytes])
-            self._surplus += message.num_bytes - room
+            self._surplus = message.num_bytes - num_bytes - wire.TABLE_ROOM
         self.traffic.messages += 1
 
     def _receive(self, num_bytes: int) -> Columns:
@@ -93,7 +93,7 @@ class Broadcast:
         if size > room:
             buffer = self._buffer_of(size)[:size]
             self._collective(buffer)
-            self._surplus += size - room
+            self._surplus = size - num_bytes - wire.TABLE_ROOM
         self.traffic.messages += 1
         if kind == wire.ERROR:
             raise wire.decode_error(buffer)

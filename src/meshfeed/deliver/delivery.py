@@ -133,7 +133,7 @@ def make_delivery(
     patience_s: how long `deliver` waits for a peer that is alive; None for ever, as on a thread of its own.
     """
     from meshfeed.deliver.broadcast import Broadcast
-    from meshfeed.deliver.share import ShareFollower, ShareLeader
+    from meshfeed.deliver.share import ShareFollower, ShareLeader, can_share
     from meshfeed.deliver.tree import Relay
 
     if name == "direct" or not role.peers or role.source is None:
@@ -143,6 +143,8 @@ def make_delivery(
             f"rank {role.rank} gets its data by {name!r} and needs a way to meet ranks {role.peers}: call "
             f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
         )
+    if name in ("share", "tree") and (missing := can_share()):
+        raise DeliveryError(f"delivery {name!r}: {missing}; choose 'broadcast' or 'auto'")
     across, within = {"broadcast": (role, None), "share": (None, role)}.get(name, role.levels)
     network = across and Broadcast(across, meeting, patience_s)
     if within is None:
