@@ -51,7 +51,7 @@ def corpora(tmp_path_factory):
     return [*made, *(write(folder / f"c{i}", rng.integers(0, 60, 40), i) for i in range(3, 50))]
 
 
-def theirs(prefixes, weights, *, length, sizes, split, **options):
+def theirs(prefixes, weights, *, length, sizes, split, pad=None, **options):
     """The datasets of Megatron-core, one per part."""
     for prefix in prefixes:  # its key leaves out two of the options below, so its cache may be another's
         shutil.rmtree(Path(prefix) / "cache", ignore_errors=True)
@@ -62,7 +62,9 @@ def theirs(prefixes, weights, *, length, sizes, split, **options):
         blend=([str(prefix) for prefix in prefixes], weights),
         split=split,
         create_attention_mask=named["reset_attention_mask"],
-        tokenizer=types.SimpleNamespace(eod=EOD, vocab_size=30_000, unique_identifiers={}),
+        tokenizer=types.SimpleNamespace(
+            eod=EOD, vocab_size=30_000, unique_identifiers={}, **({} if pad is None else {"pad": pad})
+        ),
         **named,
     )
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
@@ -150,6 +152,30 @@ def test_masks_and_positions_are_theirs(corpora, which, options):
     )
     recipe = ours(corpora[which : which + 1], None, length=48, samples=60, **options)
     assert_equal(dataset, recipe, attention="reset_attention_mask" in options)
+
+
+@pytest.mark.parametrize("options", [{name: True} for name in WHOLE])
+@pytest.mark.parametrize("inside", [False, True])
+def test_documents_that_end_elsewhere_are_refused_under_mask_options(tmp_path, options, inside):
+    """Megatron would see their ends where the index has none; without an option nothing depends on them."""
+    rng = np.random.default_rng(1)
+    with IndexedWriter(tmp_path / "odd", np.uint16) as writer:
+        for n in range(60):
+            last = EOD if n % 20 or inside else 8  # one in twenty does not end in EOD, or has one inside
+            first = [EOD] if inside and n % 20 == 0 else []
+            writer.add_document([*first, *rng.integers(10, 30_000, 30).tolist(), last])
+    recipe = ours([tmp_path / "odd"], None, length=16, samples=60, **options)
+    with pytest.raises(StoreError, match=rf"document {'has inside' if inside else 'ends in'} token.*--eod"):
+        samples_of(recipe)
+    plain = ours([tmp_path / "odd"], None, length=16, samples=60)
+    built = theirs([tmp_path / "odd"], None, length=16, sizes=[60, None, None], split="1")
+    assert_equal(built[0], plain)
+
+
+def test_a_tokenizer_that_pads_with_its_end_masks_no_more(corpora):
+    """Megatron then looks for no padding in the data, as here."""
+    built = theirs([corpora[0]], None, length=16, sizes=[60, None, None], split="1", pad=EOD)
+    assert assert_equal(built[0], ours([corpora[0]], None, length=16, samples=60)) == 60
 
 
 @pytest.mark.parametrize("options", [{}, WHOLE])

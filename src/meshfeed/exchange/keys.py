@@ -71,7 +71,8 @@ class Keys:
         that are split without being declared, those that no item has are left out.
         """
         for field in self.declared:
-            if field.split and field not in _USUAL and field.name in wanted - there:
+            optional = field in _USUAL or field.name.startswith("(")  # no user's key, but an integration's
+            if field.split and not optional and field.name in wanted - there:
                 near = difflib.get_close_matches(field.name, there - {self.length}, 1)
                 meant = f"did you mean {near[0]!r}? " if near else ""
                 raise StoreError(

@@ -226,7 +226,7 @@ def _check_dataset(name: str, given: object) -> None:
         )
 
 
-_OWN = {"recipe": "train_dataset or eval_dataset", "layout": "FedTrainer's layout", "rank": "accelerate"}
+_OWN = {"recipe": "train_dataset or eval_dataset", "layout": "FeedTrainer's layout", "rank": "accelerate"}
 _BASES = "a class of one's own has the bases (FeedTrainer, Trainer), in this order"
 
 

@@ -39,6 +39,8 @@ class Packing:
         oversize: see `Oversize`; too long is more than capacity times the widest cp group.
         objective: see `Objective`.
         microbatches: plan at least this many; None for the fewest that hold the batch.
+        quantum: the number of microbatches is a multiple of this; None for pp where there are virtual stages,
+            else 1. An interleaved pipeline takes them in groups of this size.
         cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp; None for
             `groups.cp_sizes(dp * cp)`. (1, 2, 4, 8) keeps every group within a node of eight.
         tolerance: how far above the ideal a step may be before wider cp groups are tried for it, relative.
@@ -53,6 +55,7 @@ class Packing:
     microbatches: int | None = None
     cp_sizes: tuple[int, ...] | None = None
     tolerance: float = 0.015
+    quantum: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in (("policy", Policy), ("oversize", Oversize), ("objective", Objective)):
@@ -64,6 +67,8 @@ class Packing:
             raise PlanError(f"capacity={self.capacity}: a rank holds at least one token")
         if self.microbatches is not None and self.microbatches < 1:
             raise PlanError(f"microbatches={self.microbatches}: at least 1, or None for the fewest that do")
+        if self.quantum is not None and self.quantum < 1:
+            raise PlanError(f"quantum={self.quantum}: at least 1, or None for what the pipeline takes")
         if not 0 <= self.tolerance < 1:
             raise PlanError(f"tolerance={self.tolerance}: a share from 0 to below 1")
         if self.cp_sizes is not None and self.policy != "dynamic_cp":

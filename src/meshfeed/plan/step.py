@@ -29,7 +29,7 @@ def plan_step(
     lengths: real tokens of each sequence of the global batch, in stream order; int [n], n >= 0.
     dp, cp: the layout's sizes. The plan is for their dp * cp ranks; dynamic_cp chooses cp groups of its own.
     pp, vpp: pipeline stages and virtual stages per rank, which weigh the pipeline's bubble.
-    quantum: the number of microbatches is a multiple of this; None for pp with virtual stages, else 1.
+    quantum: the number of microbatches is a multiple of this; None for the packing's own.
 
     Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
     microbatch. What a rank is not given in a microbatch is a dummy: an empty pack.
@@ -39,7 +39,7 @@ def plan_step(
     if min(dp, cp, pp, vpp, 1 if quantum is None else quantum) < 1:
         raise PlanError(f"dp={dp}, cp={cp}, pp={pp}, vpp={vpp}, quantum={quantum}: each is at least 1")
     room = room_of(packing, dp=dp, cp=cp)
-    multiple = quantum or (pp if vpp > 1 else 1)
+    multiple = quantum or packing.quantum or (pp if vpp > 1 else 1)
     rows = rows_of(_whole(lengths), longest=room.longest, policy=packing.oversize)
     places = np.flatnonzero(rows.kept)
     num_microbatches = -(-(packing.microbatches or 0) // multiple) * multiple

@@ -10,11 +10,11 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws
@@ -22,14 +22,17 @@ from meshfeed.order.megatron import PARTS, Part, document_range, passes_of
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.megatron_index import Ask, Indexes
 from meshfeed.sequence.rows import Cut, Longs, Rows, Starts, stores_of
+from meshfeed.sequence.rule import Portion
+from meshfeed.store import Lengths
 from meshfeed.store.sequences import sequences_of
 
 
 class _Memo:
-    """The indexes of the recipe last asked about; a pickled or deep-copied rule begins without."""
+    """The indexes of the recipe last asked about, and its end of documents; a copied rule begins without."""
 
     def __init__(self) -> None:
         self.last: tuple[Recipe, Indexes] | None = None
+        self.eod: int | None = None  # as documents that were read end in it
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,8 +55,9 @@ class MegatronGPT(Rows):
         split: shares of the documents for train, valid and test, such as "969,30,1". A source that is all
             for one part, as with `train_data_path`, is "1", "0,1" or "0,0,1".
         part: which of the three this is.
-        reset_position_ids, reset_attention_mask, eod_mask_loss: as in `Windows`; equal to Megatron's where
-            each document ends in the end-of-document token and has none inside.
+        reset_position_ids, reset_attention_mask, eod_mask_loss: as in `Windows`. Megatron looks for the
+            end-of-document token, which is the same where each document ends in it and has none inside;
+            reading any other document with one of these options raises StoreError.
         add_extra_token_to_sequence: whether a sample brings the token after it, as label of its last.
             Without, the last token of each sample bears no loss.
         drop_last_partial_validation_sequence: whether "valid" leaves out what does not fill a sample; else
@@ -141,6 +145,44 @@ class MegatronGPT(Rows):
     @property
     def _extra(self) -> bool:
         return self.add_extra_token_to_sequence
+
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
+        """See Rows. Raises StoreError for documents whose ends Megatron would see elsewhere."""
+        columns = super().load(recipe, portion, allocate)
+        if self._minds_documents:
+            self._check_ends(recipe, portion, cast(Array, columns["tokens"]))
+        return columns
+
+    def _check_ends(self, recipe: Recipe, portion: Portion, tokens: Array) -> None:
+        """Whether each document in what was read ends in one token, the same in all, and has none inside."""
+        row, offset = self._document_starts(recipe, portion.draws)
+        ends = np.zeros((len(portion.draws), self.length), np.bool_)
+        ends[row, offset - 1] = True
+        cut = self._cut(portion.held)
+        places = np.concatenate([np.arange(start, stop + 1) for start, stop in cut] or [offset[:0]])
+        whole = places < self.length  # the index does not say whether the token after the sample is an end
+        places, tokens = places[whole], tokens[:, whole]
+        made_up = np.array([isinstance(store, Lengths) for store in recipe.sources])[portion.draws.source]
+        known = self._tokens_in(recipe, portion.draws) - 1  # what comes last may have no label, and is no end
+        real = (places < known[:, None]) & ~made_up[:, None]
+        ends = ends[:, places]
+        found = tokens[ends & real]
+        if found.size and self._memo.eod is None:
+            self._memo.eod = int(found[0])
+        if self._memo.eod is None:
+            return
+        wrong = real & (ends != (tokens == self._memo.eod))
+        if wrong.any():
+            at, place = (int(each[0]) for each in np.nonzero(wrong))
+            store = recipe.sources[int(portion.draws.source[at])]
+            how = "ends in" if ends[at, place] else "has inside"
+            raise StoreError(
+                f"{store!r}, sample {int(portion.draws.index[at])}: a document {how} token "
+                f"{int(tokens[at, place])}, others end in {self._memo.eod}. Under reset_position_ids, "
+                f"reset_attention_mask or eod_mask_loss Megatron looks for the end-of-document token, so "
+                f"samples would differ from its own; end each document in that token and have none inside "
+                f"(meshfeed prepare --eod), or leave these options out"
+            )
 
     # -- what rows ask ----------------------------------------------------------------------------------
 

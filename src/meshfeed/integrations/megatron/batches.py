@@ -14,9 +14,16 @@ from meshfeed.exchange import Exchange
 from meshfeed.feed import Feed
 from meshfeed.integrations.megatron.core import core
 from meshfeed.plan import Pack, StepPlan, packs_of
+from meshfeed.roles import Field
 
 MODEL_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 """What Megatron's own `get_batch` returns, in its order."""
+
+OWN_FIELDS = (
+    Field(name="(position_ids)", dtype="any", stages=("first", "mtp"), split=True, pad=-1),
+    Field(name="(attention_mask)", dtype="any", split=True),
+)
+"""What a sample may bring in place of what packs have, as it travels; one entry per token."""
 
 _TOLD = ("max_seqlen", "total_tokens", "pad_between_seqs", "local_cp_size", "cp_ranks")
 
@@ -81,7 +88,7 @@ class StageIterator(Iterator[dict[str, Any]]):
         coord = layout.coord(self._source.rank)
         packs: list[Pack] | None = None
         for microbatch in step.microbatches:
-            made = dict(microbatch)
+            made = _with_own(dict(microbatch))
             if "cu_seqlens_padded" in made:
                 packs = packs or packs_of(step.plan, coord.dp * layout.cp + coord.cp)
                 made |= _totals(step.plan, packs[microbatch.index])
@@ -144,6 +151,16 @@ def get_batch(
             told, made = _flat(told, made)
         made["packed_seq_params"] = _params(told, cp_groups)
     return made | batch
+
+
+def _with_own(made: dict[str, Any]) -> dict[str, Any]:
+    """A pack with what its samples brought; position ids count where a sample brought none."""
+    mask, ids = made.pop("(attention_mask)", None), made.pop("(position_ids)", None)
+    if mask is not None:
+        made["attention_mask"] = mask
+    if ids is not None:
+        made["position_ids"] = ids.clamp(min=0) if ids.ndim > 2 else ids.where(ids >= 0, made["position_ids"])
+    return made
 
 
 def _totals(plan: StepPlan, pack: Pack) -> dict[str, int]:

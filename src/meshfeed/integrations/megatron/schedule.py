@@ -13,13 +13,14 @@ import torch
 
 from meshfeed.errors import RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
-from meshfeed.integrations.megatron.batches import StageIterator, begin, data_iterators
+from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator, begin, data_iterators
 from meshfeed.integrations.megatron.core import core
 from meshfeed.integrations.megatron.stages import (
     Loading,
     delivery_of,
     device_of,
     layout_of,
+    quantum_of,
     readers,
     stages_of,
 )
@@ -37,8 +38,9 @@ SCHEDULERS = {
 }
 """sequence_packing_scheduler -> policy of a `Packing`: Megatron's names, and our own."""
 
-# what packs have anyway, or what tells how a sample was padded or packed before
-_OVERWRITTEN = ("position_ids", "attention_mask", "padding_mask", "local_cp_size")
+# what packs have anyway
+_OVERWRITTEN = ("padding_mask", "local_cp_size")
+# what tells how a sample was padded or packed before
 _LENGTHS = (
     "cu_seqlens",
     "cu_seqlens_padded",
@@ -56,10 +58,10 @@ Wrapped = tuple[Any, int, int, int]
 def packing_of(config: Any, layout: Layout, scheduler: str | None = None) -> Packing:
     """The packing that a Megatron config asks for.
 
-    Read are sequence_packing_scheduler (or `scheduler`), max_seqlen_per_dp_cp_rank, sequence_parallel and
-    min_dynamic_context_parallel_size. Changing cp groups have the sizes for which Megatron makes process
-    groups: powers of 2 that divide dp * cp, and dp * cp. Raises RecipeError for a scheduler that is none of
-    SCHEDULERS, or without a capacity.
+    Read are sequence_packing_scheduler (or `scheduler`), max_seqlen_per_dp_cp_rank, sequence_parallel,
+    min_dynamic_context_parallel_size and, with virtual stages, microbatch_group_size_per_vp_stage. Changing
+    cp groups have the sizes for which Megatron makes process groups: powers of 2 that divide dp * cp, and
+    dp * cp. Raises RecipeError for a scheduler that is none of SCHEDULERS, or without a capacity.
     """
     given = scheduler or getattr(config, "sequence_packing_scheduler", None)
     name = str(getattr(given, "value", given))
@@ -69,12 +71,14 @@ def packing_of(config: Any, layout: Layout, scheduler: str | None = None) -> Pac
     if capacity is None:
         raise RecipeError("the config has no max_seqlen_per_dp_cp_rank; set the tokens that a rank can hold")
     align = Align(pack=layout.tp) if getattr(config, "sequence_parallel", False) else Align()
+    quantum = quantum_of(config)
     if SCHEDULERS[name] != "dynamic_cp":
-        return Packing(capacity=int(capacity), policy=SCHEDULERS[name], align=align)  # type: ignore[arg-type]
+        policy: Any = SCHEDULERS[name]
+        return Packing(capacity=int(capacity), policy=policy, align=align, quantum=quantum)
     least, ranks = int(getattr(config, "min_dynamic_context_parallel_size", None) or 1), layout.dp * layout.cp
     sizes = [size for size in (1 << i for i in range(ranks.bit_length())) if ranks % size == 0]
     sizes = tuple(sorted({size for size in sizes if size >= least} | {ranks}))
-    return Packing(capacity=int(capacity), policy="dynamic_cp", align=align, cp_sizes=sizes)
+    return Packing(capacity=int(capacity), policy="dynamic_cp", align=align, cp_sizes=sizes, quantum=quantum)
 
 
 def per_token_of(keys: Keys) -> frozenset[str]:
@@ -85,8 +89,9 @@ def per_token_of(keys: Keys) -> frozenset[str]:
 def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]:
     """The sequences in what a trainer's iterator gave: a sample, a list of them, or samples packed before.
 
-    Tokens of shape [b, T] are b sequences. A sample that says its original_seq_len is cut to it, one with
-    cu_seqlens is taken apart, and what packs bring themselves is left out. keys: says what else is per token.
+    Tokens of shape [b, T] are b sequences. A sample that says its original_seq_len is cut to it, and one with
+    cu_seqlens is taken apart. An attention_mask of the shape of the tokens has one entry per token; another
+    one, such as [1, T, T], has no meaning in a pack, and is left out. keys: says what else is per token.
     Raises RecipeError for anything else.
     """
     samples = [element] if isinstance(element, Mapping) else element
@@ -98,6 +103,11 @@ def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]
 
 def _apart(sample: Mapping[str, Any], length: str, per_token: Set[str]) -> Iterator[dict[str, Any]]:
     values = {name: value for name, value in sample.items() if name not in _LENGTHS and value is not None}
+    if "attention_mask" in values and "attention_mask" not in per_token:
+        if np.shape(values["attention_mask"]) == np.shape(values.get(length, ())):
+            per_token = per_token | {"attention_mask"}
+        else:
+            del values["attention_mask"]
     rows = _rows(values, length, per_token)
     if sample.get("cu_seqlens") is not None:
         if len(rows) != 1:
@@ -153,6 +163,13 @@ def _cut(values: Mapping[str, Any], per_token: Set[str], start: int, size: int) 
     return {n: value[start : start + size] if n in per_token else value for n, value in values.items()}
 
 
+def _with_own(keys: Keys) -> Keys:
+    """The keys, and what samples may bring in place of what packs have."""
+    names = {f"({field.name})" for field in keys.declared}
+    more = (field for field in OWN_FIELDS if field.name not in names)
+    return Keys(*keys.declared, *more, length=keys.length, valid=keys.valid)
+
+
 class _Turn:
     """The iterator of the call that is under way, as one source without an end: data sets take turns.
 
@@ -162,9 +179,10 @@ class _Turn:
     middle of a call has not what was asked for, and would make a short step.
     """
 
-    def __init__(self, keys: Keys | None) -> None:
+    def __init__(self, keys: Keys) -> None:
         self.source: Iterator[Any] | None = None
         self._keys, self._num_elements = keys, 0
+        self._own = {field.name for field in keys.declared} & {field.name for field in OWN_FIELDS}
 
     def take(self, source: Iterator[Any] | None, num_elements: int) -> None:
         """Go on with this one, and with so many elements of it."""
@@ -189,7 +207,11 @@ class _Turn:
                 ) from None
             made += sequences_of(element, self._keys)
         self._num_elements = 0
-        return [{k: v for k, v in each.items() if k not in _OVERWRITTEN} for each in made]
+        return [{self._sent_as(k): v for k, v in each.items() if k not in _OVERWRITTEN} for each in made]
+
+    def _sent_as(self, name: str) -> str:
+        """Packs have keys of some names themselves."""
+        return f"({name})" if f"({name})" in self._own else name
 
 
 class SequencePacking:
@@ -217,8 +239,8 @@ class SequencePacking:
         timeout_s: float = 1800.0,
     ) -> None:
         self._loading: Loading = loading
-        self._keys, self._device, self._timeout_s = keys, device, timeout_s
-        self._turn = _Turn(keys)
+        self._keys, self._device, self._timeout_s = _with_own(keys or Keys()), device, timeout_s
+        self._turn = _Turn(self._keys)
         self._open: dict[tuple[Any, ...], Exchange] = {}
         self._bare: set[tuple[Any, ...]] = set()  # of those, who were opened without an iterator here
         self._stages: dict[tuple[Any, ...], list[StageIterator]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +14,7 @@ from meshfeed.feed import Feed
 from meshfeed.integrations.megatron.core import core
 from meshfeed.launch import this_layout
 from meshfeed.layout import Layout
+from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Field, Roles, StageMap, assign_roles, choose_delivery
 
@@ -87,6 +89,12 @@ def stages_of(config: Any, layout: Layout) -> StageMap:
     return stages
 
 
+def quantum_of(config: Any) -> int | None:
+    """Microbatches that an interleaved schedule takes as a group; None where there are no virtual stages."""
+    size = getattr(config, "microbatch_group_size_per_vp_stage", None)
+    return int(size) if size and stage_map(config).vpp > 1 else None
+
+
 def is_dynamic(config: Any) -> bool:
     """Whether a Megatron config has context-parallel groups that change from microbatch to microbatch."""
     scheduler = getattr(config, "sequence_packing_scheduler", None)
@@ -107,6 +115,11 @@ def is_reader(
     sequence_packing_scheduler has every rank read, since all stages must know the lengths.
     Raises LayoutError and RoleError where they do not fit together.
     """
+    if vp_stage is not None and type(vp_stage) is not int:
+        raise RoleError(
+            f"is_reader was given a {type(vp_stage).__name__} as vp_stage, the number of a virtual stage; "
+            f"pass process groups as groups=..., and a model's config as config=..."
+        )
     layout = layout_of(groups)
     stages, rank = stages_of(config, layout), dist.get_rank()
     reads = _roles(layout, stages, loading, config)[rank].reads
@@ -140,20 +153,25 @@ def feed(
     loading: Loading = "shared",
     groups: Any = None,
     device: str | torch.device | None = None,
+    packing: Packing | None = None,
     **options: Any,
 ) -> Feed:
     """The Feed of this rank of a Megatron job.
 
     config: see `stage_map`; None for a plain pipeline. loading: who reads, whatever the recipe brings.
     groups: a ProcessGroupCollection; None takes those of parallel_state. device: None is this process's GPU,
-    if there is any. options: all others of a Feed, such as micro_batch_size and packing.
+    if there is any. packing: as for a Feed; without a quantum it gets microbatch_group_size_per_vp_stage of a
+    config with virtual stages. options: all others of a Feed, such as micro_batch_size.
     """
     layout = layout_of(groups)
+    if packing is not None and packing.quantum is None and config is not None:
+        packing = replace(packing, quantum=quantum_of(config))
     return Feed(
         recipe,
         layout,
         delivery=delivery_of(loading),
         stage_map=stages_of(config, layout),
         device=device_of(device),
+        packing=packing,
         **options,
     )
