@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper as Theirs
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_world import Case, example, initialized, plain, run, sample_of
@@ -226,9 +227,17 @@ def failing_job(rank: int) -> list[str]:
         with pytest.raises(mf.LayoutError, match="let cp vary faster"):
             next(wrapper)
     with initialized(Case(options={"create_gloo_process_groups": False})):
-        wrapper = megatron.HybridCPDataLoaderWrapper(iter([[sample_of(np.ones(5))]]), config)
-        with pytest.raises(mf.LayoutError, match="create_gloo_process_groups"):
-            next(wrapper)
+        given = iter([[sample_of(np.ones(5))]] * 2)
+        samples, _ = next(megatron.HybridCPDataLoaderWrapper(given, config))
+        assert samples
+        members = dist.get_process_group_ranks(
+            parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.dp_cp = dist.new_group(members, backend="cuda:gloo")  # as NCCL: nothing of the CPU's
+        assert torch.device("cpu") not in groups.dp_cp._device_types
+        samples, _ = next(megatron.HybridCPDataLoaderWrapper(given, config, groups))
+        assert samples
     return told
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,8 +62,46 @@ def own_keys_job(rank: int) -> dict[int, tuple[list[int], list[int]]]:
     return seen
 
 
-def test_position_ids_and_masks_of_the_samples_travel() -> None:
-    results = run(own_keys_job, 4)
+def options_job(rank: int) -> list[Any]:
+    """A collated batch with further keys, by the multiples of fp8, with padded lengths in both fields."""
+    case, seen = Case(tp=2), list[Any]()
+    rows = torch.arange(1, 3)[:, None].expand(2, 10) + 10 * (rank // 2)
+    batch = {"tokens": rows, "labels": rows, "loss_mask": rows > 0, "uid": ["a", "b"], "image": rows[:, :3]}
+    with (
+        initialized(case),
+        megatron.SequencePacking(align=mf.Align(sequence=8, pack=16), timeout_s=60) as wrap,
+    ):
+        iterator, count, _, _ = wrap(
+            iter([batch] if rank % 2 == 0 else []) if rank % 2 == 0 else None, config_of(case), 1
+        )
+        for _ in range(count):
+            made = megatron.get_batch(iterator, padded_cu_seqlens=True)
+            params = made["packed_seq_params"]
+            assert params.cu_seqlens_q.tolist() == params.cu_seqlens_q_padded.tolist()
+            assert not (params.cu_seqlens_q % 8).any() and made["tokens"].numel() % 16 == 0
+            firsts = made["tokens"][0, params.cu_seqlens_q[:-1]].tolist()
+            seen += zip(firsts, made["uid"], [image.tolist() for image in made["image"]])
+    return seen
+
+
+def both_jobs(rank: int) -> tuple[dict[int, tuple[list[int], list[int]]], list[Any]]:
+    return own_keys_job(rank), options_job(rank)
+
+
+@pytest.fixture(scope="module")
+def told() -> list[tuple[dict[int, tuple[list[int], list[int]]], list[Any]]]:
+    return run(both_jobs, 4)
+
+
+def test_collated_rows_keep_their_further_keys_and_alignment_is_the_users(told: list[Any]) -> None:
+    seen = [each for rank in (0, 2) for each in told[rank][1]]
+    wanted = [(n + 10 * dp, b"ab"[n - 1 : n], [n + 10 * dp] * 3) for dp in range(2) for n in (1, 2)]
+    assert sorted(seen) == wanted
+    assert told[0][1] == told[1][1] and told[2][1] == told[3][1]
+
+
+def test_position_ids_and_masks_of_the_samples_travel(told: list[Any]) -> None:
+    results = [own for own, _ in told]
     for dp_rank in range(2):
         for sample in samples_of(dp_rank):
             token, size = int(sample["tokens"][0]), len(sample["tokens"])
@@ -107,3 +147,20 @@ def groups_job(rank: int) -> str:
 def test_a_feed_takes_the_group_size_and_process_groups_by_position_are_refused() -> None:
     (told,) = run(groups_job, 1)
     assert "SimpleNamespace as vp_stage" in told and "groups=..." in told
+
+
+def test_lengths_of_megatrons_mock_datasets(tmp_path: Path) -> None:
+    told = {"mode": "distribution", "type": "lognormal", "lognormal_sigma": 1.1}
+    told |= {"min_seq_len": 100, "max_seq_len": 4096, "mean_seq_len": 2048}
+    np.random.seed(0)  # as its dataset draws them
+    wanted = np.random.lognormal(np.log(2048) - 1.1**2 / 2, 1.1, 1_000_000).clip(100, 4096).astype(int)
+    (tmp_path / "mock.json").write_text(json.dumps(told))
+    for form in (told, json.dumps(told), tmp_path / "mock.json"):
+        store = megatron.mock_lengths(form)
+        assert np.array_equal(store.lengths(np.arange(store.num_documents)), wanted)
+    (tmp_path / "lengths.csv").write_text("length\n30\n40\n")
+    store = megatron.mock_lengths({"mode": "file", "path": tmp_path / "lengths.csv"})
+    assert store.lengths(np.arange(2)).tolist() == [30, 40]
+    for bad in ({"mode": "verification"}, "{}", tmp_path / "missing.json", {"mode": "distribution"}):
+        with pytest.raises(mf.StoreError, match="mock dataset config"):
+            megatron.mock_lengths(bad)

@@ -36,6 +36,8 @@ def test_it_gives_what_a_store_on_disk_with_its_tokens_gives(tmp_path: Path) -> 
 
 def test_lengths_from_a_file_and_from_a_distribution(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("3\n0\n12\n")
+    (tmp_path / "lengths.csv").write_text("length,other\n3,0\n12,7\n")
+    assert mf.Lengths.from_file(tmp_path / "lengths.csv").lengths(np.arange(4)).tolist() == [3, 0, 12, 7]
     assert mf.Lengths.from_file(tmp_path / "lengths.txt").lengths(np.arange(3)).tolist() == [3, 0, 12]
     drawn = mf.Lengths.lognormal(50_000, mean=1000, sigma=0.8, shortest=10, longest=20_000, seed=3)
     lengths = drawn.lengths(np.arange(50_000))

@@ -42,12 +42,18 @@ class Lengths:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
-        """From a text file with a length per line. Raises StoreError for a file that is none."""
+        """From a text file of lengths: one per line, or several between commas or spaces.
+
+        A first line that holds no number is the header of a CSV. Raises StoreError for anything else.
+        """
         where, lengths = os.fspath(path), list[int]()
         try:
-            for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+            lines = Path(path).read_text().splitlines()
+            for number, line in enumerate(lines, 1):
                 where = f"{os.fspath(path)}:{number}"
-                lengths += map(int, line.split())
+                values = line.replace(",", " ").split()
+                if number > 1 or len(lines) == 1 or any(map(str.isdigit, values)):
+                    lengths += map(int, values)
             where = os.fspath(path)
             return cls(np.array(lengths, np.int64))
         except (OSError, ValueError, OverflowError) as bad:

@@ -10,6 +10,7 @@ Megatron-core is imported by the functions that need it, and knows nothing of me
 
 from meshfeed.integrations.megatron.batches import MODEL_KEYS, StageIterator, begin, data_iterators, get_batch
 from meshfeed.integrations.megatron.hybrid import HybridCPDataLoaderWrapper
+from meshfeed.integrations.megatron.mock import mock_lengths
 from meshfeed.integrations.megatron.schedule import SCHEDULERS, SequencePacking, Wrapped, packing_of
 from meshfeed.integrations.megatron.stages import Loading, feed, is_reader, readers, stage_map
 
@@ -26,6 +27,7 @@ __all__ = [
     "feed",
     "get_batch",
     "is_reader",
+    "mock_lengths",
     "packing_of",
     "readers",
     "stage_map",

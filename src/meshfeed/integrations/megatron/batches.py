@@ -126,12 +126,17 @@ def begin(iterators: StageIterator | Sequence[StageIterator]) -> Step:
 
 
 def get_batch(
-    iterator: Iterator[Mapping[str, Any]] | None, *, cp_groups: Mapping[int, Any] | None = None
+    iterator: Iterator[Mapping[str, Any]] | None,
+    *,
+    cp_groups: Mapping[int, Any] | None = None,
+    padded_cu_seqlens: bool = False,
 ) -> dict[str, Any]:
     """The next microbatch of a stage: Megatron's keys, packed_seq_params, and then whatever else it brings.
 
     iterator: of `data_iterators`, or a RerunDataIterator around it; None gives nothing but None. cp_groups:
-    size -> ProcessGroup, for changing cp groups; None takes those of parallel_state.
+    size -> ProcessGroup, for changing cp groups; None takes those of parallel_state. padded_cu_seqlens: give
+    the padded values in both cu_seqlens fields, as Megatron's main branch does until Transformer Engine takes
+    both; sequences then attend to their own padding.
     Every tensor is cut for this rank, and nothing is sent. What the stage does not need is None: tokens and
     position_ids are for the first stage and those with MTP layers, labels and loss_mask for the last one,
     attention_mask for none. packed_seq_params is a PackedSeqParams on every stage; None for rows of one
@@ -149,6 +154,8 @@ def get_batch(
         }
         if "cu_seqlens_padded" not in told:
             told, made = _flat(told, made)
+        if padded_cu_seqlens:
+            told["cu_seqlens"] = told["cu_seqlens_padded"]
         made["packed_seq_params"] = _params(told, cp_groups)
     return made | batch
 

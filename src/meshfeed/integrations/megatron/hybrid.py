@@ -9,7 +9,8 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 
-from meshfeed.deliver import Cause
+from meshfeed.deliver import Cause, Meeting
+from meshfeed.deliver.rendezvous import GlooGroup
 from meshfeed.errors import LayoutError
 from meshfeed.exchange import Group, Keys, Seats, encode, gather_lengths, nothing, plan, reroute
 from meshfeed.exchange.census import ERROR, Schema
@@ -44,9 +45,10 @@ class HybridCPDataLoaderWrapper:
         pg_collection: with dp_cp, tp, cp, dp and pp; None takes those of parallel_state.
         keys: says which keys have one entry per token, beside Megatron's own: its split ones.
         device: where samples go; None is this process's GPU, if there is any.
+        timeout_s: how long to wait for the other ranks to make a gloo group, where Megatron has made none.
 
-    Lengths and samples travel in two collectives of the dp_cp ranks' gloo group. Raises LayoutError without
-    such a group, or where cp does not vary faster than dp; StopIteration when all iterators have come to
+    Lengths and samples travel in two collectives of the dp_cp ranks' gloo group. Raises LayoutError where cp
+    does not vary faster than dp; StopIteration when all iterators have come to
     their end; PlanError for a sample that all ranks together cannot hold; what any rank's iterator raises.
     """
 
@@ -58,8 +60,10 @@ class HybridCPDataLoaderWrapper:
         *,
         keys: Keys | None = None,
         device: str | torch.device | None = None,
+        timeout_s: float = 1800.0,
     ) -> None:
-        self._iterator, self._config = data_iterator, config
+        self._iterator, self._config, self._timeout_s = data_iterator, config, timeout_s
+        self._own: GlooGroup | None = None
         self._groups, self._device = pg_collection, device
         self._given_keys = keys or Keys()
         self._per_token, self._keys = per_token_of(self._given_keys), _sent_keys(self._given_keys)
@@ -115,21 +119,28 @@ class HybridCPDataLoaderWrapper:
     def _join(self) -> tuple[Layout, Seats, Group]:
         layout, rank = layout_of(self._groups), dist.get_rank()
         ranks = tuple(ranks_beside(layout, layout.coord(rank)).tolist())
-        try:
-            found: Any = getattr(self._groups, "dp_cp", None) or core(
-                "parallel_state"
-            ).get_data_parallel_group_gloo(with_context_parallel=True)
-        except AssertionError as none:
-            raise LayoutError(
-                "Megatron-core has no gloo groups; set create_gloo_process_groups=True"
-            ) from none
-        if torch.device("cpu") not in found._device_types:
-            raise LayoutError("pg_collection.dp_cp takes no tensors of the CPU; give one with gloo for it")
+        found: Any = getattr(self._groups, "dp_cp", None)
+        if found is None:
+            parallel_state = core("parallel_state")
+            try:
+                found = parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+            except AssertionError:  # made without gloo groups
+                found = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if (members := tuple(dist.get_process_group_ranks(found))) != ranks:
             raise LayoutError(
                 f"the dp_cp group is {members}, by dp and then cp it is {ranks}; let cp vary faster than dp"
             )
-        return layout, Seats.all_of(ranks, cp=layout.cp), Group(found)
+        if torch.device("cpu") not in found._device_types:
+            meeting = Meeting(
+                dist.distributed_c10d._get_default_store(),
+                self._timeout_s,
+                "hybrid cp",
+                ranks=ranks,
+                takers=ranks,
+            )
+            self._own = meeting.gloo_group("hybrid", rank, ranks)
+            found = self._own.backend
+        return layout, Seats.all_of(ranks, cp=layout.cp), Group(found, ranks=ranks)
 
 
 def groups_of(step_plan: StepPlan) -> SampleGroups:

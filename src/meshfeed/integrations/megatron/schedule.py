@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from types import TracebackType
@@ -55,13 +57,16 @@ Wrapped = tuple[Any, int, int, int]
 """(iterator or one per virtual stage, number of microbatches, tokens, sum of squared lengths)."""
 
 
-def packing_of(config: Any, layout: Layout, scheduler: str | None = None) -> Packing:
+def packing_of(
+    config: Any, layout: Layout, scheduler: str | None = None, *, align: Align | None = None
+) -> Packing:
     """The packing that a Megatron config asks for.
 
     Read are sequence_packing_scheduler (or `scheduler`), max_seqlen_per_dp_cp_rank, sequence_parallel,
     min_dynamic_context_parallel_size and, with virtual stages, microbatch_group_size_per_vp_stage. Changing
     cp groups have the sizes for which Megatron makes process groups: powers of 2 that divide dp * cp, and
-    dp * cp. Raises RecipeError for a scheduler that is none of SCHEDULERS, or without a capacity.
+    dp * cp. align: multiples that padding must reach, beside those that tp and cp need. Raises RecipeError
+    for a scheduler that is none of SCHEDULERS, or without a capacity.
     """
     given = scheduler or getattr(config, "sequence_packing_scheduler", None)
     name = str(getattr(given, "value", given))
@@ -70,7 +75,9 @@ def packing_of(config: Any, layout: Layout, scheduler: str | None = None) -> Pac
     capacity = getattr(config, "max_seqlen_per_dp_cp_rank", None)
     if capacity is None:
         raise RecipeError("the config has no max_seqlen_per_dp_cp_rank; set the tokens that a rank can hold")
-    align = Align(pack=layout.tp) if getattr(config, "sequence_parallel", False) else Align()
+    align = align or Align()
+    if getattr(config, "sequence_parallel", False):
+        align = replace(align, pack=math.lcm(align.pack, layout.tp))
     quantum = quantum_of(config)
     if SCHEDULERS[name] != "dynamic_cp":
         policy: Any = SCHEDULERS[name]
@@ -89,9 +96,10 @@ def per_token_of(keys: Keys) -> frozenset[str]:
 def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]:
     """The sequences in what a trainer's iterator gave: a sample, a list of them, or samples packed before.
 
-    Tokens of shape [b, T] are b sequences. A sample that says its original_seq_len is cut to it, and one with
-    cu_seqlens is taken apart. An attention_mask of the shape of the tokens has one entry per token; another
-    one, such as [1, T, T], has no meaning in a pack, and is left out. keys: says what else is per token.
+    Tokens of shape [b, T] are b sequences; any other key then has one entry for each. A sample that says its
+    original_seq_len is cut to it, and one with cu_seqlens is taken apart. An attention_mask of the shape of
+    the tokens has one entry per token; another one, such as [1, T, T], has no meaning in a pack, and is left
+    out. keys: says what else is per token.
     Raises RecipeError for anything else.
     """
     samples = [element] if isinstance(element, Mapping) else element
@@ -135,11 +143,12 @@ def _rows(values: Mapping[str, Any], length: str, per_token: Set[str]) -> list[d
     if not shape:
         return [dict(values)]  # refused by name when it is encoded
     rows, size = shape if length in _PER_TOKEN and len(shape) == 2 else (1, shape[0])
-    beside = values.keys() - per_token - {*_OVERWRITTEN}
-    if rows > 1 and beside:
+    beside = values.keys() - per_token - {*_OVERWRITTEN} if rows > 1 else set[str]()
+    if unlike := sorted(name for name in beside if _num_entries(values[name]) != rows):
         raise RecipeError(
-            f"{sorted(beside)} beside {rows} rows of {length!r}: which row has what is not known; give a "
-            f"dict for each sequence, or declare what has one entry per token in Keys, split"
+            f"{unlike} beside {rows} rows of {length!r}: which row has what is not known; give one entry per "
+            f"row, as collating does, a dict for each sequence, or declare what has one entry per token in "
+            f"Keys, split"
         )
     made: list[dict[str, Any]] = [{} for _ in range(rows)]
     for name, value in values.items():
@@ -152,10 +161,15 @@ def _rows(values: Mapping[str, Any], length: str, per_token: Set[str]) -> list[d
                 f"key {name!r} has shape {own}, {length!r} {shape}; give one entry per token, or declare it "
                 f"in Keys, not split"
             )
-        if name in per_token or rows == 1:
-            for at, row in enumerate(made):
-                row[name] = value[at] if by_row else value
+        for at, row in enumerate(made):
+            row[name] = value[at] if by_row or name in beside else value
     return made
+
+
+def _num_entries(value: Any) -> int:
+    """Entries of a collated value; 0 for text and plain numbers."""
+    shape = (len(value),) if isinstance(value, list | tuple) else np.shape(value)
+    return shape[0] if shape else 0
 
 
 def _cut(values: Mapping[str, Any], per_token: Set[str], start: int, size: int) -> dict[str, Any]:
@@ -227,6 +241,8 @@ class SequencePacking:
         keys: what samples hold; None for tokens, labels and loss_mask, and whatever else as it comes.
             Declare here, split, what has one entry per token beside Megatron's own keys.
         device: where the packs go; None is this process's GPU, if there is any.
+        align: multiples that padding must reach: Align(pack=16) for fp8, or Align(sequence=n) to keep the
+            padding of a dataset that pads its samples to multiples of n.
         timeout_s: how long to wait for other ranks.
     """
 
@@ -236,9 +252,11 @@ class SequencePacking:
         loading: Loading = "broadcast",
         keys: Keys | None = None,
         device: str | torch.device | None = None,
+        align: Align | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
         self._loading: Loading = loading
+        self._align = align
         self._keys, self._device, self._timeout_s = _with_own(keys or Keys()), device, timeout_s
         self._turn = _Turn(self._keys)
         self._open: dict[tuple[Any, ...], Exchange] = {}
@@ -278,7 +296,7 @@ class SequencePacking:
             raise RecipeError(f"num_microbatches={num_microbatches}: a step pulls from 1 on")
         self._turn.take(next((each for each in given if each is not None), None), num_microbatches)
         layout = layout_of(pg_collection)
-        plan = packing_of(config, layout)
+        plan = packing_of(config, layout, align=self._align)
         key = (layout, stages_of(config, layout), plan)
         if key not in self._open:
             self._open[key] = self._new_exchange(config, key, pg_collection)

@@ -1,0 +1,46 @@
+"""The lengths of Megatron's mock datasets for packing, from what its options give."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshfeed.errors import StoreError
+from meshfeed.store import Lengths
+
+_COUNT = 1_000_000  # as many as Megatron draws
+
+
+def mock_lengths(config: str | os.PathLike[str] | Mapping[str, Any]) -> Lengths:
+    """A store of the lengths that Megatron's mock dataset has, of made-up tokens.
+
+    config: what --sft-mock-dataset-config-json or --varlen-mock-dataset-config-json is given: JSON text, a
+    file of it, or the dict itself, of mode "file" (a CSV of lengths) or "distribution" (lognormal, Megatron's own
+    numbers). Raises StoreError for another mode, a missing entry, or a file that is neither.
+    """
+    try:
+        told = dict(config) if isinstance(config, Mapping) else json.loads(_text_of(config))
+        mode = told["mode"]
+        if mode == "file":
+            return Lengths.from_file(told["path"])
+        if mode == "distribution" and told["type"] == "lognormal":
+            mean, sigma = told["mean_seq_len"], told["lognormal_sigma"]
+            rng = np.random.RandomState(0)  # the generator, and the seed, of Megatron's dataset
+            drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, _COUNT)
+            return Lengths(drawn.clip(told["min_seq_len"], told["max_seq_len"]).astype(np.int64))
+    except (OSError, ValueError, KeyError, TypeError) as bad:
+        raise StoreError(f"mock dataset config {config!r}: {type(bad).__name__} {bad}") from bad
+    raise StoreError(
+        f"mock dataset config of mode={mode!r}, type={told.get('type')!r}: only 'file' and 'distribution' of "
+        f"'lognormal' have made-up tokens; open a real store with mf.open"
+    )
+
+
+def _text_of(config: str | os.PathLike[str]) -> str:
+    text = os.fspath(config)
+    return text if text.lstrip().startswith("{") else Path(text).read_text()
