@@ -8,8 +8,9 @@ from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
-from meshfeed.deliver import Cause, Meeting
+from meshfeed.deliver import Cause, Meeting, default_store
 from meshfeed.deliver.rendezvous import GlooGroup
 from meshfeed.errors import LayoutError
 from meshfeed.exchange import Group, Keys, Seats, encode, gather_lengths, nothing, plan, reroute
@@ -131,13 +132,8 @@ class HybridCPDataLoaderWrapper:
                 f"the dp_cp group is {members}, by dp and then cp it is {ranks}; let cp vary faster than dp"
             )
         if torch.device("cpu") not in found._device_types:
-            meeting = Meeting(
-                dist.distributed_c10d._get_default_store(),
-                self._timeout_s,
-                "hybrid cp",
-                ranks=ranks,
-                takers=ranks,
-            )
+            store = cast(Store, default_store())
+            meeting = Meeting(store, self._timeout_s, "hybrid cp", ranks=ranks, takers=ranks)
             self._own = meeting.gloo_group("hybrid", rank, ranks)
             found = self._own.backend
         return layout, Seats.all_of(ranks, cp=layout.cp), Group(found, ranks=ranks)

@@ -20,8 +20,8 @@ def mock_lengths(config: str | os.PathLike[str] | Mapping[str, Any]) -> Lengths:
     """A store of the lengths that Megatron's mock dataset has, of made-up tokens.
 
     config: what --sft-mock-dataset-config-json or --varlen-mock-dataset-config-json is given: JSON text, a
-    file of it, or the dict itself, of mode "file" (a CSV of lengths) or "distribution" (lognormal, Megatron's own
-    numbers). Raises StoreError for another mode, a missing entry, or a file that is neither.
+    file of it, or the dict itself, of mode "file" (a CSV of lengths) or "distribution" (lognormal, the very
+    numbers that Megatron draws). Raises StoreError for another mode and for what is neither.
     """
     try:
         told = dict(config) if isinstance(config, Mapping) else json.loads(_text_of(config))
