@@ -81,6 +81,11 @@ def options_job(rank: int) -> list[Any]:
             assert not (params.cu_seqlens_q % 8).any() and made["tokens"].numel() % 16 == 0
             firsts = made["tokens"][0, params.cu_seqlens_q[:-1]].tolist()
             seen += zip(firsts, made["uid"], [image.tolist() for image in made["image"]])
+    items, packing = iter([{"tokens": rows[0]}]), mf.Packing(capacity=64)
+    with mf.Exchange(items, mf.Layout(dp=2, pp=2), packing=packing, timeout_s=60) as exchange:
+        iterators = megatron.data_iterators(exchange)
+        with pytest.raises(mf.RecipeError, match=r"call megatron\.begin"):
+            megatron.get_batch(iterators)  # type: ignore[arg-type]
     return seen
 
 

@@ -53,6 +53,11 @@ class StageIterator(Iterator[dict[str, Any]]):
 
     def __next__(self) -> dict[str, Any]:
         while (made := next(self._left, None)) is None:
+            if isinstance(self._source, Exchange) and self._source.layout.pp > 1:
+                raise RecipeError(
+                    "an Exchange meets all pipeline stages at the start of a step, and inside a schedule "
+                    "they wait for each other; call megatron.begin(iterators) before each schedule"
+                )
             self.begin()
         return made
 
@@ -102,12 +107,11 @@ def data_iterators(
 ) -> StageIterator | list[StageIterator]:
     """What Megatron's training loop takes for its data iterator: one, or one per virtual stage in a list.
 
-    source: an entered Feed, or an Exchange. This waits for the other ranks to join: call it on all of them,
-    before the first schedule and after `load_state_dict`. Each stage gets the same microbatches, read once;
-    all stages must be iterated. The source's state counts the steps whose microbatches were all taken: save
-    it between steps.
-    num_microbatches: Megatron-core's `get_num_microbatches`; with it, a step of other microbatches is refused
-    where it begins.
+    source: an entered Feed, or an Exchange, whose steps `begin` begins. This waits for the other ranks to
+    join: call it on all of them, before the first schedule and after `load_state_dict`. Each stage gets the
+    same microbatches, read once; all stages must be iterated. The source's state counts the steps whose
+    microbatches were all taken: save it between steps. num_microbatches: Megatron-core's
+    `get_num_microbatches`; with it, a step of other microbatches is refused where it begins.
     """
     if source.stage_map.vpp == 1:
         return StageIterator(source, iter(source), num_microbatches)
