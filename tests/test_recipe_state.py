@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.order import draws_of_step
-from meshfeed.summary import digest_of
+from meshfeed.summary import brief, digest_of, same_text
 
 
 @pytest.fixture(scope="module")
@@ -378,6 +378,9 @@ def test_a_part_that_one_side_lacks_is_shown(corpus: Path) -> None:
         lambda recipe: replace(recipe, data="corpus"),
         lambda recipe: replace(recipe, sequence=4096),
         lambda recipe: replace(recipe, batch=16),
+        lambda recipe: replace(recipe, data=mf.Mixture({"a": (recipe.data, 1)}), batch=16),
+        lambda recipe: replace(recipe, data=mf.Mixture({"a": (recipe.data, 1)}), sequence=4096),
+        lambda recipe: replace(recipe, epochs=2**62 + 1),
         lambda recipe: mf.Windows(0),
         lambda recipe: mf.Windows("8"),
         lambda recipe: mf.Windows(8.0),
@@ -393,6 +396,18 @@ def test_a_part_that_one_side_lacks_is_shown(corpus: Path) -> None:
 def test_recipes_that_make_no_stream_are_refused(make: object, corpus: Path) -> None:
     with pytest.raises(mf.RecipeError):
         make(recipe_of(corpus))  # type: ignore[operator]
+
+
+def test_a_text_is_abbreviated_from_one_length_on() -> None:
+    """That length is part of every long recipe's fingerprint."""
+    assert [brief("x" * n) == "x" * n for n in (799, 800, 801)] == [True, True, False]
+    long = brief("x" * 801)
+    assert long.startswith("x" * 720 + "... (in full: ") and len(long) <= 800
+    assert long != brief("x" * 802) and same_text(long, "x" * 801) and not same_text(long, "x" * 802)
+
+
+def test_the_largest_recipe(corpus: Path) -> None:
+    replace(recipe_of(corpus), epochs=2**62, steps=2**62)
 
 
 GOLDEN_DIGEST = "086300b1748a8954ee97757b5dd7b89e"

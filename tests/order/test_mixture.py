@@ -223,6 +223,7 @@ def test_the_share_that_is_asked_changes_with_the_very_step() -> None:
         (lambda: mf.Mixture({"a": (store(1), 0.5)}, by="count"), "whole number"),
         (lambda: mf.Mixture({"a": (store(1), 1)}, by="share"), "choose one of"),
         (lambda: mf.Mixture({"a": (store(1), 1)}).then(0, {"a": 2}), "a step after 0"),
+        (lambda: mf.Mixture({"a": (store(1), 1)}).then(4, {"a": 2}).then(4, {"a": 1}), "a step after 4"),
         (lambda: mf.Mixture({"a": (store(1), 1)}).then(4, {"b": 2}), "'b' is new"),
         (lambda: mf.Mixture({"a": (store(1), 1)}).then(4, {"a": (store(1), 2)}), "another store"),
         (lambda: mf.Batch(sequences=2).then(0, 4), "a step after 0"),
