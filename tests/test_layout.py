@@ -16,10 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import meshfeed as mf
 from meshfeed.layout import DIMS
+from soak import cases
 
 sizes = st.integers(1, 4)
 orders = st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join)
-exact = settings(max_examples=60, deadline=None)
+exact = settings(max_examples=cases(60), deadline=None)
 
 
 @exact

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
 import meshfeed as mf
+from soak import cases
 
 DIMS = ("tp", "cp", "ep", "dp", "pp")
 TOKENS = ("tp", "cp", "dp", "pp", "tp-cp", "dp-cp", "tp-pp", "tp-dp", "tp-dp-cp", "cp-pp", "tp-cp-dp-pp")
@@ -61,7 +62,7 @@ def test_the_same_orders_are_refused(sizes: tuple[int, int, int, int]) -> None:
             mf.Layout(**dict(zip(("tp", "cp", "dp", "pp"), sizes)), order=order)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cases(40), deadline=None)
 @given(
     st.permutations(DIMS).map("-".join),
     st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6), st.integers(1, 5)),

@@ -18,6 +18,7 @@ import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.order import draws_of_step
 from meshfeed.summary import brief, digest_of, same_text
+from soak import cases
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,7 @@ def test_no_recipe_makes_a_state_of_more_than_4_kb(corpus: Path, letter: str) ->
         mf.State(recipe=in_full, step=0).check(made[1])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.dictionaries(st.text(max_size=9), st.text(max_size=20)), st.data())
 def test_a_digest_tells_any_two_summaries_apart(summary: dict[str, str], data: st.DataObject) -> None:
     backwards = dict(reversed(summary.items()))
@@ -253,7 +254,7 @@ def test_states_that_jobs_have_saved_stay_readable() -> None:
     assert rule.summary() == state.recipe["sequence"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(
     st.dictionaries(st.text(max_size=9), st.text(max_size=20)),
     st.integers(0),

@@ -14,6 +14,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 import meshfeed as mf
 from meshfeed.roles import assign_roles, choose_delivery
+from soak import cases
 
 FIELDS = (
     mf.Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
@@ -46,7 +47,7 @@ def layouts(draw: st.DrawFn) -> mf.Layout:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[mf.Layout, mf.StageMap]:
+def jobs(draw: st.DrawFn) -> tuple[mf.Layout, mf.StageMap]:
     layout = draw(layouts())
     texts = [text for text in STAGE_LAYOUTS if stages_in(text) % layout.pp == 0]
     if texts and draw(st.booleans()):
@@ -102,8 +103,8 @@ def check_laws(layout: mf.Layout, stages: mf.StageMap, roles: list[mf.Role]) -> 
         assert role.peers == () or role.rank in role.peers
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases(), DELIVERIES)
+@settings(max_examples=cases(150), deadline=None)
+@given(jobs(), DELIVERIES)
 def test_whoever_needs_bytes_has_one_source_that_reads(
     case: tuple[mf.Layout, mf.StageMap], delivery: str
 ) -> None:
@@ -121,8 +122,8 @@ def test_whoever_needs_bytes_has_one_source_that_reads(
         assert sum(role.reads for role in roles) == len(hungry)
 
 
-@settings(max_examples=150, deadline=None)
-@given(cases(), DELIVERIES, st.data())
+@settings(max_examples=cases(150), deadline=None)
+@given(jobs(), DELIVERIES, st.data())
 def test_a_trainers_own_policy_is_kept_or_refused(
     case: tuple[mf.Layout, mf.StageMap], delivery: str, data: st.DataObject
 ) -> None:
@@ -202,8 +203,8 @@ def expected_roles(
     return None
 
 
-@settings(max_examples=300, deadline=None)
-@given(cases(), DELIVERIES, st.data())
+@settings(max_examples=cases(300), deadline=None)
+@given(jobs(), DELIVERIES, st.data())
 def test_roles_are_what_plain_loops_make_them(
     case: tuple[mf.Layout, mf.StageMap], delivery: str, data: st.DataObject
 ) -> None:
@@ -235,7 +236,7 @@ def nodes_of(layout: mf.Layout, role: mf.Role) -> tuple[tuple[int, ...], ...]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(layouts())
 def test_where_nothing_is_stored_nobody_reads(layout: mf.Layout) -> None:
     stages = mf.StageMap(pp=layout.pp)
@@ -430,8 +431,8 @@ def test_auto_chooses_by_what_crosses_nodes() -> None:
     assert chosen("tp4-pp2", 4, False, {0}) == "broadcast"
 
 
-@settings(max_examples=200, deadline=None)
-@given(cases(), st.booleans(), st.data())
+@settings(max_examples=cases(200), deadline=None)
+@given(jobs(), st.booleans(), st.data())
 def test_auto_is_its_rules(case: tuple[mf.Layout, mf.StageMap], can_share: bool, data: st.DataObject) -> None:
     layout, stages = case
     policy = data.draw(st.none() | st.sets(st.sampled_from(layout.ranks().tolist()), min_size=1))

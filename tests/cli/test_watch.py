@@ -29,6 +29,7 @@ from meshfeed.cli.frame import Frame, frame_of, shares_of, straggler_of
 from meshfeed.cli.main import main
 from meshfeed.cli.watch import headline, picture_of, straggler_words
 from meshfeed.metrics import MixtureHistory, RankHistory, RunHistory, RunLog, RunStart, Start, StepRecord
+from soak import cases
 
 STAGES = ("plan", "read", "deliver")
 NOW = 1000.0
@@ -84,7 +85,7 @@ waits_of_ranks = st.lists(st.lists(waits_of_a_step, max_size=9), min_size=1, max
 
 
 @given(waits_of_ranks, st.integers(1, 12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(150), deadline=None)
 def test_a_frame_says_of_every_rank_the_means_of_its_last_steps(waits: Any, steps: int) -> None:
     frame = frame_of(run_of(*(rank_history(k, some) for k, some in enumerate(waits))), NOW, steps=steps)
     assert sorted(each.rank for each in frame.ranks) == list(range(len(waits)))
@@ -105,7 +106,7 @@ def test_a_frame_says_of_every_rank_the_means_of_its_last_steps(waits: Any, step
 
 
 @given(st.integers(2, 9), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 def test_who_stands_out_is_named_and_those_who_wait_for_it_are_not(num_ranks: int, data: Any) -> None:
     slow = data.draw(st.integers(0, num_ranks - 1))
     stage = data.draw(st.sampled_from(["plan", "read"]))
@@ -126,7 +127,7 @@ def test_who_stands_out_is_named_and_those_who_wait_for_it_are_not(num_ranks: in
 
 
 @given(st.integers(1, 9), waits_of_a_step)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=cases(50), deadline=None)
 def test_nobody_stands_out_where_all_are_alike(num_ranks: int, row: Any) -> None:
     frame = frame_of(run_of(*(rank_history(k, [row] * 4) for k in range(num_ranks))), NOW)
     assert frame.straggler is None
@@ -169,7 +170,7 @@ def test_a_new_start_with_another_layout_shows_its_own_ranks_and_steps() -> None
 
 
 @given(st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=1, max_size=8), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 def test_shares_are_those_since_what_is_asked_for_changed(gained: Any, data: Any) -> None:
     change = data.draw(st.integers(0, len(gained)))
     asked = np.array([[0.2, 0.3, 0.5]] * change + [[0.6, 0.4, 0.0]] * (len(gained) - change))

@@ -25,6 +25,7 @@ from corpus import recipe_of, write_corpus
 from meshfeed.deliver import Cause
 from meshfeed.exchange.steps import gather_reports
 from observe import take
+from soak import cases
 
 AT = 3  # the step that cannot be read
 KINDS = [mf.MissingError, mf.ChecksumError, mf.UnavailableError, ValueError]
@@ -321,7 +322,7 @@ def test_a_feed_that_is_never_closed_keeps_no_process_alive(corpus: str) -> None
 ERRORS = [kind for kind in vars(mf).values() if isinstance(kind, type) and issubclass(kind, mf.MeshfeedError)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(st.sampled_from(ERRORS), st.text(max_size=300), st.lists(st.integers(0, 2**40), max_size=5))
 def test_an_error_travels(kind: type[mf.MeshfeedError], text: str, ranks: list[int]) -> None:
     blame = issubclass(kind, mf.PeerError | mf.VerifyError)
@@ -331,7 +332,7 @@ def test_an_error_travels(kind: type[mf.MeshfeedError], text: str, ranks: list[i
     assert str(again) == text.encode(errors="replace").decode()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(st.text(max_size=3_000), st.integers(200, 900))
 def test_a_long_text_loses_its_end(text: str, room: int) -> None:
     encoded = Cause.of(mf.StoreError(text)).encode(room)
@@ -339,7 +340,7 @@ def test_a_long_text_loses_its_end(text: str, room: int) -> None:
     assert text.encode(errors="replace").decode().startswith(str(Cause.decode(encoded).error()))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(
     st.one_of(st.binary(max_size=80), st.tuples(st.text(), st.text()).map(lambda pair: repr(pair).encode()))
 )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.deliver import wire
+from soak import cases
 
 DTYPES = st.one_of(
     hnp.boolean_dtypes(),
@@ -52,7 +53,7 @@ def same(one: Any, other: Any) -> bool:
     return isinstance(other, list) and len(one) == len(other) and all(map(same, one, other))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(columns=COLUMNS, spare=st.integers(0, 100))
 def test_what_goes_in_comes_out(columns: dict[str, Any], spare: int) -> None:
     message = wire.encode(columns)
@@ -109,14 +110,14 @@ def test_an_endless_error_still_fits_the_room_that_receivers_leave() -> None:
     wire.decode_error(sent(message))  # a letter cut in two does not matter
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(foreign=st.binary(max_size=200))
 def test_foreign_bytes_are_no_message(foreign: bytes) -> None:
     with pytest.raises(mf.DeliveryError):
         wire.peek(np.frombuffer(foreign, np.uint8))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=cases(500), deadline=None)
 @given(data=st.data())
 def test_a_damaged_table_is_refused_or_still_a_table(data: st.DataObject) -> None:
     columns = {"tokens": np.arange(7), "image": [np.zeros((2, 3)), np.zeros(1)], "name": [b"ab", b""]}

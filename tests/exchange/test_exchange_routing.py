@@ -21,6 +21,7 @@ from meshfeed.exchange.steps import Received, packed, plan, portions
 from meshfeed.plan import packs_of, slices_of
 from meshfeed.roles import assign_roles
 from meshfeed.stepping import GlobalBatch
+from soak import cases
 
 POLICIES = ("in_order", "balanced", "dynamic_cp")
 SPLITS = ("zigzag", "pack_zigzag", "contiguous", None)
@@ -51,7 +52,7 @@ def exchanges(draw: Any) -> tuple[Seats, mf.Layout, list[Given], mf.Packing, Any
     return seats, mf.Layout(dp=dp, cp=cp), batches, packing, draw(st.sampled_from(SPLITS))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=cases(80), deadline=None)
 @given(exchanges())
 def test_what_is_sent_is_what_is_expected(case: Any) -> None:
     seats, layout, batches, packing, split = case
@@ -136,7 +137,7 @@ def check_packs(
                 assert np.array_equal(made["tokens"][0].numpy()[mine], wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 60))
 def test_a_foreign_report_is_refused(noise: bytes, cut: int) -> None:
     """Whatever comes, decoding gives a report or says why not."""

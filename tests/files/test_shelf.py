@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from meshfeed.files.pace import Pace
 from meshfeed.files.shelf import Block, Shelf
+from soak import cases
 
 BLOCKS = st.tuples(st.sampled_from("ab"), st.integers(0, 5))
 SIZES = {(key, number): 10 + number for key in "ab" for number in range(6)}
@@ -94,7 +95,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
 
 TestBookkeeping = Bookkeeping.TestCase
-TestBookkeeping.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestBookkeeping.settings = settings(max_examples=cases(150), stateful_step_count=30, deadline=None)
 
 
 def simulated(seconds_of: object, rounds: int = 200) -> Pace:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files import sums
 from meshfeed.files.sums import FileSums, Summer, Sums, parse
+from soak import cases
 
 BLOCK = 4096
-LAWS = settings(max_examples=150, deadline=None)
+LAWS = settings(max_examples=cases(150), deadline=None)
 sizes = st.integers(0, 5 * BLOCK) | st.sampled_from([0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
 
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 import meshfeed as mf
 from meshfeed.integrations import megatron
 from meshfeed.layout import DIMS
+from soak import cases
 
 GROUPS = ("tp", "cp", "dp", "pp", "dp-cp", "tp-cp", "tp-pp")
 
@@ -36,7 +37,7 @@ def test_one_ranks_groups_tell_every_order(order: str) -> None:
                 assert found.groups(dims).tolist() == layout.groups(dims).tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(
     st.permutations(DIMS),
     st.tuples(*[st.integers(1, 3)] * 4),

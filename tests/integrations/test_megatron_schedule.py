@@ -25,6 +25,7 @@ from meshfeed.exchange import Keys
 from meshfeed.integrations import megatron
 from meshfeed.integrations.megatron.schedule import sequences_of
 from meshfeed.order import draws_of_step
+from soak import cases
 
 STEPS, SEQUENCES, CAPACITY = 2, 24, 256
 
@@ -347,7 +348,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     assert told[0].startswith("PlanError")
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=cases(100))
 @given(lengths=st.lists(st.integers(0, 9), max_size=6), multiple=st.integers(1, 8))
 def test_samples_are_taken_apart_however_they_come(lengths: list[int], multiple: int) -> None:
     whole = [sample_of(np.arange(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]

@@ -14,6 +14,7 @@ import loops
 import meshfeed as mf
 import world
 from meshfeed.integrations.loader import EvalLoader, TrainLoader
+from soak import cases
 
 EACH = 3  # microbatches of a step
 
@@ -68,7 +69,7 @@ class Loop:
             most -= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     lives=st.lists(
         st.tuples(

@@ -18,6 +18,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.metrics import RunLog, RunReader, RunStart, StepRecord, read_run
+from soak import cases
 
 PATIENCE_S = 60.0
 LAYOUT = mf.Layout.parse("tp2-dp2")
@@ -115,7 +116,7 @@ def test_a_layout_is_told_where_its_text_tells_it_all(layout: mf.Layout, text: s
 # -- what is read back -----------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6))
 def test_of_a_step_that_was_repeated_the_last_time_counts(
     tmp_path_factory: pytest.TempPathFactory, runs: list[tuple[int, int]]
@@ -154,7 +155,7 @@ def test_starts_of_ranks_are_one_start_of_the_job(tmp_path: Path) -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(cuts=st.lists(st.integers(0, 4000), max_size=6), keep=st.one_of(st.none(), st.integers(1, 12)))
 def test_reading_on_is_reading_at_once(
     tmp_path_factory: pytest.TempPathFactory, cuts: list[int], keep: int | None

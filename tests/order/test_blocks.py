@@ -15,8 +15,9 @@ import meshfeed as mf
 from meshfeed.order import draws_between, draws_of_step, key_of, permute, position_of
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import subkeys
+from soak import cases
 
-laws = settings(max_examples=250, deadline=None)
+laws = settings(max_examples=cases(250), deadline=None)
 
 
 @dataclass(frozen=True)

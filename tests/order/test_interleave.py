@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from meshfeed.order import Interleaving
 from meshfeed.order.interleave import BLOCK, Runs
+from soak import cases
 
 RNG = np.random.default_rng(0)
 FAMILIES = {
@@ -54,7 +55,7 @@ weights_of_any_size = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(weights_of_any_size, st.integers(0, 2**61) | st.integers(0, 10**7))
 def test_anywhere_counts_are_shares_rounded_and_only_grow(weights: list[float], position: int) -> None:
     interleaving = Interleaving(weights)
@@ -72,7 +73,7 @@ def test_anywhere_counts_are_shares_rounded_and_only_grow(weights: list[float], 
     assert interleaving.counts(position + 3000).tolist() == held
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(weights_of_any_size, st.data())
 def test_every_draw_of_a_source_has_its_place(weights: list[float], data: st.DataObject) -> None:
     interleaving = Interleaving(weights)

@@ -27,8 +27,9 @@ from meshfeed.order.megatron import (
     passes_of,
     sizes_of_blend,
 )
+from soak import cases
 
-LAWS = settings(max_examples=120, deadline=None)
+LAWS = settings(max_examples=cases(120), deadline=None)
 
 
 def their_index(lengths, length, num_samples, seed, extra, drop_last, begin):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from corpus import write_corpus
 from meshfeed.order import asked_at, drawn_until, draws_of_step, num_positions, num_steps, position_of
+from soak import cases
 
 
 def store(size: int, length: int = 5) -> mf.Lengths:
@@ -50,7 +51,7 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=cases(80), deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=4, max_size=4), changes, st.integers(1, 40))
 def test_weights_may_change_and_sources_come_and_go(
     sizes: list[int], changes: list[tuple[int, list[float]]], sequences: int

@@ -22,6 +22,7 @@ from meshfeed.order import (
     num_steps,
     position_of,
 )
+from soak import cases
 
 A, B, C = store(100), store(30), store(7)
 
@@ -144,7 +145,7 @@ def sources_of(steps: list[list[tuple[int, int, int]]]) -> list[int]:
     return [step[0][0] for step in steps]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     weights=st.lists(st.sampled_from([0, 0.01, 0.3, 1, 2, 7]), min_size=3, max_size=3).filter(any),
     later=st.lists(st.sampled_from([0, 0.5, 1, 4]), min_size=3, max_size=3).filter(any),

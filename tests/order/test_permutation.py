@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.order import key_of, permute, unpermute
+from soak import cases
 
 
 def test_every_index_comes_out_once_for_every_size() -> None:
@@ -45,14 +46,14 @@ def plain(place: int, size: int, key: int) -> int:
             return place
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(st.integers(1, 2**32) | st.integers(1, 9), st.integers(0, 2**64 - 1), st.data())
 def test_it_is_the_network_that_it_says(size: int, key: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, size - 1))
     assert int(permute(place, size=size, key=key)) == plain(place, size, key)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=cases(30), deadline=None)
 @given(st.integers(301, 40_000), st.integers(0, 2**64 - 1))
 def test_every_index_comes_out_once_for_larger_sizes(size: int, key: int) -> None:
     out = permute(np.arange(size), size=size, key=key)
@@ -97,7 +98,7 @@ def test_every_place_goes_anywhere(size: int) -> None:
     assert chi2 < degrees + 4 * np.sqrt(2 * degrees) + 10
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(st.integers(1, 2**62), st.integers(0, 2**64 - 1), st.data())
 def test_inverse_at_any_size(size: int, key: int, data: st.DataObject) -> None:
     places = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=20)), np.int64)

@@ -21,6 +21,7 @@ from meshfeed.order import (
     permute,
     position_of,
 )
+from soak import cases
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def test_every_index_once_an_epoch(size: int, shuffle: str) -> None:
         assert not np.array_equal(first, second), "each epoch in an order of its own"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(
     st.integers(1, 50), st.lists(st.integers(0, 120), min_size=2, max_size=6).map(sorted), st.integers(-9, 9)
 )
@@ -90,7 +91,7 @@ def test_pieces_of_the_stream_fit_together(size: int, cuts: list[int], seed: int
     assert [p for a, b in pairwise(cuts) for p in pairs(draws_between(endless, a, b))] == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(
     st.integers(1, 30),
     st.sampled_from(["global", "none"]),
@@ -115,7 +116,7 @@ def test_the_stream_is_what_a_plain_loop_makes_it(
     assert (made.source.dtype, made.epoch.dtype, made.index.dtype) == (np.int32, np.int64, np.int64)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cases(100), deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5))
 def test_steps_end_to_end_are_the_stream(size: int, sequences: int, epochs: int) -> None:
     finite = recipe(size, sequences=sequences, epochs=epochs)

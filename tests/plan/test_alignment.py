@@ -10,9 +10,10 @@ from planning import check_packs, check_plan
 
 from meshfeed.plan import Align, Packing, plan_step
 from meshfeed.plan.policy import room_of
+from soak import cases
 
 CALM = settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=cases(30), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 
 SEQUENCE, PACK = (1, 2, 8, 16, 32, 64, 128), (1, 2, 8, 16, 32, 64, 128, 256)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshfeed.errors import PlanError
 from meshfeed.plan import best_fit
+from soak import cases
 
 
 def one_by_one(lengths, capacity):
@@ -23,7 +24,7 @@ def one_by_one(lengths, capacity):
     return one_by_one.bins
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=cases(300), deadline=None)
 @given(lengths=st.lists(st.integers(0, 60), max_size=200), capacity=st.integers(60, 130))
 def test_as_many_bins_as_one_by_one_and_none_overfull(lengths, capacity):
     one_by_one.bins = 0

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshfeed.plan import Packing, packs_of, plan_step
+from soak import cases
 
 
 def dp_balanced(lengths, limit, multiple):
@@ -32,7 +33,7 @@ def dp_balanced(lengths, limit, multiple):
     return packs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(150), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 1024), min_size=1, max_size=120),
     dp=st.integers(1, 9),

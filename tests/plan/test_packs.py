@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.plan import Align, Pack, StepPlan, packs_of, plan_fixed, slices_of
+from soak import cases
 
-laws = settings(max_examples=150, deadline=None)
+laws = settings(max_examples=cases(150), deadline=None)
 counts = st.integers(1, 5)
 
 

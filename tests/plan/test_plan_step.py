@@ -9,9 +9,10 @@ from planning import check_packs, check_plan, least_objective
 from meshfeed.errors import PlanError
 from meshfeed.plan import Align, CostModel, Packing, account_of, cp_groups, plan_step
 from meshfeed.plan.groups import cp_sizes
+from soak import cases
 
 CALM = settings(
-    max_examples=60,
+    max_examples=cases(60),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -64,7 +65,7 @@ def test_any_batch_on_any_ranks(ranks, n, kind, policy, objective, quantum, alig
         check_packs(plan)
 
 
-@settings(CALM, max_examples=15)
+@settings(CALM, max_examples=cases(15))
 @given(
     ranks=st.integers(64, 1024),
     n=st.integers(0, 4096),
@@ -115,7 +116,7 @@ def test_inputs_that_break_other_schedulers(lengths, capacity, dp, cp, quantum, 
     assert plan.empty.tolist() == [i for i, length in enumerate(lengths) if length == 0]
 
 
-@settings(CALM, max_examples=25)
+@settings(CALM, max_examples=cases(25))
 @given(
     lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=10),
     dp=st.integers(1, 4),
@@ -132,7 +133,7 @@ def test_balanced_is_within_2_percent_of_brute_force(lengths, dp, extra):
         assert least_objective(lengths, base, ranks=dp, sizes=(1,), num_microbatches=count - 1) == np.inf
 
 
-@settings(CALM, max_examples=40)
+@settings(CALM, max_examples=cases(40))
 @given(
     lengths=st.lists(st.integers(1, 900) | st.integers(1, 9000), min_size=1, max_size=10),
     ranks=st.integers(1, 4),

@@ -11,6 +11,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from meshfeed.errors import PlanError
 from meshfeed.plan import Align, packs_of, plan_fixed, slices_of
+from soak import cases
 
 SPLITS = ("zigzag", "pack_zigzag", "contiguous")
 
@@ -38,7 +39,7 @@ packs = given(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(150), deadline=None)
 @packs
 def test_gathered_shards_without_padding_are_the_original(lengths, cp, tp, share, split):
     pack = one_pack(lengths, cp, Align(sequence=tp, pack=share))

@@ -29,6 +29,7 @@ from meshfeed.prepare.convert import Conversion
 from meshfeed.store.mds_writer import MDSWriter
 from services.needs import needs
 from services.nginx import Nginx
+from soak import cases
 from streams import check_tokens
 
 streaming = mosaic.imported()
@@ -90,7 +91,7 @@ def documents_of(seed: int = 0, count: int = 60, most: int = 60_000) -> list[lis
 # -- every direction ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=cases(15), deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 30) | st.sampled_from([255, 256, 400]), min_size=1, max_size=12),
     dtype=st.sampled_from(DTYPES),

@@ -11,11 +11,12 @@ from meshfeed.prepare.choose import first_of_each, set_apart
 from meshfeed.prepare.inputs import Input, cut
 from meshfeed.prepare.join import bases_of, runs_of
 from meshfeed.store import DatasetWriter, IndexedWriter
+from soak import cases
 
 _HASHES = st.lists(st.tuples(st.integers(0, 3), st.integers(2**64 - 3, 2**64 - 1)), max_size=40)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=cases(50))
 @given(_HASHES)
 def test_the_first_of_equal_documents_stays(hashes):
     seen, keep = set(), []
@@ -25,7 +26,7 @@ def test_the_first_of_equal_documents_stays(hashes):
     assert first_of_each(np.array(hashes, np.uint64).reshape(-1, 2)).tolist() == keep
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=cases(50))
 @given(st.floats(0, 1, exclude_max=True), st.lists(st.integers(0, 2**64 - 1)))
 def test_a_share_is_exact_integer_arithmetic(share, firsts):
     hashes = np.array([[first, 0] for first in [0, 2**64 - 1, *firsts]], np.uint64)
@@ -33,7 +34,7 @@ def test_a_share_is_exact_integer_arithmetic(share, firsts):
     assert set_apart(hashes, share).tolist() == told
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=cases(50))
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**40)), max_size=20))
 def test_numbers_of_lines_go_on_within_a_file_past_2_to_the_31(spans):
     inputs, counts = np.array(sorted(i for i, _ in spans), np.int64), [count for _, count in spans]
@@ -44,7 +45,7 @@ def test_numbers_of_lines_go_on_within_a_file_past_2_to_the_31(spans):
     assert bases_of(counts, inputs).tolist() == expected
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=cases(50))
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), unique=True, max_size=15), st.integers(0, 15)
 )
@@ -65,7 +66,7 @@ def test_runs_cut_anywhere_tell_every_document(places, at):
     assert [run[0] for run in runs] == alone.tolist()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=cases(50))
 @given(
     st.lists(st.tuples(st.sampled_from(["text", "jsonl", "gz"]), st.integers(0, 2**45)), max_size=6),
     st.integers(2**40, 2**44),
@@ -97,7 +98,7 @@ def test_spans_cover_every_byte_once_and_parts_are_even(files, part_bytes):
     assert np.all((sizes <= part_bytes) | (filled == 1)), "what is too large for a part is alone in one"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=cases(50))
 @given(st.lists(st.lists(st.integers(0, 2**16 - 1), max_size=5), max_size=12), st.integers(0, 12))
 def test_documents_added_together_are_documents_added_alone(tmp_path_factory, documents, at):
     one, together = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("together")

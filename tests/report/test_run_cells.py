@@ -16,6 +16,7 @@ from meshfeed.report.history.loop import asked_at, seconds_of
 from meshfeed.report.history.packed import packed_seconds, unpacked_seconds
 from meshfeed.report.history.summary import resumes, summary_of
 from meshfeed.report.history.waits import longest_of, sentence, stragglers, waits_of, worst_of
+from soak import cases
 
 READ = made_up.STAGES.index("read")
 
@@ -26,7 +27,7 @@ def test_packed_durations_keep_four_digits(seconds: list[float]) -> None:
     np.testing.assert_allclose(found, [seconds], rtol=5e-4)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=cases(25), deadline=None)
 @given(st.integers(1, 90), st.integers(1, 900), st.integers(1, 900), st.data())
 def test_a_single_wait_is_seen_at_any_size(
     num_ranks: int, first: int, second: int, data: st.DataObject

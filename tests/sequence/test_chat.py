@@ -15,6 +15,7 @@ import world
 from meshfeed.errors import RecipeError
 from meshfeed.testing import assert_elastic, assert_resumable
 from observe import simulated, take
+from soak import cases
 
 Conversation = tuple[list[int], list[int]]
 
@@ -52,7 +53,7 @@ def expected(said: Conversation, max_len: int | None, start: int, size: int) -> 
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     policy=st.sampled_from(["in_order", "balanced"]),
     oversize=st.sampled_from(["split", "truncate", "drop"]),

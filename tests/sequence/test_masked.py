@@ -19,6 +19,7 @@ from meshfeed.plan import Align, plan_fixed
 from meshfeed.sequence import portions_of
 from meshfeed.store import IndexedWriter
 from observe import simulated, take
+from soak import cases
 
 MASK, CLS, SEP, PAD, VOCAB = 900, 901, 902, 903, 100
 SIZES = [5, 0, 1, 33, 12, 7, 200, 2, 16, 29, 3, 64, 31, 30, 8, 15]
@@ -81,7 +82,7 @@ def row_of(rule: mf.Masked, document: np.ndarray, width: int, *key: int) -> dict
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(60), deadline=None)
 @given(
     cp=st.integers(1, 3),
     dp=st.integers(1, 3),

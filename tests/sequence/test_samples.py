@@ -21,6 +21,7 @@ from meshfeed.device import OnHost
 from meshfeed.plan import plan_fixed, plan_step
 from meshfeed.sequence import portions_of
 from observe import simulated, take
+from soak import cases
 from user_datasets import Plain, Rich, samples_recipe
 
 IDS = mf.Field(name="ids", dtype="int32", stages=("first",), split=True, pad=-7)
@@ -128,7 +129,7 @@ def places_of(padded: list[int], cp: int, rank: int, split: str) -> list[tuple[i
     return [(s, t) for s, n in enumerate(padded) for t in chunks_of(cp, rank, n, split)]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=cases(50), deadline=None)
 @given(
     policy=st.sampled_from(["in_order", "balanced", "dynamic_cp"]),
     oversize=st.sampled_from(["split", "truncate", "drop"]),

@@ -19,6 +19,7 @@ from meshfeed.files import Cache
 from meshfeed.store import DatasetWriter, IndexedWriter, marks, open_store
 from services.needs import needs
 from services.nginx import Nginx
+from soak import cases
 
 COLUMNS = {"tokens": "u2", "loss_mask": "u1", "weight": "f4"}
 LENGTHS = [3, 0, 700, 1, 520, 0, 9]
@@ -111,7 +112,7 @@ def test_over_http(tmp_path: Path) -> None:
 # -- marks ----------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cases(40), deadline=None)
 @given(
     total=st.sampled_from([0, 1, 7, 8, 255, 256, 257, 512, 1000]),
     share=st.sampled_from([0.0, 0.3, 1.0]),
@@ -250,7 +251,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=cases(400), deadline=None)
 @given(
     told=JSON
     | st.fixed_dictionaries(

@@ -25,6 +25,7 @@ from meshfeed.files import descriptors
 from meshfeed.store import IndexedWriter, jsonl, open_store, parquet
 from services.needs import needs
 from services.nginx import Nginx
+from soak import cases
 
 LENGTHS = [0, 5, 0, 0, 130, 1, 40, 77, 0, 3, 250, 60, 2, 0, 88, 31, 9, 64, 5, 0]
 TEXTS = ["", "plain words", "ünïcödé ☃ 🎉", "", "a b c d", 'quote " and \\ and \n newline', "x" * 300]
@@ -220,7 +221,7 @@ def test_the_least_dtype_that_holds_all_tokens(tmp_path: Path, most: int, dtype:
         assert store.read(1, 0, 2).tolist() == [0, most]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=cases(30), deadline=None)
 @given(
     lines=st.lists(
         st.sampled_from([b"", b" ", b'{"tokens": [1]}', b'{"tokens": []}', b'{"tokens":[1,2,3,4]}'])

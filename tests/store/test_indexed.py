@@ -16,9 +16,10 @@ from raw_index import write_raw
 
 from meshfeed.errors import StoreError
 from meshfeed.store import IndexedStore, IndexedWriter, best_dtype, open_store
+from soak import cases
 
 DTYPES = ("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2")
-LAWS = settings(max_examples=80, deadline=None)
+LAWS = settings(max_examples=cases(80), deadline=None)
 
 # documents -> sequences -> tokens; empty ones at every level
 CORPORA = st.lists(

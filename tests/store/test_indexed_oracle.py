@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from meshfeed.store import IndexedWriter, best_dtype, open_store
+from soak import cases
 
 NAMES = tuple(dtype.name for dtype in DType)
-LAWS = settings(max_examples=60, deadline=None)
+LAWS = settings(max_examples=cases(60), deadline=None)
 TOKENS = st.lists(st.integers(0, 127), max_size=9)
 MODES = st.integers(-128, 127)
 CORPORA = st.lists(st.lists(st.tuples(TOKENS, MODES), max_size=4), max_size=8)

@@ -17,12 +17,13 @@ import world
 from meshfeed.store import jsonl
 from meshfeed.store.lengths import built_in_parts
 from meshfeed.store.stream import LengthsIndex, Multiples
+from soak import cases
 
 NUM_DOCUMENTS, NUM_KILLS = 2_000, 10
 SPAN_BYTES = 1 << 10
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 4), max_size=12),
     cuts=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=4),
@@ -51,7 +52,7 @@ def test_look_ups_are_what_loops_find(lengths: list[int], cuts: list[tuple[float
     assert counts.tolist() == [len(each) for each in expected]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cases(200), deadline=None)
 @given(step=st.integers(1, 50), size=st.integers(1, 40), values=st.lists(st.integers(-5, 2100), max_size=30))
 def test_multiples_are_what_an_array_of_them_is(step: int, size: int, values: list[int]) -> None:
     spelled, short, asked = np.arange(size) * step, Multiples(step, size), np.array(values, np.int64)

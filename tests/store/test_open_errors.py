@@ -11,8 +11,9 @@ from raw_index import write_raw
 
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.store import IndexedWriter, index, open_store
+from soak import cases
 
-LAWS = settings(max_examples=300, deadline=None)
+LAWS = settings(max_examples=cases(300), deadline=None)
 
 # 3 sequences of 2, 0 and 3 tokens of 2 bytes, in 2 documents; every case breaks one thing
 SOUND = {"lengths": [2, 0, 3], "pointers": [0, 4, 4], "documents": [0, 2, 3], "data": bytes(10)}
