@@ -9,6 +9,7 @@ import pickle
 import random
 import resource
 import signal
+import stat
 import subprocess
 import threading
 import time
@@ -405,6 +406,8 @@ def test_two_users_share_a_folder(server: Nginx, tmp_path_factory: pytest.TempPa
         if parent.name.startswith(("both", "popen", "pytest")):  # pytest's own, closed to others
             parent.chmod(0o755)
     cache = folder / "cache"
+    cache.mkdir()
+    cache.chmod(0o1777)
     with file_of(server.url, cache) as file:
         read_some(file, np.random.default_rng(1))
         assert as_nobody(make_own_part, cache, cache / "u0") == 0
@@ -412,14 +415,57 @@ def test_two_users_share_a_folder(server: Nginx, tmp_path_factory: pytest.TempPa
     assert sorted(path.name for path in cache.iterdir()) == ["u0", "u65534"]
 
 
-def test_a_folder_that_two_make_at_once_is_made_once(tmp_path: Path) -> None:
-    cache = Cache(tmp_path / "cache")
-    cache._make_for_all()  # what another process did since this one looked
-    found = cache.path.stat().st_ino
-    cache._make_for_all()
-    assert cache.path.stat().st_ino == found
-    assert cache.make().is_dir()
-    assert os.listdir(tmp_path) == ["cache"]
+def test_what_the_cache_holds_is_for_its_user_alone(server: Nginx, tmp_path: Path) -> None:
+    with file_of(server.url, tmp_path / "cache") as file:
+        read_some(file, np.random.default_rng(1))
+        found = [tmp_path / "cache", *(tmp_path / "cache").rglob("*")]
+    modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in found}
+    assert set(modes.values()) == {0o600, 0o700} and len(modes) > 5, modes
+
+
+@pytest.mark.parametrize("how", ["another's", "open to all", "open to a group", "behind another's link"])
+def test_a_folder_that_others_could_swap_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Whoever may rename what lies in a parent could put a folder of their own there, and read the corpus."""
+    needs_root()
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    folder = parent / "cache"
+    match how:
+        case "another's":
+            os.chown(parent, 65534, 65534)
+            parent.chmod(0o1777)
+        case "open to all":
+            parent.chmod(0o777)
+        case "open to a group":
+            os.chown(parent, 0, 65534)
+            parent.chmod(0o770)
+        case _:
+            (parent / "real").mkdir()
+            (parent / "link").symlink_to("real")
+            os.chown(parent / "link", 65534, 65534, follow_symlinks=False)
+            folder = parent / "link" / "cache"
+    with pytest.raises(CacheError, match=r"who could swap|is a link of another user"):
+        Cache(folder).make()
+    assert not folder.exists()
+    os.chown(parent, 0, 0)
+    parent.chmod(0o1777)
+    if how == "behind another's link":
+        os.chown(parent / "link", 0, 0, follow_symlinks=False)
+    assert Cache(folder).make() == folder / "u0" and (folder / "u0").is_dir()
+
+
+def test_without_a_folder_each_user_has_a_cache_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MESHFEED_CACHE", raising=False)
+    assert Cache().path.name == f"meshfeed-cache-{os.getuid()}"
+
+
+def test_a_folder_that_many_make_at_once_is_made_once(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "a" / "b" / "cache")
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(lambda _: cache.make(), range(64))) == {cache.own_path}
+    assert cache.own_path.is_dir()
 
 
 def test_another_users_part_is_not_believed(tmp_path: Path) -> None:

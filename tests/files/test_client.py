@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import random
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -227,3 +229,54 @@ def test_options_of_the_connection(options: dict[str, Any]) -> None:
 def test_options_that_storage_does_not_know(options: dict[str, Any]) -> None:
     with pytest.raises(StoreError, match="s3://bucket"):
         Client("s3://bucket", options, SHORT).stat("x")
+
+
+class Short(http.server.BaseHTTPRequestHandler):
+    """Some answers have fewer bytes than were asked for, and a Content-Length that agrees with the body."""
+
+    protocol_version = "HTTP/1.1"
+    num_short = 0
+
+    def do_HEAD(self) -> None:
+        self.answer(200, b"", len(DATA))
+
+    def do_GET(self) -> None:
+        begin, end = (int(each) for each in self.headers["Range"].removeprefix("bytes=").split("-"))
+        body = DATA[begin : end + 1]
+        if type(self).num_short:
+            type(self).num_short -= 1
+            body = body[: len(body) // 2]
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {begin}-{end}/{len(DATA)}")
+        self.finish_headers(len(body))
+        self.wfile.write(body)
+
+    def answer(self, status: int, body: bytes, size: int) -> None:
+        self.send_response(status)
+        self.finish_headers(size)
+        self.wfile.write(body)
+
+    def finish_headers(self, size: int) -> None:
+        self.send_header("Content-Length", str(size))
+        self.send_header("ETag", '"one"')
+        self.send_header("Last-Modified", "Sun, 01 Nov 2026 10:00:00 GMT")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def test_a_body_shorter_than_what_was_asked_for_is_asked_again() -> None:
+    """To the HTTP client such an answer is whole."""
+    Short.num_short = 2
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Short) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = Client(f"http://127.0.0.1:{server.server_port}", {}, SHORT)
+        tag = client.stat("x").tag
+        assert bytes(client.read("x", 100, 5_000, tag)) == DATA[100:5_000]
+        assert Short.num_short == 0 and client.counts.retries == 2
+        Short.num_short = 1_000
+        once = Client(f"http://127.0.0.1:{server.server_port}", {}, Patience(attempts=2, hedge=False))
+        with pytest.raises(UnavailableError, match="2450 bytes came of 4900"):
+            once.read("x", 100, 5_000, tag)
+        server.shutdown()

@@ -157,6 +157,32 @@ def test_another_user_in_the_leaders_place_is_told_nothing(server: Nginx, tmp_pa
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_another_user_gets_no_answer_from_a_leader(server: Nginx, tmp_path: Path) -> None:
+    needs_root()
+    cache = Cache(tmp_path / "cache")
+    with CachedFile(f"{server.url}/data.bin", cache) as file:
+        read(file, 0)
+        name = socket_name(cache.make())
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.setgid(65534)
+                os.setuid(65534)
+                spy = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                spy.settimeout(60)
+                spy.connect(name)
+                hello = {"id": 0, "do": "hello", "version": message.VERSION, "limit_bytes": None}
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    spy.sendall(message.encode(hello))
+                    code = 3 if message.receive(spy) is not None else 0
+                code = 0 if code == 1 else code
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        read(file, BLOCK)
+
+
 class Refuses:
     def read(self, path: str, begin: int, end: int, tag: str) -> bytes:
         raise AccessError("expired")

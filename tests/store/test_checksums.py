@@ -18,7 +18,7 @@ from meshfeed.cli import inspect
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
 from meshfeed.files.cached import CachedFile
-from meshfeed.store import IndexedStore, IndexedWriter, checksums
+from meshfeed.store import IndexedStore, IndexedWriter, MDSWriter, checksums
 from meshfeed.store.node_index import NodeIndex
 from services.needs import needs
 from services.nginx import Nginx
@@ -379,3 +379,49 @@ def test_far_checksums_are_made_where_the_files_are(server: Nginx, tmp_path: Pat
     write(tmp_path / "served" / "c")
     with pytest.raises(StoreError, match="lies far away"):
         list(checksums.write_checksums(far(server, tmp_path)))
+
+
+@pytest.mark.parametrize("times", ["kept", "new"])
+def test_verify_looks_at_storage_and_not_at_what_the_node_remembers(
+    server: Nginx, tmp_path: Path, capsys: pytest.CaptureFixture[str], times: str
+) -> None:
+    """A process that reads keeps answers and blocks alive; neither says what lies there now."""
+    prefix = write(tmp_path / "served" / "c")
+    store = far(server, tmp_path)
+    words = f"{server.url}/c", "--verify", "--cache", tmp_path / "cache"
+    with store:
+        store.read_stream(np.array([0]), np.array([store.num_tokens]))
+        list(store.verify())
+        (overwrite if times == "kept" else flip)(f"{prefix}.bin", 30_001)
+        begin = 30_001 // BLOCK * BLOCK
+        with pytest.raises(ChecksumError, match=rf"bytes {begin}\.\."):
+            list(store.verify())
+        assert run(*words) == 1
+        assert f"bytes {begin}.." in capsys.readouterr().err.replace("\n", "")
+        (overwrite if times == "kept" else flip)(f"{prefix}.bin", 30_001)
+        assert run(*words) == 0
+        assert store.read(0, 0, 500).size == 500
+    assert not list((tmp_path / "cache").glob("*/anew-*"))
+
+
+def test_verify_of_shards_looks_at_storage(server: Nginx, tmp_path: Path) -> None:
+    with MDSWriter(str(tmp_path / "served" / "m"), {"tokens": "ndarray:uint16"}, hashes=["sha1"]) as writer:
+        for i in range(50):
+            writer.add_sample({"tokens": np.arange(i + 1, dtype=np.uint16)})
+    store = mf.open(f"{server.url}/m", cache=tmp_path / "cache")
+    with store:
+        store.read(0, 0, 1)
+        list(store.verify())
+        shard = next((tmp_path / "served" / "m").glob("shard*"))
+        overwrite(str(shard), 1_000)
+        with pytest.raises(ChecksumError):
+            list(store.verify())
+
+
+def test_verify_of_local_files_reads_the_files_and_not_the_nodes_copy(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c", checksum_bytes=None)
+    with mf.open(prefix) as store, pytest.raises(StoreError, match=r"c\.idx: byte 38: "):
+        with open(f"{prefix}.idx", "r+b") as stream:
+            stream.seek(38)
+            stream.write(b"\xff\xff\xff\xff")
+        list(store.verify())

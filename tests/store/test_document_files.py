@@ -383,6 +383,8 @@ def test_a_wrong_row_is_named(
         pa.list_(pa.uint8()),
         pa.list_(pa.int16(), 2),
         pa.list_(pa.uint64()),
+        pa.list_view(pa.int32()),
+        pa.large_list_view(pa.uint16()),
     ],
     ids=str,
 )
@@ -392,7 +394,9 @@ def test_lists_of_other_types(tmp_path: Path, kind: Any) -> None:
         assert store.read_stream(np.array([1]), np.array([6])).tolist() == [2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int8(), pa.string())], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())], ids=str
+)
 def test_text_of_other_types(tmp_path: Path, kind: Any) -> None:
     pq.write_table(pa.table({"text": pa.array(["ab", "", "ab"]).cast(kind)}), tmp_path / "c.parquet")
     with open_store(tmp_path / "c.parquet", tokenizer="bytes") as store:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import pickle
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 import meshfeed as mf
 import mosaic
+from meshfeed.errors import StoreError
 from meshfeed.store.mds import MDSStore
 from streams import check_tokens
 
@@ -188,3 +191,41 @@ def test_windows_and_documents_train_on_it(tmp_path: Path) -> None:
             for index, start, size in zip(microbatch.draws.index.tolist(), starts, sizes):
                 seen[index] = microbatch["tokens"][0, start : start + size].tolist()
     assert seen == {i: sample["tokens"].tolist() for i, sample in enumerate(samples)}
+
+
+def test_a_pickled_column_makes_only_itself_unreadable(tmp_path: Path) -> None:
+    with streaming.MDSWriter(out=str(tmp_path / "m"), columns=PICKLED) as writer:
+        for i in range(5):
+            writer.write({"tokens": np.arange(i + 1, dtype=np.uint16), "thing": {"a": i}, "note": f"n{i}"})
+    with mf.open(tmp_path / "m") as store:
+        assert isinstance(store, MDSStore) and len(store) == 5
+        assert store.read(4, 0, 5).tolist() == list(range(5))
+        sample = store[3]
+        assert sample["note"] == "n3" and sorted(sample) == ["note", "tokens"]
+        for kept in (sample, pickle.loads(pickle.dumps(sample))):
+            with pytest.raises(StoreError, match=r"sample 3, column 'thing': pickled \(pkl\)"):
+                kept["thing"]
+            with pytest.raises(KeyError):
+                kept["nothing"]
+        with pytest.raises(StoreError, match="pickled"):
+            store.sample(3, ["thing"])
+    with pytest.raises(StoreError, match="column 'thing': pickled"):
+        mf.open(tmp_path / "m", column="thing").dtype  # noqa: B018
+
+
+PICKLED = {"tokens": "ndarray:uint16", "thing": "pkl", "note": "str"}
+
+
+def test_both_names_of_arrays_of_jpegs(tmp_path: Path) -> None:
+    from PIL import Image
+
+    image = Image.new("RGB", (8, 4), (200, 10, 10))
+    stream = io.BytesIO()
+    image.save(stream, "JPEG")
+    for encoding in ("jpeg_array", "jpegarray"):
+        columns = {"tokens": "ndarray:uint16", "images": encoding}
+        with streaming.MDSWriter(out=str(tmp_path / encoding), columns=columns) as writer:
+            writer.write({"tokens": np.arange(3, dtype=np.uint16), "images": [stream.getvalue()] * 2})
+        with mf.open(tmp_path / encoding) as store:
+            assert isinstance(store, MDSStore)
+            assert [each.size for each in store[0]["images"]] == [(8, 4)] * 2

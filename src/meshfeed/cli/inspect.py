@@ -35,6 +35,8 @@ from meshfeed.errors import (
     StoreError,
     UnavailableError,
 )
+from meshfeed.files import Cache
+from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.report.lengths import Lengths
 from meshfeed.report.store import Picture, page
 from meshfeed.store import IndexedStore, OpenedStore
@@ -106,7 +108,15 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0, or 1 where the store is broken. Raises MeshfeedError where it cannot be asked."""
-    facts: dict[str, Any] = {"path": args.path}
+    if not (args.verify and is_remote(args.path)):
+        return _run(args)
+    with Cache(args.cache).anew() as cache:  # what lies there now, whatever the node remembers
+        args.cache = cache
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    facts: dict[str, Any] = {"path": without_secrets(args.path)}
     try:
         store = _opened(args)
     except _UNASKED:
@@ -166,7 +176,7 @@ def _opened(args: argparse.Namespace) -> OpenedStore:
         return recipes.opened(args.path, args)
     if not args.show:
         raise MeshfeedError(
-            f"--tokenizer {args.tokenizer}: {args.path} holds tokens; add --show N to decode some"
+            f"--tokenizer {args.tokenizer}: {store.path} holds tokens; add --show N to decode some"
         )
     return store
 

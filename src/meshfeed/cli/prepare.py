@@ -188,7 +188,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="for a URL: folder in which the job has its own, as large as parts and output, until all is "
         "uploaded; with --engine ray or slurm on a disk that all nodes see. By default in $MESHFEED_CACHE, "
-        "else in meshfeed-cache in the system's folder for temporary files",
+        "else in meshfeed-cache-UID in the system's folder for temporary files",
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import stat
+import shutil
 import tempfile
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshfeed.errors import CacheError
+from meshfeed.files.own_folder import refuse_swappable
+from meshfeed.files.url import without_secrets
 
 _MIB = 1 << 20
 
@@ -17,11 +21,12 @@ _MIB = 1 << 20
 class Cache:
     """A folder on a disk of the node, for blocks of remote objects.
 
-    Processes, jobs and users may share one: each user has a part of it, which others do not see. It is made
-    if missing; what lies there already and is not meshfeed's is left alone.
+    Processes and jobs may share one; so may users, where root made it as /tmp is (mode 1777): each user has a
+    part of it, which others do not see. It is made if missing, for this user alone; what lies there already
+    and is not meshfeed's is left alone. Refused is a folder that another user could swap, or a parent of it.
 
     Attributes:
-        folder: None takes $MESHFEED_CACHE, else meshfeed-cache in the system's folder for temporary files.
+        folder: None takes $MESHFEED_CACHE, else meshfeed-cache-UID in the system's temporary folder.
         limit_bytes: that a user's part may hold; of several jobs' limits the largest counts. It must hold the
             blocks that are needed at one time. None takes what the folder was last given, else 64 GiB.
         block_bytes: what is fetched and dropped as one; a multiple of 4096.
@@ -48,8 +53,11 @@ class Cache:
         """The folder, absolute."""
         given = self.folder or os.environ.get("MESHFEED_CACHE")
         if given and "://" in os.fspath(given):
-            raise CacheError(f"{os.fspath(given)}: a cache is a folder on a disk of the node, not a URL")
-        return Path(given or Path(tempfile.gettempdir()) / "meshfeed-cache").expanduser().absolute()
+            raise CacheError(
+                f"{without_secrets(os.fspath(given))}: a cache is a folder on a disk of the node, not a URL"
+            )
+        default = Path(tempfile.gettempdir()) / f"meshfeed-cache-{os.getuid()}"
+        return Path(given or default).expanduser().absolute()
 
     @property
     def own_path(self) -> Path:
@@ -59,6 +67,7 @@ class Cache:
     def kept(self) -> Path:
         """`kept_path`, in a folder that is made if missing. Raises CacheError."""
         self.make()
+        self.kept_path.mkdir(mode=0o700, exist_ok=True)
         return self.kept_path
 
     @property
@@ -69,12 +78,7 @@ class Cache:
     def make(self) -> Path:
         """Make the folder and this user's part of it; returns the latter. Raises CacheError."""
         try:
-            if not self.path.exists():
-                self._make_for_all()
-            self.own_path.mkdir(mode=0o700, exist_ok=True)
-            found = self.own_path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                raise PermissionError(13, "is of another user, who could put anything there")
+            refuse_swappable(self.own_path)
             if not os.access(self.own_path, os.R_OK | os.W_OK | os.X_OK):
                 raise PermissionError(13, "not to be written by this user")
         except OSError as error:
@@ -84,21 +88,14 @@ class Cache:
             ) from error
         return self.own_path
 
-    def _make_for_all(self) -> None:
-        """The folder, as /tmp is: other users make parts of their own. It is there when it is ready.
-
-        It comes with this user's part in it, because a rename may replace a folder that is empty, and then
-        whoever had just made that one would hold a folder that is gone.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{self.path.name}.", dir=self.path.parent))
-        made.chmod(0o1777)
-        own = made / self.own_path.name
-        own.mkdir(mode=0o700)
+    @contextlib.contextmanager
+    def anew(self) -> Generator[Cache, None, None]:
+        """An empty one on the same disk, removed in the end. Raises CacheError."""
         try:
-            made.rename(self.path)
-        except OSError:
-            own.rmdir()
-            made.rmdir()  # somebody else has just made it
-            if not self.path.is_dir():
-                raise
+            folder = tempfile.mkdtemp(prefix="anew-", dir=self.make())
+        except OSError as error:
+            raise CacheError(f"{self.own_path}: {error.strerror or error}") from error
+        try:
+            yield Cache(folder, self.limit_bytes, self.block_bytes)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -114,6 +114,15 @@ class CachedFile:
         ends = np.cumsum(answer["sizes"]).tolist()
         return [payload[end - size : end] for end, size in zip(ends, answer["sizes"])]
 
+    def within(self, cache: Cache) -> CachedFile:
+        """The same object as storage has it now, read through another cache."""
+        return CachedFile(self._given, cache, self._options, self._content, self._sums)
+
+    @property
+    def cache(self) -> Cache:
+        """Where its blocks are kept."""
+        return self._cache
+
     def __enter__(self) -> Self:
         with self._lock:
             self._depth += 1

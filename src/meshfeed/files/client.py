@@ -29,7 +29,7 @@ from meshfeed.errors import (
     UnavailableError,
 )
 from meshfeed.files.refusals import meaning_of, reason, refuses_method
-from meshfeed.files.url import without_secrets
+from meshfeed.files.url import AUTHORIZATION, credentials_of, split, without_secrets
 
 T = TypeVar("T")
 
@@ -118,8 +118,8 @@ class Client:
     """
 
     def __init__(self, root: str, options: Mapping[str, str], patience: Patience | None = None) -> None:
-        self._root, self._patience = root.rstrip("/"), patience or Patience()
-        self._store = store_of(root, options, self._patience)
+        self._root, self._patience = split(root.rstrip("/"))[0], patience or Patience()
+        self._store = store_of(self._root, credentials_of(root) | dict(options), self._patience)
         self.counts = Counts()
         self._recent = defaultdict[int, deque[float]](lambda: deque(maxlen=_RECENT))
         self._lock = threading.Lock()
@@ -339,6 +339,7 @@ def store_of(
     except ImportError as missing:
         raise StoreError(f"{root}: remote storage needs obstore: pip install 'meshfeed[remote]'") from missing
     lower = {name.lower(): value for name, value in options.items()}
+    authorization = lower.pop(AUTHORIZATION, None)
     given: Any = {name: value for name, value in lower.items() if _plain(name) not in _OF_CLIENT}
     endpoint = next((value for name, value in given.items() if "endpoint" in name), root)
     client: Any = {
@@ -346,6 +347,8 @@ def store_of(
         "connect_timeout": f"{min(patience.timeout_s, 5.0) * 1e3:.0f}ms",
         "allow_http": endpoint.startswith("http://"),
     } | {_plain(name): value for name, value in lower.items() if _plain(name) in _OF_CLIENT}
+    if authorization is not None:
+        client["default_headers"] = {AUTHORIZATION: authorization}
     try:
         retry: Any = retries or {"max_retries": 0}
         return from_url(root, config=given or None, client_options=client, retry_config=retry)

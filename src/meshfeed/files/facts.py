@@ -14,7 +14,7 @@ from meshfeed.files.byte_file import Content
 from meshfeed.files.client import Stat
 from meshfeed.files.refusals import options_of_environment
 from meshfeed.files.sums import ANEW, Sums
-from meshfeed.files.url import is_remote, local_path, split, without_secrets
+from meshfeed.files.url import credentials_of, is_remote, local_path, split, without_secrets
 
 
 def name_of(said: dict[str, Any]) -> str:
@@ -67,7 +67,7 @@ def told_of(
     return told | {
         "root": root,
         "path": path,
-        "options": options_of_environment(root, os.environ) | dict(options),
+        "options": options_of_environment(root, os.environ) | credentials_of(url) | dict(options),
     }
 
 

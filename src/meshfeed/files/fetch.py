@@ -63,6 +63,7 @@ class Fetcher:
         self._pace = Pace(RANGE_BYTES)
         self._wholes = Budget(_MOST_WHOLE_BYTES)
         self._closed = False
+        self._disk_says = ""  # why less is held than limit_bytes allows; empty where the disk has room
         self._threads = [
             threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True)
             for i in range(_THREADS)
@@ -97,7 +98,7 @@ class Fetcher:
     def limit(self, limit_bytes: int) -> None:
         """Hold at most so much from now on."""
         with self._changed:
-            self._shelf.limit_bytes = limit_bytes
+            self._shelf.limit_bytes, self._disk_says = limit_bytes, ""
             self._admit()
             self._changed.notify_all()
 
@@ -167,6 +168,10 @@ class Fetcher:
             self._changed.notify_all()
 
     def _too_large(self, need: _Need) -> CacheError:
+        if self._disk_says:
+            return CacheError(
+                f"{need.of.url}: {sum(need.sizes.values())} bytes are needed at one time; {self._disk_says}"
+            )
         return CacheError(
             f"{need.of.url}: {sum(need.sizes.values())} bytes in {len(need.sizes)} blocks are needed at one "
             f"time, the cache {need.of.blocks.folder.parent} is limited to {self._shelf.limit_bytes}; raise "
@@ -343,11 +348,15 @@ class Fetcher:
                     ) from error
                 late = time.monotonic() - began > _DISK_PATIENCE_S
                 if late or not self._shelf.is_wanted((one.key, number)):
-                    raise _DiskFullError(
-                        f"{one.blocks.folder}: {error.strerror or error}, {self._shelf.held_bytes} bytes "
-                        f"held; free room on this disk, or lower limit_bytes of the cache"
-                    ) from error
+                    raise _DiskFullError(self._full_disk(one, error)) from error
+                self._disk_says = self._full_disk(one, error)
                 self._shrink(len(data))
+
+    def _full_disk(self, one: CachedObject, error: OSError) -> str:
+        return (
+            f"{one.blocks.folder}: {error.strerror or error} with {self._shelf.held_bytes} bytes held, below "
+            f"limit_bytes of the cache; free room on this disk, or give a cache folder on another"
+        )
 
     def _shrink(self, num_bytes: int) -> None:
         """The disk is full before the limit is reached: hold less from now on, and give something back."""

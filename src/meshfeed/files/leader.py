@@ -378,6 +378,7 @@ class Leader:
 
 def main(folder: Path) -> None:
     """Lead, in a process of its own, unless somebody does; returns in this one once that is decided."""
+    os.umask(0o077)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

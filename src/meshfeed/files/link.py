@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from meshfeed.errors import CacheError, MeshfeedError
 from meshfeed.files import message
 from meshfeed.files.cache import Cache
+from meshfeed.files.facts import name_of
 from meshfeed.files.leader import LOG, socket_name
 from meshfeed.files.refusals import without_credentials
 
@@ -101,14 +102,14 @@ class Link:
 
     # -- below --------------------------------------------------------------------------------------------
 
-    def _awaited(self, future: Future[Answer], said: Mapping[str, Any]) -> Answer:
+    def _awaited(self, future: Future[Answer], said: dict[str, Any]) -> Answer:
         """An answer; tells the user, now and then, that storage keeps everybody waiting."""
         began = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
                 return future.result(_SAY_EVERY_S)
             waited_s = time.monotonic() - began
-            what = f"{said['root']}/{said['path']}" if "path" in said else f"blocks; see {self._folder / LOG}"
+            what = name_of(said) if "path" in said else f"blocks; see {self._folder / LOG}"
             _log.warning("waiting for storage since %.0f s: %s", waited_s, what)
 
     def _send(self, link: socket.socket, said: dict[str, Any]) -> None:
@@ -233,11 +234,15 @@ def _met_leader(folder: Path) -> socket.socket:
         time.sleep(_PAUSE_S)  # one that is ending still holds the lock for a moment
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _start_leader(folder: Path) -> str:
     """Start a process that leads unless somebody does; returns what it said of a failure."""
     script = Path(__file__).with_name("lead.py")
     path = os.pathsep.join(each for each in sys.path if each)
-    with (folder / LOG).open("ab") as log:
+    with open(folder / LOG, "ab", opener=_private) as log:
         try:
             done = subprocess.run(
                 [sys.executable, str(script), str(folder)],

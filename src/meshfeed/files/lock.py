@@ -10,12 +10,13 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Generator[None, None, None]:
+def locked(path: Path, mode: int = 0o600) -> Generator[None, None, None]:
     """Hold the system's lock (flock) on a file, which is made if missing; waits for as long as it takes.
 
-    A signal such as Ctrl-C still comes through, and a holder that dies frees it. Raises OSError.
+    mode: of the file. A signal such as Ctrl-C still comes through, and a holder that dies frees it. Raises
+    OSError.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield

@@ -16,10 +16,10 @@ from meshfeed.files.cached import CachedFile
 from meshfeed.files.link import Link, link_of, retried
 from meshfeed.files.local import LocalFile, typed_errors
 from meshfeed.files.refusals import options_of_environment
-from meshfeed.files.url import is_remote, join, local_path, split
+from meshfeed.files.url import credentials_of, is_remote, join, local_path, split, without_secrets
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Folder:
     """A folder on this machine or in remote storage, and how to read from it.
 
@@ -32,6 +32,9 @@ class Folder:
     url: str
     cache: Cache | None = None
     options: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __repr__(self) -> str:
+        return f"Folder({without_secrets(self.url)!r})"
 
     @property
     def is_remote(self) -> bool:
@@ -85,7 +88,7 @@ class Folder:
         cache = self.cache or Cache()
         link: Link = link_of(cache)
         root, path = split(url)
-        options = options_of_environment(root, os.environ) | dict(self.options)
+        options = options_of_environment(root, os.environ) | credentials_of(url) | dict(self.options)
 
         def ask() -> dict[str, Any]:
             return link.ask(link.connected(), do=do, root=root, path=path, options=options)[0]

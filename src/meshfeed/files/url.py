@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from meshfeed.errors import StoreError
 
+AUTHORIZATION = "authorization"
+"""Option of the storage client: a header of every request."""
 _SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https")
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*)://")
 
@@ -40,7 +43,8 @@ def local_path(url: str) -> str:
 def split(url: str) -> tuple[str, str]:
     """A remote URL as (root, path): s3://bucket and what follows, https://host and what follows.
 
-    In a web address %20 is a space; in the name of an object it is itself. Raises StoreError for a query.
+    In a web address %20 is a space; in the name of an object it is itself. User and password of a web address
+    are left out; see `credentials_of`. Raises StoreError for a query.
     """
     parts = urlsplit(url)
     if parts.query:
@@ -51,8 +55,17 @@ def split(url: str) -> tuple[str, str]:
     path = parts.path.lstrip("/")
     if is_http(url):
         path = unquote(path)
-    root = f"{parts.scheme.lower()}://{parts.netloc}"
-    return root, path
+    netloc = parts.netloc.rpartition("@")[2] if is_http(url) else parts.netloc
+    return f"{parts.scheme.lower()}://{netloc}", path
+
+
+def credentials_of(url: str) -> dict[str, str]:
+    """User and password of a web address as an option of the storage client; nothing without them."""
+    named, at, _ = urlsplit(url).netloc.rpartition("@")
+    if not at or not is_http(url):
+        return {}
+    basic = base64.b64encode(unquote(named).encode()).decode()
+    return {AUTHORIZATION: f"Basic {basic}"}
 
 
 def join(base: str, name: str) -> str:

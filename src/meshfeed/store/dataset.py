@@ -146,6 +146,9 @@ class DatasetStore:
         """Documents, empty ones too."""
         return self.tokens.num_documents
 
+    def __len__(self) -> int:
+        return self.num_documents
+
     @property
     def wants_ahead(self) -> bool:
         """Whether it lies far away."""

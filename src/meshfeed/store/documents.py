@@ -17,6 +17,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, StoreError
 from meshfeed.files import ByteFile, Cache, FileStats
+from meshfeed.files.cached import CachedFile
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
 from meshfeed.store.stream import I64, DocumentStream, LengthsIndex, Pieces, checked_out
@@ -152,7 +153,15 @@ class DocumentFiles(DocumentStream):
         return self
 
     def verify(self) -> Iterator[float]:
-        """Read every token anew, yielding the part done, in (0, 1]."""
+        """Read every token as the files are now, yielding the part done, in (0, 1]."""
+        if not self.wants_ahead:
+            yield from self._verified()
+            return
+        with self._cache.anew() as cache:
+            files = [each.within(cache) if isinstance(each, CachedFile) else each for each in self._files]
+            yield from type(self)(self.path, files, self._column, cache)._verified()
+
+    def _verified(self) -> Iterator[float]:
         count, step = self.num_documents, 256
         with self:
             for first in range(0, count, step):

@@ -61,7 +61,7 @@ def cached_arrays(
         entry.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         with _typed(entry):
-            stack.enter_context(locked(entry.with_name(f"{key}.lock")))
+            stack.enter_context(locked(entry.with_name(f"{key}.lock"), 0o666))
         found = _opened(entry)  # by who held the lock before
         if found is not None:
             return found

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import AccessError, StoreError
 from meshfeed.files import ByteFile, FileStats, Folder, LocalFile
+from meshfeed.files.cached import CachedFile
 from meshfeed.files.sums import BIN, IDX, SUFFIX
 from meshfeed.files.url import join
 from meshfeed.store.checksums import compare, is_guarded, refuse_others
@@ -65,10 +66,6 @@ class IndexedStore:
         return self._data, self._idx
 
     @property
-    def _paths(self) -> tuple[str, str]:
-        return self._idx.url, self._data.url
-
-    @property
     def wants_ahead(self) -> bool:
         """Whether the tokens lie far away, so that ranges should be announced many steps before."""
         return self._data.is_remote
@@ -92,6 +89,9 @@ class IndexedStore:
     def num_documents(self) -> int:
         """Documents in the store, empty ones included."""
         return self.header.num_documents
+
+    def __len__(self) -> int:
+        return self.num_documents
 
     @property
     def has_modes(self) -> bool:
@@ -129,13 +129,21 @@ class IndexedStore:
     def verify(self) -> Iterator[float]:
         """Check every entry of the index, and every block where there are checksums, in bounded memory.
 
-        Yields the part done, in (0, 1].
+        As the files are now: nothing that the node has kept of them is used. Yields the part done, in (0, 1].
         """
-        store = self if self.wants_ahead else type(self)(self.path, *map(LocalFile, self._paths))
-        share = 0.5 if is_guarded(store) else 1.0
-        for done in store.index().check(whole=True):
+        idx, data = self._idx, self._data
+        if isinstance(idx, CachedFile) and isinstance(data, CachedFile):
+            with data.cache.anew() as cache:
+                store = type(self)(self.path, idx.within(cache), data.within(cache))
+                yield from refuse_others(store)._verified()
+        else:
+            yield from type(self)(self.path, LocalFile(idx.url), LocalFile(data.url))._verified()
+
+    def _verified(self) -> Iterator[float]:
+        share = 0.5 if is_guarded(self) else 1.0
+        for done in self.index().check(whole=True):
             yield done * share
-        for done in compare(store):
+        for done in compare(self):
             yield share + done * (1 - share)
 
     def facts(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -155,7 +155,10 @@ class LitdataStore(ShardedStore):
         columns = ", ".join(f"{name}: {form}" for name, form in self.encodings.items())
         return {"format": "litdata", "num_shards": self.shard_ends.size, "columns": columns}
 
-    def verify(self) -> Iterator[float]:
+    def _within(self, folder: Folder) -> Self:
+        return type(self)(folder, column=self._column)
+
+    def _verified(self) -> Iterator[float]:
         """Check offsets, sizes and headers of all items, yielding the part done, in (0, 1]."""
         for number, chunk in enumerate(self._index.chunks):
             with ChunkFile(chunk, self._tokens[0], self._checked_file(number)) as file:

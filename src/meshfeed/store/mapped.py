@@ -143,6 +143,9 @@ class Mapped:
         """Whether loss-bearing tokens were given."""
         return self._valid is not None
 
+    def __len__(self) -> int:
+        return self.num_documents
+
     def __repr__(self) -> str:
         return f"Mapped({name_of(self._dataset)}, {self.num_documents} items)"
 

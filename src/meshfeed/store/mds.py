@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,14 @@ from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.order import EpochIndex
 from meshfeed.store.mds_index import INDEX, Column, Shard, least_bytes, parse_index
-from meshfeed.store.mds_sample import DTYPE_CODES, decode, ndarray_of
+from meshfeed.store.mds_sample import (
+    DTYPE_CODES,
+    PICKLE,
+    Sample,
+    decode,
+    ndarray_of,
+    refused_pickle,
+)
 from meshfeed.store.mds_shard import ShardFile, Tokens, refuse_size, values_of
 from meshfeed.store.sharded import Even, ShardedStore
 from meshfeed.store.stream import I64, checked_places
@@ -92,6 +99,8 @@ class MDSStore(ShardedStore):
             )
         at = names.index(name)
         encoding = columns[at].encoding
+        if encoding == PICKLE:
+            raise refused_pickle(f"{self.path}: column {name!r}")
         try:
             kind = ndarray_of(encoding)
         except ValueError as error:
@@ -163,7 +172,10 @@ class MDSStore(ShardedStore):
         return self.sample(at if isinstance(at, int) else at.index)
 
     def sample(self, index: int, names: Container[str] | None = None) -> dict[str, Any]:
-        """The named columns of a sample, or every one, decoded; see `mds_sample.decode`."""
+        """The named columns of a sample, or every one, decoded; see `mds_sample.decode`.
+
+        Pickled ones are never decoded: naming one, or looking it up in the sample, raises StoreError.
+        """
         (place,) = checked_places(self.path, np.array([index]), len(self), "sample").tolist()
         number = int(self.shard_ends.searchsorted(place, side="right"))
         first = int(self._firsts[number])
@@ -177,18 +189,23 @@ class MDSStore(ShardedStore):
                 values = values_of(columns, _read(file, begin, end - begin))
             except ValueError as error:
                 raise StoreError(f"{where} has {error}; copy it again") from error
-        return {
+        found = {
             column.name: decode(column.encoding, value, f"{where}, column {column.name!r}")
             for column, value in zip(columns, values)
-            if names is None or column.name in names
+            if (names is None and column.encoding != PICKLE) or (names is not None and column.name in names)
         }
+        pickled = tuple(column.name for column in columns if column.encoding == PICKLE)
+        return Sample(found, where, pickled) if pickled else found
 
     def facts(self) -> dict[str, Any]:
         """What it is, as JSON-able values."""
         columns = ", ".join(f"{name}: {encoding}" for name, encoding in self.encodings.items())
         return {"format": "MDS, version 2", "num_shards": self.shard_ends.size, "columns": columns}
 
-    def verify(self) -> Iterator[float]:
+    def _within(self, folder: Folder) -> Self:
+        return type(self)(folder, column=self._column, dtype=self._given_dtype)
+
+    def _verified(self) -> Iterator[float]:
         """Check hashes, offsets and sizes of values, shard by shard, yielding the part done, in (0, 1]."""
         _, columns, shards = self._parsed
         with contextlib.suppress(StoreError):  # samples need no tokens

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from meshfeed.errors import StoreError
 from meshfeed.files import Content
 from meshfeed.store.index_json import IndexReader
 
 INDEX = "index.json"
 CODECS = {"zstd": "zstd", "gz": "gz", "bz2": "bz2", "br": "br", "snappy": "snappy"}
 _MOST_BYTES = (1 << 32) - 1  # offsets in a shard are u32
-_PICKLE = "pkl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +94,6 @@ class _Reader(IndexReader):
                 self.refuse(f"{where}.column_names", "hold something that is no text")
             if size is not None and (type(size) is not int or not 0 <= size <= _MOST_BYTES):
                 self.refuse(f"{where}.column_sizes", f"hold {str(size)[:50]}")
-            if encoding == _PICKLE:
-                raise StoreError(
-                    f"{self.url}: column {name!r} is pickled (pkl), and would run what somebody else wrote; "
-                    f"write it again as json, ndarray or bytes"
-                )
             columns.append(Column(name, encoding, size))
         if len({column.name for column in columns}) < len(columns):
             self.refuse(f"{where}.column_names", "name a column twice")

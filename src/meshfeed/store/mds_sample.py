@@ -1,4 +1,4 @@
-"""How MDS writes a value of each encoding, and how it is read back; pickles are refused with the index."""
+"""How MDS writes a value of each encoding, and how it is read back; pickles never are."""
 
 from __future__ import annotations
 
@@ -29,6 +29,31 @@ DTYPE_CODES: Mapping[int, str] = {
     66: "float64",
 }
 _SCALARS = tuple(DTYPE_CODES.values())
+PICKLE = "pkl"
+
+
+class Sample(dict[str, Any]):
+    """The columns of a sample by name, but those that are pickled, which raise StoreError when asked for."""
+
+    def __init__(self, columns: Mapping[str, Any], where: str, pickled: tuple[str, ...]) -> None:
+        super().__init__(columns)
+        self._where, self._pickled = where, pickled
+
+    def __missing__(self, name: str) -> Any:
+        if name in self._pickled:
+            raise refused_pickle(f"{self._where}, column {name!r}")
+        raise KeyError(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Sample, (dict(self), self._where, self._pickled)
+
+
+def refused_pickle(where: str) -> StoreError:
+    """The error of who asks for a pickled value."""
+    return StoreError(
+        f"{where}: pickled (pkl), which would run what somebody else wrote; write the column again as json, "
+        f"ndarray or bytes"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +90,8 @@ def decode(encoding: str, value: bytes, where: str) -> Any:
 
     Raises StoreError naming `where` for bytes that are no such value, or an unknown encoding.
     """
+    if encoding == PICKLE:
+        raise refused_pickle(where)
     family = encoding.partition(":")[0]
     decoder = _DECODERS.get(family)
     if decoder is None and family in _SCALARS:
@@ -156,4 +183,5 @@ _DECODERS: Mapping[str, Callable[[str, bytes], Any]] = {
     "list[jpeg]": _several(_image, 1),
     "list[png]": _several(_image, 1),
     "jpeg_array": _several(_image, 0),
+    "jpegarray": _several(_image, 0),
 }

@@ -84,6 +84,9 @@ class Lengths:
         drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
         return cls(drawn.clip(shortest, longest).astype(np.int64))
 
+    def __len__(self) -> int:
+        return self.num_documents
+
     @property
     def num_documents(self) -> int:
         """Documents."""

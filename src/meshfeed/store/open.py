@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy.typing as npt
 
-from meshfeed.errors import MissingError, OptionError, StoreError
+from meshfeed.errors import AccessError, MissingError, OptionError, StoreError
 from meshfeed.files import ByteFile, Cache, Folder
-from meshfeed.files.url import is_http, local_path, parent, without_secrets
+from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
 from meshfeed.store.dataset import NAME, DatasetStore, open_dataset
 from meshfeed.store.documents import DocumentFiles
 from meshfeed.store.indexed import IndexedStore, indexed_in
@@ -39,6 +39,7 @@ class Place:
         beside: the folder that it lies in, and `name` its name there; "" for what ends in a slash.
         within: itself, as a folder.
         column, dtype, tokenizer: how tokens are found in records; None where the user does not say.
+        tried: what was looked for in vain, and whether storage refused to say.
     """
 
     given: str
@@ -48,6 +49,21 @@ class Place:
     column: str | None
     dtype: npt.DTypeLike | None
     tokenizer: str | None
+    tried: list[tuple[str, bool]] = field(default_factory=list[tuple[str, bool]])
+
+    def holds(self, folder: Folder, name: str) -> bool:
+        """Whether there is such a file, as far as storage says.
+
+        A bucket that may not be listed answers "forbidden" for an object that is missing.
+        """
+        refused = False
+        try:
+            if folder.holds(name):
+                return True
+        except AccessError:
+            refused = True
+        self.tried.append((without_secrets(join(folder.url, name)), refused))
+        return False
 
     @property
     def shown(self) -> str:
@@ -85,6 +101,11 @@ def open_store(
     where = cache if isinstance(cache, Cache) else Cache(cache)
     try:
         folder, name = parent(given)
+        if options and not is_remote(given):
+            raise OptionError(
+                f"{given}: options= ({', '.join(sorted(options))}) are for remote storage, and this is a "
+                f"path; leave them out"
+            )
         place = Place(
             given=given,
             beside=Folder(folder, where, options or {}),
@@ -101,7 +122,7 @@ def open_store(
     except (OSError, ValueError) as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"{given!r}: {error}") from error
+        raise StoreError(f"{without_secrets(given)!r}: {error}") from error
     raise _none_there(place)
 
 
@@ -114,8 +135,16 @@ def _none_there(place: Place) -> StoreError:
     if inside:
         return MissingError(f"{place.shown}: not a token store itself; give the path of one{inside}")
     if place.beside.is_remote:
+        missing, refused = (", ".join(name for name, no in place.tried if no is it) for it in (False, True))
+        if refused:
+            return AccessError(
+                f"{place.shown}: no token store that these credentials may read; storage refused {refused}"
+                f"{f', and has no {missing}' if missing else ''}. It refuses what is missing, too, "
+                f"where a bucket may not be listed: check the URL and the credentials"
+            )
         return MissingError(
-            f"{place.shown}: no token store; give the URL of {known} (over HTTP, which lists none, a file)"
+            f"{place.shown}: no token store; storage has no {missing}; give the URL of {known} (over HTTP, "
+            f"which lists none, a file)"
         )
     at = Path(local_path(place.given))
     found = "a directory" if at.is_dir() else "a file" if at.exists() else "nothing"
@@ -141,7 +170,7 @@ def _inside(folder: Folder) -> str:
 
 
 def _indexed(place: Place) -> IndexedStore | None:
-    stem = _stem_of(place.beside, place.name)
+    stem = _stem_of(place)
     if stem is None:
         return None
     _refuse(place, "a Megatron store", "column", "dtype", "tokenizer")
@@ -152,7 +181,7 @@ def _indexed(place: Place) -> IndexedStore | None:
 def _dataset(place: Place) -> DatasetStore | None:
     inside = place.name == NAME
     folder = place.beside if inside else place.within
-    if not folder.holds(NAME):
+    if not place.holds(folder, NAME):
         return None
     _refuse(place, "a dataset.json", "column", "dtype", "tokenizer")
     shown = place.shown.removesuffix(NAME) if inside else place.shown
@@ -160,7 +189,7 @@ def _dataset(place: Place) -> DatasetStore | None:
 
 
 def _sharded(place: Place) -> MDSStore | LitdataStore | None:
-    if not place.within.holds(INDEX):
+    if not place.holds(place.within, INDEX):
         return None
     if recognised(place.within):
         _refuse(place, "litdata", "dtype", "tokenizer")
@@ -171,7 +200,7 @@ def _sharded(place: Place) -> MDSStore | LitdataStore | None:
 
 def _file_of_documents(place: Place) -> DocumentFiles | None:
     kind = _KINDS.get(Path(place.name).suffix)
-    if kind is None or not place.beside.holds(place.name):
+    if kind is None or not place.holds(place.beside, place.name):
         return None
     if is_report(place.beside, place.name):
         raise StoreError(
@@ -186,7 +215,14 @@ def _folder_of_documents(place: Place) -> DocumentFiles | None:
     is_folder = not is_http(place.given) if folder.is_remote else Path(local_path(place.given)).is_dir()
     if not is_folder:
         return None
-    listed = [name for name, _ in folder.names() if not any(part[:1] in "._" for part in name.split("/"))]
+    try:
+        listed = [name for name, _ in folder.names()]
+    except AccessError:
+        if not folder.is_remote:
+            raise
+        place.tried.append((f"the list of {place.shown}", True))
+        return None
+    listed = [name for name in listed if not any(part[:1] in "._" for part in name.split("/"))]
     names = documents_in(folder, listed)
     found = {suffix: some for suffix in _KINDS if (some := [name for name in names if name.endswith(suffix)])}
     if not found:
@@ -226,11 +262,12 @@ def _cache(place: Place) -> Cache:
     return place.beside.cache or Cache()
 
 
-def _stem_of(folder: Folder, name: str) -> str | None:
+def _stem_of(place: Place) -> str | None:
     """What the two files are called; a store may itself be called corpus.bin, so what is there decides."""
+    name = place.name
     if not name:
         return None
     for stem in (name, *(name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix))):
-        if any(folder.holds(f"{stem}{suffix}") for suffix in _SUFFIXES):
+        if any(place.holds(place.beside, f"{stem}{suffix}") for suffix in _SUFFIXES):
             return stem
     return None

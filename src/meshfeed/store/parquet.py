@@ -250,15 +250,24 @@ class _Rows:
         return [self.values[int(ends[row - 1]) if row else 0 : int(ends[row])] for row in rows]
 
 
+def _list_views(kinds: Any) -> list[Any]:
+    """What tells lists whose offsets need not ascend; an older Arrow knows none."""
+    return [getattr(kinds, name) for name in ("is_list_view", "is_large_list_view") if hasattr(kinds, name)]
+
+
+def _is_string_view(kind: Any) -> bool:
+    return str(kind) == "string_view"
+
+
 def _rows_of(column: Any, place: _Place, *, is_text: bool) -> _Rows:
     arrow = _arrow(place.url)
     kinds = arrow.types
     if kinds.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     lists = kinds.is_list(column.type) or kinds.is_large_list(column.type)
-    if kinds.is_fixed_size_list(column.type):
+    if any(is_other(column.type) for is_other in (kinds.is_fixed_size_list, *_list_views(kinds))):
         column, lists = column.cast(arrow.large_list(column.type.value_type)), True
-    text = kinds.is_string(column.type) or kinds.is_large_string(column.type)
+    text = kinds.is_string(column.type) or kinds.is_large_string(column.type) or _is_string_view(column.type)
     if not (text if is_text else lists and kinds.is_integer(column.type.value_type)):
         raise StoreError(
             f"{place.url}: column {place.column!r} is {column.type}, where "

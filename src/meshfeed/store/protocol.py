@@ -86,6 +86,10 @@ class OpenedStore(StreamStore, Protocol):
         """What reading has cost so far."""
         ...
 
+    def __len__(self) -> int:
+        """Documents; of a dataset of samples, those."""
+        ...
+
     def offsets(self, documents: I64) -> I64:
         """Stream offset of each document's first token; int64 [n] -> int64 [n]."""
         ...

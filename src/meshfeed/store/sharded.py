@@ -8,7 +8,7 @@ import struct
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.files import ByteFile, Content, FileStats, Folder, typed_errors
-from meshfeed.files.url import join
+from meshfeed.files import ByteFile, Cache, Content, FileStats, Folder, typed_errors
+from meshfeed.files.url import join, without_secrets
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
 from meshfeed.store.shard_files import ShardFiles
@@ -76,7 +76,7 @@ class ShardedStore(DocumentStream):
     """Of the format, for the key under which lengths are kept."""
 
     def __init__(self, folder: Folder) -> None:
-        self.path = folder.url
+        self.path = without_secrets(folder.url)
         self._folder = folder
         self._forget()
 
@@ -85,7 +85,20 @@ class ShardedStore(DocumentStream):
         self._known: Mapping[str, Array] | None = None
         self._looked = FileStats()
 
+    def verify(self) -> Iterator[float]:
+        """Check all that the format tells, as the files are now, yielding the part done, in (0, 1]."""
+        with (self._folder.cache or Cache()).anew() as cache:
+            yield from self._within(replace(self._folder, cache=cache))._verified()
+
     # -- what a format says -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _within(self, folder: Folder) -> Self:
+        """The same dataset of another folder."""
+
+    @abstractmethod
+    def _verified(self) -> Iterator[float]:
+        """Check all that the format tells, yielding the part done, in (0, 1]."""
 
     @property
     @abstractmethod

@@ -125,6 +125,9 @@ class DocumentStream(ABC):
         out: 1-D, contiguous and of exactly that size to read into and return; None for a new array.
         """
 
+    def __len__(self) -> int:
+        return self.num_documents
+
     @property
     def num_documents(self) -> int:
         """Documents, empty ones too."""

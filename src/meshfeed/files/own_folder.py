@@ -1,0 +1,95 @@
+"""Folders that no other user can swap.
+
+Whoever may write to a folder may rename what lies in it and put something else in its place, unless the
+folder is sticky, as /tmp is; then its owner still may. So every folder on the way from the root is opened in
+the one before it, and must be root's or this user's. Once all are checked, the path means the same folder for
+ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+_MOST_LINKS = 40
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
+
+
+def refuse_swappable(path: Path) -> None:
+    """Make a folder and its parents where they are missing, for this user alone.
+
+    path: absolute; the last folder must be this user's. Raises PermissionError that says which folder another
+    user could swap; other OSErrors.
+    """
+    names, links = list(reversed(path.parts[1:])), 0
+    fd, at = os.open(path.anchor, _FLAGS), Path(path.anchor)
+    try:
+        _refuse(at, os.fstat(fd))
+        while names:
+            name = names.pop()
+            found = _status(fd, name)
+            if stat.S_ISLNK(found.st_mode):
+                links += 1
+                if links > _MOST_LINKS or found.st_uid not in _trusted():
+                    raise PermissionError(13, f"{at / name} is a link of another user, or one of too many")
+                target = Path(os.readlink(name, dir_fd=fd))
+                names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+                if target.is_absolute():
+                    fd, at = _moved(fd, os.open(target.anchor, _FLAGS)), Path(target.anchor)
+                continue
+            fd, at = _moved(fd, os.open(name, _FLAGS, dir_fd=fd)), at / name
+            found = os.fstat(fd)
+            if not names and found.st_uid != os.getuid():
+                raise PermissionError(13, "is of another user, who could put anything there")
+            _refuse(at, found)
+    finally:
+        os.close(fd)
+
+
+def _status(fd: int, name: str) -> os.stat_result:
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(name, dir_fd=fd, follow_symlinks=False)
+    with contextlib.suppress(FileExistsError):  # by another process, just now
+        os.mkdir(name, 0o700, dir_fd=fd)
+    return os.stat(name, dir_fd=fd, follow_symlinks=False)
+
+
+def _moved(old: int, new: int) -> int:
+    os.close(old)
+    return new
+
+
+def _refuse(at: Path, found: os.stat_result) -> None:
+    if found.st_uid not in _trusted():
+        raise PermissionError(13, f"{at} is of another user, who could swap what lies in it")
+    mode = found.st_mode
+    by_group = mode & stat.S_IWGRP and not _is_private(found.st_gid)
+    if (by_group or mode & stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        raise PermissionError(
+            13,
+            f"{at} may be written by others, who could swap what lies in it; set its sticky bit (chmod +t)",
+        )
+
+
+def _trusted() -> set[int]:
+    """This user and root; in a user namespace without root, what root is shown as."""
+    trusted = {0, os.getuid()}
+    with contextlib.suppress(OSError, ValueError):
+        shown_as = int(Path("/proc/sys/fs/overflowuid").read_text())
+        mapped = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if not any(int(first) <= shown_as < int(first) + int(count) for first, _, count in mapped):
+            trusted.add(shown_as)
+    return trusted
+
+
+def _is_private(gid: int) -> bool:
+    """Whether a group is this user's alone, as many systems make one for each user."""
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return user.pw_gid == gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
