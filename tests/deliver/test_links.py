@@ -1,0 +1,137 @@
+"""Descriptors that children must not keep, and connections that say who is gone. Real forks and sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshfeed.deliver.forks import Private
+from meshfeed.deliver.links import Links
+
+
+def in_a_fork(function: Callable[[], Any]) -> Any:
+    """What a forked child makes of it."""
+    ours, theirs = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(theirs, json.dumps(function()).encode())
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as told:
+        result = json.loads(told.read())
+    os.waitpid(child, 0)
+    return result
+
+
+def names(*descriptors: int) -> list[str]:
+    return [os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).partition(":")[0] for fd in descriptors]
+
+
+def test_a_fork_lets_go_of_what_is_private_and_keeps_its_numbers() -> None:
+    private = Private()
+    ours, theirs = socket.socketpair()
+    other, another = socket.socketpair()
+    private.add(theirs.fileno())
+    seen = in_a_fork(lambda: names(ours.fileno(), theirs.fileno(), other.fileno()))
+    assert seen == ["socket", "null", "socket"]
+    assert names(theirs.fileno()) == ["socket"]
+    for each in (ours, theirs, other, another):
+        each.close()
+
+
+def test_a_number_that_is_another_file_by_now_is_left_alone() -> None:
+    private = Private()
+    first, second = socket.socketpair()
+    number = first.fileno()
+    private.add(number)
+    first.close()
+    os.dup2(second.fileno(), number)
+    assert in_a_fork(lambda: names(number)) == ["socket"]
+    os.close(number)
+    second.close()
+
+
+def test_what_nobody_holds_private_any_more_is_inherited_again() -> None:
+    first, second = socket.socketpair()
+    private = Private()
+    private.add(first.fileno())
+    del private
+    assert in_a_fork(lambda: names(first.fileno())) == ["socket"]
+    first.close()
+    second.close()
+
+
+def test_programs_do_not_get_what_is_private() -> None:
+    first, second = socket.socketpair()
+    private = Private()
+    for each in (first, second):
+        each.set_inheritable(True)
+    private.add(first.fileno())
+    look = f"import os; print([os.path.exists(f'/proc/self/fd/{{n}}') for n in {[first.fileno(), second.fileno()]}])"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", look], close_fds=False, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[False, True]"
+    first.close()
+    second.close()
+
+
+def connected(family: int, address: str) -> tuple[socket.socket, socket.socket, socket.socket]:
+    listener = socket.create_server((address, 0), family=family)
+    ours = socket.create_connection(listener.getsockname()[:2])
+    theirs, _ = listener.accept()
+    for each in (listener, ours, theirs):
+        each.set_inheritable(True)  # as gloo leaves them
+    return listener, ours, theirs
+
+
+@pytest.mark.parametrize("family, address", [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_a_closed_connection_names_the_member_at_its_other_end(family: int, address: str) -> None:
+    """Three members in one process; each finds the ends that lie here, as three processes would find theirs."""
+    if family == socket.AF_INET6 and not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    try:
+        socket.create_server((address, 0), family=family).close()
+    except OSError as without:
+        pytest.skip(f"no {address} here: {without}")
+    kept = socket.create_server(("127.0.0.1", 0))
+    kept.set_inheritable(True)  # there before: nobody's business
+    links = Links()
+    listener, ours, theirs = connected(family, address)
+    python_s = socket.create_connection(kept.getsockname())  # not inheritable: none of the library's
+    elsewhere = socket.socketpair()
+    for each in elsewhere:
+        each.set_inheritable(True)  # no TCP
+    row = links.found(3)
+    assert row.shape == (3 * 18,) and row.dtype == np.uint8
+    ends = {bytes(end) for end in row.reshape(3, 18) if end.any()}
+    assert len(ends) == 2
+    mine = next(end for end in ends if int.from_bytes(end[:2], "big") == ours.getsockname()[1])
+    others = next(end for end in ends if end != mine)
+    table = np.zeros((3, 3 * 18), np.uint8)
+    table[1, :18] = np.frombuffer(others, np.uint8)  # member 1 holds the accepted end
+    table[2, :18] = np.frombuffer(mine, np.uint8)
+    links.identify(table)
+    assert links.lost() == []
+    theirs.send(b"unread")
+    assert links.lost() == []
+    theirs.close()
+    assert links.lost() in ([1, 2], [2]), "unread bytes come first; the end that this process closed is over"
+    ours.recv(6)
+    assert links.lost() == [1, 2]
+    ours.close()
+    assert links.lost() == [1, 2]
+    assert in_a_fork(lambda: names(listener.fileno(), kept.fileno(), python_s.fileno())) == [
+        "null",
+        "socket",
+        "socket",
+    ]
+    for each in (listener, kept, python_s, *elsewhere):
+        each.close()
