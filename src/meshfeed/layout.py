@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import LayoutError, MeshfeedError
+from meshfeed.extras import install
 
 DIMS = ("tp", "cp", "dp", "pp")
 """The dimensions that decide what data a rank needs; the columns of `Layout.coords`."""
@@ -203,7 +204,7 @@ class Layout:
             from megatron.core import parallel_state
         except ImportError as missing:
             raise MeshfeedError(
-                f"megatron.core cannot be imported ({missing}); pip install 'meshfeed[megatron]'"
+                f"megatron.core cannot be imported ({missing}); {install('megatron')}"
             ) from missing
         if groups is None and not parallel_state.model_parallel_is_initialized():
             raise LayoutError(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from corpus import write_corpus
+from meshfeed import extras
 from meshfeed.cli import machine, storage
 from meshfeed.cli.demo.storage import Manners, SlowStorage
 from meshfeed.cli.main import main
@@ -81,18 +82,18 @@ def test_packages_and_limits(capsys: pytest.CaptureFixture[str], monkeypatch: py
         'obstore[all]>=0.9; extra == "remote"',
         'nowhere-to-be-had>=2; python_version >= "3" and extra == "mds"',
     ]
-    monkeypatch.setattr(machine, "_requirements", lambda: asked)
+    monkeypatch.setattr(extras, "_metadata", lambda: asked)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     monkeypatch.setattr(
-        machine, "_installed", lambda package: {"nowhere-to-be-had": "1.9"}.get(package, "2.0")
+        extras, "version_of", lambda package: {"nowhere-to-be-had": "1.9"}.get(package, "2.0")
     )
     status, found = findings(capsys)
     assert status == 1
-    assert found["packages"]["says"] == "no torch from 99: pip install meshfeed"
+    assert found["packages"]["says"] == "no torch from 99: pip install 'numpy>=1.26' 'torch>=99'"
     assert found["extra [remote]"] == {
         "topic": "extra [remote]", "verdict": "ok", "says": "obstore 2.0", "figures": None,
     }  # fmt: skip
-    assert "pip install 'meshfeed[mds]'" in found["extra [mds]"]["says"]
+    assert "pip install 'nowhere-to-be-had>=2', if you need it" in found["extra [mds]"]["says"]
     assert found["open files"]["verdict"] == "note" and "ulimit -n 4096" in found["open files"]["says"]
 
 

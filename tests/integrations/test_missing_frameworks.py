@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from meshfeed.extras import install
+
 # Each line is one way into an integration, in a process where no framework can be imported.
 CODE = """
 import sys
@@ -40,4 +42,4 @@ def test_a_missing_framework_is_named() -> None:
         [sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120
     )
     extras = ["megatron"] * 7 + ["lightning", "torchtitan", "transformers"]
-    assert done.stdout.splitlines() == [f"MeshfeedError pip install 'meshfeed[{extra}]'" for extra in extras]
+    assert done.stdout.splitlines() == [f"MeshfeedError {install(extra)}" for extra in extras]

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import meshfeed as mf
+from meshfeed import extras
 from meshfeed.cli.finding import Finding, Times
 from meshfeed.deliver import can_share
 from meshfeed.report.words import counted
@@ -23,9 +23,6 @@ from meshfeed.roles import choose_delivery
 
 _GIB = 1 << 30
 _FEW_DESCRIPTORS = 1024
-_REQUIREMENT = re.compile(
-    r"^([\w.-]+)(?:\[[^]]*\])?[^;]*?(?:>=([\d.]+))?[^;]*(?:;.*extra == ['\"]([\w-]+)['\"])?$"
-)
 
 
 def findings(layout: mf.Layout | None) -> Iterator[Finding]:
@@ -44,7 +41,7 @@ def findings(layout: mf.Layout | None) -> Iterator[Finding]:
 
 def _versions() -> Finding:
     says = (
-        f"meshfeed {_installed('meshfeed') or '(not installed)'}, Python {platform.python_version()}, "
+        f"meshfeed {extras.version_of('meshfeed') or '(not installed)'}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, NumPy {np.__version__}, {os.cpu_count()} cores, "
         f"{platform.system()} {platform.release()}"
     )
@@ -55,41 +52,20 @@ def _versions() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     """What meshfeed's own metadata asks for: a finding for what it needs, and one for each extra."""
-    needed: dict[str, list[tuple[str, str]]] = {}
-    for text in _requirements():
-        found = _REQUIREMENT.match(text)
-        if found is not None:
-            needed.setdefault(found[3] or "", []).append((found[1], found[2] or "0"))
-    for extra, packages in needed.items():
+    for extra, packages in extras.requirements().items():
         missing = [f"{name} from {least}" for name, least in packages if not _is_there(name, least)]
         topic = f"extra [{extra}]" if extra else "packages"
         if not missing:
-            told = ", ".join(f"{name} {_installed(name)}" for name, _ in packages)
+            told = ", ".join(f"{name} {extras.version_of(name)}" for name, _ in packages)
             yield Finding(topic, "ok", told)
         elif extra:
-            yield Finding(
-                topic, "note", f"no {', '.join(missing)}: pip install 'meshfeed[{extra}]' if you need it"
-            )
+            yield Finding(topic, "note", f"no {', '.join(missing)}: {extras.install(extra)}, if you need it")
         else:
-            yield Finding(topic, "bad", f"no {', '.join(missing)}: pip install meshfeed")
-
-
-def _requirements() -> list[str]:
-    try:
-        return metadata.requires("meshfeed") or []
-    except metadata.PackageNotFoundError:
-        return []
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+            yield Finding(topic, "bad", f"no {', '.join(missing)}: {extras.install(extra)}")
 
 
 def _is_there(package: str, least: str) -> bool:
-    found = _installed(package)
+    found = extras.version_of(package)
     return found is not None and _numbers(found) >= _numbers(least)
 
 

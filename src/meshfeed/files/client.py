@@ -28,6 +28,7 @@ from meshfeed.errors import (
     StoreError,
     UnavailableError,
 )
+from meshfeed.extras import install
 from meshfeed.files.refusals import meaning_of, reason, refuses_method
 from meshfeed.files.url import AUTHORIZATION, credentials_of, split, without_secrets
 
@@ -337,7 +338,7 @@ def store_of(
     try:
         from obstore.store import from_url
     except ImportError as missing:
-        raise StoreError(f"{root}: remote storage needs obstore: pip install 'meshfeed[remote]'") from missing
+        raise StoreError(f"{root}: remote storage needs obstore: {install('remote')}") from missing
     lower = {name.lower(): value for name, value in options.items()}
     authorization = lower.pop(AUTHORIZATION, None)
     given: Any = {name: value for name, value in lower.items() if _plain(name) not in _OF_CLIENT}

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshfeed.errors import ChecksumError, StoreError
+from meshfeed.extras import install
 
 _STEP_BYTES = 1 << 20
 _SLICE_BYTES = 1 << 16
@@ -38,7 +39,7 @@ def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -
                 )
             pieces.append(piece)
     except ImportError as missing:
-        raise StoreError(f"{url}: {codec} needs {missing.name}: pip install 'meshfeed[mds]'") from missing
+        raise StoreError(f"{url}: {codec} needs {missing.name}: {install('mds')}") from missing
     except StoreError:
         raise
     except Exception as error:  # each codec has its own
@@ -69,7 +70,7 @@ def digest_of(algorithm: str, data: memoryview | bytes, url: str) -> str:
     try:
         xxhash = importlib.import_module("xxhash")
     except ImportError as missing:
-        raise StoreError(f"{url}: {algorithm} needs xxhash: pip install 'meshfeed[mds]'") from missing
+        raise StoreError(f"{url}: {algorithm} needs xxhash: {install('mds')}") from missing
     name = f"{algorithm}_hexdigest" if algorithm.startswith("xxh3") or algorithm == "xxh128" else None
     return getattr(xxhash, name)(data) if name else getattr(xxhash, algorithm)(data).hexdigest()
 

@@ -17,6 +17,7 @@ import torch
 
 from meshfeed.batch import Microbatch, Step
 from meshfeed.errors import MeshfeedError, RecipeError, StateError
+from meshfeed.extras import install
 from meshfeed.feed import Feed
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
@@ -34,9 +35,7 @@ def framework(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as missing:
-        raise MeshfeedError(
-            f"{module} cannot be imported ({missing}); pip install 'meshfeed[{extra}]'"
-        ) from missing
+        raise MeshfeedError(f"{module} cannot be imported ({missing}); {install(extra)}") from missing
 
 
 def masked_labels(microbatch: Microbatch) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshfeed.errors import MetricsError
+from meshfeed.extras import install
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Telemetry(Sink):
             from opentelemetry import metrics
         except ImportError as missing:
             raise MetricsError(
-                f"Telemetry needs opentelemetry ({missing}): pip install 'meshfeed[telemetry]'"
+                f"Telemetry needs opentelemetry ({missing}): {install('telemetry')}"
             ) from missing
         provider = meter_provider or metrics.get_meter_provider()
         self._instruments = _Instruments(provider.get_meter("meshfeed"))

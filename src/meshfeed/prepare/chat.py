@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
+from meshfeed.extras import install
 from meshfeed.files import typed_errors
 from meshfeed.prepare.chat_files import config_in, special_tokens, templates_in
 from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate
@@ -193,7 +194,7 @@ class ChatEncoder:
             tokenizers = importlib.import_module("tokenizers")
         except ImportError as missing:
             raise StoreError(
-                f"{self._path}: a tokenizer needs the package tokenizers: pip install 'meshfeed[prepare]'"
+                f"{self._path}: a tokenizer needs the package tokenizers: {install('prepare')}"
             ) from missing
         try:
             made = tokenizers.Tokenizer.from_buffer(self._files[0])

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from meshfeed.errors import StoreError
+from meshfeed.extras import install
 
 Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
@@ -137,7 +138,7 @@ def _environment(where: str, date: datetime.date | None) -> Any:
         sandbox = importlib.import_module("jinja2.sandbox")
         extension, nodes = importlib.import_module("jinja2.ext"), jinja.nodes
     except ImportError as missing:
-        raise StoreError(f"{where}: chat templates need jinja2: pip install 'meshfeed[prepare]'") from missing
+        raise StoreError(f"{where}: chat templates need jinja2: {install('prepare')}") from missing
 
     class Generation(extension.Extension):
         tags = frozenset({"generation"})

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, cast
 import numpy as np
 
 from meshfeed.errors import StoreError
+from meshfeed.extras import install
 from meshfeed.files import typed_errors
 from meshfeed.prepare.convert_read import TOKENS, Batch, Lists, list_dtype
 from meshfeed.store import DatasetWriter, IndexedWriter, MDSWriter
@@ -178,9 +179,7 @@ class ParquetSink(Sink):
             self._arrow = importlib.import_module("pyarrow")
             parquet = importlib.import_module("pyarrow.parquet")
         except ImportError as missing:
-            raise StoreError(
-                f"{self.path}: Parquet needs pyarrow: pip install 'meshfeed[tables]'"
-            ) from missing
+            raise StoreError(f"{self.path}: Parquet needs pyarrow: {install('tables')}") from missing
         self._refuse_existing()
         self._part = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.tmp")
         self._schema = self._arrow.schema(

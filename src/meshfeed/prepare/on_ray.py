@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import MeshfeedError, PrepareError
+from meshfeed.extras import install
 from meshfeed.files.message import told, untold
 from meshfeed.prepare.engine import ONE_THREAD
 from meshfeed.prepare.task import encode_part
@@ -69,7 +70,7 @@ class OnRay:
         try:
             ray = importlib.import_module("ray")
         except ImportError as missing:
-            raise PrepareError("--engine ray needs the package ray: pip install 'meshfeed[ray]'") from missing
+            raise PrepareError(f"--engine ray needs the package ray: {install('ray')}") from missing
         if ray.is_initialized():
             yield ray
             return

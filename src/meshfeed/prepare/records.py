@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
+from meshfeed.extras import install
 from meshfeed.files import ByteFile
 from meshfeed.prepare.inputs import Input
 from meshfeed.store.documents import Span, read_bytes
@@ -225,9 +226,7 @@ def _unpacked(file: ByteFile, codec: str) -> Iterator[bytes]:
     try:
         yield from _CODECS[codec](io.BufferedReader(RawStream(file), 1 << 20))
     except ImportError as missing:
-        raise StoreError(
-            f"{file.url}: {codec} needs {missing.name}: pip install 'meshfeed[prepare]'"
-        ) from missing
+        raise StoreError(f"{file.url}: {codec} needs {missing.name}: {install('prepare')}") from missing
     except EOFError as error:
         raise ChecksumError(f"{file.url}: its compressed data ends too early; copy it again") from error
     except MeshfeedError:

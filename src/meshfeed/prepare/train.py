@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import PrepareError
+from meshfeed.extras import install
 from meshfeed.files import typed_errors
 from meshfeed.prepare.encoders import END
 from meshfeed.prepare.inputs import I64, Input
@@ -30,7 +31,7 @@ def train_bpe(path: Path, vocab_size: int, inputs: Sequence[Input], spans: I64, 
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as missing:
-        raise PrepareError("--train-bpe needs tokenizers: pip install 'meshfeed[prepare]'") from missing
+        raise PrepareError(f"--train-bpe needs tokenizers: {install('prepare')}") from missing
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

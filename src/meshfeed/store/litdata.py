@@ -12,6 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from meshfeed.errors import StoreError
+from meshfeed.extras import install
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.store.litdata_chunk import ChunkFile, Items
 from meshfeed.store.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
@@ -135,7 +136,7 @@ class LitdataStore(ShardedStore):
         try:
             size = import_module("zstandard").get_frame_parameters(head).content_size
         except ImportError as missing:
-            raise StoreError(f"{file.url}: zstd needs zstandard: pip install 'meshfeed[mds]'") from missing
+            raise StoreError(f"{file.url}: zstd needs zstandard: {install('mds')}") from missing
         except Exception as error:  # zstandard has its own
             raise StoreError(f"{file.url}: byte 0: no zstd data: {error}; copy it again") from error
         return size == chunk.given_bytes + chunk.head_bytes

@@ -15,6 +15,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
+from meshfeed.extras import install
 from meshfeed.files import ByteFile, Cache
 from meshfeed.store.documents import DocumentFiles, Span
 from meshfeed.store.lengths import joined
@@ -371,7 +372,7 @@ def _arrow(path: str) -> Any:
     try:
         return importlib.import_module("pyarrow")
     except ImportError as missing:
-        raise StoreError(f"{path}: Parquet needs pyarrow: pip install 'meshfeed[tables]'") from missing
+        raise StoreError(f"{path}: Parquet needs pyarrow: {install('tables')}") from missing
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import MissingError, StoreError
+from meshfeed.extras import install
 from meshfeed.files import typed_errors
 
 BYTES = "bytes"
@@ -275,7 +276,7 @@ def _package(name: str, tokenizer: str) -> Any:
         return importlib.import_module(name)
     except ImportError as missing:
         raise StoreError(
-            f"{tokenizer}: a tokenizer needs the package {name}: pip install 'meshfeed[prepare]'"
+            f"{tokenizer}: a tokenizer needs the package {name}: {install('prepare')}"
         ) from missing
 
 

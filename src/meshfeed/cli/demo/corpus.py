@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import track
 
 from meshfeed.errors import MeshfeedError
+from meshfeed.extras import install
 from meshfeed.store import IndexedWriter, best_dtype
 
 VOCAB = 2048
@@ -51,7 +52,7 @@ def make_corpus(directory: Path, console: Console) -> Corpus:
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as missing:
-        raise MeshfeedError("the demo tokenizes text: pip install 'meshfeed[demo]'") from missing
+        raise MeshfeedError(f"the demo tokenizes text: {install('demo')}") from missing
     texts = _sources()
     tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
