@@ -26,6 +26,7 @@ import world
 from meshfeed.order import draws_of_step
 from meshfeed.store import IndexedWriter
 from observe import assembled
+from soak import SEED, cases
 
 STEPS = 16
 SIZES = (23, 40, 11)
@@ -195,10 +196,10 @@ def live(rank: int, folder: Path, life: Life, run: int, out: Path) -> None:
                 return
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(cases(5, 100)))
 def test_lives_on_real_processes(folder: Path, tmp_path: Path, seed: int) -> None:
-    """With those of test_resume, twenty-five jobs that really died."""
-    dice = random.Random(1000 + seed)
+    """Jobs that really died, as in test_resume."""
+    dice = random.Random(1000 + seed + SEED)
     life = life_of(dice, SMALL)
     while len(life.runs) > 3:
         life = life_of(dice, SMALL)

@@ -20,6 +20,7 @@ import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver import share
 from observe import simulated, take
+from soak import cases
 
 PROMPTLY_S = 15.0  # on a busy machine too; no timeout in these tests is as short
 LONG = timedelta(seconds=30)
@@ -90,7 +91,7 @@ def kill_one(
     assert not any(process.is_alive() for process in jobs.processes)
 
 
-@pytest.mark.parametrize("turn", range(20))
+@pytest.mark.parametrize("turn", range(cases(6, 60)))
 def test_a_killed_rank_ends_the_others_at_once_and_leaves_nothing(
     corpus: str, tmp_path: Path, turn: int
 ) -> None:
@@ -98,7 +99,7 @@ def test_a_killed_rank_ends_the_others_at_once_and_leaves_nothing(
     kill_one(corpus, tmp_path / "store", victim, call_at=turn % 5, prefetch=(0, 1, 4)[turn % 3])
 
 
-@pytest.mark.parametrize("turn", range(10))
+@pytest.mark.parametrize("turn", range(cases(6, 60)))
 def test_a_killed_rank_ends_a_tree(corpus: str, tmp_path: Path, turn: int) -> None:
     """The reader, a leader elsewhere, a peer of either: on three nodes of two."""
     victim = (0, 1, 2, 3, 4, 5)[turn * 5 % 6]
