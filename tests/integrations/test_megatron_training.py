@@ -20,12 +20,12 @@ from megatron_world import (
     megatrons_batch,
     megatrons_datasets,
     page_snippets,
-    run,
     samples_of_step,
     stage_kinds,
     write_documents,
 )
 
+import world
 from soak import SOAK
 
 STEPS, SEQUENCES, LENGTH, MBS = 3, 16, 64, 2  # of the page, but for its train_iters
@@ -173,7 +173,7 @@ def job(rank: int, folder: Path, cases: list[tuple[Case, list[tuple[str, str]]]]
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("training")
     write_documents(folder / "corpus", count=200, vocab=VOCAB)
-    return run(job, 4, folder, CASES)
+    return world.start(job, 4, folder, CASES).results(3600 if SOAK else 300)
 
 
 def test_losses_are_those_of_megatrons_own_data_path(told: list[dict[str, Any]]) -> None:
