@@ -81,6 +81,22 @@ def options_job(rank: int) -> list[Any]:
             assert not (params.cu_seqlens_q % 8).any() and made["tokens"].numel() % 16 == 0
             firsts = made["tokens"][0, params.cu_seqlens_q[:-1]].tolist()
             seen += zip(firsts, made["uid"], [image.tolist() for image in made["image"]])
+    with (
+        initialized(case),
+        megatron.SequencePacking(timeout_s=60) as wrap,
+    ):  # packs of 1, 2 and 3 samples stay
+        own = [
+            [sample_of(np.full(3 + n, 100 * (rank // 2) + 10 * at + n)) for n in range(at)]
+            for at in (1, 2, 3)
+        ]
+        source, config = iter(own) if rank % 2 == 0 else None, config_of(case, "empty")
+        iterator, count, *_ = wrap(source, config, 3)
+        batches = [megatron.get_batch(iterator) for _ in range(count)]
+        kept = [batch["tokens"].unique_consecutive().tolist() for batch in batches]
+        assert kept == [[int(sample["tokens"][0]) for sample in pack] for pack in own]
+        assert not [name for batch in batches for name in batch if name.startswith("(")]
+        with pytest.raises(mf.PlanError, match=r"pack 0 of data-parallel rank 0 has 70 tokens.*holds 64"):
+            wrap(iter([[sample_of(np.ones(70))]]) if rank % 2 == 0 else None, config, 1)
     items, packing = iter([{"tokens": rows[0]}]), mf.Packing(capacity=64)
     with mf.Exchange(items, mf.Layout(dp=2, pp=2), packing=packing, timeout_s=60) as exchange:
         iterators = megatron.data_iterators(exchange)

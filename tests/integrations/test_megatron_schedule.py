@@ -23,7 +23,7 @@ from megatron_world import Case, initialized, plain, run, sample_of, write_docum
 import meshfeed as mf
 from meshfeed.exchange import Keys
 from meshfeed.integrations import megatron
-from meshfeed.integrations.megatron.schedule import sequences_of
+from meshfeed.integrations.megatron.samples import sequences_of
 from meshfeed.order import draws_of_step
 from soak import cases
 

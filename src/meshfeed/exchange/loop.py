@@ -30,7 +30,7 @@ from meshfeed.exchange.ways import Ways
 from meshfeed.launch import check_arguments, check_counts, check_rank
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
-from meshfeed.plan import CpSplit, Packing
+from meshfeed.plan import CpSplit, Packing, StepPlan
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap
 from meshfeed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.source import StepSource
@@ -353,7 +353,14 @@ class Exchange(StepSource[Ways]):
         layout, vpp, length = self.layout, self.stage_map.vpp, self._keys.length
         if len(census):
             self._keys.check_present(census.names, self._wanted, step)
-        return plan(census, self._packing, self._seats, layout=layout, vpp=vpp, step=step, length=length)
+        made = self._made_plan(census)
+        return plan(
+            census, self._packing, self._seats, layout=layout, vpp=vpp, step=step, length=length, made=made
+        )
+
+    def _made_plan(self, census: Census) -> StepPlan | None:
+        """The plan, where it is not left to the planner."""
+        return None
 
     def _is_end(self, census: Census) -> bool:
         """Whether this is no step but the end. Raises RecipeError where iterators must not end like this."""

@@ -66,10 +66,12 @@ def plan(
     vpp: int = 1,
     step: int = 0,
     length: str = "tokens",
+    made: StepPlan | None = None,
 ) -> GlobalBatch:
     """Which item goes where: a pure function, equal on every rank, and that of a Feed for the same lengths.
 
-    length: the key that told the lengths, for the text of errors. Raises PlanError naming rank, item and key.
+    made: the plan, where it is not left to the planner. length: the key that told the lengths, for the text of
+    errors. Raises PlanError naming rank, item and key.
     """
     most, longest = room_of(packing, dp=layout.dp, cp=layout.cp).longest, int(census.lengths.max(initial=0))
     if packing.oversize == "error" and longest > most:
@@ -80,7 +82,7 @@ def plan(
             f"cp, or set oversize='split', 'truncate' or 'drop'"
         )
     try:
-        made = plan_step(census.lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=vpp)
+        made = made or plan_step(census.lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=vpp)
     except PlanError as error:
         raise PlanError(f"step {step}: {error}") from error
     kept = np.flatnonzero(made.microbatch >= 0)

@@ -167,6 +167,7 @@ def get_batch(
 def _with_own(made: dict[str, Any]) -> dict[str, Any]:
     """A pack with what its samples brought; position ids count where a sample brought none."""
     mask, ids = made.pop("(attention_mask)", None), made.pop("(position_ids)", None)
+    made.pop("(begins)", None)  # where a trainer's pack begins, which the plan says
     if mask is not None:
         made["attention_mask"] = mask
     if ids is not None:

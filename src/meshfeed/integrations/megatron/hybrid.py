@@ -18,7 +18,8 @@ from meshfeed.exchange.census import ERROR, Schema
 from meshfeed.exchange.items import Given
 from meshfeed.exchange.keys import RESERVED
 from meshfeed.integrations.megatron.core import core
-from meshfeed.integrations.megatron.schedule import packing_of, per_token_of, sequences_of
+from meshfeed.integrations.megatron.samples import per_token_of, sequences_of
+from meshfeed.integrations.megatron.schedule import packing_of
 from meshfeed.integrations.megatron.stages import device_of, layout_of
 from meshfeed.layout import Layout
 from meshfeed.plan import StepPlan, packs_of

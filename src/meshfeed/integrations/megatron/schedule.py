@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from meshfeed.errors import RecipeError, RoleError
+from meshfeed.errors import PlanError, RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
+from meshfeed.exchange.census import Census
 from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator, begin, data_iterators
 from meshfeed.integrations.megatron.core import core
+from meshfeed.integrations.megatron.samples import OVERWRITTEN, sequences_of
 from meshfeed.integrations.megatron.stages import (
     Loading,
     delivery_of,
@@ -27,7 +28,8 @@ from meshfeed.integrations.megatron.stages import (
     stages_of,
 )
 from meshfeed.layout import Layout
-from meshfeed.plan import Align, Packing
+from meshfeed.plan import Align, Packing, StepPlan
+from meshfeed.plan.policy import room_of
 from meshfeed.roles import Role, StageMap
 
 SCHEDULERS = {
@@ -37,24 +39,26 @@ SCHEDULERS = {
     "in_order": "in_order",
     "balanced": "balanced",
     "dynamic_cp": "dynamic_cp",
+    "empty": "in_order",
+    "default": "in_order",
+    "empty_scheduler_with_packing": "in_order",
+    "empty_scheduler_no_packing": "in_order",
 }
 """sequence_packing_scheduler -> policy of a `Packing`: Megatron's names, and our own."""
 
-# what packs have anyway
-_OVERWRITTEN = ("padding_mask", "local_cp_size")
-# what tells how a sample was padded or packed before
-_LENGTHS = (
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "max_seqlen",
-    "original_seq_len",
-    "padded_seq_len",
-    "batch_idx",
-)
-_PER_TOKEN = frozenset({"tokens", "labels", "loss_mask", "position_ids", "padding_mask"})
+KEEPING = frozenset({"empty", "default", "empty_scheduler_with_packing", "empty_scheduler_no_packing"})
+"""Those of SCHEDULERS that keep the trainer's packs: each element of an iterator is one, on its own rank."""
+
+_BEGINS = "(begins)"  # the key of a sample that begins a pack to be kept
 
 Wrapped = tuple[Any, int, int, int]
 """(iterator or one per virtual stage, number of microbatches, tokens, sum of squared lengths)."""
+
+
+def scheduler_of(config: Any) -> str:
+    """The name of the config's scheduler."""
+    given = getattr(config, "sequence_packing_scheduler", None)
+    return str(getattr(given, "value", given))
 
 
 def packing_of(
@@ -68,8 +72,7 @@ def packing_of(
     dp * cp. align: multiples that padding must reach, beside those that tp and cp need. Raises RecipeError
     for a scheduler that is none of SCHEDULERS, or without a capacity.
     """
-    given = scheduler or getattr(config, "sequence_packing_scheduler", None)
-    name = str(getattr(given, "value", given))
+    name = scheduler or scheduler_of(config)
     if name not in SCHEDULERS:
         raise RecipeError(f"sequence_packing_scheduler={name!r}: choose one of {', '.join(SCHEDULERS)}")
     capacity = getattr(config, "max_seqlen_per_dp_cp_rank", None)
@@ -86,95 +89,6 @@ def packing_of(
     sizes = [size for size in (1 << i for i in range(ranks.bit_length())) if ranks % size == 0]
     sizes = tuple(sorted({size for size in sizes if size >= least} | {ranks}))
     return Packing(capacity=int(capacity), policy="dynamic_cp", align=align, cp_sizes=sizes, quantum=quantum)
-
-
-def per_token_of(keys: Keys) -> frozenset[str]:
-    """The keys with one entry per token: Megatron's own, and what `keys` splits; no shape is asked."""
-    return _PER_TOKEN - {f.name for f in keys.declared} | {f.name for f in keys.declared if f.split}
-
-
-def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]:
-    """The sequences in what a trainer's iterator gave: a sample, a list of them, or samples packed before.
-
-    Tokens of shape [b, T] are b sequences; any other key then has one entry for each. A sample that says its
-    original_seq_len is cut to it, and one with cu_seqlens is taken apart. An attention_mask of the shape of
-    the tokens has one entry per token; another one, such as [1, T, T], has no meaning in a pack, and is left
-    out. keys: says what else is per token.
-    Raises RecipeError for anything else.
-    """
-    samples = [element] if isinstance(element, Mapping) else element
-    if not isinstance(samples, Sequence) or not all(isinstance(each, Mapping) for each in samples):
-        raise RecipeError(f"the data iterator gave {type(element).__name__}; give dicts, or lists of dicts")
-    keys = keys or Keys()
-    return [sequence for sample in samples for sequence in _apart(sample, keys.length, per_token_of(keys))]
-
-
-def _apart(sample: Mapping[str, Any], length: str, per_token: Set[str]) -> Iterator[dict[str, Any]]:
-    values = {name: value for name, value in sample.items() if name not in _LENGTHS and value is not None}
-    if "attention_mask" in values and "attention_mask" not in per_token:
-        if np.shape(values["attention_mask"]) == np.shape(values.get(length, ())):
-            per_token = per_token | {"attention_mask"}
-        else:
-            del values["attention_mask"]
-    rows = _rows(values, length, per_token)
-    if sample.get("cu_seqlens") is not None:
-        if len(rows) != 1:
-            raise RecipeError(
-                f"a sample with cu_seqlens has {len(rows)} rows of {length!r}; give a dict for each"
-            )
-        starts = torch.as_tensor(sample["cu_seqlens"]).reshape(-1).tolist()
-        padded = torch.as_tensor(sample.get("cu_seqlens_padded", sample["cu_seqlens"])).reshape(-1).tolist()
-        sizes = [stop - start for start, stop in pairwise(starts)]
-        yield from (_cut(rows[0], per_token, start, size) for start, size in zip(padded, sizes) if size > 0)
-    elif sample.get("original_seq_len") is not None:
-        sizes = torch.as_tensor(sample["original_seq_len"]).reshape(-1).tolist()
-        if len(sizes) != len(rows):
-            raise RecipeError(
-                f"original_seq_len has {len(sizes)} entries, {length!r} {len(rows)} rows; one each"
-            )
-        yield from (_cut(row, per_token, 0, size) for row, size in zip(rows, sizes) if size > 0)
-    else:
-        yield from rows
-
-
-def _rows(values: Mapping[str, Any], length: str, per_token: Set[str]) -> list[dict[str, Any]]:
-    """One dict per row of tokens; those of shape [T] are one row."""
-    shape = tuple(np.shape(values[length])) if length in values else ()
-    if not shape:
-        return [dict(values)]  # refused by name when it is encoded
-    rows, size = shape if length in _PER_TOKEN and len(shape) == 2 else (1, shape[0])
-    beside = values.keys() - per_token - {*_OVERWRITTEN} if rows > 1 else set[str]()
-    if unlike := sorted(name for name in beside if _num_entries(values[name]) != rows):
-        raise RecipeError(
-            f"{unlike} beside {rows} rows of {length!r}: which row has what is not known; give one entry per "
-            f"row, as collating does, a dict for each sequence, or declare what has one entry per token in "
-            f"Keys, split"
-        )
-    made: list[dict[str, Any]] = [{} for _ in range(rows)]
-    for name, value in values.items():
-        own = tuple(np.shape(value)) if name in per_token else ()
-        # [1, 1] of one token [1] is a row for Megatron's keys, and an entry of a key with further dimensions
-        entries = own[:1] == (size,) and (len(own) == 1 or (len(shape) == 1 and name not in _PER_TOKEN))
-        by_row = own[:2] == (rows, size) and not entries
-        if name in per_token and not by_row and not (rows == 1 and own[:1] == (size,)):
-            raise RecipeError(
-                f"key {name!r} has shape {own}, {length!r} {shape}; give one entry per token, or declare it "
-                f"in Keys, not split"
-            )
-        for at, row in enumerate(made):
-            row[name] = value[at] if by_row or name in beside else value
-    return made
-
-
-def _num_entries(value: Any) -> int:
-    """Entries of a collated value; 0 for text and plain numbers."""
-    shape = (len(value),) if isinstance(value, list | tuple) else np.shape(value)
-    return shape[0] if shape else 0
-
-
-def _cut(values: Mapping[str, Any], per_token: Set[str], start: int, size: int) -> dict[str, Any]:
-    """Some tokens of a sequence; what has no entry per token stays as it is."""
-    return {n: value[start : start + size] if n in per_token else value for n, value in values.items()}
 
 
 def _with_own(keys: Keys) -> Keys:
@@ -195,12 +109,12 @@ class _Turn:
 
     def __init__(self, keys: Keys) -> None:
         self.source: Iterator[Any] | None = None
-        self._keys, self._num_elements = keys, 0
+        self._keys, self._num_elements, self._keep = keys, 0, False
         self._own = {field.name for field in keys.declared} & {field.name for field in OWN_FIELDS}
 
-    def take(self, source: Iterator[Any] | None, num_elements: int) -> None:
-        """Go on with this one, and with so many elements of it."""
-        self.source, self._num_elements = source, num_elements
+    def take(self, source: Iterator[Any] | None, num_elements: int, *, keep: bool) -> None:
+        """Go on with this one, and with so many elements of it. keep: mark where each begins."""
+        self.source, self._num_elements, self._keep = source, num_elements, keep
 
     def __iter__(self) -> Self:
         return self
@@ -219,9 +133,13 @@ class _Turn:
                     f"the data iterator ended after {taken} of num_microbatches={self._num_elements}; "
                     f"drop what does not fill a step (drop_last in its sampler), or ask for fewer"
                 ) from None
-            made += sequences_of(element, self._keys)
+            first, made = len(made), made + sequences_of(element, self._keys)
+            if self._keep:
+                if len(made) == first:
+                    raise RecipeError(f"element {taken} is a pack of no sequence; give each a sequence")
+                made[first] = {**made[first], _BEGINS: b""}
         self._num_elements = 0
-        return [{self._sent_as(k): v for k, v in each.items() if k not in _OVERWRITTEN} for each in made]
+        return [{self._sent_as(k): v for k, v in each.items() if k not in OVERWRITTEN} for each in made]
 
     def _sent_as(self, name: str) -> str:
         """Packs have keys of some names themselves."""
@@ -294,10 +212,12 @@ class SequencePacking:
             return _wrapped(stages)
         if num_microbatches < 1:
             raise RecipeError(f"num_microbatches={num_microbatches}: a step pulls from 1 on")
-        self._turn.take(next((each for each in given if each is not None), None), num_microbatches)
+        keep = scheduler_of(config) in KEEPING
+        source = next((each for each in given if each is not None), None)
+        self._turn.take(source, num_microbatches, keep=keep)
         layout = layout_of(pg_collection)
         plan = packing_of(config, layout, align=self._align)
-        key = (layout, stages_of(config, layout), plan)
+        key = (layout, stages_of(config, layout), plan, keep)
         if key not in self._open:
             self._open[key] = self._new_exchange(config, key, pg_collection)
             if self._turn.source is None:
@@ -315,7 +235,7 @@ class SequencePacking:
     def _new_exchange(self, config: Any, key: tuple[Any, ...], groups: Any) -> Exchange:
         layout: Layout = key[0]
         stages: StageMap = key[1]
-        return _Scheduled(
+        made = _Scheduled(
             self._turn if self._turn.source is not None else None,
             layout,
             packing=key[2],
@@ -325,11 +245,43 @@ class SequencePacking:
             stage_map=stages,
             device=device_of(self._device),
             timeout_s=self._timeout_s,
+            name="keeps packs" if key[3] else "",
         )
+        made.keeps = key[3]
+        return made
 
 
 class _Scheduled(Exchange):
-    """The exchange of a SequencePacking, whose owners are Megatron's readers."""
+    """The exchange of a SequencePacking, whose owners are Megatron's readers. keeps: see KEEPING."""
+
+    keeps = False
+
+    def _made_plan(self, census: Census) -> StepPlan | None:
+        if not self.keeps or not len(census):
+            return None
+        layout, source = self.layout, census.draws.source
+        begins = np.array([_BEGINS in {name for name, _, _ in schema.rest} for schema in census.schemas])
+        count = np.cumsum(begins[census.schema])
+        pack = count - count[np.searchsorted(source, source)]
+        room = room_of(self._packing, dp=layout.dp, cp=layout.cp)
+        size = np.zeros((int(pack.max()) + 1, layout.dp), np.int64)
+        np.add.at(size, (pack, source), room.align.padded(census.lengths, layout.cp))
+        if (over := np.argwhere(size > room.limits[0])).size:
+            at, dp_rank = over[0].tolist()
+            raise PlanError(
+                f"pack {at} of data-parallel rank {dp_rank} has {size[at, dp_rank]} tokens, padded; a cp "
+                f"group holds {room.limits[0]}: raise max_seqlen_per_dp_cp_rank, or have a scheduler that packs"
+            )
+        return StepPlan(
+            lengths=census.lengths,
+            microbatch=np.where(census.lengths > 0, pack, -1).astype(np.int32),
+            first_rank=(source * layout.cp).astype(np.int32),
+            cp_size=np.full(len(census), layout.cp, np.int32),
+            num_microbatches=len(size),
+            num_ranks=layout.dp * layout.cp,
+            idle_cp_size=layout.cp,
+            align=self._packing.align,
+        )
 
     @cached_property
     def role(self) -> Role:
