@@ -70,8 +70,8 @@ def plan(
 ) -> GlobalBatch:
     """Which item goes where: a pure function, equal on every rank, and that of a Feed for the same lengths.
 
-    made: the plan, where it is not left to the planner. length: the key that told the lengths, for the text of
-    errors. Raises PlanError naming rank, item and key.
+    made: the plan, where it is not left to the planner. length: the key that told the lengths, for the text
+    of errors. Raises PlanError naming rank, item and key.
     """
     most, longest = room_of(packing, dp=layout.dp, cp=layout.cp).longest, int(census.lengths.max(initial=0))
     if packing.oversize == "error" and longest > most:

@@ -270,7 +270,7 @@ class _Scheduled(Exchange):
             at, dp_rank = over[0].tolist()
             raise PlanError(
                 f"pack {at} of data-parallel rank {dp_rank} has {size[at, dp_rank]} tokens, padded; a cp "
-                f"group holds {room.limits[0]}: raise max_seqlen_per_dp_cp_rank, or have a scheduler that packs"
+                f"group holds {room.limits[0]}: raise max_seqlen_per_dp_cp_rank, or let a scheduler pack"
             )
         return StepPlan(
             lengths=census.lengths,
