@@ -357,6 +357,8 @@ def test_a_full_disk(server: Nginx, tmp_path: Path) -> None:
                     break
                 except CacheError:
                     assert time.monotonic() < until
+            with pytest.raises(CacheError, match=r"needed at one time; .*No space left .*free room on this"):
+                file.read_into(out, np.array([0]), np.array([SIZE]))  # not by the limit, which is 1 GiB
             check_folder(disk)
             end_leader(file)
             link_of(file._cache).close()

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from raw_index import write_raw
 
-from meshfeed.errors import MeshfeedError, StoreError
-from meshfeed.store import IndexedWriter, index, open_store
+import meshfeed as mf
+from meshfeed.errors import MeshfeedError, OptionError, StoreError
+from meshfeed.store import IndexedWriter, MDSWriter, index, open_store
 from soak import cases
 
 LAWS = settings(max_examples=cases(300), deadline=None)
@@ -251,3 +252,23 @@ def test_a_document_that_ends_before_it_starts_is_refused(long):
     poke(long, 34 + 2400 + 8 * 96, "<q", 120)
     with open_store(long) as store, pytest.raises(StoreError, match="ends before it starts"):
         store.lengths(np.array([96]))
+
+
+def test_options_of_storage_are_refused_for_a_path(sound):
+    for path in (sound, f"file://{sound}"):
+        with pytest.raises(OptionError, match=r"options= \(endpoint, region\) are for remote storage"):
+            open_store(path, options={"region": "eu-west-1", "endpoint": "http://host"})
+    assert open_store(sound, options={}).num_documents == open_store(sound).num_documents
+
+
+def test_every_store_has_a_length(sound, tmp_path):
+    (tmp_path / "docs.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n')
+    with mf.DatasetWriter(tmp_path / "dataset", {"tokens": "uint16"}) as writer:
+        writer.add_document(tokens=[1])
+    with MDSWriter(tmp_path / "mds", {"tokens": "ndarray:uint16"}) as writer:
+        writer.add_sample({"tokens": np.arange(3, dtype=np.uint16)})
+    for path in (sound, *(tmp_path / name for name in ("docs.jsonl", "dataset", "mds"))):
+        with open_store(path) as store:
+            assert len(store) == store.num_documents > 0
+    assert len(mf.Lengths([3, 4])) == 2
+    assert len(mf.Mapped([{"tokens": np.arange(3)}] * 7)) == 7
