@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 SEED := $(or $(SEED),$(shell date +%s))
 PARALLEL := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint types unit soak bench dist docs clean
+.PHONY: demo test lint types unit soak mutate bench dist docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshfeed demo --out demo-out
@@ -30,6 +30,11 @@ soak: $(VENV)/.tested
 	MESHFEED_SOAK=1 MESHFEED_SEED=$(SEED) $(BIN)/python -m pytest $(PARALLEL) --timeout=7200 \
 		--hypothesis-seed=$(SEED) $(TESTS) || { echo "to repeat it: make soak SEED=$(SEED)"; exit 1; }
 	@echo "passed: make soak SEED=$(SEED)"
+
+# whether the tests notice changes to the pure core; some 20 minutes of one core
+mutate: $(VENV)/.tested
+	$(BIN)/python -m pip install --quiet cosmic-ray==8.7.0
+	$(BIN)/python tests/mutate.py
 
 # about 20 minutes on two idle cores; continued where it was interrupted; writes the tables of figures
 bench: $(VENV)/.tested

@@ -394,8 +394,24 @@ def test_what_cannot_be_a_stream_is_refused(corpora, tmp_path):
     with pytest.raises(RecipeError, match="seed"):
         samples_of(replace(recipe, seed=-1))
     blend = ours(corpora[:2], (1.0, 2.0), length=24, samples=20)
-    with pytest.raises(RecipeError, match="proportions that stay as they are"):
+    with pytest.raises(RecipeError, match="proportions above 0 that stay as they are"):
         num_positions(replace(blend, data=blend.data.then(1, {"c0": 3.0})))
+    stores = dict(zip(blend.data.names, blend.data.stores))
+    for other in (
+        mf.Mixture({name: (store, k) for k, (name, store) in enumerate(stores.items())}),
+        mf.Mixture({name: (store, 1) for name, store in stores.items()}, batches="per_source"),
+        mf.Mixture({name: (store, 2) for name, store in stores.items()}, by="repeat"),
+    ):
+        with pytest.raises(RecipeError, match="or by size, which is every store without an amount"):
+            num_positions(replace(blend, data=other))
+    by_size, bare = (
+        replace(ours(corpora[:2], None, length=24, samples=20), data=data)
+        for data in (
+            mf.Mixture({name: (store, 1) for name, store in stores.items()}, by="repeat"),
+            mf.Mixture(stores),
+        )
+    )
+    assert draws_between(by_size, 0, 20).index.tolist() == draws_between(bare, 0, 20).index.tolist()
     with pytest.raises(RecipeError, match="needs samples="):
         num_positions(ours(corpora[:2], (1.0, 2.0), length=24, samples=None))
     with pytest.raises(StoreError, match="use a shorter length"):
