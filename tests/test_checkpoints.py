@@ -26,7 +26,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def save(rank: int, path: str, folder: Path) -> int:
-    with mf.Feed(recipe_of(path), mf.Layout.parse("tp2-dp2"), timeout_s=60) as feed:
+    with mf.Feed(recipe_of(path), mf.Layout.parse("tp2-dp2"), timeout_s=600) as feed:
         take(feed, 3)
         assert isinstance(feed, Stateful)
         dcp.save({"feed": feed, "weights": torch.ones(3)}, checkpoint_id=folder)
@@ -34,7 +34,7 @@ def save(rank: int, path: str, folder: Path) -> int:
 
 
 def load(rank: int, path: str, folder: Path) -> list[Any]:
-    with mf.Feed(recipe_of(path), mf.Layout.parse("cp2"), timeout_s=60) as feed:
+    with mf.Feed(recipe_of(path), mf.Layout.parse("cp2"), timeout_s=600) as feed:
         dcp.load({"feed": feed, "weights": torch.zeros(3)}, checkpoint_id=folder)
         assert feed.state_dict()["step"] == 3
         return take(feed, 2)
@@ -59,7 +59,7 @@ def test_through_torch_save(corpus: str) -> None:
 
 def resume(rank: int, path: str, layout: str, delivery: str, steps: list[int]) -> tuple[str, str]:
     recipe = recipe_of(path)
-    feed = mf.Feed(recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=60)
+    feed = mf.Feed(recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=600)
     feed.load_state_dict(mf.State(recipe=recipe.summary(until=steps[rank]), step=steps[rank]).to_json())
     try:
         take(feed, 1)

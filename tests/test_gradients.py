@@ -46,7 +46,7 @@ def gradients(path: str, layout: mf.Layout, policy: Any, rank: int, capacity: in
     place = Place(layout, rank)
     stage = Stage(Shape(vocab=64, window=128, width=16, layers=2, heads=2), place)
     feed = mf.Feed(
-        recipe_of(path), layout, rank, packing=mf.Packing(capacity=capacity, policy=policy), timeout_s=60
+        recipe_of(path), layout, rank, packing=mf.Packing(capacity=capacity, policy=policy), timeout_s=600
     )
     place.make_cp_groups(feed)
     idle = torch.optim.SGD(stage.parameters(), lr=0.0)

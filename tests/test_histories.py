@@ -175,7 +175,7 @@ def live(rank: int, folder: Path, life: Life, run: int, out: Path) -> None:
         packing=packing_of(policy),
         delivery=DELIVERIES[run % 3],
         prefetch=run % 3,
-        timeout_s=60,
+        timeout_s=600,
     )
     place = layout.coord(rank)
     with feed:
@@ -185,7 +185,7 @@ def live(rank: int, folder: Path, life: Life, run: int, out: Path) -> None:
             held = list(step.microbatches)
             if step.index == stop:
                 dist.FileStore(str(out / f"events{run}"), -1).set(f"at{rank}", "1")
-                dist.FileStore(str(out / "never"), -1).wait(["killed"], timedelta(seconds=60))
+                dist.FileStore(str(out / "never"), -1).wait(["killed"], timedelta(seconds=600))
             if place.tp == place.pp == 0:
                 (out / f"step{step.index}-{run}-{rank}").write_bytes(pickle.dumps(held))
             dist.barrier()
@@ -208,7 +208,7 @@ def test_lives_on_real_processes(folder: Path, tmp_path: Path, seed: int) -> Non
         job = world.start(live, size, folder, life, run, tmp_path)
         if run + 1 < len(life.runs):
             events = dist.FileStore(str(tmp_path / f"events{run}"), -1)
-            events.wait([f"at{rank}" for rank in range(size)], timedelta(seconds=60))
+            events.wait([f"at{rank}" for rank in range(size)], timedelta(seconds=600))
             job.kill(range(size))
             assert [outcome.exitcode for outcome in job.join(30)] == [-9] * size
             assert json.loads((tmp_path / "state.json").read_text())["step"] == stop

@@ -40,7 +40,7 @@ def loop(rank: int, path: Path) -> dict[tuple[str, str, str], list[Any]]:
     ):
         layout = mf.Layout.parse(text, ranks_per_node=3 if delivery == "tree" else 8)
         feed = mf.Feed(
-            recipe_of(path), layout, delivery=delivery, packing=packing_of(policy), verify=True, timeout_s=60
+            recipe_of(path), layout, delivery=delivery, packing=packing_of(policy), verify=True, timeout_s=600
         )
         with feed:
             taken = seen[text, policy, delivery] = []

@@ -49,7 +49,7 @@ def train(
     recipe = recipe_of(path, length=24, sequences=12)
     rows = {"micro_batch_size": micro_batch_size, "pad_rows": True}
     with (
-        mf.Feed(recipe, layout, delivery=delivery, timeout_s=30, **rows) as feed,
+        mf.Feed(recipe, layout, delivery=delivery, timeout_s=600, **rows) as feed,
         Path(out, f"ledger-{kill_at}-{rank}.jsonl").open("w") as ledger,
     ):
         if state.exists():
@@ -61,7 +61,7 @@ def train(
             ledger.flush()
             if kill_at == step.index:
                 dist.FileStore(f"{out}/events", -1).set(f"at{rank}", "1")
-                dist.FileStore(f"{out}/never", -1).wait(["killed"], timedelta(seconds=60))
+                dist.FileStore(f"{out}/never", -1).wait(["killed"], timedelta(seconds=600))
             dist.barrier()  # what a training step does
             if rank == 0:
                 state.with_suffix(".new").write_text(json.dumps(feed.state_dict()))
@@ -126,7 +126,7 @@ def test_killed_and_resumed_under_another_layout(
     size = mf.Layout.parse(old).world_size
     first = world.start(train, size, corpus, old, was, mbs_was, str(tmp_path), kill_at)
     events = dist.FileStore(str(tmp_path / "events"), -1)
-    events.wait([f"at{rank}" for rank in range(size)], timedelta(seconds=60))
+    events.wait([f"at{rank}" for rank in range(size)], timedelta(seconds=600))
     first.kill(range(size))
     assert [outcome.exitcode for outcome in first.join(20)] == [-9] * size
 

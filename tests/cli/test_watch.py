@@ -366,7 +366,7 @@ def delayed(rank: int, path: str, log: str) -> list[float]:
 
         object.__setattr__(recipe.sequence, "load", slow)
     layout = mf.Layout.parse("tp2-dp2")
-    with mf.Feed(recipe, layout, delivery="direct", timeout_s=60, metrics=RunLog(log)) as feed:
+    with mf.Feed(recipe, layout, delivery="direct", timeout_s=600, metrics=RunLog(log)) as feed:
         for step in itertools.islice(feed, NUM_STEPS):
             for _ in step.microbatches:
                 pass

@@ -58,7 +58,7 @@ def delayed(rank: int, path: str, delivery: str, log: str) -> Told:
         object.__setattr__(recipe.sequence, method, slowed(getattr(recipe.sequence, method), slept))
     layout = mf.Layout.parse("tp2-dp2")
     stats: list[dict[str, Any]] = []
-    with mf.Feed(recipe, layout, delivery=delivery, timeout_s=60, metrics=mf.metrics.RunLog(log)) as feed:
+    with mf.Feed(recipe, layout, delivery=delivery, timeout_s=600, metrics=mf.metrics.RunLog(log)) as feed:
         for step in itertools.islice(feed, STEPS):
             stats.append(step.stats)
             for _ in step.microbatches:

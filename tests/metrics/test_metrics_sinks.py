@@ -138,7 +138,7 @@ def test_a_log_that_cannot_be_begun_is_refused_before_training(corpus: str, tmp_
 
 
 def refused_on_one(rank: int, path: str, folders: list[str]) -> str:
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("dp2"), timeout_s=60, metrics=RunLog(folders[rank]))
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("dp2"), timeout_s=600, metrics=RunLog(folders[rank]))
     with pytest.raises(mf.MetricsError) as refused, feed:
         for _ in feed:  # the other rank may be a step or two ahead before it hears
             pass
@@ -338,7 +338,7 @@ def slow_puller(rank: int, folder: str) -> None:
             yield {"tokens": torch.arange(10 + number)}
 
     layout, packing = mf.Layout.parse("dp2"), mf.Packing(capacity=64)
-    with mf.Exchange(items(), layout, packing=packing, timeout_s=60, metrics=RunLog(folder)) as steps:
+    with mf.Exchange(items(), layout, packing=packing, timeout_s=600, metrics=RunLog(folder)) as steps:
         for step in steps:
             list(step.microbatches)
 

@@ -51,7 +51,7 @@ def train(rank: int, folder: str, layout: str, state: dict[str, Any] | None) -> 
 
         object.__setattr__(recipe.sequence, "load", slow)
     log = mf.metrics.RunLog(f"{folder}/run")
-    with mf.Feed(recipe, mf.Layout.parse(layout), delivery="share", timeout_s=60, metrics=log) as feed:
+    with mf.Feed(recipe, mf.Layout.parse(layout), delivery="share", timeout_s=600, metrics=log) as feed:
         if state is not None:
             feed.load_state_dict(state)
         for step in itertools.islice(feed, STEPS):

@@ -142,7 +142,9 @@ def every_delivery(rank: int, folder: str, layouts: list[mf.Layout]) -> list[str
             expected = simulated(recipe, layout, 10**6, rank, **options)
             collectives: dict[str, int] = {}
             for delivery in ("broadcast", "share"):
-                with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=60, **options) as feed:
+                with mf.Feed(
+                    recipe, layout, delivery=delivery, verify=True, timeout_s=600, **options
+                ) as feed:
                     got, collectives[delivery] = [], 0
                     for step in feed:
                         got += take([step])

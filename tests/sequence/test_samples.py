@@ -288,7 +288,7 @@ def every_delivery(rank: int) -> list[str]:
                 layout,
                 delivery=delivery,
                 verify=True,
-                timeout_s=60,
+                timeout_s=600,
                 pad_rows="packing" not in options,
                 **options,
             ) as feed:
@@ -312,7 +312,7 @@ def test_every_delivery_gives_the_bytes_of_simulate() -> None:
 
 def peers_of_a_failure(rank: int, delivery: str) -> tuple[str, str]:
     recipe = samples_recipe(Plain(8, lambda at: {"x": at.index / (at.index - 5)}), "x")
-    feed = mf.Feed(recipe, parse("tp2"), delivery=delivery, timeout_s=30)
+    feed = mf.Feed(recipe, parse("tp2"), delivery=delivery, timeout_s=600)
     with feed, pytest.raises(mf.MeshfeedError) as said:
         take(feed)
     return type(said.value).__name__, str(said.value)
