@@ -13,6 +13,7 @@ import os
 import re
 import select
 import socket
+import struct
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +25,8 @@ from corpus import recipe_of
 from observe import take
 
 RANKS, STEPS, NOBODY, MANY = 3, 4, 65_534, 20
-CASES = tuple(itertools.product(("garbage", "silence", "flood"), (NOBODY, 0)))
+CASES = (("impostor", NOBODY), *itertools.product(("garbage", "silence", "flood"), (NOBODY, 0)))
+SAYS = {"garbage": b"abc", "impostor": struct.pack("<q", 1)}  # an impostor says what rank 1 would
 LAYOUT = mf.Layout.parse("tp3")
 
 
@@ -49,9 +51,9 @@ def attack(orders: Connection, kind: str, user: int, names: list[str], ranks: li
         os.setgid(user)
         os.setuid(user)
     links = [_connected(names[-1]) for _ in range(MANY)]
-    for link in links if kind == "garbage" else ():
+    for link in links if kind in SAYS else ():
         with contextlib.suppress(OSError):
-            link.send(b"abc")
+            link.send(SAYS[kind])
     orders.send("under way")
     while kind == "flood" and not orders.poll():
         with contextlib.suppress(OSError):
