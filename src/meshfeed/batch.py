@@ -60,7 +60,7 @@ class Microbatch(Mapping[str, Any]):
         return f"Microbatch({self.index}, {len(self.draws)} sequences, {shapes})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Step:
     """One training step: its microbatches, and what is known of the whole global batch beforehand.
 
@@ -95,6 +95,12 @@ class Step:
     stats: dict[str, Any]
     plan: StepPlan
     microbatches: Iterator[Microbatch]
+
+    def __repr__(self) -> str:
+        return (
+            f"Step({self.index}, {self.num_microbatches} microbatches, {self.tokens} tokens of the global "
+            f"batch, {self.valid_tokens} bear loss)"
+        )
 
     def flops(self, shape: ModelShape, *, backward: bool = True) -> int:
         """FLOPs of a model on the step's real tokens, all ranks together; exact, from the plan alone."""

@@ -37,6 +37,7 @@ from meshfeed.sequence import Columns, Portion, SequenceRule
 from meshfeed.source import StepSource
 from meshfeed.state import State
 from meshfeed.stepping import Stepping
+from meshfeed.store import Mapped
 
 
 class Feed(StepSource[Delivery]):
@@ -191,6 +192,16 @@ class Feed(StepSource[Delivery]):
         state.check(self.recipe)
         self._stop()
         self._next_step, self._loaded = state.step, True
+
+    def __repr__(self) -> str:
+        return f"Feed({self.recipe!r}, {self._given_layout}, at step {self._step})"
+
+    @property
+    def _origin(self) -> str:
+        for store in self.recipe.sources:
+            if isinstance(store, Mapped):
+                return f"{store} has not given it; look at what the dataset does, or give it workers="
+        return super()._origin
 
     def _new_run(self, by_stage: StageMap | None) -> Run:
         # A state may be that of a job that is done. A loop after another would get nothing, silently.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -144,6 +144,11 @@ class Mixture:
         sources: Mapping[str, float | Store | tuple[Store, float]],
         by: Unit | Mapping[str, Unit],
     ) -> None:
+        if not isinstance(cast(object, sources), Mapping):  # a list of stores, say
+            raise RecipeError(
+                f"a mixture takes a dict, not a {type(sources).__name__}: each source has a name, as in "
+                f'mf.Mixture({{"code": (store, 0.7), "docs": (other, 0.3)}})'
+            )
         stores = dict(zip(self.names, self.stores))
         places = {name: place for place, name in enumerate(self.names)}
         amounts: list[Amount] = []

@@ -153,7 +153,10 @@ class Inline(Generic[T]):
     def join(self, timeout_s: float) -> bool:
         """Let the iterator end, as its peers expect; False where they have not let it in time."""
         ending = threading.Thread(target=self._exhaust, name="meshfeed-ending", daemon=True)
-        ending.start()
+        try:
+            ending.start()
+        except RuntimeError:  # the interpreter ends, and begins no thread
+            return False
         ending.join(timeout_s)
         return not ending.is_alive()
 

@@ -33,7 +33,7 @@ class Rule(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Batch:
     """How many sequences make a global batch.
 
@@ -55,6 +55,11 @@ class Batch:
             raise RecipeError(f"Batch(last={self.last!r}): choose one of {', '.join(get_args(Last))}")
         if not self.stages:
             object.__setattr__(self, "stages", ((0, self.sequences),))
+
+    def __repr__(self) -> str:
+        last = "" if self.last == "keep" else f", last={self.last!r}"
+        ramp = "".join(f".then({step}, {sequences})" for step, sequences in self.stages[1:])
+        return f"Batch(sequences={self.sequences}{last}){ramp}"
 
     def then(self, step: int, sequences: int) -> Batch:
         """The same with another size from a step on: `Batch(sequences=64).then(1000, 128)`."""
@@ -197,6 +202,14 @@ class Recipe:
         data = copy(self.data)
         data.stores = tuple(stores)
         return replace(self, data=data)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Recipe):
+            return self is other
+        return self.steps == other.steps and self.summary() == other.summary()
+
+    def __hash__(self) -> int:
+        return hash((self.seed, self.epochs, self.steps))  # cheap: no store is asked for its fingerprint
 
     def summary(self, until: int | None = None) -> dict[str, str]:
         """Part -> what it is, of all that decides the steps before `until` (None: all steps).

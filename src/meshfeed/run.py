@@ -80,6 +80,7 @@ class Run:
         compare: called before they are entered; raises where ranks must not begin together.
         recorder: told of all that the steps cost.
         views: names of the fields that each consumer does not want. Every one of them gets every step.
+        origin: what of a reader's own is late when its batch is, for the text of an error.
     """
 
     def __init__(
@@ -97,11 +98,12 @@ class Run:
         recorder: Recorder,
         views: Sequence[frozenset[str]],
         prefetch: int,
+        origin: str,
         timeout_s: float,
     ) -> None:
         self._compare_starts = compare
         self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
-        self._clock, self._timeout_s = clock, timeout_s
+        self._clock, self._origin, self._timeout_s = clock, origin, timeout_s
         self._recorder, self._num_ready = recorder, 0
         self._views = [_View(hidden, start, start) for hidden in views]
         items = self._told(items, start)
@@ -325,7 +327,7 @@ class Run:
             others = [peer for peer in role.peers if peer != role.rank]
             return PeerError(f"{waited}: it is read, but some of ranks {others} take none of theirs", others)
         if role.source is None or role.reads:
-            return DeliveryError(f"{waited}, and its own storage has not given it; look at the storage")
+            return DeliveryError(f"{waited}, and {self._origin}")
         return PeerError(f"{waited} from rank {role.source}, which is alive but sends nothing", [role.source])
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import abc
+import atexit
+import contextlib
+import functools
+import os
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Generic, Literal, Self, TypeVar, cast
+from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -14,7 +19,7 @@ from torch.utils.data import get_worker_info
 from meshfeed.batch import Step
 from meshfeed.deliver import Delivery, Meeting, Verifier, can_share, default_store
 from meshfeed.device import Placer, placer_of
-from meshfeed.errors import DeliveryError
+from meshfeed.errors import DeliveryError, StateError
 from meshfeed.launch import this_layout, this_rank
 from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, Sink, StageClock
@@ -66,6 +71,7 @@ class StepSource(abc.ABC, Generic[D]):
         self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False
         self._run: Run | None = None
+        self._at_exit = functools.partial(_close_at_exit, weakref.ref(self), os.getpid())
         self.stage_map = stage_map or StageMap(pp=1 if layout is None else layout.pp)
         self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
 
@@ -92,6 +98,11 @@ class StepSource(abc.ABC, Generic[D]):
     @abc.abstractmethod
     def _items(self, start: int, delivery: D, placer: Placer, clock: StageClock) -> Iterator[Item]:
         """The way of everything, up to the device, from a step on; on the producer's thread."""
+
+    @property
+    def _origin(self) -> str:
+        """Where a reader gets what it hands on, for the text of an error: what is late, and where to look."""
+        return "its own storage has not given it; look at the storage"
 
     @property
     def _compared(self) -> Sequence[str]:
@@ -168,6 +179,13 @@ class StepSource(abc.ABC, Generic[D]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(error)
 
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise StateError(
+            f"a {kind} cannot be pickled or copied: it has threads, files and peers of this process; make "
+            f"one in each process, and take its state_dict() along"
+        )
+
     def close(self) -> None:
         """Stop, let the peers go, close what is open. May be iterated again, from the first step that was
         not handed out whole.
@@ -178,6 +196,7 @@ class StepSource(abc.ABC, Generic[D]):
 
     def _close(self, during: BaseException | None) -> None:
         self._stop()
+        atexit.unregister(self._at_exit)
         self._entered = self._entered_by_loop = False
         self._recorder.close(during)
 
@@ -204,6 +223,9 @@ class StepSource(abc.ABC, Generic[D]):
         view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
         if self._run is None or not self._run.join(view, num_views):
             self._stop()
+            # A thread that is in torch when the interpreter ends aborts the process.
+            atexit.unregister(self._at_exit)
+            atexit.register(self._at_exit)
             self._run = self._new_run(None if virtual_stage is None else self.stage_map)
             self._run.join(view, num_views)
             self._run.start()
@@ -250,6 +272,7 @@ class StepSource(abc.ABC, Generic[D]):
             recorder=self._recorder,
             views=views_of(self._fields, by_stage, self.layout.coord(self.rank).pp),
             prefetch=self._depth,
+            origin=self._origin,
             timeout_s=self._timeout_s,
         )
 
@@ -267,3 +290,10 @@ class StepSource(abc.ABC, Generic[D]):
         """Whether this rank begins with others: it does not where it is left out, or nobody meets."""
         takes = self.role.reads or self.role.source is not None
         return takes if self._meets else loaded
+
+
+def _close_at_exit(source: weakref.ref[StepSource[Any]], process: int) -> None:
+    left = source()
+    if left is not None and process == os.getpid():  # a fork leaves it to its parent
+        with contextlib.suppress(Exception):
+            left.close()

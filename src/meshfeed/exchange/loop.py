@@ -174,6 +174,10 @@ class Exchange(StepSource[Ways]):
         return self._keys.fields
 
     @property
+    def _origin(self) -> str:
+        return "its own iterator has not given it; look at what the iterator waits for"
+
+    @property
     def _compared(self) -> Sequence[str]:
         return compared(self._keys)
 

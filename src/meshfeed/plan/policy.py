@@ -27,6 +27,9 @@ counts.
 step: ranks meet at the end of the step, so the largest sum over microbatches of a rank's loads counts."""
 
 
+_TOLERANCE = 0.015
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
     """How a step's sequences become packs.
@@ -54,7 +57,7 @@ class Packing:
     objective: Objective = "microbatch"
     microbatches: int | None = None
     cp_sizes: tuple[int, ...] | None = None
-    tolerance: float = 0.015
+    tolerance: float = _TOLERANCE
     quantum: int | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +74,11 @@ class Packing:
             raise PlanError(f"quantum={self.quantum}: at least 1, or None for what the pipeline takes")
         if not 0 <= self.tolerance < 1:
             raise PlanError(f"tolerance={self.tolerance}: a share from 0 to below 1")
+        if self.policy == "in_order" and self.tolerance != _TOLERANCE:
+            raise PlanError(
+                f"tolerance={self.tolerance} with policy='in_order', which balances nothing; leave it out, "
+                f"or choose 'balanced' or 'dynamic_cp'"
+            )
         if self.cp_sizes is not None and self.policy != "dynamic_cp":
             raise PlanError(
                 f"cp_sizes={self.cp_sizes} with policy={self.policy!r}: only dynamic_cp chooses sizes"

@@ -1,0 +1,153 @@
+"""What goes wrong on the first day is refused by an error that says what to write instead."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshfeed as mf
+from corpus import recipe_of, write_corpus
+from user_datasets import Fatal, never, samples_recipe
+
+STORE = mf.Lengths(np.full(64, 8))
+ROWS = mf.Recipe(data=mf.Mapped(Fatal(8, -1, never)), sequence=mf.Samples("x"), batch=mf.Batch(sequences=4))
+PACKED = mf.Recipe(data=STORE, sequence=mf.Documents(), batch=mf.Batch(sequences=4))
+PACKING = mf.Packing(capacity=16)
+
+
+class Squares(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "says"),
+    [
+        (
+            lambda: mf.Feed(Squares()),
+            mf.OptionError,
+            r"takes a mf\.Recipe, not a Squares; .*mf\.Mapped\(mf\.Same",
+        ),
+        (lambda: mf.Feed([1, 2]), mf.OptionError, r"not a list; .*mf\.Samples"),
+        (lambda: mf.Feed(STORE), mf.OptionError, r"not a \w+; of a store: mf\.Recipe\(data=store"),
+        (lambda: mf.Feed("corpus"), mf.OptionError, r"not a str"),
+        (lambda: mf.Feed(None), mf.OptionError, r"not a NoneType"),
+        (lambda: mf.Mixture([STORE]), mf.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),
+        (
+            lambda: mf.Feed(ROWS, micro_batch_size=0),
+            mf.OptionError,
+            "micro_batch_size=0: give a whole number, 1",
+        ),
+        (lambda: mf.Feed(ROWS, micro_batch_size=2.5), mf.OptionError, r"micro_batch_size=2\.5"),
+        (lambda: mf.Feed(ROWS, micro_batch_size="2"), mf.OptionError, "micro_batch_size='2'"),
+        (lambda: mf.Feed(ROWS, micro_batch_size=True), mf.OptionError, "micro_batch_size=True"),
+        (lambda: mf.Feed(ROWS, timeout_s=float("nan")), mf.OptionError, "timeout_s=nan: give seconds"),
+        (lambda: mf.Feed(ROWS, timeout_s=float("inf")), mf.OptionError, "timeout_s=inf"),
+        (lambda: mf.Feed(ROWS, timeout_s="9"), mf.OptionError, "timeout_s='9'"),
+        (
+            lambda: mf.Feed(PACKED, packing=PACKING, micro_batch_size=2),
+            mf.OptionError,
+            "micro_batch_size=2, .* with a packing, which makes the microbatches itself",
+        ),
+        (
+            lambda: mf.Feed(PACKED, packing=PACKING, pad_rows=True),
+            mf.OptionError,
+            "pad_rows=True with a packing",
+        ),
+        (
+            lambda: mf.Packing(capacity=16, policy="in_order", tolerance=0.1),
+            mf.PlanError,
+            r"tolerance=0\.1 with policy='in_order', which balances nothing",
+        ),
+        (
+            lambda: pickle.dumps(mf.Feed(ROWS)),
+            mf.StateError,
+            "a Feed cannot be pickled or copied: .*state_dict",
+        ),
+        (lambda: copy.deepcopy(mf.Feed(ROWS)), mf.StateError, "make one in each process"),
+    ],
+)
+def test_a_first_mistake_is_told_what_to_write(
+    make: Callable[[], Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        make()
+
+
+def test_an_open_feed_is_not_pickled() -> None:
+    with mf.Feed(PACKED, packing=PACKING) as feed:
+        next(iter(feed))
+        with pytest.raises(mf.StateError, match="cannot be pickled"):
+            pickle.dumps(feed)
+
+
+def test_a_batch_that_changes_at_a_resume_is_told_of_then(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c")
+    state = mf.State(recipe=recipe_of(tmp_path / "c", sequences=16).summary(until=5), step=5).to_json()
+    with pytest.raises(
+        mf.StateError, match=r"(?s)saved 'sequences=16', now 'sequences=32'.*Batch.*\.then\(step"
+    ):
+        mf.Feed(recipe_of(tmp_path / "c", sequences=32)).load_state_dict(state)
+
+
+def test_an_option_error_is_one_class_for_all() -> None:
+    """Those who caught what was raised before still catch it."""
+    assert issubclass(mf.OptionError, mf.RecipeError) and issubclass(mf.OptionError, mf.StoreError)
+
+
+GO_ON = threading.Event()
+
+
+def waiting() -> Any:
+    GO_ON.wait(60)
+
+
+def test_a_dataset_that_hangs_is_not_called_storage() -> None:
+    """The run waits as long as it is to; then it names who is late."""
+    recipe = samples_recipe(Fatal(8, 0, never), "x", workers=1, timeout_s=60)
+    with mf.Feed(recipe, timeout_s=0.2) as feed, pytest.raises(mf.DeliveryError) as late:
+        for step in feed:
+            list(step.microbatches)
+    assert "Mapped(Fatal, 8 items) has not given it; look at what the dataset does" in str(late.value)
+    given = (each for each in iter(waiting, None))
+    with mf.Exchange(given, packing=PACKING, prefetch=1, timeout_s=0.2) as exchange:
+        with pytest.raises(mf.DeliveryError, match="its own iterator has not given it"):
+            next(iter(exchange))
+        GO_ON.set()
+
+
+# -- what they look like ---------------------------------------------------------------------------
+
+
+def test_recipes_feeds_and_steps_say_what_they_are(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c")
+    recipe = recipe_of(tmp_path / "c", epochs=1)
+    assert "Windows(length=64" in repr(recipe) and "batch=Batch(sequences=16), seed=5, epochs=1" in repr(
+        recipe
+    )
+    ramp = mf.Batch(sequences=4, last="drop").then(9, 8)
+    assert repr(ramp) == "Batch(sequences=4, last='drop').then(9, 8)"
+    with mf.Feed(recipe) as feed:
+        assert repr(feed) == f"Feed({recipe!r}, None, at step 0)"
+        step = next(iter(feed))
+        assert repr(step) == "Step(0, 16 microbatches, 1024 tokens of the global batch, 1024 bear loss)"
+
+
+def test_equal_recipes_are_equal(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "c")
+    one, same, seeded = (recipe_of(tmp_path / "c", seed=seed, steps=9) for seed in (5, 5, 6))
+    assert one == same and hash(one) == hash(same) and one != seeded
+    assert one != recipe_of(tmp_path / "c", steps=10) and one != "a recipe"
+    assert len({one, same, seeded}) == 2
+    assert [step.index for step in mf.Feed(same)] == [step.index for step in mf.Feed(one)] == list(range(9))
