@@ -1,0 +1,54 @@
+"""An interpreter that ends while a feed is open ends cleanly: nobody has to close it after `break`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from corpus import write_corpus
+
+# Forks, since an import of torch costs seconds: each child ends as a script does, through the interpreter's end.
+SCRIPT = """
+import os, resource, sys
+import torch
+import torch.distributed as dist
+import meshfeed as mf
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+path, folder, delivery, count = *sys.argv[1:4], int(sys.argv[4])
+size, codes, rank = 1 if delivery == "direct" else 2, [], None
+for attempt in range(count):
+    children = []
+    for each in range(size):
+        child = os.fork()
+        if not child:
+            rank = each
+            break
+        children.append(child)
+    if rank is not None:
+        break
+    codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+if rank is None:
+    print(*codes)
+    sys.exit()
+torch.set_num_threads(1)
+store = None if size == 1 else dist.FileStore(f"{folder}/{attempt}", size)
+recipe = mf.Recipe(data=mf.open(path), sequence=mf.Windows(4096), batch=mf.Batch(sequences=16), seed=attempt)
+feed = mf.Feed(recipe, mf.Layout(tp=size), rank, delivery=delivery, rendezvous=store, prefetch=4, timeout_s=60)
+for step in feed:
+    list(step.microbatches)
+    if step.index == attempt % 3:
+        break
+"""
+
+
+@pytest.mark.parametrize(("delivery", "count"), [("direct", 6), ("share", 2), ("broadcast", 2)])
+def test_a_dropped_feed_ends_cleanly(tmp_path: Path, delivery: str, count: int) -> None:
+    write_corpus(tmp_path / "c", num_tokens=2_000_000)
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "c"), str(tmp_path), delivery, str(count)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["0"] * (count if delivery == "direct" else 2 * count)
