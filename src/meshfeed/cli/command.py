@@ -11,13 +11,15 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 from rich.console import Console as RichConsole
+from rich.console import ConsoleOptions, RenderableType
 from rich.progress import Progress
+from rich.segment import Segment
 from rich.table import Table as RichTable
 
 from meshfeed.errors import MeshfeedError
@@ -25,6 +27,24 @@ from meshfeed.errors import MeshfeedError
 OK, WRONG, FAILED, INTERRUPTED = 0, 1, 2, 130
 
 _PIPE_WIDTH = 240  # a table takes what it needs of it, and nothing is cut
+
+
+_COMMANDS = [code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
+_TURNS = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_HIDDEN = {code: f"\\x{code:02x}" for code in _COMMANDS} | {code: f"\\u{code:04x}" for code in _TURNS}
+
+
+def visible(text: str) -> str:
+    """Text as a terminal may show it: what would command it, or turn around how text runs, is spelled out.
+
+    Documents, names of files and messages of a store are foreign text. Tabs and ends of lines stay.
+    """
+    return text.translate(_HIDDEN)
+
+
+def say(text: str, file: IO[str] | None = None) -> None:
+    """A line to stdout, or to `file`, with nothing hidden in it."""
+    print(visible(text), file=file or sys.stdout)
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,16 +61,25 @@ class Parser(argparse.ArgumentParser):
         if " required: " in message:
             missing = message.rpartition(": ")[2].split(", ")
             message = "; ".join([message, *(self.hints[name] for name in missing if name in self.hints)])
-        self.exit(FAILED, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(FAILED, visible(f"{self.prog}: {message}; see {self.prog} --help\n"))
 
 
 class Console(RichConsole):
-    """A console that lets `main` see a broken pipe, and that does not cut off what goes to a file."""
+    """A console that lets `main` see a broken pipe, cuts nothing off in a file, and hides nothing.
+
+    See `visible`: every text that it prints goes through it, in tables too.
+    """
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False)
         if not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = _PIPE_WIDTH
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See rich."""
+        for segment in super().render(renderable, options):
+            shown = segment.text if segment.control else visible(segment.text)
+            yield segment if shown == segment.text else Segment(shown, segment.style)
 
     def on_broken_pipe(self) -> None:
         """Leave it to `main`; rich itself would end the process with a status of 1."""
@@ -65,7 +94,12 @@ class Table(RichTable):
 
     def add_column(self, *header: Any, **how: Any) -> None:
         """See rich."""
-        super().add_column(*header, **{"overflow": "fold"} | how)
+        texts = [visible(each) if isinstance(each, str) else each for each in header]
+        super().add_column(*texts, **{"overflow": "fold"} | how)
+
+    def add_row(self, *cells: Any, **how: Any) -> None:
+        """See rich; hidden characters are spelled out before widths are measured."""
+        super().add_row(*(visible(each) if isinstance(each, str) else each for each in cells), **how)
 
 
 def add_command(
@@ -224,4 +258,4 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise MeshfeedError(f"{path}: {error.strerror or error}; choose another file to write") from error
-    print(f"wrote {path}", file=sys.stderr)
+    say(f"wrote {path}", sys.stderr)

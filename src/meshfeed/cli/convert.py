@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import Any
 
-from meshfeed.cli.command import OK, add_command, print_json, show_progress, whole
+from meshfeed.cli.command import OK, add_command, print_json, say, show_progress, whole
 from meshfeed.cli.recipes import add_storage_options, storage_options
 from meshfeed.prepare.convert import Conversion
 from meshfeed.prepare.convert_write import SINKS
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         return OK
     counts = ", ".join(counted(facts[f"num_{what}s"], what) for what in ("document", "token"))
     dropped = f"; dropped {', '.join(args.drop)}" if args.drop else ""
-    print(
+    say(
         f"{facts['destination']} ({facts['format']}): {counts}, {facts['size_bytes']:,} bytes in "
         f"{facts['elapsed_s']} s; columns {', '.join(facts['columns'])}{dropped}"
     )

@@ -20,6 +20,7 @@ from meshfeed.cli.command import (
     add_command,
     print_facts,
     print_json,
+    say,
     show_progress,
     shown,
     whole,
@@ -161,7 +162,7 @@ def _ended(args: argparse.Namespace, facts: dict[str, Any], broken: str | None) 
         print_json(facts)
     elif broken:
         sys.stdout.flush()
-        print(f"broken: {broken}", file=sys.stderr)
+        say(f"broken: {broken}", sys.stderr)
     elif args.verify:
         print("verified: every entry is sound")
     return WRONG if broken else OK

@@ -27,7 +27,7 @@ from meshfeed.cli import (
     trace,
     watch,
 )
-from meshfeed.cli.command import FAILED, INTERRUPTED, OK, Parser
+from meshfeed.cli.command import FAILED, INTERRUPTED, OK, Parser, say
 from meshfeed.errors import MeshfeedError
 
 _COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, bench, doctor, watch, report, completion)
@@ -99,7 +99,7 @@ def _suggest(parser: Parser, words: Sequence[str]) -> None:
 def _tell(what: str, error: BaseException) -> None:
     """An error, and what was noted on its way: a line each, on stderr."""
     for line in (what, *getattr(error, "__notes__", ())):
-        print(f"meshfeed: {line}", file=sys.stderr)
+        say(f"meshfeed: {line}", sys.stderr)
 
 
 def _mend_streams() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from meshfeed.cli.command import OK, Console, add_command, print_json, whole
+from meshfeed.cli.command import OK, Console, add_command, print_json, say, whole
 from meshfeed.errors import PrepareError
 from meshfeed.prepare import (
     Chats,
@@ -226,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
     for name, store in made.manifest["stores"].items():
         if not store["num_documents"]:
             where = _place(made, name)
-            print(f"meshfeed: {where}: has no document; no Feed can read it", file=sys.stderr)
+            say(f"meshfeed: {where}: has no document; no Feed can read it", sys.stderr)
     return OK
 
 
@@ -236,7 +236,7 @@ def _tell_passed_over(passed_over: Mapping[str, int]) -> None:
     kinds += ["..."] if len(most) < len(passed_over) else []
     total = counted(sum(passed_over.values()), "file")
     told = f"{total} of other suffixes not read ({', '.join(kinds)}); --glob chooses by name"
-    print(f"meshfeed: {told}", file=sys.stderr)
+    say(f"meshfeed: {told}", sys.stderr)
 
 
 def _place(made: Prepared, name: str) -> str:
@@ -325,10 +325,10 @@ def _print(made: Prepared) -> None:
     manifest = made.manifest
     for name, store in manifest["stores"].items():
         counts = f"{counted(store['num_documents'], 'document')}, {counted(store['num_tokens'], 'token')}"
-        print(f"{_place(made, name)}: {counts} ({store['dtype']})")
+        say(f"{_place(made, name)}: {counts} ({store['dtype']})")
     if manifest["num_duplicates"]:
-        print(f"{counted(manifest['num_duplicates'], 'repeated document')} left out")
+        say(f"{counted(manifest['num_duplicates'], 'repeated document')} left out")
     if manifest["num_malformed"]:
         left = counted(manifest["num_malformed"], "malformed document")
         files = counted(manifest.get("num_malformed_inputs", 0), "file")
-        print(f"{left} in {files} left out; see {made.path}/{ERRORS}")
+        say(f"{left} in {files} left out; see {made.path}/{ERRORS}")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from meshfeed.cli.command import OK, add_command, print_json, write_text
+from meshfeed.cli.command import OK, add_command, print_json, say, write_text
 from meshfeed.metrics import read_run
 from meshfeed.report.history.page import page
 from meshfeed.report.history.summary import summary_of
@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"out": args.out, **summary})
     else:
-        print(summary["says"])
+        say(summary["says"])
         if (outside := summary["outside"]) is not None:
             longest, median = (seconds_text(outside[name]) for name in ("busy_s", "median_s"))
-            print(f"Longest outside the loader: step {outside['step']:,}, {longest}; the median is {median}.")
+            say(f"Longest outside the loader: step {outside['step']:,}, {longest}; the median is {median}.")
     return OK
