@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from meshfeed.cli.main import main
 from meshfeed.errors import AccessError, MeshfeedError, StoreError
 from meshfeed.files import Cache, Folder, link
 from meshfeed.files.cached import CachedFile
+from meshfeed.files.url import without_secrets
+from meshfeed.prepare import Text, encode_part, prepare
 from services.faults import Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx
@@ -48,6 +50,15 @@ def texts_in(folder: Path) -> str:
     )
 
 
+class Here:
+    """Encodes in this process."""
+
+    def encode(self, folder: Path, parts: Sequence[int]) -> Iterator[int]:
+        for part in parts:
+            encode_part(folder, part)
+            yield part
+
+
 def trained(recipe: mf.Recipe) -> None:
     with mf.Feed(recipe, mf.Layout.parse("dp1"), 0) as feed:
         for step in feed:
@@ -62,6 +73,27 @@ def test_user_and_password_of_a_url_are_used(server: Nginx, tmp_path: Path) -> N
         assert store.path == f"{server.url}/c"
     with pytest.raises(AccessError):
         mf.open(f"{with_user(server.url, 'wrong')}/c", cache=tmp_path / "cache")
+
+
+def test_a_manifest_names_its_inputs_without_passwords(tmp_path: Path) -> None:
+    needs("nginx")
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "d.jsonl").write_text('{"text": "abc"}\n{"text": "de"}\n')
+    (tmp_path / "users").write_text(f"user:{{PLAIN}}{SECRET}\n")
+    further = f"auth_basic here; auth_basic_user_file {tmp_path / 'users'};"
+    with Nginx(tmp_path / "served", further) as nginx:
+        prepare([f"{with_user(nginx.url)}/d.jsonl"], tmp_path / "out", Text(tokenizer="bytes"), engine=Here())
+        told = texts_in(tmp_path / "out")
+    assert f"{nginx.url}/d.jsonl" in told
+    assert not [secret for secret in SHOWN if secret in told]
+
+
+def test_azures_containers_are_no_secrets() -> None:
+    assert (
+        without_secrets("abfss://corpus@lake.dfs.core.windows.net/c")
+        == "abfss://corpus@lake.dfs.core.windows.net/c"
+    )
+    assert without_secrets("http://me:hush@host/c?key=hush") == "http://host/c"
 
 
 def test_no_output_of_a_failing_run_shows_a_password(

@@ -30,12 +30,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
     with mf.IndexedWriter(folder / "plain", np.uint16, checksum_bytes=None) as writer:
         for tokens in TOKENS:
             writer.add_document(tokens)
-    (folder / "docs.jsonl").write_text("".join(f'{{"tokens": {tokens}}}\n' for tokens in TOKENS))
+    for name in ("docs.jsonl", "errors.jsonl"):
+        (folder / name).write_text("".join(f'{{"tokens": {tokens}}}\n' for tokens in TOKENS))
     with Nginx(folder, "try_files $uri =403;") as nginx:
         yield nginx
 
 
-@pytest.mark.parametrize("name", ["mds", "dataset", "plain", "plain.idx", "docs.jsonl", "mds/"])
+@pytest.mark.parametrize(
+    "name", ["mds", "dataset", "plain", "plain.idx", "docs.jsonl", "errors.jsonl", "mds/"]
+)
 def test_a_store_is_found_where_missing_objects_are_forbidden(
     served: Nginx, tmp_path: Path, name: str
 ) -> None:

@@ -97,8 +97,10 @@ def parent(url: str) -> tuple[str, str]:
 
 
 def without_secrets(url: str) -> str:
-    """A URL as messages may show it: without user, password and query."""
+    """A URL as messages may show it: without user, password and query. Azure's container@account stays."""
     if _SCHEME.match(url) is None:
         return url
     parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+    named, at, host = parts.netloc.rpartition("@")
+    container = f"{named}{at}" if parts.scheme in ("abfs", "abfss") and ":" not in named else ""
+    return urlunsplit(parts._replace(netloc=f"{container}{host}", query=""))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import ByteFile, Folder, LocalFile, typed_errors
-from meshfeed.files.url import is_http, is_remote, join, local_path, parent
+from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
 from meshfeed.store.parquet import extent_of, name_in, parquet_of
 from meshfeed.store.prepared import documents_in
 
@@ -92,10 +92,13 @@ def find_inputs(
     for each in found:
         if by_name and kind is None and each.kind == "text" and each.url.endswith(".json"):
             raise PrepareError(
-                f"{each.url}: JSON lines, or one document as it stands? Say kind= (--format) jsonl or text"
+                f"{without_secrets(each.url)}: JSON lines, or one document as it stands? Say kind= "
+                f"(--format) jsonl or text"
             )
         if each.url in seen:
-            raise PrepareError(f"{each.url}: given twice; every document would be in it twice")
+            raise PrepareError(
+                f"{without_secrets(each.url)}: given twice; every document would be in it twice"
+            )
         seen.add(each.url)
     return Found(tuple(found), passed_over)
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import ChangedError, PrepareError
 from meshfeed.files import typed_errors
+from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoders import Encoder, columns_of, encoder_of
 from meshfeed.prepare.inputs import Input, facts_of
 from meshfeed.prepare.part import write_array
@@ -60,8 +61,10 @@ class Request:
         return self.dedup or self.validation > 0
 
     def told(self) -> dict[str, Any]:
-        """As JSON-able values."""
+        """As JSON-able values, without passwords: a manifest tells of it."""
         told = {"version": VERSION} | json.loads(json.dumps(asdict(self)))
+        for each in told["inputs"]:
+            each["url"] = without_secrets(each["url"])
         if self.encodings == UTF8:  # as jobs and outputs say that are older than the choice
             del told["encodings"]
         return told
@@ -131,7 +134,8 @@ class Job:
                 stream.flush()
                 os.fsync(stream.fileno())
             partial.replace(self.folder / "spans.npy")
-        told = self.request.told() | asdict(self.limits)
+        inputs = {"inputs": [asdict(each) for each in self.request.inputs]}  # workers need the passwords
+        told = self.request.told() | inputs | asdict(self.limits)
         write_json(self.folder / "job.json", told)
 
     def refuse_changed(self) -> None:
@@ -139,8 +143,8 @@ class Job:
         for each in self.request.inputs:
             if facts_of(each.url) != (each.size_bytes, each.modified_ns):
                 raise ChangedError(
-                    f"{each.url}: was changed while it was prepared; restore the old one and rerun with "
-                    f"--resume, or start over with --overwrite"
+                    f"{without_secrets(each.url)}: was changed while it was prepared; restore the old one "
+                    f"and rerun with --resume, or start over with --overwrite"
                 )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files import typed_errors
+from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoders import Encoder, hash_of
 from meshfeed.prepare.job import Job, job_in
 from meshfeed.prepare.part import Block, Malformed, PartFacts, PartWriter, part_path
@@ -157,11 +158,12 @@ def _place(job: Job, each: Malformed) -> str:
     """File, and line or row, as a message names them."""
     _, i, begin, _ = job.spans[each.span].tolist()
     where = job.request.inputs[i]
+    shown = without_secrets(where.url)
     if where.kind == "text":
-        return where.url
+        return shown
     if where.kind == "parquet":
-        return f"{where.url}: row {begin + each.number}"
+        return f"{shown}: row {begin + each.number}"
     if where.codec is not None:
-        return f"{where.url}: line {1 + each.number}"
+        return f"{shown}: line {1 + each.number}"
     with where.file() as file:
         return place_of(file, each.byte)

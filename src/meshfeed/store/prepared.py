@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshfeed.errors import AccessError
 from meshfeed.files import Folder
 
 FORMAT = "meshfeed prepare"
@@ -31,7 +32,12 @@ def documents_in(folder: Folder, names: Sequence[str]) -> list[str]:
 
 def is_report(folder: Folder, name: str) -> bool:
     """Whether a file of a folder lists what `prepare` left out. Raises StoreError."""
-    return name == ERRORS and folder.holds(MANIFEST) and _is_output(folder, name, {MANIFEST})
+    if name != ERRORS:
+        return False
+    try:
+        return folder.holds(MANIFEST) and _is_output(folder, name, {MANIFEST})
+    except AccessError:  # what a bucket that may not be listed says of a missing object
+        return False
 
 
 def _is_output(folder: Folder, report: str, there: set[str]) -> bool:
