@@ -71,7 +71,7 @@ def far_section(far: Far) -> str:
     rows: list[str] = []
     for name in far.runs:
         fetched = far.fetched_bytes.get(name)
-        bar = f'<i class="time" style="width:{far.step_s(name) / longest * 200:.0f}px"></i>'
+        bar = f'<i class="time" style="width:{far.step_s(name) / longest * 100:.0f}px"></i>'
         cells = (
             _TOLD[name],
             "-" if fetched is None else f"{fetched / 1024:,.0f} KiB",
@@ -84,7 +84,7 @@ def far_section(far: Far) -> str:
     return (
         f'<div class="panel">{_chart(far)}</div>'
         "<table><thead><tr><th>run</th><th>fetched</th><th>per byte used</th><th>late requests</th>"
-        "<th>time of a step</th><th>of it waited, after warm-up</th></tr></thead>"
+        "<th>time of a step</th><th>waited, after warm-up</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
 

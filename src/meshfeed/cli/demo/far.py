@@ -16,7 +16,7 @@ from meshfeed.report.compare import Run
 from meshfeed.report.far import Far
 
 LAYOUT = "tp2"
-STEPS = {"near": 10, "far": 75, "broadcast": 75}  # some 230 requests: the 20th, 120th and 220th are late
+STEPS = {"near": 10, "far": 50, "broadcast": 50}  # some 160 requests: the 20th and the 120th are late
 HEADROOM = 1.2
 _OPTIONS = {"window": 128, "sequences": 48, "micro-batch-size": 12, "shuffle": "blocks"}
 _TOKEN_BYTES = 2
