@@ -7,6 +7,7 @@ children, where they would hide the death of this rank from its peers.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 import stat
@@ -19,7 +20,6 @@ import numpy.typing as npt
 from meshfeed.deliver.forks import Private
 
 _HERE = Path("/proc/self/fd")
-_END_BYTES = 18  # port, and an address of IPv4 or IPv6
 
 
 class Links:
@@ -28,25 +28,25 @@ class Links:
     def __init__(self) -> None:
         self._private = Private()
         self._before = set(_inheritable_sockets())
-        self._links: dict[int, tuple[int, bytes, bytes]] = {}  # descriptor -> file, this end, the other
-        self._member_at: dict[bytes, int] = {}
+        self._links: dict[int, tuple[int, int, int]] = {}  # descriptor -> file, this end, the other
+        self._member_at: dict[int, int] = {}
 
-    def found(self, num_members: int) -> npt.NDArray[np.uint8]:
-        """This end of each connection, for the other members; uint8 [num_members x 18]."""
-        ends = np.zeros((num_members, _END_BYTES), np.uint8)
+    def found(self, num_members: int) -> npt.NDArray[np.int64]:
+        """This end of each connection, for the other members: digests, int64 [num_members], then 0."""
+        ends = np.zeros(num_members, np.int64)
         for descriptor, file in _inheritable_sockets() - self._before:
             self._private.add(descriptor)
             if (both := _ends_of(descriptor)) is not None:
                 self._links[descriptor] = (file, *both)
-        for row, (_, here, _) in zip(ends, self._links.values()):
-            row[:] = np.frombuffer(here, np.uint8)
-        return ends.reshape(-1)
+        here = sorted({here for _, here, _ in self._links.values()})[:num_members]
+        ends[: len(here)] = here
+        return ends
 
-    def identify(self, ends: npt.NDArray[np.uint8]) -> None:
-        """Learn who is at the other end of each. ends: what each member `found`; uint8 [n, n x 18]."""
-        for member, row in enumerate(ends):
-            for end in row.reshape(-1, _END_BYTES):
-                self._member_at[end.tobytes()] = member
+    def identify(self, ends: npt.NDArray[np.int64]) -> None:
+        """Learn who is at the other end of each. ends: what each member `found`; int64 [n, n]."""
+        theirs = [there for _, _, there in self._links.values()]
+        for member, place in np.argwhere(np.isin(ends, theirs)).tolist():
+            self._member_at[int(ends[member, place])] = member
 
     def lost(self) -> list[int]:
         """Members whose connections are closed."""
@@ -69,20 +69,21 @@ def _inheritable_sockets() -> set[tuple[int, int]]:
     return found
 
 
-def _ends_of(descriptor: int) -> tuple[bytes, bytes] | None:
-    """Both ends of a TCP connection as bytes; None for any other socket, such as one that listens."""
+def _ends_of(descriptor: int) -> tuple[int, int] | None:
+    """Digests of both ends of a TCP connection; None for any other socket, such as one that listens."""
     try:
         with _borrowed(descriptor) as link:
             if link.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
-            return _end(link.family, link.getsockname()), _end(link.family, link.getpeername())
+            return _digest(link.family, link.getsockname()), _digest(link.family, link.getpeername())
     except OSError:
         return None
 
 
-def _end(family: int, name: tuple[str, int]) -> bytes:
+def _digest(family: int, name: tuple[str, int]) -> int:
     address = socket.inet_pton(family, name[0].partition("%")[0])
-    return (name[1].to_bytes(2, "big") + address).ljust(_END_BYTES, b"\0")
+    digest = hashlib.blake2b(name[1].to_bytes(2, "big") + address, digest_size=8)
+    return int.from_bytes(digest.digest(), "big", signed=True)
 
 
 def _is_over(descriptor: int, file: int) -> bool:
