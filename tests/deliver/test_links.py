@@ -15,6 +15,7 @@ import pytest
 
 from meshfeed.deliver.forks import Private
 from meshfeed.deliver.links import Links
+from services.needs import missing_thing
 
 
 def in_a_fork(function: Callable[[], Any]) -> Any:
@@ -95,12 +96,10 @@ def connected(family: int, address: str) -> tuple[socket.socket, socket.socket, 
 @pytest.mark.parametrize("family, address", [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
 def test_a_closed_connection_names_the_member_at_its_other_end(family: int, address: str) -> None:
     """Three members in one process; each finds the ends that lie here, as three processes would find theirs."""
-    if family == socket.AF_INET6 and not socket.has_ipv6:
-        pytest.skip("no IPv6")
     try:
         socket.create_server((address, 0), family=family).close()
     except OSError as without:
-        pytest.skip(f"no {address} here: {without}")
+        missing_thing(f"no {address} here: {without} (enable IPv6 on the loopback)")
     kept = socket.create_server(("127.0.0.1", 0))
     kept.set_inheritable(True)  # there before: nobody's business
     links = Links()
