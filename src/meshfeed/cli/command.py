@@ -121,7 +121,7 @@ def add_command(
     told = [f"  {line.strip()}" for line in examples.strip().splitlines()]
     parts = ["examples:", *told, "", "exit status:", "  0  done"]
     parts += [f"  1  {wrong}"] if wrong else []
-    parts += ["  2  asked wrongly, or failed; stderr says why and stdout has no answer", "  130  interrupted"]
+    parts += ["  2  usage error or failure; stderr says why and stdout has no answer", "  130  interrupted"]
     if keys is not None:
         width = max(map(len, keys)) + 2
         parts += ["", "keys of --json:", *(f"  {key:{width}}{what}" for key, what in keys.items())]
@@ -151,7 +151,9 @@ def whole(least: int) -> Callable[[str], int]:
         try:
             number = int(text)
         except ValueError as bad:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number; write one from {least}") from bad
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number; write one from {least}"
+            ) from bad
         if number < least:
             raise argparse.ArgumentTypeError(f"{number}: write a whole number from {least}")
         return number
@@ -164,7 +166,7 @@ def positive(text: str) -> float:
     try:
         number = float(text)
     except ValueError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from bad
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from bad
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: write a number above 0")
     return number

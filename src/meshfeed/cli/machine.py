@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +100,8 @@ def _chosen(layout: mf.Layout) -> Finding:
 
 
 def _descriptors() -> Finding:
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     says = f"limit {soft} (hard {hard}); a feed keeps some 10 and half of the limit for files of stores"
     if soft < _FEW_DESCRIPTORS:
@@ -132,6 +133,8 @@ def _shared_memory() -> Finding:
 
 
 def _device() -> Finding:
+    import resource
+
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
     if not torch.cuda.is_available():

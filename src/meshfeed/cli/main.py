@@ -39,7 +39,7 @@ _EPILOG = """meshfeed COMMAND --help shows options, examples, exit statuses and 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 0 done, 1 something is wrong with what it looked at,
-    2 asked wrongly or failed, 130 interrupted."""
+    2 usage error or failure, 130 interrupted."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         _mend_streams()

@@ -90,17 +90,19 @@ def _add_tokens(parser: argparse.ArgumentParser) -> None:
         "--train-bpe",
         type=whole(1),
         metavar="SIZE",
-        help="train a byte-level BPE with so many tokens on the input",
+        help="train a byte-level BPE of SIZE tokens on the input",
     )
-    how.add_argument("--eod", action="store_true", help="end each document with the tokenizer's own end")
+    how.add_argument("--eod", action="store_true", help="end each document with the tokenizer's EOS token")
     how.add_argument("--eod-token", metavar="TOKEN", help="end each document with this token, or its number")
-    how.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="of the tokens")
+    how.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="dtype of the tokens")
     how.add_argument(
         "--chat",
         action="store_true",
-        help="of conversations: tokens and a loss mask, by the tokenizer's chat template",
+        help="read conversations: write tokens and a loss mask, by the tokenizer's chat template",
     )
-    how.add_argument("--chat-template", metavar="FILE", help="to take instead of the tokenizer's own")
+    how.add_argument(
+        "--chat-template", metavar="FILE", help="a chat template to use instead of the tokenizer's own"
+    )
     how.add_argument(
         "--train-on",
         choices=("assistant", "last"),
@@ -110,7 +112,7 @@ def _add_tokens(parser: argparse.ArgumentParser) -> None:
         "--chat-date",
         type=_date,
         metavar="DATE",
-        help="that a template which asks for today's is told, such as 2025-06-01",
+        help="the date for templates that print today's, such as 2025-06-01",
     )
 
 
@@ -162,9 +164,14 @@ def _add_documents(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     run_ = parser.add_argument_group("the run")
-    cores = len(os.sched_getaffinity(0))
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     run_.add_argument(
-        "--workers", type=whole(1), default=cores, metavar="N", help=f"that encode at once ({cores} here)"
+        "--workers",
+        type=whole(1),
+        default=cores,
+        metavar="N",
+        help=f"parallel workers (here {cores})",
     )
     run_.add_argument(
         "--engine", choices=("local", "ray", "slurm"), default="local", help="who encodes (local)"
@@ -177,7 +184,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     run_.add_argument(
         "--sbatch", metavar="OPTIONS", help="of Slurm, in one word, such as --sbatch='--partition=cpu'"
     )
-    run_.add_argument("--resume", action="store_true", help="go on with what an earlier run has left, if any")
+    run_.add_argument("--resume", action="store_true", help="continue an earlier run, if there is one")
     run_.add_argument(
         "--overwrite",
         action="store_true",
@@ -247,7 +254,7 @@ def _date(text: str) -> datetime.date:
     try:
         return datetime.date.fromisoformat(text)
     except ValueError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r} is no date; write one such as 2025-06-01") from bad
+        raise argparse.ArgumentTypeError(f"{text!r} is not a date; write one such as 2025-06-01") from bad
 
 
 def _encoding(args: argparse.Namespace) -> Encoding:
@@ -279,9 +286,9 @@ def _encoding(args: argparse.Namespace) -> Encoding:
 
 def _engine(args: argparse.Namespace) -> Engine:
     if args.ray_address is not None and args.engine != "ray":
-        raise PrepareError(f"--ray-address {args.ray_address}: says nothing without --engine ray")
+        raise PrepareError(f"--ray-address {args.ray_address}: has no effect without --engine ray")
     if args.sbatch is not None and args.engine != "slurm":
-        raise PrepareError(f"--sbatch {args.sbatch}: says nothing without --engine slurm")
+        raise PrepareError(f"--sbatch {args.sbatch}: has no effect without --engine slurm")
     if args.engine == "ray":
         return OnRay(args.workers, args.ray_address)
     if args.engine == "slurm":

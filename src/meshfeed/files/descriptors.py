@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import threading
 import weakref
 from collections import OrderedDict
@@ -139,6 +138,10 @@ class _Ring:
 
 def most_open() -> int:
     """Half of the descriptors that this process may have now."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return 128
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 62 if soft == resource.RLIM_INFINITY else max(soft // 2, 1)
 
