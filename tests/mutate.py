@@ -128,8 +128,8 @@ class Mutated(SourceFileLoader):
         return compile(self.code, self.path, "exec", dont_inherit=True)
 
 
-def survives(mutant: Mutant, code: str, tests: list[str], timeout_s: float) -> bool:
-    """Whether all tests pass with it. One that hangs is noticed."""
+def outcome_of(mutant: Mutant, code: str, tests: list[str], timeout_s: float) -> str:
+    """What the tests say of it: it survives if all pass; a timeout counts as noticed, and is told."""
     child = os.fork()
     if not child:
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -144,11 +144,11 @@ def survives(mutant: Mutant, code: str, tests: list[str], timeout_s: float) -> b
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status) == 0
+            return "killed" if os.waitstatus_to_exitcode(status) else "SURVIVED"
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return False
+            return "timeout"
         time.sleep(0.05)
 
 
@@ -186,9 +186,9 @@ def main() -> None:
             if code is None:
                 continue
             tried += 1
-            alive = survives(mutant, code, tests, asked.timeout)
-            killed += not alive
-            print(f"{'SURVIVED' if alive else 'killed  '} {tried:3} {mutant}", flush=True)
+            outcome = outcome_of(mutant, code, tests, asked.timeout)
+            killed += outcome != "SURVIVED"
+            print(f"{outcome:8} {tried:3} {mutant}", flush=True)
         print(f"{package}: {killed} of {tried} killed, of some {len(every)} mutants", flush=True)
 
 

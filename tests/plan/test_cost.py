@@ -109,6 +109,8 @@ def test_short_sequences_are_dear_to_split_over_a_slow_ring():
         (lambda: CostModel.fit([1, 2], [1, 4], [1, 2]), "at least 3"),
         (lambda: CostModel.fit([1, 2, 3], [1, 2, 3], [1, 2, 3]), "vary tokens"),
         (lambda: CostModel.fit([1, 2, 3], [1, 4, 9], [1, 2, 0]), "above 0"),
+        # times that fall as work grows: both terms below 0, so that their ratio alone looks sound
+        (lambda: CostModel.fit([10, 20, 30, 40], [100, 300, 200, 900], [88, 75, 68, 51]), "vary tokens"),
         (lambda: ModelShape(num_layers=0, hidden_size=1, num_heads=1, ffn_size=1), "num_layers=0"),
         (lambda: ModelShape(num_layers=1, hidden_size=1, num_heads=1, ffn_size=1, window=0), "window=0"),
     ],
