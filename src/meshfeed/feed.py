@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -73,6 +73,8 @@ class Feed(StepSource[Delivery]):
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
             process group.
         metrics: where to tell what each step costs, such as a `metrics.RunLog`; a sink or several.
+        name: give one to a feed that only some ranks iterate, or not in the same order among other feeds:
+            whenever a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
 
     A loop that is left goes on where it was. One after the end of the stream raises StateError (an Exchange
     begins a new round instead).
@@ -101,8 +103,9 @@ class Feed(StepSource[Delivery]):
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
         metrics: Sink | Sequence[Sink] | None = None,
+        name: str = "",
     ) -> None:
-        check_arguments(layout, delivery, device, timeout_s)
+        check_arguments(layout, delivery, device, timeout_s, name)
         check_counts(0, prefetch=prefetch, read_ahead_bytes=read_ahead_bytes)
         check_counts(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
         if packing is not None and (micro_batch_size is not None or pad_rows):
@@ -114,6 +117,7 @@ class Feed(StepSource[Delivery]):
         super().__init__(
             layout,
             rank,
+            name=name,
             delivery=delivery,
             device=device,
             stage_map=stage_map,
@@ -156,16 +160,13 @@ class Feed(StepSource[Delivery]):
 
     # -- taking and letting go ------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
-        if not self._entered:
-            with contextlib.ExitStack() as stack:
-                for store in self.recipe.sources:
-                    stack.enter_context(store)
-                if not self._pads_rows:
-                    replace(self._stepping, layout=self.layout).check_filled()
-                self._resources = stack.pop_all()
-            self._entered = True
-        return self
+    def _open(self) -> None:
+        with contextlib.ExitStack() as stack:
+            for store in self.recipe.sources:
+                stack.enter_context(store)
+            if not self._pads_rows:
+                replace(self._stepping, layout=self.layout).check_filled()
+            self._resources = stack.pop_all()
 
     def _close(self, during: BaseException | None) -> None:
         self._stop()
@@ -236,11 +237,13 @@ class Feed(StepSource[Delivery]):
         return self._rule.fields
 
     @property
-    def _topic(self) -> str:
-        return (
-            f"recipe {self.recipe.fingerprint}, {self._stepping.summary()}, delivery {self.delivery}, "
-            f"verify {self._verify}, reads {self._readers and sorted(self._readers)}, {self.stage_map}"
-        )
+    def _agreed(self) -> Mapping[str, str]:
+        return {
+            **self.recipe.summary(),
+            "steps": str(self.recipe.steps),
+            "micro_batch_size": str(self.micro_batch_size),
+            "pad_rows": str(self._pads_rows),
+        }
 
     @property
     def _depth(self) -> int:

@@ -47,11 +47,13 @@ def this_layout(given: Layout | None) -> Layout:
     return layout
 
 
-def check_arguments(layout: Any, delivery: Any, device: Any, timeout_s: Any) -> None:
+def check_arguments(layout: Any, delivery: Any, device: Any, timeout_s: Any, name: Any) -> None:
     """What a constructor can refuse at once. Raises LayoutError, RoleError or OptionError."""
     if layout is not None and not isinstance(layout, Layout):
         hint = f"mf.Layout.parse({layout!r})" if isinstance(layout, str) else "a mf.Layout"
         raise LayoutError(f"layout={layout!r} is a {type(layout).__name__}; give {hint}")
+    if not isinstance(name, str):
+        raise OptionError(f"name={name!r}: give a text, such as name='validation'")
     known = ("auto", *get_args(DeliveryName))
     if delivery not in known:
         raise RoleError(f"delivery={delivery!r}: choose one of {', '.join(known)}")

@@ -8,7 +8,8 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast
 
@@ -17,12 +18,12 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.data import get_worker_info
 
 from meshfeed.batch import Step
-from meshfeed.deliver import Delivery, Meeting, Verifier, can_share, default_store
+from meshfeed.deliver import Alarm, Delivery, Meeting, Verifier, can_share, default_store
 from meshfeed.device import Placer, placer_of
-from meshfeed.errors import DeliveryError, StateError
-from meshfeed.launch import this_layout, this_rank
+from meshfeed.errors import DeliveryError, LayoutError, MeshfeedError, StateError
+from meshfeed.launch import check_rank, this_layout, this_rank
 from meshfeed.layout import Layout
-from meshfeed.metrics import Recorder, RunStart, Sink, StageClock
+from meshfeed.metrics import Recorder, RunStart, Sink, StageClock, package_version
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_roles, choose_delivery
 from meshfeed.run import Item, Run, VirtualStage, views_of
@@ -40,6 +41,7 @@ class StepSource(abc.ABC, Generic[D]):
     A kind of source says which fields there are, what all ranks must agree on, and how an item is made.
 
     Args:
+        name: tells its runs from those of other sources that not all ranks begin in the same order.
         readers: the ranks that may read, or own an iterator; None where that is not limited.
         packing: None for rows of one length. The others are those of a `Feed`.
     """
@@ -49,6 +51,7 @@ class StepSource(abc.ABC, Generic[D]):
         layout: Layout | None,
         rank: int | None,
         *,
+        name: str,
         delivery: DeliveryName | Literal["auto"],
         device: str | torch.device,
         stage_map: StageMap | None,
@@ -62,7 +65,7 @@ class StepSource(abc.ABC, Generic[D]):
         metrics: Sink | Sequence[Sink] | None,
     ) -> None:
         self._given_layout, self._given_rank, self._given_delivery = layout, rank, delivery
-        self._device, self._packing = device, packing
+        self._name, self._device, self._packing = name, device, packing
         self._readers = None if readers is None else frozenset(readers)
         self._cp_split: CpSplit = cp_split
         self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
@@ -84,8 +87,8 @@ class StepSource(abc.ABC, Generic[D]):
 
     @property
     @abc.abstractmethod
-    def _topic(self) -> str:
-        """What every rank must agree on, in one line."""
+    def _agreed(self) -> Mapping[str, str]:
+        """What every rank must agree on beside the arguments that all sources have: part -> what it is."""
 
     @abc.abstractmethod
     def _about(self, step: int) -> RunStart:
@@ -108,11 +111,6 @@ class StepSource(abc.ABC, Generic[D]):
     def _compared(self) -> Sequence[str]:
         """Names of what `verify` compares."""
         return [field.name for field in self._fields]
-
-    @property
-    def _meets(self) -> bool:
-        """Whether ranks wait for each other when a run begins."""
-        return self.delivery != "direct" or self._verify
 
     @property
     def _depth(self) -> int:
@@ -173,8 +171,16 @@ class StepSource(abc.ABC, Generic[D]):
     # -- the training loop's side ---------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._entered = True
+        if not self._entered:
+            try:
+                self._open()
+            except MeshfeedError as error:
+                self._tell(error, self._meeting())
+            self._entered = True
         return self
+
+    def _open(self) -> None:
+        """Open what this rank's role needs."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(error)
@@ -251,13 +257,22 @@ class StepSource(abc.ABC, Generic[D]):
     # -- a run ----------------------------------------------------------------------------------------
 
     def _new_run(self, by_stage: StageMap | None) -> Run:
-        role, meeting, placer = self.role, self._meeting(), placer_of(self._device)
+        meeting = self._meeting()
+        try:
+            if self._rendezvous is None:
+                check_rank(self._given_rank)
+            return self._run_of(meeting, by_stage)
+        except Exception as error:
+            self._tell(error, meeting)
+
+    def _run_of(self, meeting: Meeting | None, by_stage: StageMap | None) -> Run:
+        role, placer = self.role, placer_of(self._device)
         clock = StageClock(self._recorder.around)
         delivery = self._new_delivery(meeting, None if self._depth else self._timeout_s)
         verifier = None
         if self._verify:
             verifier = Verifier.among(self.layout, self.roles, self.rank, self._compared, meeting)
-        loaded, self._loaded = self._loaded, False
+        self._loaded = False
         return Run(
             start=self._next_step,
             items=self._items(self._next_step, delivery, placer, clock),
@@ -265,8 +280,7 @@ class StepSource(abc.ABC, Generic[D]):
             delivery=delivery,
             verifier=verifier,
             meeting=meeting,
-            # whether the whole job begins the same; who meets nobody may begin alone, but not resume alone
-            compare=lambda: meeting.compare(self.rank) if meeting and self._compares(loaded) else None,
+            compare=lambda: meeting.compare(self.rank, self._all_agreed()) if meeting else None,
             placer=placer,
             role=role,
             recorder=self._recorder,
@@ -278,18 +292,33 @@ class StepSource(abc.ABC, Generic[D]):
 
     def _meeting(self) -> Meeting | None:
         store = self._rendezvous or default_store()
-        roles = self.roles
-        if store is None or len(roles.ranks) == 1:
+        try:
+            num_ranks = self.layout.world_size
+        except LayoutError:
+            num_ranks = 2  # others may have one that fits
+        if store is None or num_ranks == 1:
             return None
-        takers = roles.ranks[roles.reads | (roles.source >= 0)].tolist() if self._meets else ()
-        return Meeting(
-            store, self._timeout_s, self._topic, self._next_step, roles.ranks.tolist(), takers=takers
-        )
+        return Meeting(store, self._timeout_s, self._name, self._next_step, num_ranks)
 
-    def _compares(self, loaded: bool) -> bool:
-        """Whether this rank begins with others: it does not where it is left out, or nobody meets."""
-        takes = self.role.reads or self.role.source is not None
-        return takes if self._meets else loaded
+    def _all_agreed(self) -> dict[str, str]:
+        places = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not tell its table
+        return {
+            "version": str(package_version()),
+            "kind": type(self).__name__,
+            **self._agreed,
+            "layout": f"{self.layout} with ranks {places:08x}",
+            "stage_map": str(self.stage_map),
+            "packing": str(self._packing),
+            "cp_split": self._cp_split,
+            "delivery": self.delivery,
+            "readers": str(self._readers and sorted(self._readers)),
+            "verify": str(self._verify),
+        }
+
+    def _tell(self, error: Exception, meeting: Meeting | None) -> NoReturn:
+        """Raise an error that keeps this rank from taking part; its peers hear it instead of waiting."""
+        with Alarm(meeting, self.rank, lambda: None) as alarm:
+            alarm.sound(error, self._next_step)
 
 
 def _close_at_exit(source: weakref.ref[StepSource[Any]], process: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -249,12 +248,6 @@ class Stepping:
             return 1  # packs are large, and differ; so do items whose size nobody knows
         tokens = int(batch.plan.lengths.max(initial=self._row_tokens)) * self.micro_batch_size
         return max(1, _TOKENS_TOGETHER // tokens)
-
-    def summary(self) -> str:
-        """What ranks must agree on beside the recipe, in one line."""
-        rows = f"micro_batch_size={self.micro_batch_size}" if self.packing is None else str(self.packing)
-        places = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not tell its table
-        return f"{self.layout} with ranks {places:08x}, {rows}, cp_split={self.cp_split}"
 
 
 def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[int, tuple[int, ...]]:

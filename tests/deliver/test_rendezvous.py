@@ -72,10 +72,10 @@ def test_a_rank_that_never_comes_is_named_in_time(corpus: str, options: dict[str
 
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seed": ({"seed": 6}, {}),
-    "length": ({"length": 32}, {}),
+    "sequence": ({"length": 32}, {}),
     "batch": ({"sequences": 8}, {}),
     "micro_batch_size": ({}, {"micro_batch_size": 2}),
-    "reads": ({}, {"reads": (1,)}),
+    "readers": ({}, {"reads": (1,)}),
     "stage_map": ({}, {"stage_map": mf.StageMap(pp=1, vpp=2)}),
 }
 
@@ -97,7 +97,7 @@ def test_ranks_that_disagree_end_before_any_batch(corpus: str, delivery: str) ->
         for what, (kind, ranks, text, spent) in zip(DISAGREEMENTS, all_told):
             assert kind == "PeerError", (what, text)
             assert len(ranks) == 2 and 1 in ranks, (what, text)
-            assert "same arguments" in text and spent < 10, what
+            assert "same arguments" in text and f"disagree: {what} is " in text and spent < 10, (what, text)
 
 
 def test_who_disagrees_is_told_what_differs_alone() -> None:
@@ -325,11 +325,11 @@ def test_a_delivery_without_a_place_to_meet_says_what_to_do(corpus: str) -> None
 
 def test_meetings_are_apart_by_purpose_peers_and_run(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
-    meeting = Meeting(store, 0.2, "topic")
+    meeting = Meeting(store, 0.2)
     prefixes = [
         meeting.meet("share", 7, (7,)),
         meeting.meet("verify", 7, (7,)),
-        Meeting(store, 0.2, "topic").meet("share", 7, (7,)),
+        Meeting(store, 0.2).meet("share", 7, (7,)),
     ]
     assert len(set(prefixes)) == 3
     with pytest.raises(mf.PeerError, match=r"\[8, 9\]") as raised:

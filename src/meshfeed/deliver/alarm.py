@@ -1,112 +1,81 @@
 """One error for the whole job: what ends one rank's run for good ends the same run of every rank.
 
-A rank that fails leaves a *word* in the rendezvous store: its cause, and the step at which it strikes. Every
-run has a thread that waits for it, asleep, on a connection of its own.
-
+A rank that fails publishes a *notice* in the rendezvous store: its cause, and the step at which it strikes.
 All ranks go on until that step and raise there, so that none waits in a collective for one that stopped
-earlier. Where another rank fails at an earlier step, its word follows; the cause stays that of the first.
+earlier. Where another rank fails at an earlier step, its notice follows; the cause stays that of the first.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import itertools
-import json
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn, Self
-
-from torch.distributed.distributed_c10d import Store
+from typing import NoReturn, Self
 
 from meshfeed.deliver.cause import Cause
-from meshfeed.deliver.connections import FAILURES, own_connection
+from meshfeed.deliver.client import Notice
 from meshfeed.deliver.rendezvous import Meeting
-from meshfeed.errors import PeerError, StateError
+from meshfeed.errors import DeliveryError, PeerError, StateError
 
-_FOR_EVER = timedelta(days=30)
-_LOOK_EVERY_S = 2.0  # where the store cannot wait without polling
-_JOIN_S = 5.0
 _MOST_BYTES = 4096
 
 
 class Alarm:
     """One run's ear and voice in the job.
 
-    Without a way to meet, or alone, it does nothing. A store that is lost, because the rank that hosts it has
-    ended, is no error of this run: what the delivery group notices by itself remains.
+    Without a way to meet it does nothing. A store that is lost in the middle of a run, because the rank that
+    hosts it has ended, is no error of this run: what the delivery group notices by itself remains.
 
     Args:
         meeting: where the ranks meet; None for one process.
         rank: this one.
-        wake: called, from another thread, when a word has come.
+        wake: called, from another thread, when a notice has come.
     """
 
     def __init__(self, meeting: Meeting | None, rank: int, wake: Callable[[], None]) -> None:
-        self._meeting = None if meeting is None or len(meeting.ranks) < 2 else meeting
-        self._rank, self._wake = rank, wake
-        self._first: Cause | None = None
+        self._meeting, self._rank, self._wake = meeting, rank, wake
         self._own: Exception | None = None
-        self._step = 0
-        self._words = 0
         self._prefix = ""
-        self._lock = threading.Lock()
-        self._asleep = False
-        self._ending = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._looked = False
         self._process = 0
 
     def __enter__(self) -> Self:
-        if self._meeting is not None:
-            self._process, start = os.getpid(), self._meeting.start
-            try:
-                self._find_run(self._meeting)
-            except FAILURES:
-                return self
-            self._meeting.tell = lambda error: self._tell(error, start)
-            self._thread = threading.Thread(
-                target=self._listen, args=(self._meeting.store,), name="meshfeed-alarm", daemon=True
-            )
-            self._thread.start()
-            atexit.register(self._end)
+        meeting = self._meeting
+        if meeting is not None:
+            self._process, start = os.getpid(), meeting.start
+            meeting.tell = lambda error: self._tell(error, start)
+            self._find_run(meeting)
+            meeting.client.watch(self)
+            self.heard()  # of what came between the two
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._own = None  # with its frames it would keep alive what they hold
-        if self._thread is None or self._meeting is None or self._process != os.getpid():
-            return
-        with self._lock:
-            self._ending.set()
-            asleep, self._asleep = self._asleep, False
-        if asleep:
-            with contextlib.suppress(*FAILURES):
-                self._meeting.store.set(self._bell(self._rank), "1")
-            self._thread.join(_JOIN_S)
-            with contextlib.suppress(*FAILURES):
-                self._meeting.store.delete_key(self._bell(self._rank))
-        # One that is still connecting ends by itself; only the interpreter's end waits for it.
-        if not self._thread.is_alive():
-            atexit.unregister(self._end)
+        if self._meeting is not None and self._is_open:
+            self._meeting.client.unwatch(self)
 
     def failing(self, error: Exception) -> None:
         """This rank is going to fail; its peers may tell the job of it sooner, and know its text alone."""
         self._own = self._own or error
 
     def struck(self, step: int) -> BaseException | None:
-        """The job's error, where it strikes at this step or before; from this rank's own, if it has one."""
-        if self._first is None:
+        """The job's error, where it strikes at this step or before; from this rank's own, if it has one.
+
+        Asks the store once before a run's second step, since other ranks may have refused to begin at all,
+        and where the job is ending: whether another rank has failed earlier.
+        """
+        known = self._known()
+        begun = self._meeting is not None and step > self._meeting.start
+        if (begun and not self._looked) or (known is not None and known.step > step):
+            self._looked = self._looked or begun
+            known = self._known(look=True)
+        if known is None or known.step > step:
             return None
-        if self._step > step:
-            self._hear()  # the job is ending anyway: see whether another rank has failed earlier
-        if self._step > step:
-            return None
-        error, own = self._first.error(), self._own
+        error, own = known.cause.error(), self._own
         if own is not None and str(own) == str(error):
             return own
         error.__cause__ = own
@@ -119,88 +88,62 @@ class Alarm:
         would wait for it, and so do ranks at different steps, which have no step in common.
         """
         self.failing(error)
-        own = self._tell(error, step)
-        if self._first is None or self._first.text == own.text:
+        own, known = self._tell(error, step), self._known()
+        if known is None or known.cause.text == own.text:
             raise error
-        raise self._first.error() from error
+        raise known.cause.error() from error
+
+    def heard(self) -> None:
+        """See Watcher."""
+        known, meeting = self._known(), self._meeting
+        if known is not None and meeting is not None:
+            if known.step <= meeting.start:
+                meeting.call_off()
+            self._wake()
+
+    @property
+    def _is_open(self) -> bool:
+        return bool(self._prefix) and self._process == os.getpid()
 
     def _tell(self, error: Exception, step: int) -> Cause:
         cause = Cause.of(error)
         if not cause.text.startswith("rank "):
             cause = replace(cause, text=f"rank {self._rank} ended at step {step}: {cause.text}")
-        # where the store is lost that is a consequence, and no other error than this rank's own
-        with contextlib.suppress(*FAILURES):
-            self._publish(cause, 0 if isinstance(error, PeerError | StateError) else step)
+        if self._meeting is not None and self._is_open:
+            try:
+                self._publish(cause, 0 if isinstance(error, PeerError | StateError) else step, self._meeting)
+            except DeliveryError as lost:
+                error.add_note(f"rank {self._rank} could not tell the other ranks of this error: {lost}")
         return cause
 
     def _find_run(self, meeting: Meeting) -> None:
         """The first run that has not failed for want of this rank: those who waited for it count that one."""
         while True:
-            self._prefix, self._first, self._words = f"{meeting.prefix}/alarm", None, 0
-            self._hear()
-            missed = self._first
-            if missed is None or missed.kind != PeerError.__name__ or self._rank not in missed.ranks:
+            self._prefix = meeting.prefix
+            known = self._known(look=True)
+            if known is None or known.cause.kind != PeerError.__name__ or self._rank not in known.cause.ranks:
                 return
             meeting.pass_over()
 
-    def _publish(self, cause: Cause, step: int) -> None:
-        """Leave a word, unless there is one that strikes no later."""
-        if self._thread is None or self._meeting is None or self._process != os.getpid():
-            return
-        store: Any = self._meeting.store
-        ranks = self._meeting.ranks
-        word = json.dumps([step, cause.encode(_MOST_BYTES).decode()])
-        for turn in itertools.count():
-            winner = store.compare_set(f"{self._prefix}/word/{turn}", "", word).decode()
-            if winner == word:
-                store.multi_set([self._bell(rank) for rank in ranks], ["1"] * len(ranks))
-            if winner == word or json.loads(winner)[0] <= step:
-                break
-        self._hear()
-
-    def _hear(self, store: Store | None = None) -> None:
-        """Take in the words that have come since. store: a connection of this thread's own."""
-        if self._meeting is None or self._process != os.getpid():
-            return
-        store = store or self._meeting.store
-        with self._lock:
-            try:
-                while store.check([key := f"{self._prefix}/word/{self._words}"]):
-                    step, told = json.loads(store.get(key))
-                    self._step = step if self._first is None else min(self._step, step)
-                    self._first = self._first or Cause.decode(told.encode())
-                    self._words += 1
-            except FAILURES:
+    def _publish(self, cause: Cause, step: int, meeting: Meeting) -> None:
+        """Publish a notice, unless there is one that strikes no later."""
+        notice = Notice(self._prefix, step, cause).encode(_MOST_BYTES)
+        while (known := self._known(look=True)) is None or known.step > step:
+            if meeting.client.add_notice(notice, self._patience_s):
                 return
 
-    def _listen(self, store: Store) -> None:
-        with contextlib.suppress(*FAILURES), own_connection(store) as own:
-            if own is None:
-                while self._first is None and not self._ending.wait(_LOOK_EVERY_S):
-                    self._hear()
-            elif self._may_sleep():
-                own.wait([self._bell(self._rank)], _FOR_EVER)
-            if not self._ending.is_set():
-                self._call_off(own or store)
-        if not self._ending.is_set():
-            self._wake()
+    def _known(self, *, look: bool = False) -> Notice | None:
+        """The first cause, and the earliest step of all notices of this run. look: at the store, too."""
+        meeting = self._meeting
+        if meeting is None or not self._is_open:
+            return None
+        if look:
+            with contextlib.suppress(DeliveryError):
+                meeting.client.read_notices(self._patience_s)
+        own = [notice for notice in list(meeting.client.notices.values()) if notice.run == self._prefix]
+        return replace(own[0], step=min(notice.step for notice in own)) if own else None
 
-    def _call_off(self, store: Store) -> None:
-        """End this rank's waiting for peers, where the job ends before its first step."""
-        self._hear(store)
-        if self._meeting is not None and self._first is not None and self._step <= self._meeting.start:
-            self._meeting.call_off(store)
-
-    def _may_sleep(self) -> bool:
-        with self._lock:
-            self._asleep = not self._ending.is_set()
-            return self._asleep
-
-    def _end(self) -> None:
-        """Before the interpreter ends: a thread that woke up in the middle of that would end it badly."""
-        self.__exit__(None, None, None)
-        if self._thread is not None and self._process == os.getpid():
-            self._thread.join(_JOIN_S)
-
-    def _bell(self, rank: int) -> str:
-        return f"{self._prefix}/bell/{rank}"
+    @property
+    def _patience_s(self) -> float:
+        """For the store, so that with what has been waited for before an error ends within twice that."""
+        return 0.0 if self._meeting is None else self._meeting.timeout_s / 2

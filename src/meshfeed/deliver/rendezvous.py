@@ -1,39 +1,48 @@
-"""How the ranks of one group find each other: through a torch.distributed key-value store, by name.
+"""How the ranks of one job find each other, and see that they have the same: by name, through a
+torch.distributed key-value store.
 
 Nothing global: only the members of a group take part, and one that does not come is named.
 
-All that a run leaves in the store is under its *number*: how many runs this rank has begun among the same
-ranks of the job. All begin the same runs in the same order, so it is the same on all of them; a run that
-failed counts on every rank, whatever it brought to it, so they meet again in the next.
+All that a run leaves in the store is under its *number*: how many runs of this name this rank has begun. All
+ranks begin the same runs of a name in the same order, so it is the same on all of them; a run that failed
+counts on every rank, so they meet again in the next.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
+import json
+import logging
 import threading
+import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshfeed.deliver.connections import FAILURES, own_connection
+from meshfeed.deliver.client import FAILURES, StoreClient, client_of, within
 from meshfeed.deliver.links import Links
-from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
+from meshfeed.errors import DeliveryError, PeerError, StateError
+
+T = TypeVar("T")
 
 # A rank may rightly wait for a broadcast as long as its source's trainer is busy elsewhere. A dead peer
 # closes its connection and is noticed at once; how long a trainer may wait for data is the Feed's timeout.
 _NO_TIMEOUT = timedelta(days=30)
 
-_CALLED_OFF = "called off"
+_LOOKS_PER_S = 5_000  # of all ranks that wait together
+_LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0
+_MOST_NAMED = 16
+
+_log = logging.getLogger("meshfeed")
 
 # by store, not by process: where a process meets others at another store, neither side has a past
 _numbers: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
@@ -45,55 +54,34 @@ class Meeting:
 
     Attributes:
         store: any torch.distributed Store that all of them reach.
-        timeout_s: how long to wait for the others.
-        topic: what every member must agree on, such as a recipe's fingerprint.
+        timeout_s: how long to wait for the others, and for the store.
+        name: of the feed. Runs of one name are begun in the same order by all ranks that begin any.
         start: the step from which this rank goes on; the others must too.
-        ranks: all of the job.
+        num_ranks: of the job.
         tell: called with an error that ends a meeting, before this rank lets go of what it has met.
-        takers: those of them that take what is read. They begin this run in its turn among all such runs,
-            whatever its topic; a rank that is left out may stay away. Empty where nobody waits for another:
-            one may begin such a run alone, and only those of the same topic are told apart.
     """
 
     store: Store
     timeout_s: float
-    topic: str
+    name: str = ""
     start: int = 0
-    ranks: Sequence[int] = ()
-    takers: Sequence[int] = ()
+    num_ranks: int = 2
     tell: Callable[[Exception], object] = lambda error: None
     _prefix: str = field(default="", init=False)
     _off: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
-    _awaited: list[str] = field(default_factory=list[str], init=False, repr=False, compare=False)
 
-    def meet(self, purpose: str, rank: int, peers: tuple[int, ...]) -> str:
-        """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
+    @property
+    def client(self) -> StoreClient:
+        """This process's way to the store."""
+        return client_of(self.store)
 
-        Members meet once for a purpose. Raises PeerError naming who is missing after `timeout_s`, and where
-        the meeting is called off.
-        """
-        prefix = f"{self.prefix}/{purpose}/{'-'.join(map(str, _runs(peers)))}"
-        self.store.set(f"{prefix}/{rank}", "here")
-        keys = [f"{prefix}/{peer}" for peer in peers]
-        try:
-            come = self._have_come(keys, purpose, rank, peers)
-        except MeshfeedError as error:
-            self.tell(error)  # at once: whoever loses this rank when it lets go would speak first
-            with contextlib.suppress(*FAILURES):
-                self._go_on(prefix, False)
-            raise
-        if not self._go_on(prefix, come):
-            raise PeerError(f"rank {rank} waited for ranks {peers}, and one of them ended before it came")
-        return prefix
+    def call(self, operation: Callable[[Any], T]) -> T:
+        """What an operation on the store returns, within `timeout_s`. Raises DeliveryError."""
+        return self.client.call(operation, self.timeout_s)
 
-    def call_off(self, store: Store) -> None:
-        """From another thread: somebody will not come. Who waits here ends with PeerError.
-
-        store: another connection than the one on which this rank waits.
-        """
-        self._off.set()
-        for key in list(self._awaited):
-            cast(Any, store).compare_set(key, "", _CALLED_OFF)
+    def say(self, key: str, text: str) -> str:
+        """The first text that any rank of this run said under a key. Raises DeliveryError."""
+        return self.client.say(f"{self.prefix}/{key}", text, self.timeout_s)
 
     def is_called_off(self) -> bool:
         """Whether `call_off` was called: a rank that this one waits for will not come."""
@@ -103,39 +91,85 @@ class Meeting:
     def prefix(self) -> str:
         """A key prefix that this run has on all ranks of the job, and no other run; waits for nobody."""
         if not self._prefix:
-            space: str = cast(Any, self.store).compare_set("meshfeed/space", "", uuid.uuid4().hex).decode()
-            of = "-".join(_runs(tuple(self.takers))) or self.topic
-            of = hashlib.blake2b(of.encode(), digest_size=8).hexdigest()
-            self._prefix = f"meshfeed/{of}/{next(_numbers[space, of])}"
+            space = self.client.say("meshfeed/space", uuid.uuid4().hex, self.timeout_s)
+            of = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
+            self._prefix = f"meshfeed/{of}/{next(_numbers[space, self.name])}"
         return self._prefix
 
     def pass_over(self) -> None:
         """Take part in the next run instead: this one failed because this rank had not come."""
         self._prefix = ""
 
-    def compare(self, rank: int) -> None:
-        """Compare topic and first step with the rank of the job that came first; waits for nobody.
+    def call_off(self) -> None:
+        """From another thread: somebody will not come. Who waits here ends with PeerError."""
+        self._off.set()
 
-        Raises PeerError where topics differ, StateError where steps do, DeliveryError for a lost store.
+    def compare(self, rank: int, brought: Mapping[str, str]) -> None:
+        """Compare with the rank of the job that came first; waits for nobody.
+
+        brought: all that ranks must agree on, part by part. Raises PeerError where a part differs or two
+        processes are one rank, StateError where first steps differ, DeliveryError for a lost store.
         """
-        brought = f"{rank} {self.start} {self.topic}"
-        try:
-            first: str = cast(Any, self.store).compare_set(f"{self.prefix}/first", "", brought).decode()
-        except FAILURES as lost:
-            raise _lost(rank, lost) from lost
-        other, start, topic = first.split(" ", 2)
-        if topic != self.topic:
-            here, there = _unlike(self.topic, topic)
+        if self.say(f"rank/{rank}", self.client.id) != self.client.id:
             raise PeerError(
-                f"rank {rank} and rank {other} disagree on the recipe, fields or delivery: rank {rank} has "
-                f"{here}, rank {other} {there}; give every rank the same arguments",
+                f"two processes of this job are rank {rank}, or its store served another job before; give "
+                f"each process its own rank, and each job its own store",
+                [rank],
+            )
+        first = self.say("first", json.dumps([rank, self.start, dict(brought)]))
+        other, start, there = json.loads(first)
+        differ = [part for part in {**brought, **there} if brought.get(part) != there.get(part)]
+        if differ:
+            told = _differences(differ, brought, there, rank, other)
+            raise PeerError(
+                f"rank {rank} and rank {other} disagree: {told}; "
+                f"give every rank the same arguments and version, or, where these are two feeds that not all "
+                f"ranks begin in the same order, give each a name of its own (name=)",
                 sorted((rank, int(other))),
             )
-        if start != str(self.start):
+        if start != self.start:
             raise StateError(
                 f"rank {rank} goes on from step {self.start}, rank {other} from step {start}: the checkpoint "
                 f"is torn; load one that all ranks saved at the same step"
             )
+
+    def meet(self, purpose: str, rank: int, peers: Sequence[int]) -> str:
+        """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
+
+        Members meet once for a purpose. Raises PeerError naming who is missing after `timeout_s`, and where
+        the meeting is called off; DeliveryError where the store is lost.
+        """
+        prefix = f"{self.prefix}/{purpose}/{'-'.join(_runs(peers))}"
+
+        def arrive(store: Any) -> int:
+            store.append(f"{prefix}/here", f"{rank} ")
+            return store.add(f"{prefix}/count", 1)
+
+        come = self.call(arrive) == len(peers)
+
+        def missing() -> list[int]:
+            here = set(self.call(lambda store: store.get(f"{prefix}/here")).decode().split())
+            return [peer for peer in peers if str(peer) not in here]
+
+        def late(absent: list[int]) -> PeerError:
+            return PeerError(
+                f"rank {rank} waited {self.timeout_s:g} s for rank(s) {_some(absent)} to join its {purpose} "
+                f"group {_some(peers)}; every rank of the group must iterate its Feed (are they running?)",
+                absent,
+            )
+
+        try:
+            come = come or self._await(f"{prefix}/go", rank, missing, late, purpose)
+        except DeliveryError as error:
+            self.tell(error)  # at once: whoever loses this rank when it lets go would speak first
+            if isinstance(error, PeerError):
+                self._go_on(prefix, False)
+            raise
+        if not self._go_on(prefix, come):
+            raise PeerError(
+                f"rank {rank} waited for ranks {_some(peers)}, and one of them ended before it came"
+            )
+        return prefix
 
     def gloo_group(self, purpose: str, rank: int, peers: tuple[int, ...]) -> GlooGroup:
         """Connections among the peers alone, made once all of them have come.
@@ -143,63 +177,70 @@ class Meeting:
         Raises PeerError as `meet` does, or where one of them is lost on the way.
         """
         prefix = self.meet(purpose, rank, peers)
+        store = PrefixStore(f"{prefix}/gloo", self.store)
         try:
-            return GlooGroup(PrefixStore(f"{prefix}/gloo", self.store), rank, peers, self.timeout_s)
-        except FAILURES as broken:
+            # its own timeout comes first, unless the store is silent
+            return within(1.25 * self.timeout_s, lambda: GlooGroup(store, rank, peers, self.timeout_s))
+        except (*FAILURES, TimeoutError) as broken:
             others = [peer for peer in peers if peer != rank]
             raise PeerError(
                 f"rank {rank} met rank(s) {others} but could not connect its {purpose} group: {broken}; "
-                f"has one of them died, or does GLOO_SOCKET_IFNAME name the wrong network?",
+                f"has one of them died, or the host of the rendezvous store, or does GLOO_SOCKET_IFNAME name "
+                f"the wrong network?",
                 others,
             ) from broken
 
     def publish(self, key: str, text: str) -> None:
-        """Leave a word for the others."""
-        self.store.set(key, text)
+        """Leave a text for the others."""
+        self.call(lambda store: store.set(key, text))
 
     def read(self, key: str, source: int, rank: int) -> str:
         """What `source` has left, waiting for it. Raises PeerError naming it after `timeout_s`."""
-        self._wait([key], "share", rank, (source,))  # not called off: both go on, as they have agreed
-        return self.store.get(key).decode()
 
-    def _have_come(self, keys: list[str], purpose: str, rank: int, peers: tuple[int, ...]) -> bool:
-        """Whether all peers come before the meeting is called off."""
-        self._awaited[:] = keys
-        try:
-            if self._off.is_set():  # asked once `call_off` can see the keys
+        def late(absent: list[int]) -> PeerError:
+            return PeerError(f"rank {rank} waited {self.timeout_s:g} s for rank {source}", absent)
+
+        # not called off: both go on, as they have agreed
+        self._await(key, rank, lambda: [source], late, "share", may_end=False)
+        return self.call(lambda store: store.get(key)).decode()
+
+    def _await(
+        self,
+        key: str,
+        rank: int,
+        missing: Callable[[], list[int]],
+        late: Callable[[list[int]], PeerError],
+        purpose: str,
+        *,
+        may_end: bool = True,
+    ) -> bool:
+        """Wait until somebody sets a key. False where the meeting is called off."""
+        began, log_at, pause = time.monotonic(), _LOG_AFTER_S, 0.001
+        longest = max(0.05, self.num_ranks / _LOOKS_PER_S)
+        while not self.call(lambda store: store.check([key])):
+            waited = time.monotonic() - began
+            if waited >= min(log_at, self.timeout_s) and (absent := missing()):
+                if waited >= self.timeout_s:
+                    raise late(absent)
+                _log.warning(
+                    "rank %d has waited %.0f s for rank(s) %s to join its %s group; it waits %g s at most",
+                    rank,
+                    waited,
+                    _some(absent),
+                    purpose,
+                    self.timeout_s,
+                )
+                log_at = waited + _LOG_EVERY_S
+            if may_end and self._off.wait(pause):
                 return False
-            self._wait(keys, purpose, rank, peers)
-            return _CALLED_OFF not in self._read_all(keys)
-        finally:
-            self._awaited.clear()
+            if not may_end:
+                time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return True
 
     def _go_on(self, prefix: str, come: bool) -> bool:
         """All members go on, or none does, since each would wait for the others: the first word holds."""
-        word: str = cast(Any, self.store).compare_set(f"{prefix}/go", "", str(come)).decode()
-        return word == str(True)
-
-    def _read_all(self, keys: list[str]) -> list[str]:
-        return [value.decode() for value in cast(Any, self.store).multi_get(keys)]
-
-    def _wait(self, keys: list[str], purpose: str, rank: int, peers: tuple[int, ...]) -> None:
-        try:
-            with own_connection(self.store) as own:
-                (own or self.store).wait(keys, timedelta(seconds=self.timeout_s))
-        except FAILURES as late:
-            try:
-                missing = self._missing(keys, peers)
-            except FAILURES:
-                raise _lost(rank, late) from late
-            if not missing:
-                return  # they came at the last moment
-            raise PeerError(
-                f"rank {rank} waited {self.timeout_s:g} s for rank(s) {missing} to join its {purpose} group "
-                f"{peers}; every rank of the group must iterate its Feed (are they running?)",
-                missing,
-            ) from late
-
-    def _missing(self, keys: list[str], peers: tuple[int, ...]) -> list[int]:
-        return [peer for key, peer in zip(keys, peers) if not self.store.check([key])]
+        return self.client.say(f"{prefix}/go", str(come), self.timeout_s) == str(True)
 
 
 class GlooGroup:
@@ -256,10 +297,21 @@ def default_store() -> Store | None:
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
-def _lost(rank: int, failure: Exception) -> DeliveryError:
-    return DeliveryError(
-        f"rank {rank}: the rendezvous store failed: {failure}; does the process that serves it live?"
-    )
+def _differences(
+    parts: Sequence[str], here: Mapping[str, str], there: Mapping[str, str], rank: int, other: int
+) -> str:
+    told: list[str] = []
+    for part in parts:
+        ours, theirs = _unlike(here.get(part, ""), there.get(part, ""))
+        told.append(f"{part} is {ours} on rank {rank}, {theirs} on rank {other}")
+    return "; ".join(told)
+
+
+def _some(ranks: Sequence[int]) -> str:
+    """Ranks in words, of which a message has no more than it needs."""
+    if len(ranks) <= _MOST_NAMED:
+        return str(ranks)
+    return f"{str(list(ranks[:_MOST_NAMED]))[:-1]}, ... {len(ranks)} in all]"
 
 
 def _unlike(here: str, there: str) -> tuple[str, str]:
@@ -276,7 +328,7 @@ def _alike(ours: list[str], theirs: list[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
 
 
-def _runs(ranks: tuple[int, ...]) -> list[str]:
+def _runs(ranks: Sequence[int]) -> list[str]:
     # (0, 1, 2, 3, 8) -> ["0:3", "8"]: a key stays short for a group of thousands
     runs: list[list[int]] = []
     for rank in ranks:

@@ -13,10 +13,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from meshfeed.deliver import Meeting
-from meshfeed.errors import PeerError
+from meshfeed.errors import DeliveryError, PeerError
 from meshfeed.exchange.census import LENGTH, Census, Report
 from meshfeed.exchange.seats import Seats
 
@@ -37,17 +35,17 @@ class Alike:
         self._seats = seats
         speaks = len(seats.speakers) > 1 and rank in seats.speakers
         self._meeting = meeting if speaks else None
-        self._prefix = "" if self._meeting is None else f"{self._meeting.prefix}/alike"
 
     def check(self, step: int, census: Census, reports: Sequence[Report]) -> None:
         """Compare a step with the exchange that came to it first. Raises PeerError naming the ranks."""
         if self._meeting is None:
             return
-        here, store = told_of(census, reports, self._seats), self._meeting.store
-        word, there = json.dumps(here, separators=(",", ":")), None
+        here, meeting, there = told_of(census, reports, self._seats), self._meeting, None
+        word = json.dumps(here, separators=(",", ":"))
         # a store that is lost, because the rank that hosts it has ended, is no error of this run
-        with contextlib.suppress(RuntimeError, dist.DistError):
-            there = _first(store, f"{self._prefix}/{step}", word, len(self._seats.speakers))
+        with contextlib.suppress(DeliveryError):
+            key, speakers = f"{meeting.prefix}/alike/{step}", len(self._seats.speakers)
+            there = meeting.call(lambda store: _first(store, key, word, speakers))
         if there is not None:
             refuse_different(step, here, json.loads(there))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import Store
 
 from meshfeed.batch import Step
 from meshfeed.columns import Columns
-from meshfeed.deliver import Alarm, Digester, Digests, EndOfStream, Meeting, make_delivery
+from meshfeed.deliver import Digester, Digests, EndOfStream, Meeting, make_delivery
 from meshfeed.device import Placer
-from meshfeed.errors import DeliveryError, MeshfeedError, OptionError, RecipeError, RoleError, StateError
+from meshfeed.errors import DeliveryError, OptionError, RecipeError, RoleError, StateError
 from meshfeed.exchange.census import Bytes, Census, Report
 from meshfeed.exchange.keys import Keys
 from meshfeed.exchange.pulling import Puller
@@ -27,7 +27,7 @@ from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.seats import Seats
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
 from meshfeed.exchange.ways import Ways
-from meshfeed.launch import check_arguments, check_counts, check_rank
+from meshfeed.launch import check_arguments, check_counts
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing, StepPlan
@@ -109,8 +109,8 @@ class Exchange(StepSource[Ways]):
         metrics: Sink | Sequence[Sink] | None = None,
         name: str = "",
     ) -> None:
-        check_arguments(layout, delivery, device, timeout_s)
-        _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys), name=(name, str))
+        check_arguments(layout, delivery, device, timeout_s, name)
+        _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys))
         check_counts(0, prefetch=prefetch)
         check_counts(1, pulls=pulls)
         if uneven not in get_args(Uneven):
@@ -118,6 +118,7 @@ class Exchange(StepSource[Ways]):
         super().__init__(
             layout,
             rank,
+            name="(exchange)",  # all ranks wait for each other, so they begin all exchanges in one order
             delivery=delivery,
             device=device,
             stage_map=stage_map,
@@ -131,7 +132,13 @@ class Exchange(StepSource[Ways]):
             metrics=metrics,
         )
         self._packing: Packing = packing
-        self._keys, self._uneven, self._name = keys or Keys(), uneven, name
+        self._keys, self._uneven = keys or Keys(), uneven
+        self._agreed_here = {
+            "name": repr(name),
+            "keys": str(self._keys),
+            "pulls": str(pulls),
+            "uneven": uneven,
+        }
         self.left_over: dict[int, int] = {}
         self._puller = Puller(iterator, self._keys, pulls)
         self._at_rest = threading.Event()  # no producer is in the iterator
@@ -182,16 +189,8 @@ class Exchange(StepSource[Ways]):
         return compared(self._keys)
 
     @property
-    def _topic(self) -> str:
-        return (
-            f"exchange {self.layout}, {self._packing}, {self._keys}, {self._cp_split}, {self._uneven}, "
-            f"delivery {self.delivery}, owners {self._readers and sorted(self._readers)}, "
-            f"name {self._name!r}, verify {self._verify}, {self.stage_map}"
-        )
-
-    @property
-    def _meets(self) -> bool:
-        return True
+    def _agreed(self) -> Mapping[str, str]:
+        return self._agreed_here
 
     def _chosen_delivery(self) -> DeliveryName:
         return "direct" if self._readers is None else super()._chosen_delivery()
@@ -246,23 +245,6 @@ class Exchange(StepSource[Ways]):
 
     def _about(self, step: int) -> RunStart:
         return RunStart.here(step, self.layout, self.rank, self.delivery)
-
-    def _new_run(self, by_stage: StageMap | None) -> Run:
-        try:
-            if self._rendezvous is None:
-                check_rank(self._given_rank)
-            return super()._new_run(by_stage)
-        except Exception as error:
-            self._tell(error)
-
-    def _tell(self, error: Exception) -> NoReturn:
-        """Raise an error that keeps this rank from taking part; its peers hear it instead of waiting."""
-        try:
-            meeting = self._meeting()
-        except MeshfeedError:
-            raise error from error.__cause__  # nobody can be waiting: all ranks have the same error here
-        with Alarm(meeting, self.rank, lambda: None) as alarm:
-            alarm.sound(error, self._next_step)
 
     # -- the producer's side --------------------------------------------------------------------------
 

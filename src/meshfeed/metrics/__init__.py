@@ -15,7 +15,7 @@ from meshfeed.metrics.meter import Meter
 from meshfeed.metrics.ranges import ProfilerRanges
 from meshfeed.metrics.recorder import Recorder
 from meshfeed.metrics.run_log import RunLog
-from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.metrics.sink import RunStart, Sink, StepRecord, package_version
 from meshfeed.metrics.telemetry import Telemetry
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "StepRecord",
     "Telemetry",
     "exposed_wait",
+    "package_version",
     "read_run",
     "work",
 ]

@@ -76,7 +76,7 @@ class RunStart:
             sources=tuple(sources),
             host=socket.gethostname(),
             pid=os.getpid(),
-            meshfeed=_version(),
+            meshfeed=package_version(),
         )
 
 
@@ -116,7 +116,8 @@ class Sink:
         """Nothing more will come, unless another run starts."""
 
 
-def _version() -> str | None:
+def package_version() -> str | None:
+    """The version of meshfeed that is installed; None in a checkout that is not."""
     try:
         return importlib.metadata.version("meshfeed")
     except importlib.metadata.PackageNotFoundError:

@@ -134,7 +134,7 @@ class HybridCPDataLoaderWrapper:
             )
         if torch.device("cpu") not in found._device_types:
             store = cast(Store, default_store())
-            meeting = Meeting(store, self._timeout_s, "hybrid cp", ranks=ranks, takers=ranks)
+            meeting = Meeting(store, self._timeout_s, "hybrid cp", num_ranks=len(ranks))
             self._own = meeting.gloo_group("hybrid", rank, ranks)
             found = self._own.backend
         return layout, Seats.all_of(ranks, cp=layout.cp), Group(found, ranks=ranks)

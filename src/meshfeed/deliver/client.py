@@ -1,0 +1,301 @@
+"""A rendezvous store of torch.distributed as one process uses it: every call ends in time.
+
+The host of a store may be stopped or cut off, and a call on it then never returns. So calls run on a thread
+that may be left behind. Another thread sleeps on a connection of its own until a *notice* comes. There is one
+such connection per process and store, opened off the critical path and kept: each new one may cost seconds
+where names resolve slowly, and who waits on a connection keeps every other thread from it. The user's own
+connection is never waited on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, cast
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from meshfeed.deliver.cause import Cause
+from meshfeed.errors import DeliveryError
+
+T = TypeVar("T")
+
+FAILURES = (RuntimeError, dist.DistError)  # of a store, and of a DeliveryError
+
+_FOR_EVER = timedelta(days=30)
+_LOOK_EVERY_S = 2.0  # where a store cannot wait on a connection of its own
+_END_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One rank tells all others why a run ends.
+
+    Attributes:
+        run: key prefix of the run.
+        step: the step at which it ends.
+        cause: why.
+    """
+
+    run: str
+    step: int
+    cause: Cause
+
+    def encode(self, most_bytes: int) -> str:
+        """As JSON; the cause takes at most so many bytes."""
+        return json.dumps([self.run, self.step, self.cause.encode(most_bytes).decode()])
+
+    @classmethod
+    def decode(cls, text: str) -> Notice:
+        """The notice again."""
+        run, step, cause = json.loads(text)
+        return cls(run, step, Cause.decode(cause.encode()))
+
+
+class Watcher(Protocol):
+    """Somebody who wants to hear of notices."""
+
+    def heard(self) -> None:
+        """New notices have come; called on the client's own thread."""
+        ...
+
+
+class StoreClient:
+    """One process's way to a store. Use `client_of`.
+
+    Attributes:
+        id: of this process at this store; unique in the job.
+        notices: all that this process has read so far, by number.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.id = uuid.uuid4().hex
+        self.notices: dict[int, Notice] = {}
+        self._store = weakref.ref(store)  # held, it would keep its server's port taken after the job's end
+        self._where = _where(store)
+        self._process = os.getpid()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._overdue: _Call | None = None
+        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self._watched = threading.Event()
+        self._ending = threading.Event()
+        self._listener: threading.Thread | None = None
+        self._bell = f"meshfeed/bell/{self.id}"
+
+    def start(self) -> None:
+        """Start the thread that makes the calls; it ends with this object."""
+        serve = threading.Thread(target=_serve, args=(self._calls,), name="meshfeed-store", daemon=True)
+        serve.start()
+        weakref.finalize(self, self._calls.put, None).atexit = False
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    def call(self, operation: Callable[[Any], T], within_s: float) -> T:
+        """What an operation on the store returns. Raises DeliveryError where the store fails or is silent.
+
+        After a call that did not end in time, others fail at once until it does.
+        """
+        if self._overdue is not None and not self._overdue.done.is_set():
+            raise DeliveryError(
+                f"the rendezvous store {self._where} still does not answer; is the machine that hosts it up "
+                f"and reachable?"
+            )
+        call = self._post(operation)
+        if not call.done.wait(within_s):
+            call.given_up, self._overdue = True, call
+            raise DeliveryError(
+                f"the rendezvous store {self._where} has not answered for {within_s:g} s; is the machine "
+                f"that hosts it up and reachable, and the process running?"
+            )
+        if call.error is not None:
+            raise DeliveryError(
+                f"the rendezvous store {self._where} failed: {call.error}; does its host live?"
+            ) from call.error
+        return cast(T, call.result)
+
+    def say(self, key: str, text: str, within_s: float) -> str:
+        """The first text that any rank said under a key: this one, where none was before."""
+        return self.call(lambda store: store.compare_set(key, "", text).decode(), within_s)
+
+    def _post(self, operation: Callable[[Any], Any]) -> _Call:
+        call = _Call(operation, self._store())
+        self._calls.put(call)  # may be called while garbage is collected: nothing here takes a lock
+        return call
+
+    # -- notices --------------------------------------------------------------------------------------
+
+    def read_notices(self, within_s: float) -> None:
+        """Read the notices that have come since. Raises DeliveryError as `call` does."""
+        self.call(self._read, within_s)
+
+    def add_notice(self, text: str, within_s: float) -> bool:
+        """Publish a notice as the next one. False where another rank's came first; then nothing is done."""
+
+        def add(store: Any) -> bool:
+            self._read(store)
+            won: bool = store.compare_set(_notice(len(self.notices)), "", text).decode() == text
+            if won:
+                bells = store.get(_BELLS).decode().split() if store.check([_BELLS]) else []
+                store.multi_set(bells, ["1"] * len(bells))
+            self._read(store)
+            return won
+
+        return self.call(add, within_s)
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have a watcher hear of notices from now on, until `unwatch`."""
+        self._watchers.add(watcher)
+        self._watched.set()
+        if self._listener is None:
+            self._listener = threading.Thread(target=self._listen, name="meshfeed-notices", daemon=True)
+            self._listener.start()
+            atexit.register(self._end)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """A run is over. With the last one, nobody listens any more."""
+        self._watchers.discard(watcher)
+        if not self._watchers and self._process == os.getpid():
+            self._post(self._ring)
+
+    def _ring(self, store: Any) -> None:
+        store.set(self._bell, "1")
+
+    def _read(self, store: Any) -> None:
+        while store.check([_notice(number := len(self.notices))]):
+            self.notices.setdefault(number, Notice.decode(store.get(_notice(number)).decode()))
+
+    def _listen(self) -> None:
+        store = self._store()
+        own = None if store is None else _clone(store)
+        del store
+        with contextlib.suppress(*FAILURES):
+            if own is not None:
+                own.append(_BELLS, f"{self._bell} ")
+            told = 0
+            while True:
+                self._watched.wait()
+                if self._ending.is_set():
+                    return
+                if own is None:
+                    self._ending.wait(_LOOK_EVERY_S)
+                    self.read_notices(_LOOK_EVERY_S)
+                else:
+                    self._read(own)
+                if len(self.notices) > told:
+                    told = len(self.notices)
+                    for watcher in list(self._watchers):
+                        watcher.heard()
+                if own is not None and self._watchers:
+                    own.wait([self._bell], _FOR_EVER)
+                    own.delete_key(self._bell)
+                if not self._watchers:
+                    self._watched.clear()
+                    if self._watchers:
+                        self._watched.set()
+
+    def _end(self) -> None:
+        """Before the interpreter ends: a thread that woke up in the middle of that would end it badly."""
+        if self._process != os.getpid() or self._listener is None:
+            return
+        self._ending.set()
+        self._watched.set()
+        if self._store() is not None and (self._overdue is None or self._overdue.done.is_set()):
+            self._post(self._ring)
+            self._listener.join(_END_S)
+
+
+_BELLS = "meshfeed/bells"
+_clients: weakref.WeakKeyDictionary[Store, StoreClient] = weakref.WeakKeyDictionary()
+_clients_lock = threading.Lock()
+
+
+def client_of(store: Store) -> StoreClient:
+    """The one client that this process has for a store."""
+    client = _clients.get(store)
+    if client is None or client._process != os.getpid():  # pyright: ignore[reportPrivateUsage]
+        with _clients_lock:
+            client = _clients.get(store)
+            if client is None or client._process != os.getpid():  # pyright: ignore[reportPrivateUsage]
+                client = StoreClient(store)
+                client.start()
+                _clients[store] = client
+    return client
+
+
+def within(seconds: float, function: Callable[[], T]) -> T:
+    """What a function returns that may hang, run on a thread. Raises TimeoutError, or what it raises."""
+    call = _Call(lambda _: function(), None)
+    calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+    threading.Thread(target=_serve, args=(calls,), name="meshfeed-connect", daemon=True).start()
+    calls.put(call)
+    calls.put(None)
+    if not call.done.wait(seconds):
+        raise TimeoutError(f"no answer for {seconds:g} s")
+    if call.error is not None:
+        raise call.error
+    return cast(T, call.result)
+
+
+class _Call:
+    """An operation on its way through the thread that makes the calls."""
+
+    def __init__(self, operation: Callable[[Any], Any], store: Store | None) -> None:
+        self.operation, self.store = operation, store
+        self.done = threading.Event()
+        self.given_up = False
+        self.result: object = None
+        self.error: Exception | None = None
+
+    def make(self) -> None:
+        """Do it, unless nobody waits for it any more."""
+        try:
+            if not self.given_up:
+                self.result = self.operation(self.store)
+        except Exception as error:
+            self.error = error
+        self.store = None
+        self.done.set()
+
+
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (call := calls.get()) is not None:
+        call.make()
+        del call  # its frames hold what its caller may let go of
+
+
+def _notice(number: int) -> str:
+    return f"meshfeed/notice/{number}"
+
+
+def _base(store: Store) -> Any:
+    base: Any = store
+    while isinstance(base, PrefixStore):
+        base = base.underlying_store
+    return base
+
+
+def _where(store: Store) -> str:
+    base = _base(store)
+    if isinstance(base, dist.TCPStore):  # pyright: ignore[reportPrivateImportUsage]
+        return f"at {base.host}:{base.port}"
+    return f"({type(base).__name__})"
+
+
+def _clone(store: Store) -> Any:
+    # a FileStore waits in a busy loop
+    if isinstance(_base(store), dist.FileStore) or not hasattr(store, "clone"):  # pyright: ignore[reportPrivateImportUsage]
+        return None
+    try:
+        return cast(Any, store).clone()
+    except FAILURES:
+        return None
