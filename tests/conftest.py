@@ -8,10 +8,15 @@ examples each time; otherwise it always draws the same ones, so that `make test`
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
 from soak import SOAK
+
+# Each connection to a TCPStore looks up the name of its peer, which takes 5 s where a resolver drops queries.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 LONGEST = ("test_demo.py", "test_prepare_engines.py", "test_histories.py", "test_cached.py", "test_pages.py")
 

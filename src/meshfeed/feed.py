@@ -72,6 +72,9 @@ class Feed(StepSource[Delivery]):
         timeout_s: how long to wait for peers to join, and for a batch when the loop asks for one.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
             process group.
+        wait_for_all: begin a loop only when all ranks of the layout have, for `timeout_s` at most. Otherwise
+            a rank waits for those alone that it shares reads with; the trainer's first collective waits for
+            the rest, by its own timeout.
         metrics: where to tell what each step costs, such as a `metrics.RunLog`; a sink or several.
         name: give one to a feed that only some ranks iterate, or not in the same order among other feeds:
             whenever a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
@@ -102,6 +105,7 @@ class Feed(StepSource[Delivery]):
         verify: bool = False,
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
+        wait_for_all: bool = False,
         metrics: Sink | Sequence[Sink] | None = None,
         name: str = "",
     ) -> None:
@@ -128,6 +132,7 @@ class Feed(StepSource[Delivery]):
             verify=verify,
             timeout_s=timeout_s,
             rendezvous=rendezvous,
+            wait_for_all=wait_for_all,
             metrics=metrics,
         )
         self.recipe, self.micro_batch_size, self.packing = recipe, micro_batch_size or 1, packing
@@ -140,8 +145,7 @@ class Feed(StepSource[Delivery]):
             vpp=self.stage_map.vpp,
             cp_split=cp_split,
         )
-        self._read_ahead_bytes = read_ahead_bytes
-        self._host = OnHost()
+        self._read_ahead_bytes, self._host = read_ahead_bytes, OnHost()
         self._resources = contextlib.ExitStack()
 
     @property

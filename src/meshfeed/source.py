@@ -62,6 +62,7 @@ class StepSource(abc.ABC, Generic[D]):
         verify: bool,
         timeout_s: float,
         rendezvous: Store | None,
+        wait_for_all: bool,
         metrics: Sink | Sequence[Sink] | None,
     ) -> None:
         self._given_layout, self._given_rank, self._given_delivery = layout, rank, delivery
@@ -69,7 +70,7 @@ class StepSource(abc.ABC, Generic[D]):
         self._readers = None if readers is None else frozenset(readers)
         self._cp_split: CpSplit = cp_split
         self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
-        self._rendezvous = rendezvous
+        self._rendezvous, self._wait_for_all = rendezvous, wait_for_all
         self._recorder = Recorder(metrics, self._about)
         self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False
@@ -280,7 +281,7 @@ class StepSource(abc.ABC, Generic[D]):
             delivery=delivery,
             verifier=verifier,
             meeting=meeting,
-            compare=lambda: meeting.compare(self.rank, self._all_agreed()) if meeting else None,
+            compare=lambda: self._compare(meeting) if meeting else None,
             placer=placer,
             role=role,
             recorder=self._recorder,
@@ -289,6 +290,11 @@ class StepSource(abc.ABC, Generic[D]):
             origin=self._origin,
             timeout_s=self._timeout_s,
         )
+
+    def _compare(self, meeting: Meeting) -> None:
+        meeting.compare(self.rank, self._all_agreed())
+        if self._wait_for_all:
+            meeting.meet("job", self.rank, self.layout.ranks().tolist())
 
     def _meeting(self) -> Meeting | None:
         store = self._rendezvous or default_store()
@@ -313,6 +319,7 @@ class StepSource(abc.ABC, Generic[D]):
             "delivery": self.delivery,
             "readers": str(self._readers and sorted(self._readers)),
             "verify": str(self._verify),
+            "wait_for_all": str(self._wait_for_all),
         }
 
     def _tell(self, error: Exception, meeting: Meeting | None) -> NoReturn:

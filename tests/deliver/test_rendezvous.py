@@ -342,3 +342,28 @@ def test_keys_of_large_groups_stay_short() -> None:
     assert len("-".join(_runs(tuple(range(16_384))))) < 16
     assert _runs((5,)) == ["5"] and _runs(()) == []
     assert _runs((0, 1, 3)) != _runs((0, 1, 2, 3))
+
+
+def absent_replica(rank: int, path: str) -> Any:
+    if rank == 0:
+        feed = mf.Feed(recipe_of(path), mf.Layout(dp=2), wait_for_all=True, timeout_s=2)
+        told = failure(feed)
+        default_store().set("told", "1")
+        return told
+    default_store().wait(["told"], LONG)
+    return None
+
+
+def test_all_ranks_may_wait_for_each_other(corpus: str) -> None:
+    kind, ranks, text, _ = world.run(absent_replica, 2, corpus)[0]
+    assert (kind, ranks) == ("PeerError", (1,)) and "2 s" in text, text
+
+
+def test_a_rank_logs_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("meshfeed.deliver.rendezvous._LOG_AFTER_S", 0.1)
+    with pytest.raises(mf.PeerError):
+        Meeting(dist.HashStore(), 0.5).meet("share", 0, (0, 5))
+    assert [record.name for record in caplog.records] == ["meshfeed"], "after that every minute"
+    assert "rank(s) [5] to join its share group" in caplog.text

@@ -106,6 +106,7 @@ class Exchange(StepSource[Ways]):
         verify: bool = False,
         timeout_s: float = 1800.0,
         rendezvous: Store | None = None,
+        wait_for_all: bool = False,
         metrics: Sink | Sequence[Sink] | None = None,
         name: str = "",
     ) -> None:
@@ -129,6 +130,7 @@ class Exchange(StepSource[Ways]):
             verify=verify,
             timeout_s=timeout_s,
             rendezvous=rendezvous,
+            wait_for_all=wait_for_all,
             metrics=metrics,
         )
         self._packing: Packing = packing
