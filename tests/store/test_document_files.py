@@ -327,7 +327,7 @@ def test_over_http(tmp_path: Path, documents: list[list[int]], write: Writer) ->
         (b"\xff\xfe", "not valid JSON"),
         (b"[" * 100_000, "not valid JSON"),
         (b"[1, 2]", "list where a JSON object belongs"),
-        (b'{"text": "x"}', r"no 'tokens' or 'input_ids', found 'text'; name it by column="),
+        (b'{"text": "x"}', r"no 'tokens' or 'input_ids', found 'text'; to read its text, name a tokenizer"),
         (b'{"tokens": null}', "null where a list of tokens belongs"),
         (b'{"tokens": "text"}', "str where a list of tokens belongs"),
         (b'{"tokens": [1, -2]}', "token 1 is -2; tokens are whole numbers from 0"),
@@ -477,3 +477,9 @@ def test_what_is_asked_wrongly(tmp_path: Path, documents: list[list[int]], write
         ):
             with pytest.raises(StoreError, match=said):
                 ask()
+
+
+def test_text_without_a_tokenizer_says_what_is_missing(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(StoreError, match=r"line 1 .* to read its text, name a tokenizer: tokenizer="):
+        _ = mf.open(tmp_path / "a.jsonl").num_documents

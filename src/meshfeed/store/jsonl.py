@@ -108,6 +108,8 @@ def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[]
             return record[name]
     there = ", ".join(map(repr, list(record)[:8])) or "nothing"
     hint = "name it by column= (--column)"
+    if "tokens" in names and isinstance(record.get("text"), str):
+        hint = 'to read its text, name a tokenizer: tokenizer="tokenizer.json" (--tokenizer)'
     if any(name.partition(".")[0] in record for name in names):
         hint = f"what lies in another is not reached: lift it first, as jq -c '{{text: .{names[0]}}}' does"
     raise StoreError(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")
