@@ -167,7 +167,7 @@ def torn(rank: int, path: str, delivery: str) -> list[str]:
     told = []
     for step in (4 + (rank > 1), 4):
         feed = source(path, delivery)
-        feed.load_state_dict(feed.state_dict() | {"step": step})
+        feed.load_state_dict(mf.State(recipe=feed.recipe.summary(until=step), step=step).to_json())
         told.append(ending(feed, 3 if told else None))
     return told
 
