@@ -5,7 +5,6 @@ A tenth of the cases in `make test`, all 200 in `make soak`; the seed is printed
 
 from __future__ import annotations
 
-import os
 import random
 from datetime import timedelta
 from pathlib import Path
@@ -18,11 +17,10 @@ import meshfeed as mf
 import meshfeed.source
 import world
 from corpus import recipe_of, write_corpus
-from soak import cases
+from soak import SEED, cases
 
 RANKS = 4
 LONG = timedelta(seconds=100)
-SEED = int(os.environ.get("MESHFEED_SEED", "20"))
 
 # respect -> what one rank has instead: arguments of the recipe, of the feed, and beside them
 RECIPE: dict[str, list[dict[str, Any]]] = {
@@ -119,8 +117,8 @@ def trained(rank: int, path: str, every: list[dict[str, Any]]) -> list[tuple[str
                     list(step.microbatches)
                     handed += 1
                     store.set(f"{number}/step {handed}/{rank}", "1")
-                    # the all-reduce of a trainer, in which the odd rank is missing
-                    store.wait([f"{number}/step {handed}/{case['odd']}"], LONG)
+                    # the all-reduce of a trainer, in which a rank that refuses is missing until it has refused
+                    store.wait([f"{number}/step {handed}/{other}" for other in range(RANKS)], LONG)
             told.append(("done", "", handed))
         except mf.MeshfeedError as error:
             told.append((type(error).__name__, str(error), handed))
