@@ -148,7 +148,9 @@ def test_an_interrupted_upload_sends_only_the_rest(bucket, tmp_path):
     with replaced(_TELL_S=0.001), pytest.raises(KeyboardInterrupt) as caught:
         prepare([path], url, BYTES, on_progress=interrupt, **options)
     assert "continue with --resume" in caught.value.__notes__[0]
-    with pytest.raises(PrepareError, match=r"a run on .* prepares it, or has left it, in .*; go on there"):
+    with pytest.raises(
+        PrepareError, match=r"a run on .* is preparing this, or was killed, in .*; resume there"
+    ):
         prepare([path], url, BYTES, engine=Here(), work=tmp_path / "other", resume=True)
     assert leftovers(tmp_path / "other") == []
     done.clear()
