@@ -6,8 +6,10 @@ import json
 import os
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +58,13 @@ def in_children(count: int, act: Callable[[int], object]) -> list[object]:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         found.append(json.loads(text))
     return found
+
+
+def swept() -> None:
+    """Return when sweeps of old copies are done."""
+    for each in threading.enumerate():
+        if each.name == "meshfeed-sweep":
+            each.join()
 
 
 def opened_in(folder: str) -> list[str]:
@@ -130,8 +139,54 @@ def test_another_version_has_another_copy_and_old_ones_are_removed(
     monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
     with mf.open(corpus, cache=cache) as store:
         assert store.fingerprint != first and store.read(0, 0, 3).tolist() == [1, 2, 3]
+    swept()
     kept = [each.name for each in (cache.own_path / "index").iterdir() if len(each.name) >= 32]
     assert len(kept) == 2 and kept[0][:32] == kept[1][:32]
+
+
+def test_what_a_killed_process_left_is_removed(
+    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = cache.make() / "index"
+    folder.mkdir()
+    leftovers = [folder / f"{'0' * 32}{suffix}" for suffix in (".part", ".seen")]
+    for each in leftovers:
+        each.write_bytes(b"half")
+    monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
+    list(mf.open(corpus, cache=cache).files)
+    swept()
+    assert not any(each.exists() for each in leftovers)
+
+
+def test_storage_of_another_corpus_that_hangs_does_not_hang_this_one(
+    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, answers = f"{corpus}2", threading.Event()
+    with IndexedWriter(other, "u2") as writer:
+        writer.add_document([1])
+    list(mf.open(other, cache=cache).files)
+    look = os.stat
+
+    def hangs(path: str | os.PathLike[str], *args: Any, **options: Any) -> os.stat_result:
+        if threading.current_thread() is not threading.main_thread() and str(path).startswith(other):
+            answers.wait()
+        return look(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", hangs)
+    monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
+    assert mf.open(corpus, cache=cache).num_documents == 400
+    answers.set()
+    swept()
+
+
+def test_a_damaged_copy_is_made_again(corpus: str, cache: Cache) -> None:
+    expected = mf.open(corpus, cache=cache).fingerprint
+    (copy,) = (each for each in (cache.own_path / "index").iterdir() if len(each.name) == 32)
+    for damage in (b"", b"abc", b"not a copy at all"):
+        copy.write_bytes(damage)
+        with mf.open(corpus, cache=cache) as store:
+            assert store.fingerprint == expected and store.lengths(np.array([6])).tolist() == [7]
+        assert copy.stat().st_size > 100
 
 
 def test_an_index_that_differs_from_its_checksums_is_refused(corpus: str, cache: Cache) -> None:

@@ -25,16 +25,16 @@ def refuse_swappable(path: Path) -> None:
     path: absolute; the last folder must be this user's. Raises PermissionError that says which folder another
     user could swap; other OSErrors.
     """
-    names, links = list(reversed(path.parts[1:])), 0
+    names, links, trusted = list(reversed(path.parts[1:])), 0, _trusted()
     fd, at = os.open(path.anchor, _FLAGS), Path(path.anchor)
     try:
-        _refuse(at, os.fstat(fd))
+        _refuse(at, os.fstat(fd), trusted)
         while names:
             name = names.pop()
             found = _status(fd, name)
             if stat.S_ISLNK(found.st_mode):
                 links += 1
-                if links > _MOST_LINKS or found.st_uid not in _trusted():
+                if links > _MOST_LINKS or found.st_uid not in trusted:
                     raise PermissionError(13, f"{at / name} is a link of another user, or one of too many")
                 target = Path(os.readlink(name, dir_fd=fd))
                 names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
@@ -45,7 +45,7 @@ def refuse_swappable(path: Path) -> None:
             found = os.fstat(fd)
             if not names and found.st_uid != os.getuid():
                 raise PermissionError(13, "is of another user, who could put anything there")
-            _refuse(at, found)
+            _refuse(at, found, trusted)
     finally:
         os.close(fd)
 
@@ -63,8 +63,8 @@ def _moved(old: int, new: int) -> int:
     return new
 
 
-def _refuse(at: Path, found: os.stat_result) -> None:
-    if found.st_uid not in _trusted():
+def _refuse(at: Path, found: os.stat_result, trusted: set[int]) -> None:
+    if found.st_uid not in trusted:
         raise PermissionError(13, f"{at} is of another user, who could swap what lies in it")
     mode = found.st_mode
     by_group = mode & stat.S_IWGRP and not _is_private(found.st_gid)

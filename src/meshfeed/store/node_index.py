@@ -13,12 +13,14 @@ more than 4 GiB, and those of a node whose cache folder cannot be written, are r
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import os
 import stat
 import struct
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -167,7 +169,7 @@ def versions_of(prefix: str) -> list[Version | None]:
         path = prefix + suffix
         with typed_errors(path):
             try:
-                told = Path(path).stat()
+                told = os.stat(path)  # noqa: PTH116 - a third of Path.stat's time
             except FileNotFoundError:
                 if suffix != SUFFIX:
                     raise
@@ -197,17 +199,18 @@ def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy
     key = hashlib.blake2b(f"{_boot()} {versions}".encode(), digest_size=16).hexdigest()
     try:
         folder = cache.make() / "index"
-        folder.mkdir(mode=0o700, exist_ok=True)
         entry = folder / key
-        with suppress(FileNotFoundError):
-            return _mapped(entry)
-        with locked(folder / f"{key[0]}.lock"):
-            with suppress(FileNotFoundError):
-                return _mapped(entry)  # made by who held the lock before
-            _publish(entry, prefix, versions)
-            copy = _mapped(entry)
-            _sweep(folder)
-            return copy
+        found = _opened(entry)
+        if found is not None:
+            return found
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with locked(_lock_path(entry)):
+            found = _opened(entry)  # made by who held the lock before
+            if found is None:
+                _publish(entry, prefix, versions)
+                found = _mapped(entry)
+        _sweep_now_and_then(folder)
+        return found
     except CacheError as error:
         reason = str(error)
     except StoreError:
@@ -219,7 +222,7 @@ def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy
 
 
 def _publish(entry: Path, prefix: str, versions: list[Version | None]) -> None:
-    part = entry.with_name(f"{entry.name}.part")
+    part = _part_path(entry)
     try:
         with open(part, "wb", opener=_private) as stream:
             for piece in _pieces(prefix, versions):
@@ -285,17 +288,27 @@ def _settle(versions: list[Version | None]) -> None:
         time.sleep(rest / 1e9)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove copies whose files have changed or are gone, now and then."""
+def _sweep_now_and_then(folder: Path) -> None:
+    """Sweep on a thread of its own: files of other corpora may lie on storage that hangs."""
     marker = folder / "swept"
     with suppress(OSError):
         if marker.exists() and time.time() - marker.stat().st_mtime < _SWEEP_EVERY_S:
             return
         marker.touch(mode=0o600)
-        for entry in list(folder.iterdir()):
-            if len(entry.name) == _NAME_SIZE and not _is_current(entry):
-                _seen_path(entry).unlink(missing_ok=True)
-                entry.unlink(missing_ok=True)
+        threading.Thread(target=_sweep, args=(folder,), name="meshfeed-sweep", daemon=True).start()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove copies whose files have changed or are gone, and what killed processes left of others."""
+    with suppress(OSError):
+        for key in {each.name[:_NAME_SIZE] for each in folder.iterdir() if len(each.name) >= _NAME_SIZE}:
+            entry = folder / key
+            if _is_current(entry):
+                continue
+            with locked(_lock_path(entry)):
+                if not _is_current(entry):  # or made in the meantime
+                    for path in (entry, _seen_path(entry), _part_path(entry)):
+                        path.unlink(missing_ok=True)
 
 
 def _is_current(entry: Path) -> bool:
@@ -303,10 +316,11 @@ def _is_current(entry: Path) -> bool:
         facts = _mapped(entry).facts
         versions = [None if each is None else tuple(each) for each in facts["versions"]]
         return facts["boot"] == _boot() and versions == versions_of(facts["prefix"])
-    except (OSError, ValueError, KeyError, TypeError, StoreError):
+    except (OSError, ValueError, KeyError, TypeError, struct.error, StoreError):
         return False
 
 
+@functools.cache
 def _boot() -> str:
     """This start of the machine: a copy is not synced to the disk, so a crash may leave it in any state."""
     with suppress(OSError):
@@ -317,8 +331,16 @@ def _boot() -> str:
 # -- reading one ------------------------------------------------------------------------------------------
 
 
+def _opened(entry: Path) -> _Copy | None:
+    """A copy; None where there is none, or a damaged one, which is to be replaced."""
+    try:
+        return _mapped(entry)
+    except (OSError, ValueError, struct.error):
+        return None
+
+
 def _mapped(entry: Path) -> _Copy:
-    """A copy. Raises FileNotFoundError where there is none."""
+    """A copy. Raises OSError; ValueError or struct.error for a damaged one."""
     with entry.open("rb") as stream:
         pages = mapped(stream.fileno())
     return _Copy(pages, _facts_of(pages), entry)
@@ -327,6 +349,14 @@ def _mapped(entry: Path) -> _Copy:
 def _facts_of(pages: Bytes) -> dict[str, Any]:
     (size,) = _FACTS.unpack(pages[-_FACTS.size :].tobytes())
     return json.loads(pages[-_FACTS.size - size : -_FACTS.size].tobytes())
+
+
+def _lock_path(entry: Path) -> Path:
+    return entry.with_name(f"{entry.name[0]}.lock")
+
+
+def _part_path(entry: Path) -> Path:
+    return entry.with_name(f"{entry.name}.part")
 
 
 def _seen_path(entry: Path) -> Path:
