@@ -274,8 +274,20 @@ def test_a_local_file_that_is_written_during_a_run_is_noticed(tmp_path: Path) ->
         store.read(0, 0, 5)
         flip(f"{prefix}.bin", 30_001)
         os.utime(f"{prefix}.bin")  # times tick every few milliseconds
-        with pytest.raises(ChangedError, match=r"c\.bin: was written after this run had opened it"):
+        with pytest.raises(ChangedError, match=r"c\.bin: was written, or its time"):
             store.read(0, 0, 5)
+
+
+def test_a_touched_file_is_read_on_and_a_written_one_is_compared_again(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "c")
+    with mf.open(prefix) as store, mf.open(prefix) as late:
+        expected = store.read_stream(np.array([0]), np.array([20_000])).tolist()
+        os.utime(f"{prefix}.bin", (1, 1))
+        assert store.read_stream(np.array([0]), np.array([20_000])).tolist() == expected
+        flip(f"{prefix}.bin", 30_001)
+        for each in (store, late):  # other processes have seen the block whole, and so has this one
+            with pytest.raises(ChecksumError, match=r"c\.bin: bytes"):
+                each.read_stream(np.array([15_000]), np.array([15_010]))
 
 
 def test_a_pair_beside_an_old_sums_is_not_read(tmp_path: Path) -> None:

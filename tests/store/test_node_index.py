@@ -183,6 +183,7 @@ def test_a_damaged_copy_is_made_again(corpus: str, cache: Cache) -> None:
     expected = mf.open(corpus, cache=cache).fingerprint
     (copy,) = (each for each in (cache.own_path / "index").iterdir() if len(each.name) == 32)
     for damage in (b"", b"abc", b"not a copy at all"):
+        copy.unlink()  # a sweep may still map the old one
         copy.write_bytes(damage)
         with mf.open(corpus, cache=cache) as store:
             assert store.fingerprint == expected and store.lengths(np.array([6])).tolist() == [7]

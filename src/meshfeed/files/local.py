@@ -80,7 +80,8 @@ class LocalFile:
         fd = self._opened()
         try:
             fill(fd, out, begins, sizes, places, self.url)
-            self._refuse_written(fd)
+            with typed_errors(self.url):
+                self._check_version(os.fstat(fd))
         except BaseException:
             with self._file.lock:
                 self._file.release()
@@ -158,17 +159,10 @@ class LocalFile:
         with typed_errors(self.url):
             fd = os.open(self.url, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                found = os.fstat(fd)
-                self._refuse_resized(found)
-                version = found.st_dev, found.st_ino, found.st_mtime_ns
-                if self._version not in (None, version):
-                    raise ChangedError(
-                        f"{self.url}: another file than when it was opened; open the store again"
-                    )
+                self._check_version(os.fstat(fd))
             except BaseException:
                 os.close(fd)
                 raise
-        self._version = version
         self.stats.opens += 1
         return fd
 
@@ -176,16 +170,23 @@ class LocalFile:
         if not self._depth:
             raise StoreError(f"{self.url}: not entered; read from it inside `with`")
 
-    def _refuse_written(self, fd: int) -> None:
-        """Raise ChangedError where anybody wrote to the file since it was opened."""
-        with typed_errors(self.url):
-            found = os.fstat(fd)
+    def _check_version(self, found: os.stat_result) -> None:
+        """Raise ChangedError for another file than was opened, or where anybody wrote to it since."""
         self._refuse_resized(found)
-        if self._version is not None and found.st_mtime_ns != self._version[2]:
-            raise ChangedError(
-                f"{self.url}: was written after this run had opened it; put the old one back and open the "
-                f"store again, or start a new run"
-            )
+        version = found.st_dev, found.st_ino, found.st_mtime_ns
+        known = self._version or version
+        if version[:2] != known[:2]:
+            raise ChangedError(f"{self.url}: another file than when it was opened; open the store again")
+        if version != known:
+            self._allow_written(version[2])
+        self._version = version
+
+    def _allow_written(self, modified_ns: int) -> None:
+        """Raise ChangedError for a time of modification that is not the one when it was opened."""
+        raise ChangedError(
+            f"{self.url}: was written, or its time of modification was set, after this run had opened it; "
+            f"where its bytes are the same, resume the run; else restore them, or start a new run"
+        )
 
     def _refuse_resized(self, found: os.stat_result) -> None:
         size = found.st_size

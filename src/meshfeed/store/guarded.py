@@ -6,18 +6,21 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.errors import ChecksumError
+from meshfeed.errors import ChangedError, ChecksumError
 from meshfeed.files import LocalFile
 from meshfeed.files.byte_file import I64, Bytes
 from meshfeed.files.local import fill
 from meshfeed.files.sums import ANEW, FileSums
-from meshfeed.store.node_index import NodeIndex
+from meshfeed.store.node_index import NodeIndex, settle
+
+_LOOKS = 3
 
 
 class GuardedFile(LocalFile):
     """A LocalFile that raises ChecksumError instead of giving bytes of a block that its .sums does not know.
 
-    A block is compared once per node and version of the files; see `NodeIndex`. Without a .sums nothing is.
+    A block is compared once per node and version of the files; see `NodeIndex`. Where somebody writes to the
+    file during a run, or only touches it, this process compares its blocks again. Without a .sums nothing is.
     """
 
     def __init__(self, index: NodeIndex) -> None:
@@ -40,10 +43,18 @@ class GuardedFile(LocalFile):
 
     def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
         """See ByteFile."""
-        if out.size:
+        if not out.size:
+            return
+        for _ in range(_LOOKS):
             for block in self._unseen(begins, begins + sizes):
                 self._compare(block)
-        super().read_into(out, begins, sizes, places)
+            guard = self._guard
+            super().read_into(out, begins, sizes, places)
+            if guard is self._guard:
+                return
+        raise ChangedError(
+            f"{self.url}: somebody is writing to it; wait until it is whole, and resume the run"
+        )
 
     def will_need(self, begins: I64, ends: I64) -> None:
         """See LocalFile. Of blocks that are to be compared, the whole is announced."""
@@ -55,14 +66,28 @@ class GuardedFile(LocalFile):
             ends = np.append(ends, np.minimum(firsts + size, self.size_bytes))
         super().will_need(begins, ends)
 
+    def _open(self) -> int:
+        # Shared marks are of the version that the index saw, even where the file was written since.
+        self._version = self._version or self._index.data_version
+        return super()._open()
+
+    def _allow_written(self, modified_ns: int) -> None:
+        if self._guard is None:
+            super()._allow_written(modified_ns)
+        else:
+            settle(modified_ns)
+            sums, _ = self._guard
+            self._guard = sums, np.zeros(sums.sums.size, np.uint8)
+
     def _unseen(self, begins: I64, ends: I64) -> list[int]:
         """Blocks that ranges touch and nobody on this node has compared, ascending."""
         if not self._is_asked:
             self._refuse_not_entered()
             self._guard, self._is_asked = self._index.guard(), True
-        if self._guard is None:
+        guard = self._guard
+        if guard is None:
             return []
-        sums, seen = self._guard
+        sums, seen = guard
         some = ends > begins
         first, last = begins[some] // sums.block_bytes, (ends[some] - 1) // sums.block_bytes
         if not seen.size or (seen[first].all() and seen[last].all() and (last - first < 2).all()):
@@ -73,9 +98,10 @@ class GuardedFile(LocalFile):
         return touched[seen[touched] == 0].tolist()
 
     def _compare(self, block: int) -> None:
-        if self._guard is None:
+        guard = self._guard
+        if guard is None:
             return
-        sums, seen = self._guard
+        sums, seen = guard
         begin = block * sums.block_bytes
         data = np.empty(min(sums.block_bytes, sums.size_bytes - begin), np.uint8)
         fd = self._opened()

@@ -87,7 +87,7 @@ class NodeIndex(LocalFile):
         super().__init__(f"{prefix}.idx")
         self.prefix = prefix
         self._cache = cache or Cache()
-        self._pair: list[tuple[int, ...]] = []
+        self._pair: list[tuple[int, int, int, int]] = []
         self._held: _Copy | None = None
         self._is_looked_at = False
 
@@ -103,6 +103,14 @@ class NodeIndex(LocalFile):
         """Of the store. Raises StoreError."""
         copy = self._copy()
         return _fingerprint_of(self.prefix) if copy is None else copy.facts["fingerprint"]
+
+    @property
+    def data_version(self) -> tuple[int, int, int] | None:
+        """Device, inode and time of modification in ns of its .bin; None before the index is read."""
+        if not self._pair:
+            return None
+        device, inode, _, modified_ns = self._pair[1]
+        return device, inode, modified_ns
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See ByteFile."""
@@ -242,7 +250,7 @@ def _private(path: str, flags: int) -> int:
 
 def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
     """The bytes of a copy, made of the files themselves. Raises StoreError."""
-    _settle(versions)
+    settle(max(each[4] for each in versions if each is not None))
     idx, fingerprint = LocalFile(f"{prefix}.idx"), _fingerprint_of(prefix)
     sums, guard = None, "none"
     try:
@@ -275,9 +283,11 @@ def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
         )
 
 
-def _settle(versions: list[Version | None]) -> None:
-    """Wait until another change of the files would show in their times, which tick every few milliseconds."""
-    newest = max(each[4] for each in versions if each is not None)
+def settle(newest: int) -> None:
+    """Wait until another change of files would show in their times, which tick every few milliseconds.
+
+    newest: of their times, in ns. Never waits for longer than a tick: a file server's clock may be ahead.
+    """
     tick = 20_000_000
     with suppress(OSError):
         tick = 2 * int(time.clock_getres(_CLOCK_REALTIME_COARSE) * 1e9)
