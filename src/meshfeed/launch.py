@@ -38,7 +38,7 @@ def this_layout(given: Layout | None) -> Layout:
     Raises LayoutError where the job cannot hold it, or is more than one process without it.
     """
     layout = given or Layout()
-    if given is None and (size := _num_processes()) > 1:
+    if given is None and (size := num_processes()) > 1:
         raise LayoutError(f"a job of {size} processes needs a layout; pass one, such as mf.Layout(dp={size})")
     if dist.is_available() and dist.is_initialized():
         layout.check_world(dist.get_world_size())
@@ -83,7 +83,8 @@ def check_rank(given: int | None) -> None:
         )
 
 
-def _num_processes() -> int:
+def num_processes() -> int:
+    """Processes of the job, as torch.distributed or the launcher says; 1 where neither does."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return next((int(os.environ[size]) for size, _ in _LAUNCHERS if size in os.environ), 1)

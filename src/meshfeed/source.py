@@ -18,10 +18,18 @@ from torch.distributed.distributed_c10d import Store
 from torch.utils.data import get_worker_info
 
 from meshfeed.batch import Step
-from meshfeed.deliver import Alarm, Delivery, Meeting, Verifier, can_share, default_store
+from meshfeed.deliver import (
+    Alarm,
+    Delivery,
+    Meeting,
+    Verifier,
+    can_share,
+    default_store,
+    ranks_in_words,
+)
 from meshfeed.device import Placer, placer_of
 from meshfeed.errors import DeliveryError, LayoutError, MeshfeedError, StateError
-from meshfeed.launch import check_rank, this_layout, this_rank
+from meshfeed.launch import check_rank, num_processes, this_layout, this_rank
 from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, Sink, StageClock, package_version
 from meshfeed.plan import CpSplit, Packing
@@ -298,13 +306,14 @@ class StepSource(abc.ABC, Generic[D]):
 
     def _meeting(self) -> Meeting | None:
         store = self._rendezvous or default_store()
-        try:
-            num_ranks = self.layout.world_size
-        except LayoutError:
-            num_ranks = 2  # others may have one that fits
+        name, num_ranks = self._name, 2
+        with contextlib.suppress(LayoutError):  # others may have one that fits
+            num_ranks, ranks = self.layout.world_size, self.layout.ranks().tolist()
+            if num_ranks < num_processes() or ranks[-1] >= num_ranks:  # these alone of the job's begin it
+                name = f"{name} of {ranks_in_words(ranks)}"
         if store is None or num_ranks == 1:
             return None
-        return Meeting(store, self._timeout_s, self._name, self._next_step, num_ranks)
+        return Meeting(store, self._timeout_s, name, self._next_step, num_ranks)
 
     def _all_agreed(self) -> dict[str, str]:
         places = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not tell its table

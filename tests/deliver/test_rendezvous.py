@@ -17,7 +17,7 @@ import torch.distributed as dist
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.deliver.rendezvous import Meeting, _runs, _unlike
+from meshfeed.deliver.rendezvous import Meeting, _unlike, ranks_in_words
 from observe import simulated, take
 
 LONG = timedelta(seconds=60)
@@ -338,10 +338,10 @@ def test_meetings_are_apart_by_purpose_peers_and_run(tmp_path: Path) -> None:
 
 
 def test_keys_of_large_groups_stay_short() -> None:
-    assert _runs((0, 1, 2, 3, 8)) == ["0:3", "8"]
-    assert len("-".join(_runs(tuple(range(16_384))))) < 16
-    assert _runs((5,)) == ["5"] and _runs(()) == []
-    assert _runs((0, 1, 3)) != _runs((0, 1, 2, 3))
+    assert ranks_in_words((0, 1, 2, 3, 8)) == "0:3-8"
+    assert len(ranks_in_words(range(16_384))) < 16
+    assert ranks_in_words((5,)) == "5" and ranks_in_words(()) == ""
+    assert ranks_in_words((0, 1, 3)) != ranks_in_words((0, 1, 2, 3))
 
 
 def absent_replica(rank: int, path: str) -> Any:

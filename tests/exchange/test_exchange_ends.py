@@ -165,8 +165,8 @@ def crossed(rank: int) -> str:
 
 def test_equal_exchanges_in_another_order_are_told_apart_by_name() -> None:
     told = world.run(crossed, 2)
-    assert told[0] == told[1] and "name 'train'" in told[0] and "name 'valid'" in told[0]
-    with pytest.raises(mf.RecipeError, match="name is a int, 3"):
+    assert told[0] == told[1] and "'train' on rank" in told[0] and "'valid' on rank" in told[0]
+    with pytest.raises(mf.RecipeError, match="name=3: give a text"):
         exchange_of(0, mf.Layout(), None, name=3)
 
 

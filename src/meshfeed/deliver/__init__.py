@@ -3,7 +3,7 @@
 from meshfeed.deliver.alarm import Alarm
 from meshfeed.deliver.cause import Cause
 from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic, make_delivery, tell
-from meshfeed.deliver.rendezvous import Meeting, default_store
+from meshfeed.deliver.rendezvous import Meeting, default_store, ranks_in_words
 from meshfeed.deliver.share import can_share
 from meshfeed.deliver.verify import Digester, Digests, Verifier
 
@@ -21,5 +21,6 @@ __all__ = [
     "can_share",
     "default_store",
     "make_delivery",
+    "ranks_in_words",
     "tell",
 ]

@@ -139,7 +139,7 @@ class Meeting:
         Members meet once for a purpose. Raises PeerError naming who is missing after `timeout_s`, and where
         the meeting is called off; DeliveryError where the store is lost.
         """
-        prefix = f"{self.prefix}/{purpose}/{'-'.join(_runs(peers))}"
+        prefix = f"{self.prefix}/{purpose}/{ranks_in_words(peers)}"
 
         def arrive(store: Any) -> int:
             store.append(f"{prefix}/here", f"{rank} ")
@@ -328,12 +328,12 @@ def _alike(ours: list[str], theirs: list[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
 
 
-def _runs(ranks: Sequence[int]) -> list[str]:
-    # (0, 1, 2, 3, 8) -> ["0:3", "8"]: a key stays short for a group of thousands
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """(0, 1, 2, 3, 8) -> "0:3-8": short for a group of thousands, and another for other ranks."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return [str(a) if a == b else f"{a}:{b}" for a, b in runs]
+    return "-".join(str(a) if a == b else f"{a}:{b}" for a, b in runs)
