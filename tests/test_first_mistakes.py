@@ -31,6 +31,11 @@ class Squares(torch.utils.data.Dataset):
         return index**2
 
 
+def recipe_with(**wrong: Any) -> mf.Recipe:
+    given: Any = {"data": STORE, "sequence": mf.Documents(), "batch": mf.Batch(sequences=4), **wrong}
+    return mf.Recipe(**given)
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "says"),
     [
@@ -41,7 +46,31 @@ class Squares(torch.utils.data.Dataset):
         ),
         (lambda: mf.Feed([1, 2]), mf.OptionError, r"not a list; .*mf\.Samples"),
         (lambda: mf.Feed(STORE), mf.OptionError, r"not a \w+; of a store: mf\.Recipe\(data=store"),
-        (lambda: mf.Feed("corpus"), mf.OptionError, r"not a str"),
+        (lambda: mf.Feed("corpus"), mf.OptionError, r"not a str; .*mf\.open\('corpus'\)"),
+        (lambda: recipe_with(data="corpus"), mf.RecipeError, r"data='corpus': .*; here mf\.open\('corpus'\)"),
+        (lambda: recipe_with(data=Squares()), mf.RecipeError, r"data=.*mf\.Mapped\(mf\.SameEveryEpoch"),
+        (lambda: recipe_with(data=[{"x": 1}] * 999), mf.RecipeError, r"^.{0,300}$"),
+        (lambda: recipe_with(batch=16), mf.RecipeError, r"batch=16: give a mf\.Batch"),
+        (lambda: recipe_with(sequence=64), mf.RecipeError, r"sequence=64: give a rule, such as mf\.Windows"),
+        (lambda: mf.Feed(PACKED, packing=16), mf.OptionError, r"packing=16: give a mf\.Packing"),
+        (lambda: mf.Feed(ROWS, verify="no"), mf.OptionError, "verify='no': give True or False"),
+        (lambda: mf.Feed(ROWS, pad_rows=1), mf.OptionError, "pad_rows=1: give True or False"),
+        (
+            lambda: mf.Exchange([], packing=PACKING, verify="no"),
+            mf.OptionError,
+            "verify='no': give True or False",
+        ),
+        (
+            lambda: mf.Feed(ROWS, metrics="runs/7"),
+            mf.MetricsError,
+            r"metrics='runs/7' is not a sink; .*RunLog",
+        ),
+        (lambda: mf.Mapped(iter([1])), mf.StoreError, "no length or no items; .*not its loader or iterator"),
+        (
+            lambda: mf.Mixture({"a": "corpus"}),
+            mf.RecipeError,
+            "'a' is new: give .store, amount.*mf.open.*, not a str",
+        ),
         (lambda: mf.Feed(None), mf.OptionError, r"not a NoneType"),
         (lambda: mf.Mixture([STORE]), mf.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),
         (

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from os import PathLike
+from typing import Any, Literal, cast
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -25,7 +26,7 @@ from meshfeed.deliver import (
 )
 from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import OptionError, StateError
-from meshfeed.launch import check_arguments, check_counts
+from meshfeed.launch import check_arguments, check_counts, check_flags
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.order import num_positions, num_steps
@@ -112,6 +113,9 @@ class Feed(StepSource[Delivery]):
         check_arguments(layout, delivery, device, timeout_s, name)
         check_counts(0, prefetch=prefetch, read_ahead_bytes=read_ahead_bytes)
         check_counts(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
+        check_flags(pad_rows=pad_rows, verify=verify, wait_for_all=wait_for_all)
+        if packing is not None and not isinstance(cast(object, packing), Packing):
+            raise OptionError(f"packing={packing!r}: give a mf.Packing, such as mf.Packing(capacity=4096)")
         if packing is not None and (micro_batch_size is not None or pad_rows):
             raise OptionError(
                 f"micro_batch_size={micro_batch_size}, pad_rows={pad_rows} with a packing, which makes the "
@@ -322,7 +326,12 @@ def _check_recipe(given: Any) -> None:
     if isinstance(given, Recipe):
         return
     kind, hint = type(given).__name__, ""
-    if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+    if isinstance(given, (str, PathLike)):
+        hint = (
+            f"; of a store: mf.Recipe(data=mf.open({str(given)!r}), sequence=mf.Windows(4096), "
+            f"batch=mf.Batch(sequences=16))"
+        )
+    elif hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         hint = (
             "; of a dataset: mf.Recipe(data=mf.Mapped(dataset), sequence=mf.Samples(...), batch=...), and "
             "mf.Mapped(mf.SameEveryEpoch(dataset)) where its items are indexed by whole numbers"

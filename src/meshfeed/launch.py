@@ -74,6 +74,13 @@ def check_counts(least: int, **given: Any) -> None:
             raise OptionError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
+def check_flags(**given: Any) -> None:
+    """Raises OptionError for what is neither True nor False: the text "no" would count as True."""
+    for name, value in given.items():
+        if type(value) is not bool:
+            raise OptionError(f"{name}={value!r}: give True or False")
+
+
 def check_rank(given: int | None) -> None:
     """Raises LayoutError for another rank than torch.distributed has for this process."""
     if given is not None and dist.is_available() and dist.is_initialized() and given != dist.get_rank():

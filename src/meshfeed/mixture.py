@@ -160,8 +160,10 @@ class Mixture:
             amount = _checked(name, 1 if amount is None else amount, unit)
             if name not in stores:
                 if store is None or not hasattr(store, "lengths"):
+                    held = "" if store is None else f", not a {type(store).__name__}"
                     raise RecipeError(
-                        f"source {name!r} is new: give (store, amount), as {{name: (store, 0.5)}}, or store"
+                        f"source {name!r} is new: give (store, amount), as {{{name!r}: (store, 0.5)}}, or a "
+                        f"store alone, as mf.open(path) gives it{held}"
                     )
                 stores[name], places[name] = store, len(places)
             elif store is not None and store is not stores[name]:

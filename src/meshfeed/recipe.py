@@ -6,9 +6,11 @@ storage. Change any part of it and the fingerprint changes, so that a saved stat
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any, Literal, Protocol, get_args
 
 from meshfeed.errors import RecipeError
@@ -19,6 +21,12 @@ Order = Literal["global", "blocks", "none", "replacement"]
 Last = Literal["keep", "drop", "pad"]
 
 _MOST = 2**62
+
+_WANTED = {
+    "data": "give a store, as mf.open(path) gives it, a mf.Mapped or a mf.Mixture",
+    "sequence": "give a rule, such as mf.Windows(4096)",
+    "batch": "give a mf.Batch, such as mf.Batch(sequences=16)",
+}
 
 
 class Rule(Protocol):
@@ -163,10 +171,9 @@ class Recipe:
         mixed = isinstance(self.data, Mixture)
         for part, needed in (("data", "lengths"), ("sequence", "num_sequences"), ("batch", "sequences")):
             if not hasattr(getattr(self, part), needed) and not (mixed and part == "data"):
-                raise RecipeError(
-                    f"{part}={getattr(self, part)!r}: a recipe takes a store, as mf.open(path) gives it, a "
-                    f"rule such as mf.Windows(4096), and a mf.Batch"
-                )
+                given = getattr(self, part)
+                told = reprlib.repr(given)  # a list may be long
+                raise RecipeError(f"{part}={told}: {_WANTED[part]}{_hint(given) if part == 'data' else ''}")
         for name in ("epochs", "steps"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
@@ -230,3 +237,15 @@ class Recipe:
     def fingerprint(self) -> str:
         """Hex digest of `summary`."""
         return digest_of(self.summary())
+
+
+def _hint(data: object) -> str:
+    """What to write instead of data that is no store."""
+    if isinstance(data, (str, PathLike)):
+        return f"; here mf.open({str(data)!r})"
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return (
+            "; of a dataset whose items are dicts: mf.Mapped(mf.SameEveryEpoch(dataset)), with "
+            "sequence=mf.Samples(...)"
+        )
+    return ""

@@ -124,7 +124,7 @@ def test_without_sinks_nothing_of_theirs_runs(corpus: str, monkeypatch: pytest.M
 
 def test_what_is_no_sink_is_refused(corpus: str) -> None:
     for wrong in ("runs/7", [RunLog("run"), print], RunLog):
-        with pytest.raises(mf.MetricsError, match="no sink"):
+        with pytest.raises(mf.MetricsError, match="not a sink"):
             mf.Feed(recipe_of(corpus), metrics=wrong)
 
 

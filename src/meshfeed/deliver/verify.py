@@ -212,7 +212,8 @@ class Verifier:
             return self._group.all_gather(torch.from_numpy(row)).numpy()
         except (RuntimeError, dist.DistError) as broken:
             raise PeerError(
-                f"rank {self._rank} could not compare with ranks {self._peers}: {broken}"
+                f"rank {self._rank} could not compare with ranks {self._peers}; has one of them died "
+                f"or ended early? Look at their logs ({broken})"
             ) from broken
 
 

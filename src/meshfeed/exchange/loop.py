@@ -27,7 +27,7 @@ from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.seats import Seats
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
 from meshfeed.exchange.ways import Ways
-from meshfeed.launch import check_arguments, check_counts
+from meshfeed.launch import check_arguments, check_counts, check_flags
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
 from meshfeed.plan import CpSplit, Packing, StepPlan
@@ -113,6 +113,7 @@ class Exchange(StepSource[Ways]):
         check_arguments(layout, delivery, device, timeout_s, name)
         _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys))
         check_counts(0, prefetch=prefetch)
+        check_flags(verify=verify, wait_for_all=wait_for_all)
         check_counts(1, pulls=pulls)
         if uneven not in get_args(Uneven):
             raise OptionError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}")

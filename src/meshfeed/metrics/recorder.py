@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, cast
 
 from meshfeed.errors import MetricsError
 from meshfeed.metrics.clock import Span, StageClock, exposed_wait, work
@@ -27,9 +27,12 @@ class Recorder:
 
     def __init__(self, metrics: Sink | Sequence[Sink] | None, about: Callable[[int], RunStart]) -> None:
         given: Any = metrics
-        self._sinks: list[Sink] = list(given or ()) if isinstance(given, Sequence | None) else [given]
+        alone = isinstance(given, str) or not isinstance(given, Sequence | None)
+        self._sinks = cast(list[Sink], [given] if alone else list(given or ()))
         if strange := [sink for sink in self._sinks if not isinstance(sink, Sink)]:
-            raise MetricsError(f"metrics={strange[0]!r} is no sink; give metrics.RunLog(folder), or another")
+            raise MetricsError(
+                f"metrics={strange[0]!r} is not a sink; give mf.metrics.RunLog(folder), or another"
+            )
         self._ranges = [sink.stage for sink in self._sinks if type(sink).stage is not Sink.stage]
         self._about = about
         self._courier: Courier | None = None

@@ -82,7 +82,11 @@ class Mapped:
         timeout_s: float = 600.0,
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise StoreError(f"Mapped({dataset!r}): a dataset has a length and items; this one lacks them")
+            raise StoreError(
+                f"Mapped({dataset!r}): it has no length or no items; give a dataset with __len__ and "
+                f"__getitem__, not its loader or iterator (an iterator goes into mf.Exchange, a token store "
+                f"into Recipe(data=store))"
+            )
         if workers < 0 or timeout_s <= 0:
             raise StoreError(f"Mapped(workers={workers}, timeout_s={timeout_s}): from 0, and above 0")
         self._dataset, self.version = dataset, version
