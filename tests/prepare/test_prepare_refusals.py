@@ -384,3 +384,11 @@ def test_a_part_that_is_no_part_is_refused(tmp_path):
     part.unlink()
     prepare([path], tmp_path / "out", BYTES, engine=Here(), part_bytes=300, resume=True)
     assert documents(tmp_path / "out") == [text.encode() for text in texts(30)]
+
+
+def test_a_job_which_may_hold_passwords_is_its_users_alone(tmp_path):
+    path = lines(tmp_path / "a.jsonl", *(b'{"text": "one"}' for _ in range(9)), b"{broken")
+    with pytest.raises(PrepareError, match="1 malformed"):
+        prepare([path], tmp_path / "out", BYTES, part_bytes=1, engine=Here())
+    (job,) = tmp_path.glob("*/job.json")
+    assert job.stat().st_mode & 0o777 == 0o600

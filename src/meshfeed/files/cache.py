@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshfeed.errors import CacheError
+from meshfeed.files.lock import locked
 from meshfeed.files.own_folder import refuse_swappable
 from meshfeed.files.url import without_secrets
 
@@ -96,15 +97,23 @@ class Cache:
 
     @contextlib.contextmanager
     def anew(self) -> Generator[Cache, None, None]:
-        """An empty one on the same disk, removed in the end. Raises CacheError."""
-        try:
-            folder = tempfile.mkdtemp(prefix="anew-", dir=self.make())
-        except OSError as error:
-            raise CacheError(f"{self.own_path}: {error.strerror or error}") from error
-        try:
+        """An empty one on the same disk, removed in the end, or by the next where this process is killed.
+
+        Raises CacheError.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                own = self.make()
+                with locked(own / "anew.lock"):
+                    for leftover in own.glob("anew-*"):
+                        with contextlib.suppress(OSError), locked(leftover, wait=False):
+                            shutil.rmtree(leftover, ignore_errors=True)
+                    folder = Path(tempfile.mkdtemp(prefix="anew-", dir=own))
+                    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+                    stack.enter_context(locked(folder))
+            except OSError as error:
+                raise CacheError(f"{self.own_path}: {error.strerror or error}") from error
             yield Cache(folder, self.limit_bytes, self.block_bytes)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _identity(folder: Path) -> tuple[int, int]:

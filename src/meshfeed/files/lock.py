@@ -10,15 +10,16 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def locked(path: Path, mode: int = 0o600) -> Generator[None, None, None]:
-    """Hold the system's lock (flock) on a file, which is made if missing; waits for as long as it takes.
+def locked(path: Path, mode: int = 0o600, *, wait: bool = True) -> Generator[None, None, None]:
+    """Hold the system's lock (flock) on a folder, or on a file, which is made if missing.
 
-    mode: of the file. A signal such as Ctrl-C still comes through, and a holder that dies frees it. Raises
-    OSError.
+    mode: of the file. wait: as long as it takes; else a lock that is held raises BlockingIOError. A signal
+    such as Ctrl-C still comes through, and a holder that dies frees it. Raises OSError.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    fd = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         with contextlib.suppress(OSError):  # said aloud, for the sake of children forked meanwhile

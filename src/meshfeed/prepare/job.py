@@ -136,7 +136,7 @@ class Job:
             partial.replace(self.folder / "spans.npy")
         inputs = {"inputs": [asdict(each) for each in self.request.inputs]}  # workers need the passwords
         told = self.request.told() | inputs | asdict(self.limits)
-        write_json(self.folder / "job.json", told)
+        write_json(self.folder / "job.json", told, mode=0o600)
 
     def refuse_changed(self) -> None:
         """Raises ChangedError where an input has changed."""
@@ -168,12 +168,12 @@ def job_in(folder: Path) -> Job | None:
     return Job(folder, request, limits, spans)
 
 
-def write_json(path: Path, told: Any) -> None:
-    """Write a file that is whole and on the disk, or not there. Raises StoreError."""
+def write_json(path: Path, told: Any, mode: int = 0o666) -> None:
+    """Write a file that is whole and on the disk, or not there. mode: less the umask. Raises StoreError."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     with typed_errors(path):
         try:
-            with partial.open("x") as stream:
+            with open(partial, "x", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
                 json.dump(told, stream, indent=1, sort_keys=True)
                 stream.write("\n")
                 stream.flush()
