@@ -13,7 +13,7 @@ from typing import Any
 from meshfeed.batch import Microbatch, Step
 from meshfeed.deliver import Alarm, Delivery, Digests, EndOfStream, Meeting, Verifier
 from meshfeed.device import Placer
-from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
+from meshfeed.errors import DeliveryError, PeerError, StateError
 from meshfeed.metrics import Recorder, Span, StageClock
 from meshfeed.prefetch import Inline, Prefetcher
 from meshfeed.roles import Field, Role, StageMap
@@ -303,7 +303,7 @@ class Run:
                 if self._verifier is not None:
                     stack.enter_context(self._verifier)
                 self._recorder.start(self._due)
-            except MeshfeedError as error:
+            except Exception as error:
                 self._alarm.sound(error, self._due)
             self._resources = stack.pop_all()
         self._starting = self._clock.take()

@@ -28,7 +28,7 @@ from meshfeed.deliver import (
     ranks_in_words,
 )
 from meshfeed.device import Placer, placer_of
-from meshfeed.errors import DeliveryError, LayoutError, MeshfeedError, StateError
+from meshfeed.errors import DeliveryError, LayoutError, StateError
 from meshfeed.launch import check_rank, num_processes, this_layout, this_rank
 from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, Sink, StageClock, package_version
@@ -183,7 +183,7 @@ class StepSource(abc.ABC, Generic[D]):
         if not self._entered:
             try:
                 self._open()
-            except MeshfeedError as error:
+            except Exception as error:
                 self._tell(error, self._meeting())
             self._entered = True
         return self
