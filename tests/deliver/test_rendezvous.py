@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -15,8 +16,12 @@ import pytest
 import torch.distributed as dist
 
 import meshfeed as mf
+import meshfeed.deliver.client
 import world
 from corpus import recipe_of, write_corpus
+from meshfeed.deliver.alarm import Alarm
+from meshfeed.deliver.cause import Cause
+from meshfeed.deliver.client import Notice, StoreClient
 from meshfeed.deliver.rendezvous import Meeting, _unlike, ranks_in_words
 from observe import simulated, take
 
@@ -342,6 +347,87 @@ def test_keys_of_large_groups_stay_short() -> None:
     assert len(ranks_in_words(range(16_384))) < 16
     assert ranks_in_words((5,)) == "5" and ranks_in_words(()) == ""
     assert ranks_in_words((0, 1, 3)) != ranks_in_words((0, 1, 2, 3))
+
+
+def without_descriptors(rank: int, path: str) -> Any:
+    if rank == 0:
+
+        def eventfd(initial: int) -> int:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+        os.eventfd = eventfd
+    feed = mf.Feed(recipe_of(path), mf.Layout(tp=2), delivery="share", timeout_s=20)
+    try:
+        take(feed, 1)
+    except (mf.MeshfeedError, OSError) as error:
+        return type(error).__name__, str(error)
+    return "no error"
+
+
+def test_peers_hear_of_any_error_that_keeps_a_rank_from_joining(corpus: str) -> None:
+    mine, heard = world.run(without_descriptors, 2, corpus)
+    text = os.strerror(errno.EMFILE)
+    assert mine[0] == "OSError" and text in mine[1]
+    assert heard[0] == "DeliveryError" and heard[1].startswith("rank 0 ended") and text in heard[1]
+
+
+def test_a_loop_leaves_no_key_for_every_rank(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of 16,384 ranks validates a thousand times, and its store keeps all that is said in it."""
+    said: set[str] = set()
+    say = StoreClient.say
+
+    def noted(client: StoreClient, key: str, text: str, within_s: float) -> str:
+        said.add(key)
+        return say(client, key, text, within_s)
+
+    monkeypatch.setattr(StoreClient, "say", noted)
+    store, sizes = dist.HashStore(), []
+    for _ in range(3):
+        for rank in range(4):
+            with mf.Feed(recipe_of(corpus), mf.Layout(dp=4), rank, rendezvous=store) as feed:
+                next(iter(feed))
+        sizes.append(len(said))
+    assert sizes[1] - sizes[0] == sizes[2] - sizes[1] == 4, "the first word of each loop, and no more"
+
+
+def test_a_store_that_is_slow_to_look_at_fails_no_other_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshfeed.deliver.client._LOOK_EVERY_S", 0.01)
+    meeting, free = Meeting(dist.FileStore(str(tmp_path / "store"), -1), 60), threading.Event()
+    client = meeting.client
+    slow = threading.Thread(target=client.call, args=(lambda store: free.wait(), 60))
+    with Alarm(meeting, 0, lambda: None):
+        slow.start()
+        while client._calls.empty():  # the listener looks for notices
+            time.sleep(0.001)
+        time.sleep(0.1)
+        threading.Timer(0.1, free.set).start()
+        meeting.publish("key", "text")
+        assert meeting.read("key", 0, 1) == "text"
+    slow.join()
+
+
+class Broken:
+    def append(self, key: str, text: str) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_connection_that_broke_is_made_again_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, heard = dist.HashStore(), threading.Event()
+    whole = meshfeed.deliver.client._clone
+    monkeypatch.setattr("meshfeed.deliver.client._clone", lambda store: Broken())
+    meeting = Meeting(store, 60)
+    with Alarm(meeting, 0, lambda: None):
+        listener = meeting.client._listener
+        assert listener is not None
+        listener.join()
+    monkeypatch.setattr("meshfeed.deliver.client._clone", whole)
+    meeting = Meeting(store, 60)
+    with Alarm(meeting, 0, heard.set):
+        notice = Notice(meeting.prefix, 0, Cause("StoreError", "gone"))
+        assert meeting.client.add_notice(notice.encode(4096), 60)
+        assert heard.wait(60)
 
 
 def absent_replica(rank: int, path: str) -> Any:

@@ -75,11 +75,13 @@ class StoreClient:
 
     Attributes:
         id: of this process at this store; unique in the job.
+        claimed: keys under which this process is known to have spoken first.
         notices: all that this process has read so far, by number.
     """
 
     def __init__(self, store: Store) -> None:
         self.id = uuid.uuid4().hex
+        self.claimed: set[str] = set()
         self.notices: dict[int, Notice] = {}
         self._store = weakref.ref(store)  # held, it would keep its server's port taken after the job's end
         self._where = _where(store)
@@ -127,6 +129,12 @@ class StoreClient:
         """The first text that any rank said under a key: this one, where none was before."""
         return self.call(lambda store: store.compare_set(key, "", text).decode(), within_s)
 
+    def claim(self, key: str, within_s: float) -> bool:
+        """Whether this process, rather than another, has a key for itself; the store is asked once."""
+        if key not in self.claimed and self.say(key, self.id, within_s) == self.id:
+            self.claimed.add(key)
+        return key in self.claimed
+
     def _post(self, operation: Callable[[Any], Any]) -> _Call:
         call = _Call(operation, self._store())
         self._calls.put(call)  # may be called while garbage is collected: nothing here takes a lock
@@ -157,9 +165,10 @@ class StoreClient:
         self._watchers.add(watcher)
         self._watched.set()
         if self._listener is None:
+            atexit.register(self._end)
+        if self._listener is None or not self._listener.is_alive():  # its connection may have broken
             self._listener = threading.Thread(target=self._listen, name="meshfeed-notices", daemon=True)
             self._listener.start()
-            atexit.register(self._end)
 
     def unwatch(self, watcher: Watcher) -> None:
         """A run is over. With the last one, nobody listens any more."""
@@ -188,7 +197,7 @@ class StoreClient:
                     return
                 if own is None:
                     self._ending.wait(_LOOK_EVERY_S)
-                    self.read_notices(_LOOK_EVERY_S)
+                    self.read_notices(_FOR_EVER.total_seconds())  # impatience would fail the loop's own calls
                 else:
                     self._read(own)
                 if len(self.notices) > told:

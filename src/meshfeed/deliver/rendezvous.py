@@ -92,9 +92,13 @@ class Meeting:
         """A key prefix that this run has on all ranks of the job, and no other run; waits for nobody."""
         if not self._prefix:
             space = self.client.say("meshfeed/space", uuid.uuid4().hex, self.timeout_s)
-            of = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
-            self._prefix = f"meshfeed/{of}/{next(_numbers[space, self.name])}"
+            self._prefix = f"{self._common}/{next(_numbers[space, self.name])}"
         return self._prefix
+
+    @property
+    def _common(self) -> str:
+        """A key prefix that all runs of this name have."""
+        return f"meshfeed/{hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()}"
 
     def pass_over(self) -> None:
         """Take part in the next run instead: this one failed because this rank had not come."""
@@ -110,7 +114,8 @@ class Meeting:
         brought: all that ranks must agree on, part by part. Raises PeerError where a part differs or two
         processes are one rank, StateError where first steps differ, DeliveryError for a lost store.
         """
-        if self.say(f"rank/{rank}", self.client.id) != self.client.id:
+        # once per process, not per run: a run must not leave a key for every rank of the job
+        if not self.client.claim(f"{self._common}/rank/{rank}", self.timeout_s):
             raise PeerError(
                 f"two processes of this job are rank {rank}, or its store served another job before; give "
                 f"each process its own rank, and each job its own store",
