@@ -326,10 +326,18 @@ class StepSource(abc.ABC, Generic[D]):
             "packing": str(self._packing),
             "cp_split": self._cp_split,
             "delivery": self.delivery,
+            "ranks_per_node": self._per_node(),
             "readers": str(self._readers and sorted(self._readers)),
             "verify": str(self._verify),
             "wait_for_all": str(self._wait_for_all),
         }
+
+    def _per_node(self) -> str:
+        """Ranks on a node, where it decides who reads for whom; launchers may start unequal numbers."""
+        if self.delivery not in ("share", "tree"):
+            return "any"
+        world_size = self.layout.world_size
+        return str(min(self.layout.ranks_per_node or world_size, world_size))
 
     def _tell(self, error: Exception, meeting: Meeting | None) -> NoReturn:
         """Raise an error that keeps this rank from taking part; its peers hear it instead of waiting."""

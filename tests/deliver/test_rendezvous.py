@@ -349,6 +349,22 @@ def test_keys_of_large_groups_stay_short() -> None:
     assert ranks_in_words((0, 1, 3)) != ranks_in_words((0, 1, 2, 3))
 
 
+def other_nodes(rank: int, path: str) -> Any:
+    told = []
+    for delivery in ("share", "direct"):
+        os.environ["LOCAL_WORLD_SIZE"] = "21"[rank]
+        feed = mf.Feed(recipe_of(path), mf.Layout(tp=2), delivery=delivery, timeout_s=20)
+        told.append(failure(feed, steps=2))
+        dist.barrier()
+    return told
+
+
+def test_nodes_of_different_sizes_matter_only_where_nodes_share(corpus: str) -> None:
+    for shared, direct in world.run(other_nodes, 2, corpus):
+        assert shared[0] == "PeerError" and "ranks_per_node is " in shared[2], shared
+        assert direct[0] == "no error", direct
+
+
 def without_descriptors(rank: int, path: str) -> Any:
     if rank == 0:
 
