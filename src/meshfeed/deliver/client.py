@@ -75,13 +75,11 @@ class StoreClient:
 
     Attributes:
         id: of this process at this store; unique in the job.
-        claimed: keys under which this process is known to have spoken first.
         notices: all that this process has read so far, by number.
     """
 
     def __init__(self, store: Store) -> None:
         self.id = uuid.uuid4().hex
-        self.claimed: set[str] = set()
         self.notices: dict[int, Notice] = {}
         self._store = weakref.ref(store)  # held, it would keep its server's port taken after the job's end
         self._where = _where(store)
@@ -128,12 +126,6 @@ class StoreClient:
     def say(self, key: str, text: str, within_s: float) -> str:
         """The first text that any rank said under a key: this one, where none was before."""
         return self.call(lambda store: store.compare_set(key, "", text).decode(), within_s)
-
-    def claim(self, key: str, within_s: float) -> bool:
-        """Whether this process, rather than another, has a key for itself; the store is asked once."""
-        if key not in self.claimed and self.say(key, self.id, within_s) == self.id:
-            self.claimed.add(key)
-        return key in self.claimed
 
     def _post(self, operation: Callable[[Any], Any]) -> _Call:
         call = _Call(operation, self._store())

@@ -10,10 +10,12 @@ counts on every rank, so they meet again in the next.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import logging
+import os
 import threading
 import time
 import uuid
@@ -46,6 +48,7 @@ _log = logging.getLogger("meshfeed")
 
 # by store, not by process: where a process meets others at another store, neither side has a past
 _numbers: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
+_claimed: set[tuple[str, str, str, int]] = set()  # process, store, name, rank
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +71,7 @@ class Meeting:
     num_ranks: int = 2
     tell: Callable[[Exception], object] = lambda error: None
     _prefix: str = field(default="", init=False)
+    _space: str = field(default="", init=False)
     _off: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
 
     @property
@@ -91,14 +95,10 @@ class Meeting:
     def prefix(self) -> str:
         """A key prefix that this run has on all ranks of the job, and no other run; waits for nobody."""
         if not self._prefix:
-            space = self.client.say("meshfeed/space", uuid.uuid4().hex, self.timeout_s)
-            self._prefix = f"{self._common}/{next(_numbers[space, self.name])}"
+            self._space = self.client.say("meshfeed/space", uuid.uuid4().hex, self.timeout_s)
+            of = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
+            self._prefix = f"meshfeed/{of}/{next(_numbers[self._space, self.name])}"
         return self._prefix
-
-    @property
-    def _common(self) -> str:
-        """A key prefix that all runs of this name have."""
-        return f"meshfeed/{hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()}"
 
     def pass_over(self) -> None:
         """Take part in the next run instead: this one failed because this rank had not come."""
@@ -114,8 +114,7 @@ class Meeting:
         brought: all that ranks must agree on, part by part. Raises PeerError where a part differs or two
         processes are one rank, StateError where first steps differ, DeliveryError for a lost store.
         """
-        # once per process, not per run: a run must not leave a key for every rank of the job
-        if not self.client.claim(f"{self._common}/rank/{rank}", self.timeout_s):
+        if not self._claims(rank):
             raise PeerError(
                 f"two processes of this job are rank {rank}, or its store served another job before; give "
                 f"each process its own rank, and each job its own store",
@@ -137,6 +136,16 @@ class Meeting:
                 f"rank {rank} goes on from step {self.start}, rank {other} from step {start}: the checkpoint "
                 f"is torn; load one that all ranks saved at the same step"
             )
+
+    def _claims(self, rank: int) -> bool:
+        """Whether no other process is this rank; said once per process, not in a key of every run."""
+        key, process = f"{self.prefix.rpartition('/')[0]}/rank/{rank}", _identity(os.getpid())
+        claim = (process, self._space, self.name, rank)
+        if claim not in _claimed:
+            if self.client.say(key, process, self.timeout_s) != process:
+                return False
+            _claimed.add(claim)
+        return True
 
     def meet(self, purpose: str, rank: int, peers: Sequence[int]) -> str:
         """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
@@ -293,6 +302,12 @@ class GlooGroup:
     def close(self) -> None:
         """Close the connections, which tells the peers."""
         self._gloo = None
+
+
+@functools.cache
+def _identity(pid: int) -> str:
+    """Of this process, by whatever connection it speaks; a fork is another."""
+    return uuid.uuid4().hex
 
 
 def default_store() -> Store | None:
