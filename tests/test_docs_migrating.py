@@ -43,12 +43,22 @@ def test_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["convert", "corpus", "mds", "--to", "mds"]) == 0
     halves = [torch.from_numpy(half.astype(np.int32)) for half in np.split(stream, 2)]
     lit.written(tmp_path / "lit", halves, chunk_bytes=1 << 17)
-    names = run_page("migrating.md", 6)
+    raw = stream.astype(np.uint16)
+    raw[raw == 50256] = 1
+    raw[[9, 10, 5000]] = 50256
+    raw.tofile("train.bin")
+    with pytest.raises(mf.errors.MissingError, match=r"docs/migrating\.md, nanoGPT"):
+        mf.open("train.bin")
+    names = run_page("migrating.md", 7)
     assert len(names["first"]) == len(names["windows"]) == len(names["blocks"]) == 16 // 2
 
     dataset = megatrons(tmp_path / "corpus")
     wanted = torch.stack([dataset[CONSUMED + i]["tokens"] for i in range(16)])
     assert torch.equal(torch.cat(names["first"]), wanted), "a Megatron job goes on with its next samples"
+
+    with mf.open("nano") as nano:
+        assert nano.lengths(np.arange(4)).tolist() == [10, 1, 4990, raw.size - 5001]
+        assert np.array_equal(nano.read_stream(np.array([0]), np.array([raw.size])), raw)
 
     local = mf.Recipe(
         data=mf.open("corpus"), sequence=mf.Windows(64), batch=mf.Batch(sequences=16), seed=5, shuffle="none"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raw_index import write_raw
 
 import meshfeed as mf
-from meshfeed.errors import MeshfeedError, OptionError, StoreError
+from meshfeed.errors import MeshfeedError, MissingError, OptionError, StoreError
 from meshfeed.store import IndexedWriter, MDSWriter, index, open_store
 from soak import cases
 
@@ -88,6 +88,18 @@ def test_half_a_store_names_the_missing_half(sound, suffix):
     os.remove(sound + suffix)
     with pytest.raises(StoreError, match=rf"c\{suffix}: missing"):
         open_store(sound)
+
+
+@pytest.mark.parametrize("name", ["train", "train.bin"])
+def test_raw_tokens_without_an_index_name_the_remedy(tmp_path, name):
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    says = r"train\.idx: missing.*train\.bin holds raw tokens.*mf\.IndexedWriter, as in docs/migrating\.md, nanoGPT"
+    with pytest.raises(MissingError, match=says):
+        open_store(tmp_path / name)
+    (tmp_path / "train.bin").rename(tmp_path / "train.idx")
+    with pytest.raises(MissingError, match=r"train\.bin: missing") as failed:
+        open_store(tmp_path / "train")
+    assert "raw tokens" not in str(failed.value), "an index alone is another mistake"
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

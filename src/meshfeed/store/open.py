@@ -175,7 +175,15 @@ def _indexed(place: Place) -> IndexedStore | None:
         return None
     _refuse(place, "a Megatron store", "column", "dtype", "tokenizer")
     prefix = f"{place.shown[: len(place.shown) - len(place.name)]}{stem}"
-    return indexed_in(place.beside, stem, prefix).check()
+    try:
+        return indexed_in(place.beside, stem, prefix).check()
+    except MissingError as missing:
+        if place.holds(place.beside, f"{stem}.idx") or not place.holds(place.beside, f"{stem}.bin"):
+            raise
+        raise MissingError(
+            f"{missing}; if {prefix}.bin holds raw tokens that never had an index, as nanoGPT's train.bin "
+            f"does, write a store of them: np.memmap and mf.IndexedWriter, as in docs/migrating.md, nanoGPT"
+        ) from missing
 
 
 def _dataset(place: Place) -> DatasetStore | None:
