@@ -479,7 +479,14 @@ def test_what_is_asked_wrongly(tmp_path: Path, documents: list[list[int]], write
                 ask()
 
 
-def test_text_without_a_tokenizer_says_what_is_missing(tmp_path):
+def test_text_without_a_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(StoreError, match=r"line 1 .* to read its text, name a tokenizer: tokenizer="):
         _ = mf.open(tmp_path / "a.jsonl").num_documents
+    for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())):
+        pq.write_table(pa.table({"text": pa.array(["a"]).cast(kind)}), tmp_path / "a.parquet")
+        with pytest.raises(StoreError, match=r"found 'text'; to read its text, name a tokenizer: tokenizer="):
+            _ = mf.open(tmp_path / "a.parquet").num_documents
+    pq.write_table(pa.table({"text": [1]}), tmp_path / "a.parquet")
+    with pytest.raises(StoreError, match="found 'text'; name it by column="):
+        _ = mf.open(tmp_path / "a.parquet").num_documents

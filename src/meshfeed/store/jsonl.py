@@ -16,6 +16,7 @@ from meshfeed.files import ByteFile
 from meshfeed.store.documents import DocumentFiles, Span, by_file, read_bytes
 from meshfeed.store.lengths import joined
 from meshfeed.store.stream import I64, Pieces
+from meshfeed.store.tokens import hint_for
 
 _SPAN_BYTES = 1 << 26
 _STEP_BYTES = 1 << 23
@@ -107,9 +108,7 @@ def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[]
         if name in record:
             return record[name]
     there = ", ".join(map(repr, list(record)[:8])) or "nothing"
-    hint = "name it by column= (--column)"
-    if "tokens" in names and isinstance(record.get("text"), str):
-        hint = 'to read its text, name a tokenizer: tokenizer="tokenizer.json" (--tokenizer)'
+    hint = hint_for(names, has_text=isinstance(record.get("text"), str))
     if any(name.partition(".")[0] in record for name in names):
         hint = f"what lies in another is not reached: lift it first, as jq -c '{{text: .{names[0]}}}' does"
     raise StoreError(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")

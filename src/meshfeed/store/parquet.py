@@ -20,7 +20,7 @@ from meshfeed.files import ByteFile, Cache
 from meshfeed.store.documents import DocumentFiles, Span
 from meshfeed.store.lengths import joined
 from meshfeed.store.stream import I64, Pieces
-from meshfeed.store.tokens import Column
+from meshfeed.store.tokens import Column, hint_for
 
 _SPAN_BYTES = 1 << 26
 _ROWS_TOGETHER = 1024
@@ -256,8 +256,9 @@ def _list_views(kinds: Any) -> list[Any]:
     return [getattr(kinds, name) for name in ("is_list_view", "is_large_list_view") if hasattr(kinds, name)]
 
 
-def _is_string_view(kind: Any) -> bool:
-    return str(kind) == "string_view"
+def _is_text(kind: Any) -> bool:
+    plain = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary<") else kind
+    return str(plain) in ("string", "large_string", "string_view")
 
 
 def _rows_of(column: Any, place: _Place, *, is_text: bool) -> _Rows:
@@ -268,7 +269,7 @@ def _rows_of(column: Any, place: _Place, *, is_text: bool) -> _Rows:
     lists = kinds.is_list(column.type) or kinds.is_large_list(column.type)
     if any(is_other(column.type) for is_other in (kinds.is_fixed_size_list, *_list_views(kinds))):
         column, lists = column.cast(arrow.large_list(column.type.value_type)), True
-    text = kinds.is_string(column.type) or kinds.is_large_string(column.type) or _is_string_view(column.type)
+    text = _is_text(column.type)
     if not (text if is_text else lists and kinds.is_integer(column.type.value_type)):
         raise StoreError(
             f"{place.url}: column {place.column!r} is {column.type}, where "
@@ -309,13 +310,15 @@ def parquet_of(file: ByteFile) -> Any:
 
 def name_in(parquet: Any, names: Sequence[str], url: str) -> str:
     """The first of some columns that a file has. Raises StoreError."""
-    there = parquet.schema_arrow.names
+    schema = parquet.schema_arrow
+    there = schema.names
     for name in names:
         if name in there:
             return name
+    has_text = "text" in there and _is_text(schema.field("text").type)
     raise StoreError(
         f"{url}: no column {' or '.join(map(repr, names))}, found "
-        f"{', '.join(map(repr, there[:8])) or 'nothing'}; name it by column= (--column)"
+        f"{', '.join(map(repr, there[:8])) or 'nothing'}; {hint_for(names, has_text=has_text)}"
     )
 
 

@@ -92,6 +92,13 @@ class Column:
         self.__dict__.update(state)
 
 
+def hint_for(names: Sequence[str], *, has_text: bool) -> str:
+    """What to do where none of the columns `names` is there. has_text: whether there is text in "text"."""
+    if has_text and TOKEN_COLUMNS[0] in names:
+        return 'to read its text, name a tokenizer: tokenizer="tokenizer.json" (--tokenizer)'
+    return "name it by column= (--column)"
+
+
 def _text(value: Any, where: Where, i: int) -> str:
     if not isinstance(value, str):
         raise StoreError(f"{where(i)}: {_called(value)} where text belongs; {_HINT}")
