@@ -105,6 +105,7 @@ def test_a_stores_documents_step_by_step(tmp_path: Path, capsys: pytest.CaptureF
         (("--lengths", "nowhere.txt", "--layout", "dp2", "--capacity", "10"), "nowhere.txt"),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "0"), "capacity=0"),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10", "--alpha", "0"), "alpha"),
+        (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10"), "'drop' (--oversize)"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(
@@ -112,4 +113,41 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     status, _, err = told(capsys, "plan", *(str(lengths) if a == "FILE" else a for a in arguments))
     assert status == 2
+    assert says in err
+
+
+LENGTHS = ["--lengths", "FILE"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([*LENGTHS, "--steps", "0:2"], "--steps is of a recipe or store"),
+        ([*LENGTHS, "--seed", "0"], "--seed is of a recipe or store"),
+        ([*LENGTHS, "--column", "tokens"], "--column is of a recipe or store"),
+        (["corpus", "--first", "9"], "--first is of --lengths"),
+        ([*LENGTHS, "--cp-split", "contiguous"], "unrecognized arguments: --cp-split"),
+        (
+            ["recipe.py", "--oversize", "drop"],
+            "sequences of one length, which need no plan",
+        ),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(
+    arguments: list[str],
+    says: str,
+    lengths: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(Path("corpus"))
+    Path("recipe.py").write_text(
+        "import meshfeed as mf\n"
+        "recipe = mf.Recipe(data=mf.open('corpus'), sequence=mf.Windows(9), batch=mf.Batch(sequences=4))\n"
+    )
+    given = [str(lengths) if each == "FILE" else each for each in arguments]
+    status, out, err = told(capsys, "plan", *given, "--layout", "dp2", "--capacity", "65536")
+    assert (status, out) == (2, "")
     assert says in err

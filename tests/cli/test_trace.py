@@ -161,3 +161,38 @@ def test_a_plan_tells_of_each_source(folder: Path, capsys: pytest.CaptureFixture
     assert steps[2]["sources"]["code"]["epochs"] == steps[2]["sources"]["code"]["sequences"] / 60
     assert main(arguments) == 0
     assert "docs: 6 sequences, 0.240 epochs after step 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["Wind.py", "--step", "0", "--oversize", "drop"],
+            "--oversize is of sequences that are packed, and Wind",
+        ),
+        (
+            ["Wind.py", "--step", "0", "--align-pack", "1"],
+            "--align-pack is of sequences that are packed, and Wind",
+        ),
+        (["Wind.py", "--document", "code:3", "--cost", "none"], "--cost is of sequences that are packed"),
+        (
+            ["Docu.py", "--document", "code:3", "--oversize", "drop"],
+            "--oversize changes nothing without --capacity",
+        ),
+        (
+            ["Docu.py", "--document", "code:3", "--alpha", "25100"],
+            "--alpha changes nothing without --capacity",
+        ),
+        (["Docu.py", "--document", "code:3", "--rank", "0"], "--rank needs --capacity"),
+        (
+            ["Docu.py", "--step", "0", "--capacity", "99", "--micro-batch-size", "1"],
+            "--micro-batch-size is of",
+        ),
+        (["Wind.py", "--step", "0", "--epochs", "0:1"], "--epochs is of --document"),
+    ],
+)
+def test_options_that_would_change_nothing_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    assert main(["trace", str(folder / arguments[0]), *arguments[1:]]) == 2
+    assert says in capsys.readouterr().err

@@ -195,6 +195,13 @@ def span(text: str) -> range:
     return found
 
 
+def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Raise MeshfeedError for the first option given, as it would change nothing; all default to None."""
+    for name in names:
+        if getattr(args, name) is not None:
+            raise MeshfeedError(f"--{name.replace('_', '-')} {why}")
+
+
 # -- answers ------------------------------------------------------------------------------------------
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import meshfeed as mf
-from meshfeed.cli.command import positive, whole
+from meshfeed.cli.command import positive, refuse_given, whole
 from meshfeed.errors import MeshfeedError
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.policy import Oversize, Policy
+from meshfeed.sequence import SequenceRule
 from meshfeed.stepping import Stepping
 
-_ALPHA = 25_100.0
+_OF_PACKS = ("policy", "oversize", "alpha", "cost", "microbatches", "align_sequence", "align_pack")
 
 
 def add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
@@ -30,27 +31,16 @@ def add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
         "--vpp", type=whole(1), default=1, metavar="N", help="virtual stages per pipeline rank (1)"
     )
     group.add_argument(
-        "--cp-split",
-        choices=get_args(CpSplit),
-        default="zigzag",
-        help="how cp ranks split a sequence (zigzag)",
-    )
-    group.add_argument(
         "--capacity", type=int, required=required, metavar="N", help="padded tokens per rank and microbatch"
     )
-    group.add_argument(
-        "--policy", choices=get_args(Policy), default="balanced", help="how sequences are packed (balanced)"
-    )
+    group.add_argument("--policy", choices=get_args(Policy), help="how sequences are packed (balanced)")
     group.add_argument(
         "--oversize",
         choices=get_args(Oversize),
-        default="error",
         help="what becomes of sequences that are too long (error)",
     )
     cost = group.add_mutually_exclusive_group()
-    cost.add_argument(
-        "--alpha", type=positive, default=_ALPHA, metavar="X", help="linear over quadratic cost (25100)"
-    )
+    cost.add_argument("--alpha", type=positive, metavar="X", help="linear over quadratic cost (25100)")
     cost.add_argument(
         "--cost", type=Path, metavar="FILE", help="instead: layer times, as `meshfeed bench calibrate` writes"
     )
@@ -60,30 +50,38 @@ def add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
         metavar="N",
         help="at least so many; else the fewest that hold a step",
     )
-    group.add_argument(
-        "--align-sequence", type=whole(1), default=1, metavar="N", help="pad sequences to multiples (1)"
-    )
-    group.add_argument(
-        "--align-pack", type=whole(1), default=1, metavar="N", help="pad a rank's packs to multiples (1)"
-    )
+    group.add_argument("--align-sequence", type=whole(1), metavar="N", help="pad sequences to multiples (1)")
+    group.add_argument("--align-pack", type=whole(1), metavar="N", help="pad a rank's packs to multiples (1)")
 
 
 def packing_of(args: argparse.Namespace) -> Packing | None:
     """What the options mean; None without --capacity. Raises MeshfeedError."""
     if args.capacity is None:
         return None
+    given: dict[str, Any] = {"policy": args.policy, "oversize": args.oversize, "cost": _cost(args)}
     return Packing(
         capacity=args.capacity,
-        policy=args.policy,
-        cost=_cost(args),
-        align=mf.Align(sequence=args.align_sequence, pack=args.align_pack),
-        oversize=args.oversize,
+        align=mf.Align(sequence=args.align_sequence or 1, pack=args.align_pack or 1),
         microbatches=args.microbatches,
+        **{name: value for name, value in given.items() if value is not None},
     )
 
 
-def stepping_of(args: argparse.Namespace, recipe: mf.Recipe, micro_batch_size: int) -> Stepping:
-    """The steps of a recipe under the options. Raises MeshfeedError."""
+def refuse_ignored(args: argparse.Namespace, rule: SequenceRule) -> None:
+    """Raise MeshfeedError for an option of packing that would change nothing for a rule's sequences."""
+    if not rule.packed:
+        why = (
+            f"is of sequences that are packed, and {rule.summary()} has sequences of one length; leave it out"
+        )
+        refuse_given(args, ("capacity", *_OF_PACKS), why)
+    elif args.capacity is None:
+        refuse_given(args, _OF_PACKS, "changes nothing without --capacity N; give that too, or leave it out")
+
+
+def stepping_of(
+    args: argparse.Namespace, recipe: mf.Recipe, micro_batch_size: int, cp_split: CpSplit = "zigzag"
+) -> Stepping:
+    """The steps of a recipe under the options; plans do not depend on cp_split. Raises MeshfeedError."""
     packed, rule = packing_of(args), recipe.sequence
     if getattr(rule, "packed", False) and packed is None:
         raise MeshfeedError(
@@ -94,14 +92,15 @@ def stepping_of(args: argparse.Namespace, recipe: mf.Recipe, micro_batch_size: i
         layout=mf.Layout.parse(args.layout),
         micro_batch_size=micro_batch_size,
         packing=packed,
-        cp_split=args.cp_split,
+        cp_split=cp_split,
         vpp=args.vpp,
     )
 
 
-def _cost(args: argparse.Namespace) -> mf.CostModel:
+def _cost(args: argparse.Namespace) -> mf.CostModel | None:
+    """None where neither option is given."""
     if args.cost is None:
-        return mf.CostModel(alpha=args.alpha)
+        return None if args.alpha is None else mf.CostModel(alpha=args.alpha)
     try:
         with args.cost.open(newline="") as file:
             return mf.CostModel.from_csv(file)

@@ -15,7 +15,17 @@ import numpy as np
 
 import meshfeed as mf
 from meshfeed.cli import packing, recipes
-from meshfeed.cli.command import OK, Console, Table, add_command, print_json, span, whole, write_text
+from meshfeed.cli.command import (
+    OK,
+    Console,
+    Table,
+    add_command,
+    print_json,
+    refuse_given,
+    span,
+    whole,
+    write_text,
+)
 from meshfeed.errors import MeshfeedError
 from meshfeed.plan import Account, StepPlan, account_of, plan_step
 from meshfeed.report.plan import Picture, page
@@ -57,9 +67,7 @@ def add_parser(subparsers: Any) -> None:
         "--lengths", type=Path, metavar="FILE", help="instead: a file of lengths, one per line, as one step"
     )
     parser.add_argument("--first", type=whole(1), metavar="N", help="only the first N of --lengths")
-    parser.add_argument(
-        "--steps", type=span, default=range(1), metavar="A:B", help="which steps of a recipe, as 0:4 (0:1)"
-    )
+    parser.add_argument("--steps", type=span, metavar="A:B", help="which steps of a recipe, as 0:4 (0:1)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="draw the first step's ranks over time into this file"
     )
@@ -109,10 +117,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; 0. Raises MeshfeedError."""
     if (args.recipe is None) == (args.lengths is None):
         raise MeshfeedError("give either a recipe or --lengths FILE")
-    steps = _of_lengths(args) if args.lengths else _of_recipe(args)
-    planned = list(steps)
-    if not planned:
-        raise MeshfeedError(f"--steps {args.steps.start}:{args.steps.stop}: the stream ends before")
+    if args.lengths:
+        refuse_given(
+            args,
+            ("steps", *recipes.OF_STORE),
+            "is of a recipe or store; --lengths is one step of bare lengths",
+        )
+    else:
+        refuse_given(args, ("first",), "is of --lengths; for a recipe or store there is --steps")
+    planned = list(_of_lengths(args) if args.lengths else _of_recipe(args))
     if args.dump:
         write_text(args.dump, json.dumps(_dump(planned[0].plan)))
     if args.html:
@@ -148,9 +161,12 @@ def _of_recipe(args: argparse.Namespace) -> Iterator[_Planned]:
     with contextlib.ExitStack() as stack:
         for store in recipe.sources:
             stack.enter_context(store)
-        for step in args.steps:
+        steps = args.steps or range(1)
+        for step in steps:
             began = time.perf_counter()
             batch = stepping.global_batch(step)
+            if batch is None and step == steps.start:
+                raise MeshfeedError(f"--steps {steps.start}:{steps.stop}: the stream ends before")
             if batch is None:
                 return
             seconds = time.perf_counter() - began

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import meshfeed as mf
-from meshfeed.cli.command import whole
+from meshfeed.cli.command import refuse_given, whole
 from meshfeed.errors import MeshfeedError
 from meshfeed.store import OpenedStore, open_store
 from meshfeed.store.tokenizer import KNOWN
@@ -19,7 +19,7 @@ HELP = (
     "FILE.py or FILE.py:NAME that makes a mf.Recipe (NAME: recipe), or the path or URL of a token store, "
     "whose documents are its sequences"
 )
-_OF_STORE = ("sequences", "seed", "window", "column", "dtype", "tokenizer", "cache", "storage")
+OF_STORE = ("sequences", "seed", "window", "column", "dtype", "tokenizer", "cache", "storage")
 
 
 def add_options(parser: argparse.ArgumentParser, *, windows: bool = True) -> None:
@@ -84,9 +84,7 @@ def recipe_of(text: str, args: argparse.Namespace) -> mf.Recipe:
         return _of_store(text, args)
     if not Path(path).is_file():
         raise MeshfeedError(f"{path}: no such file; give {HELP}")
-    for option in _OF_STORE:
-        if getattr(args, option) is not None:
-            raise MeshfeedError(f"--{option} is of a store given by its path; {path} says it itself")
+    refuse_given(args, OF_STORE, f"is of a store given by its path; {path} says it itself")
     made = _made_by(path)
     recipe = made.get(name if colon else "recipe")
     if not isinstance(recipe, mf.Recipe):

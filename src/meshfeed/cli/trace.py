@@ -10,16 +10,18 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
 import meshfeed as mf
 from meshfeed.cli import packing, recipes
-from meshfeed.cli.command import OK, Console, Table, add_command, print_json, span, whole
+from meshfeed.cli.command import OK, Console, Table, add_command, print_json, refuse_given, span, whole
 from meshfeed.errors import MeshfeedError
 from meshfeed.layout import Coord
 from meshfeed.order import position_of
+from meshfeed.plan import CpSplit
+from meshfeed.sequence import SequenceRule
 from meshfeed.sequence.trace import Pieces, pieces_of, sequences_with
 from meshfeed.stepping import GlobalBatch, Stepping
 
@@ -60,16 +62,19 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME:N",
         help="where document N of source NAME went, or N in a store alone; may be repeated",
     )
-    parser.add_argument(
-        "--epochs", type=span, default=range(1), metavar="A:B", help="of --document, such as 0:2 (0:1)"
-    )
+    parser.add_argument("--epochs", type=span, metavar="A:B", help="of --document, such as 0:2 (0:1)")
     parser.add_argument("--rank", type=whole(0), metavar="N", help="only what this rank holds")
     parser.add_argument(
         "--micro-batch-size",
         type=whole(1),
-        default=1,
         metavar="N",
         help="where sequences are of one length (1)",
+    )
+    parser.add_argument(
+        "--cp-split",
+        choices=get_args(CpSplit),
+        default="zigzag",
+        help="how cp ranks split a sequence (zigzag)",
     )
     packing.add_options(parser, required=False)
     recipes.add_options(parser)
@@ -78,6 +83,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table; 0. Raises MeshfeedError."""
     recipe = recipes.recipe_of(args.recipe, args)
+    _refuse_ignored(args, cast(SequenceRule, recipe.sequence))
     with contextlib.ExitStack() as stack:
         for store in recipe.sources:
             stack.enter_context(store)
@@ -96,8 +102,26 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
+def _refuse_ignored(args: argparse.Namespace, rule: SequenceRule) -> None:
+    packing.refuse_ignored(args, rule)
+    if rule.packed:
+        refuse_given(
+            args, ("micro_batch_size",), f"is of sequences of one length, and {rule.summary()} is packed"
+        )
+    if args.document is None:
+        refuse_given(args, ("epochs",), "is of --document; a step names its epochs itself")
+    elif rule.packed and args.capacity is None:
+        refuse_given(
+            args, ("rank",), "needs --capacity N, and --policy, as the job has: they decide the ranks"
+        )
+
+
+def _stepping_of(args: argparse.Namespace, recipe: mf.Recipe) -> Stepping:
+    return packing.stepping_of(args, recipe, args.micro_batch_size or 1, args.cp_split)
+
+
 def _of_step(recipe: mf.Recipe, args: argparse.Namespace) -> list[dict[str, Any]]:
-    sights = Sights(packing.stepping_of(args, recipe, args.micro_batch_size))
+    sights = Sights(_stepping_of(args, recipe))
     found = sights.of_step(args.step)
     if not found:
         raise MeshfeedError(f"step {args.step}: the stream ends before")
@@ -111,12 +135,12 @@ def _of_documents(recipe: mf.Recipe, args: argparse.Namespace) -> list[dict[str,
     lines: list[dict[str, Any]] = []
     for text in args.document:
         source, document = _document(recipe, text)
-        for epoch in args.epochs:
+        for epoch in args.epochs or range(1):
             for index in sequences_with(recipe, source, document, epoch).tolist():
                 lines.append(_where(recipe, source, epoch, index) | {"document": document})
     if args.capacity is None and cast(Any, recipe.sequence).packed:
         return [line | _NOWHERE | {"ranks": None} for line in lines]
-    sights = Sights(packing.stepping_of(args, recipe, args.micro_batch_size))
+    sights = Sights(_stepping_of(args, recipe))
     if args.rank is not None:
         sights.stepping.layout.coord(args.rank)
     found = sights.of_places((line["step"], line["place"]) for line in lines if line["step"] is not None)
