@@ -76,6 +76,15 @@ def test_a_message_that_does_not_fit_is_sent_again_and_the_next_one_fits() -> No
     assert (reader.traffic.messages, wire.closed, len(wire.sent)) == (8, 2, 0)
 
 
+def test_a_message_travels_whether_it_just_fits_or_just_does_not() -> None:
+    for num_bytes in range(3_900, 4_200):
+        reader, peer = both(Wire())
+        with reader, peer:
+            columns = {"tokens": np.arange(num_bytes % 251, num_bytes % 251 + num_bytes).astype(np.uint8)}
+            reader.deliver(columns, 0)
+            assert np.array_equal(peer.deliver(None, 0)["tokens"], columns["tokens"])
+
+
 def test_what_the_plan_tells_is_enough_for_most() -> None:
     wire, draw = Wire(), random.Random(3)
     reader, peer = both(wire)
