@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,8 +132,12 @@ def test_silent_connections_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> N
     with Door() as door:
         silent = links_to(door, 12)
         with connect(door.name, 1, 20) as link:
-            ((rank, accepted),) = door.accept([1], 60, lambda: False)
+            coming = door.accept([1, 2], 60, lambda: False)
+            rank, accepted = next(coming)
             assert rank == 1
+            # the oldest made room for the latest five, the rank among them
+            assert [bool(select.select([each], [], [], 0)[0]) for each in silent] == [True] * 8 + [False] * 4
+            coming.close()
             accepted.close()
             assert link.recv(1) == b""
     for each in silent:
@@ -153,5 +159,7 @@ def test_a_full_queue_of_connections_is_waited_for() -> None:
         listener.listen(0)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first:
             first.connect(f"\0{name}")
+            began = time.monotonic()
             with pytest.raises(TimeoutError, match="queue of connections was full"):
-                connect(name, 1, 0.05)
+                connect(name, 1, 0.25)
+            assert time.monotonic() - began >= 0.2

@@ -15,7 +15,7 @@ import struct
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator
 from types import TracebackType
 from typing import Self
 
@@ -62,7 +62,7 @@ class Door:
 
     def accept(
         self, ranks: Collection[int], timeout_s: float, is_over: Callable[[], bool]
-    ) -> Iterator[tuple[int, socket.socket]]:
+    ) -> Generator[tuple[int, socket.socket]]:
         """Each of these ranks and its connection, as they come; the caller closes them.
 
         is_over: asked now and then, whether to stop waiting. Raises TimeoutError then, and after `timeout_s`.
