@@ -19,7 +19,6 @@ import meshfeed
 SOURCE = Path(meshfeed.__file__).parent
 FRAMEWORKS = {"megatron", "lightning", "torchtitan", "transformers", "accelerate"}
 OPTIONAL = {"rich", "tokenizers", "pyarrow", "obstore", "opentelemetry", "hypothesis", "pytest"} | FRAMEWORKS
-SENDS_TO_ITS_OWN_CHILD = {"confined.py", "render.py"}  # what a parent pickles for the process it started
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_examples" not in path.parts)
 
 
@@ -100,8 +99,6 @@ def test_files_keep_the_rules_of_the_house(path: Path) -> None:
         assert not isinstance(node, ast.Assert), f"line {node.lineno}: assert guards nothing"
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        if path.name not in SENDS_TO_ITS_OWN_CHILD:
-            assert not {name.split(".")[0] for name in names} & {"pickle", "marshal", "dill", "shelve"}
         # an extra is imported by the function that needs it, which says so where it is missing
         assert not {name.split(".")[0] for name in names} & OPTIONAL or in_cli or node not in tree.body
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not in_cli:

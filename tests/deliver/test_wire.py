@@ -152,7 +152,8 @@ def test_a_table_that_makes_no_sense_is_refused(row: Any) -> None:
         wire.decode(np.frombuffer(head + bytes(64), np.uint8))
 
 
-def test_no_module_of_the_package_can_unpickle() -> None:
+def test_only_a_child_unpickles_and_only_what_its_parent_sends() -> None:
+    parent_and_child = {"confined.py", "render.py"}  # a chat template, in a process of its own
     forbidden = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
     calls = {"broadcast_object_list", "all_gather_object", "eval", "exec"}
     for path in Path(mf.__file__).parent.rglob("*.py"):
@@ -160,7 +161,7 @@ def test_no_module_of_the_package_can_unpickle() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = {alias.name.split(".")[0] for alias in node.names}
                 names.add((getattr(node, "module", None) or "").split(".")[0])
-                assert not names & forbidden, path
+                assert not names & forbidden or path.name in parent_and_child, path
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 assert name not in calls, path
