@@ -143,7 +143,13 @@ def every_delivery(rank: int, folder: str, layouts: list[mf.Layout]) -> list[str
             collectives: dict[str, int] = {}
             for delivery in ("broadcast", "share"):
                 with mf.Feed(
-                    recipe, layout, delivery=delivery, verify=True, timeout_s=600, **options
+                    recipe,
+                    layout,
+                    delivery=delivery,
+                    verify=True,
+                    timeout_s=600,
+                    pad_rows=name != "documents",
+                    **options,
                 ) as feed:
                     got, collectives[delivery] = [], 0
                     for step in feed:

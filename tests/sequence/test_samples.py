@@ -343,7 +343,7 @@ def spoiled(value: dict[str, Any], at: mf.EpochIndex) -> dict[str, Any]:
         ({"x": np.array(["a"])}, "'x' is an array of <U1; give one of bool"),
         ({"x": np.zeros(2, ">f4")}, "'x' is an array of >f4"),
         ({"x": 2**80}, "array of Python objects"),
-        ({"x": torch.zeros(2, dtype=torch.bfloat16)}, "tensor of torch.bfloat16, which NumPy has not"),
+        ({"x": torch.zeros(2, dtype=torch.bfloat16)}, "tensor of torch.bfloat16, a type that NumPy lacks"),
         ({"x": torch.zeros(2, device="meta")}, "tensor on meta"),
         ({"x": [1.0]}, "'x' is list; give an array"),
         ({"x": None}, "'x' is NoneType"),

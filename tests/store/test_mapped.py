@@ -158,7 +158,7 @@ def test_arguments_are_checked(options: dict[str, Any], said: str) -> None:
 
 
 def test_what_is_no_dataset_is_refused() -> None:
-    with pytest.raises(mf.StoreError, match="has a length and items"):
+    with pytest.raises(mf.StoreError, match="no length or no items"):
         mf.Mapped(iter([1]))  # type: ignore[arg-type]
     with pytest.raises(mf.StoreError, match="not entered"):
         mf.Mapped(Rich()).fetch(places(0))

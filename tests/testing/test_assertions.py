@@ -16,6 +16,7 @@ import torch
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.sequence import Portion
+from meshfeed.state import sealed
 from meshfeed.testing import (
     assert_deterministic,
     assert_elastic,
@@ -276,7 +277,7 @@ class Forgetful(mf.Feed):
     """Goes on one step late."""
 
     def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict | {"step": state_dict["step"] + 1})
+        super().load_state_dict(sealed(state_dict | {"step": state_dict["step"] + 1}))
 
 
 class Fickle(mf.Feed):

@@ -218,15 +218,32 @@ def has_own_order(recipe: Recipe) -> bool:
     return hasattr(recipe.sequence, "draws_between")
 
 
-@lru_cache(maxsize=16)
+class _Same:
+    """A recipe as a key: this very object, since an equal one may hold other stores."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.recipe is other.recipe
+
+    def __hash__(self) -> int:
+        return id(self.recipe)
+
+
 def course_of(recipe: Recipe) -> Course:
     """A recipe's course; made once, as it asks the stores how much they hold."""
-    return Course(recipe)
+    return _course(_Same(recipe))
+
+
+@lru_cache(maxsize=16)
+def _course(key: _Same) -> Course:
+    return Course(key.recipe)
 
 
 def forget() -> None:
     """Drop what was worked out of any recipe. It is worked out again when asked for; benchmarks ask cold."""
-    course_of.cache_clear()
+    _course.cache_clear()
     _interleaving.cache_clear()
 
 
