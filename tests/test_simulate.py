@@ -192,6 +192,25 @@ def test_the_whole_batch_is_counted_once_for_all(corpus: Path) -> None:
             assert got.batch.plan.num_microbatches == len(got.microbatches)
 
 
+def test_ranks_that_stand_elsewhere_do_not_agree(corpus: Path) -> None:
+    """What peers compare before they deliver: one layout's text has many tables."""
+
+    def agreed(layout: mf.Layout, rows: int = 1, split: Any = "zigzag") -> tuple[tuple[str, str], ...]:
+        feed = mf.Feed(recipe_of(corpus), layout, 0, delivery="direct", micro_batch_size=rows, cp_split=split)
+        return tuple(feed._all_agreed().items())
+
+    here = mf.Layout.parse("tp2-dp2")
+    assert agreed(here) == agreed(mf.Layout(tp=2, dp=2, table=(0, 1, 2, 3)))
+    others = [
+        agreed(mf.Layout(tp=2, dp=2, table=(2, 3, 0, 1))),
+        agreed(mf.Layout.parse("dp2-tp2")),
+        agreed(mf.Layout.parse("tp2-cp2")),
+        agreed(here, rows=2),
+        agreed(here, split="contiguous"),
+    ]
+    assert len({agreed(here), *others}) == 6
+
+
 def test_steps_may_be_asked_for_in_any_order(corpus: Path) -> None:
     recipe = recipe_of(corpus)
     forth = [got.batch.draws.index.tolist() for got in mf.simulate(recipe, mf.Layout(), 5)]
