@@ -1,6 +1,7 @@
 """Laws of the .bin/.idx store: what is written is read, by document and as a stream, at any size."""
 
 import errno
+import itertools
 import os
 import pickle
 import struct
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 from raw_index import write_raw
 
 from meshfeed.errors import StoreError
+from meshfeed.files import LocalFile
 from meshfeed.store import IndexedStore, IndexedWriter, best_dtype, open_store
+from meshfeed.store.node_index import NodeIndex
 from soak import cases
 
 DTYPES = ("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2")
@@ -261,6 +264,35 @@ def test_threads_share_a_store(tmp_path):
             thread.join()
         assert wrong == []
         assert (store.stats.opens, store.stats.reads) == (1, sum(300 - first for first in range(6)))
+
+
+def test_threads_that_read_first_at_once_read_once(small, monkeypatch):
+    both_ask, both_read = threading.Barrier(2), threading.Barrier(2)
+    first_reads, asked, reads = threading.Event(), itertools.count(), itertools.count()
+    ask, read_into = NodeIndex.guard, LocalFile.read_into
+
+    def guard(self):
+        answer = ask(self)
+        both_ask.wait(30)  # neither has an answer yet
+        if next(asked):
+            first_reads.wait(30)  # the second gets its own while the first reads
+        return answer
+
+    def read(self, *args):
+        first_reads.set()
+        if next(reads) < 2:
+            both_read.wait(30)
+        read_into(self, *args)
+
+    monkeypatch.setattr(NodeIndex, "guard", guard)
+    monkeypatch.setattr(LocalFile, "read_into", read)
+    with open_store(small) as store:
+        threads = [threading.Thread(target=store.read, args=(0, 0, 1)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert store.stats.reads == 2
 
 
 # -- the file under the reader ----------------------------------------------------------------------

@@ -83,7 +83,10 @@ class GuardedFile(LocalFile):
         """Blocks that ranges touch and nobody on this node has compared, ascending."""
         if not self._is_asked:
             self._refuse_not_entered()
-            self._guard, self._is_asked = self._index.guard(), True
+            guard = self._index.guard()
+            with self._file.lock:  # the first of several threads: a second answer would read as a change
+                if not self._is_asked:
+                    self._guard, self._is_asked = guard, True
         guard = self._guard
         if guard is None:
             return []
