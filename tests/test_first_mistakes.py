@@ -71,6 +71,7 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
             mf.RecipeError,
             "'a' is new: give .store, amount.*mf.open.*, not a str",
         ),
+        (lambda: mf.open(None), mf.OptionError, r"mf.open\(None\): give a path"),
         (lambda: mf.Feed(None), mf.OptionError, r"not a NoneType"),
         (lambda: mf.Mixture([STORE]), mf.RecipeError, r"takes a dict, not a list: .*\(store, 0\.7\)"),
         (

@@ -197,3 +197,28 @@ def test_every_rank_of_a_launched_job_needs_a_layout(
             with pytest.raises(mf.LayoutError, match=r"2 processes needs a layout.*mf.Layout\(dp=2\)"):
                 use()
         assert mf.Feed(recipe_of(corpus), mf.Layout(dp=2)).rank == int(number)
+        with pytest.raises(mf.LayoutError, match="dp3 needs 3 ranks, the job has 2"):
+            next(iter(mf.Feed(recipe_of(corpus), mf.Layout(dp=3))))
+        alone = mf.Feed(recipe_of(corpus), mf.Layout(dp=3), 2)  # as one rank of a job that was not launched
+        assert next(iter(alone)).index == 0
+
+
+def test_a_process_that_nobody_told_its_rank_is_not_taken_for_rank_0(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (name for pair in LAUNCHED for name in pair):
+        monkeypatch.delenv(name, raising=False)
+    for use in (lambda feed: feed.rank, lambda feed: next(iter(feed))):
+        with pytest.raises(mf.LayoutError, match=r"which of the 2 ranks of layout dp2.*torchrun.*rank="):
+            use(mf.Feed(recipe_of(corpus), mf.Layout(dp=2)))
+    assert mf.Feed(recipe_of(corpus)).rank == 0
+
+
+def test_microbatches_are_handed_out_once(corpus: Path) -> None:
+    with mf.Feed(recipe_of(corpus), micro_batch_size=4) as feed:
+        step = next(iter(feed))
+        for _ in step.microbatches:
+            break
+        assert len(list(step.microbatches)) == step.num_microbatches - 1, "what is left of a pass"
+        with pytest.raises(mf.StateError, match=r"taken already.*list\(step.microbatches\)"):
+            list(step.microbatches)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from meshfeed.errors import StateError
 from meshfeed.order import Draws
 from meshfeed.plan import ModelShape, StepPlan, flops
 
@@ -60,6 +61,28 @@ class Microbatch(Mapping[str, Any]):
         return f"Microbatch({self.index}, {len(self.draws)} sequences, {shapes})"
 
 
+class Microbatches(Iterator[Microbatch]):
+    """The microbatches of one step, each handed out once. A second pass raises StateError."""
+
+    def __init__(self, taken: Iterator[Microbatch]) -> None:
+        self._taken, self._is_over = taken, False
+
+    def __iter__(self) -> Self:
+        if self._is_over:
+            raise StateError(
+                "the microbatches of this step were taken already, and are not kept; list(step.microbatches) "
+                "keeps them"
+            )
+        return self
+
+    def __next__(self) -> Microbatch:
+        try:
+            return next(self._taken)
+        except StopIteration:
+            self._is_over = True
+            raise
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Step:
     """One training step: its microbatches, and what is known of the whole global batch beforehand.
@@ -84,7 +107,7 @@ class Step:
             with this step; source_asked, its share of this step as the recipe has it.
             Under `metrics=`, metrics_lost: steps that some sink has not taken so far, though it should.
         plan: which sequence goes where, for the whole job.
-        microbatches: the microbatches, once.
+        microbatches: handed out once, in order.
     """
 
     index: int
@@ -94,7 +117,7 @@ class Step:
     sum_sq: int
     stats: dict[str, Any]
     plan: StepPlan
-    microbatches: Iterator[Microbatch]
+    microbatches: Microbatches
 
     def __repr__(self) -> str:
         return (

@@ -51,7 +51,7 @@ class Feed(StepSource[Delivery]):
     Args:
         recipe: what to train on; equal on every rank.
         layout: where the ranks stand; None for one process.
-        rank: this process's global rank; None asks torch.distributed, then the launcher, then takes 0.
+        rank: this process's global rank; None asks torch.distributed, then the launcher.
         delivery: "direct", "broadcast", "share", "tree", or "auto" (see `roles.choose_delivery`).
         device: where the tensors go.
         stage_map: which pipeline stages embed, compute loss, predict further tokens; None for the plain

@@ -23,25 +23,39 @@ _LAUNCHERS = (
 )
 
 
-def this_rank(given: int | None) -> int:
-    """The global rank: the one given, or that of torch.distributed, then of the launcher ($RANK), then 0."""
+def this_rank(given: int | None, layout: Layout) -> int:
+    """The global rank: the one given, or that of torch.distributed, then of the launcher ($RANK).
+
+    Raises LayoutError where none of them says it, though the layout has several ranks.
+    """
     if given is not None:
         return given
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return next((int(os.environ[rank]) for _, rank in _LAUNCHERS if rank in os.environ), 0)
+    for _, rank in _LAUNCHERS:
+        if rank in os.environ:
+            return int(os.environ[rank])
+    if layout.world_size > 1:
+        raise LayoutError(
+            f"which of the {layout.world_size} ranks of layout {layout} is this process? Neither "
+            f"torch.distributed nor a launcher ($RANK) says; call torch.distributed.init_process_group "
+            f"first, start the job with torchrun, or pass rank="
+        )
+    return 0
 
 
-def this_layout(given: Layout | None) -> Layout:
+def this_layout(given: Layout | None, rank: int | None = None) -> Layout:
     """The layout, its node size taken from the launcher where it was not given; None for one process.
 
+    rank: as the user gave it; who does so may simulate ranks of a job that was never launched.
     Raises LayoutError where the job cannot hold it, or is more than one process without it.
     """
-    layout = given or Layout()
-    if given is None and (size := num_processes()) > 1:
+    layout, size = given or Layout(), num_processes()
+    if given is None and size > 1:
         raise LayoutError(f"a job of {size} processes needs a layout; pass one, such as mf.Layout(dp={size})")
-    if dist.is_available() and dist.is_initialized():
-        layout.check_world(dist.get_world_size())
+    is_launched = any(size in os.environ and rank in os.environ for size, rank in _LAUNCHERS)
+    if (dist.is_available() and dist.is_initialized()) or (is_launched and rank is None):
+        layout.check_world(size)
     if layout.ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
         layout = replace(layout, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
     return layout

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshfeed.batch import Microbatch, Step
+from meshfeed.batch import Microbatch, Microbatches, Step
 from meshfeed.deliver import Alarm, Delivery, Digests, EndOfStream, Meeting, Verifier
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, PeerError, StateError
@@ -181,7 +181,7 @@ class Run:
             sum_sq=batch.sum_sq,
             stats=stats,
             plan=batch.plan,
-            microbatches=self._microbatches(view, batch),
+            microbatches=Microbatches(self._microbatches(view, batch)),
         )
 
     def _microbatches(self, view: _View, batch: GlobalBatch) -> Iterator[Microbatch]:

@@ -131,12 +131,12 @@ class StepSource(abc.ABC, Generic[D]):
     @cached_property
     def rank(self) -> int:
         """This process's global rank."""
-        return this_rank(self._given_rank)
+        return this_rank(self._given_rank, self.layout)
 
     @cached_property
     def layout(self) -> Layout:
         """The layout, its node size taken from the launcher where it was not given."""
-        return this_layout(self._given_layout)
+        return this_layout(self._given_layout, self._given_rank)
 
     @cached_property
     def delivery(self) -> DeliveryName:
@@ -300,9 +300,9 @@ class StepSource(abc.ABC, Generic[D]):
         )
 
     def _compare(self, meeting: Meeting) -> None:
-        meeting.compare(self.rank, self._all_agreed())
+        meeting.compare(self._all_agreed())
         if self._wait_for_all:
-            meeting.meet("job", self.rank, self.layout.ranks().tolist())
+            meeting.meet("job", self.layout.ranks().tolist())
 
     def _meeting(self) -> Meeting | None:
         store = self._rendezvous or default_store()
@@ -313,7 +313,7 @@ class StepSource(abc.ABC, Generic[D]):
                 name = f"{name} of {ranks_in_words(ranks)}"
         if store is None or num_ranks == 1:
             return None
-        return Meeting(store, self._timeout_s, name, self._next_step, num_ranks)
+        return Meeting(store, self.rank, self._timeout_s, name, self._next_step, num_ranks)
 
     def _all_agreed(self) -> dict[str, str]:
         places = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not tell its table
@@ -341,7 +341,12 @@ class StepSource(abc.ABC, Generic[D]):
 
     def _tell(self, error: Exception, meeting: Meeting | None) -> NoReturn:
         """Raise an error that keeps this rank from taking part; its peers hear it instead of waiting."""
-        with Alarm(meeting, self.rank, lambda: None) as alarm:
+        with contextlib.ExitStack() as stack:
+            try:
+                alarm = stack.enter_context(Alarm(meeting, self.rank, lambda: None))
+            except DeliveryError as lost:
+                error.add_note(f"rank {self.rank} could not tell the other ranks of this error: {lost}")
+                raise error from None
             alarm.sound(error, self._next_step)
 
 

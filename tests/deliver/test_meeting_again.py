@@ -181,9 +181,9 @@ def test_a_torn_checkpoint_ends_all_ranks_and_a_whole_one_goes_on(corpus: str, d
 
 def test_runs_and_stores_have_keys_of_their_own() -> None:
     one, other = dist.HashStore(), dist.HashStore()
-    counted = [Meeting(one, 1, name).prefix for name in "aab"]
+    counted = [Meeting(one, 0, 1, name).prefix for name in "aab"]
     assert counted[0][:-1] == counted[1][:-1] != counted[2][:-1] and len(set(counted)) == 3
-    assert [Meeting(other, 1, name).prefix for name in "aab"] == counted
+    assert [Meeting(other, 0, 1, name).prefix for name in "aab"] == counted
 
 
 def is_in(function: str, frame: Any) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 import meshfeed as mf
 import meshfeed.deliver.client
@@ -22,7 +24,7 @@ from corpus import recipe_of, write_corpus
 from meshfeed.deliver.alarm import Alarm
 from meshfeed.deliver.cause import Cause
 from meshfeed.deliver.client import Notice, StoreClient
-from meshfeed.deliver.rendezvous import Meeting, _unlike, ranks_in_words
+from meshfeed.deliver.rendezvous import Meeting, _unlike, ranks_in_words, ranks_of_words
 from observe import simulated, take
 
 LONG = timedelta(seconds=60)
@@ -107,7 +109,7 @@ def test_ranks_that_disagree_end_before_any_batch(corpus: str, delivery: str) ->
 
 def test_who_disagrees_is_told_what_differs_alone() -> None:
     one, other = "dp2, Packing(capacity=64, align=1), zigzag", "dp2, Packing(capacity=128, align=1), zigzag"
-    assert _unlike(one, other) == ("Packing(capacity=64", "Packing(capacity=128")
+    assert _unlike(one, other) == ("Packing(capacity=64)", "Packing(capacity=128)")
     assert _unlike("a, b, c", "a, c") == ("b", "nothing") and _unlike("b, a, a", "b, a") == ("a", "nothing")
     assert _unlike("a", "b") == ("a", "b")
 
@@ -330,15 +332,15 @@ def test_a_delivery_without_a_place_to_meet_says_what_to_do(corpus: str) -> None
 
 def test_meetings_are_apart_by_purpose_peers_and_run(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), -1)
-    meeting = Meeting(store, 0.2)
+    meeting = Meeting(store, 7, 0.2)
     prefixes = [
-        meeting.meet("share", 7, (7,)),
-        meeting.meet("verify", 7, (7,)),
-        Meeting(store, 0.2).meet("share", 7, (7,)),
+        meeting.meet("share", (7,)),
+        meeting.meet("verify", (7,)),
+        Meeting(store, 7, 0.2).meet("share", (7,)),
     ]
     assert len(set(prefixes)) == 3
     with pytest.raises(mf.PeerError, match=r"\[8, 9\]") as raised:
-        meeting.meet("share", 7, (7, 8, 9))
+        meeting.meet("share", (7, 8, 9))
     assert raised.value.ranks == (8, 9)
 
 
@@ -423,7 +425,7 @@ def test_a_store_that_is_slow_to_look_at_fails_no_other_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("meshfeed.deliver.client._LOOK_EVERY_S", 0.01)
-    meeting, free = Meeting(dist.FileStore(str(tmp_path / "store"), -1), 60), threading.Event()
+    meeting, free = Meeting(dist.FileStore(str(tmp_path / "store"), -1), 0, 60), threading.Event()
     client = meeting.client
     slow = threading.Thread(target=client.call, args=(lambda store: free.wait(), 60))
     with Alarm(meeting, 0, lambda: None):
@@ -432,8 +434,7 @@ def test_a_store_that_is_slow_to_look_at_fails_no_other_call(
             time.sleep(0.001)
         time.sleep(0.1)
         threading.Timer(0.1, free.set).start()
-        meeting.publish("key", "text")
-        assert meeting.read("key", 0, 1) == "text"
+        assert meeting.say("key", "text") == "text"
     slow.join()
 
 
@@ -446,13 +447,13 @@ def test_a_connection_that_broke_is_made_again_for_the_next_run(monkeypatch: pyt
     store, heard = dist.HashStore(), threading.Event()
     whole = meshfeed.deliver.client._clone
     monkeypatch.setattr("meshfeed.deliver.client._clone", lambda store: Broken())
-    meeting = Meeting(store, 60)
+    meeting = Meeting(store, 0, 60)
     with Alarm(meeting, 0, lambda: None):
         listener = meeting.client._listener
         assert listener is not None
         listener.join()
     monkeypatch.setattr("meshfeed.deliver.client._clone", whole)
-    meeting = Meeting(store, 60)
+    meeting = Meeting(store, 0, 60)
     with Alarm(meeting, 0, heard.set):
         notice = Notice(meeting.prefix, 0, Cause("StoreError", "gone"))
         assert meeting.client.add_notice(notice.encode(4096), 60)
@@ -474,11 +475,84 @@ def test_all_ranks_may_wait_for_each_other(corpus: str) -> None:
     assert (kind, ranks) == ("PeerError", (1,)) and "2 s" in text, text
 
 
+class Counted:
+    """A store that counts how often the list of all who have come is fetched."""
+
+    def __init__(self) -> None:
+        self.lists, self._store = 0, dist.HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> bytes:
+        self.lists += key.endswith("/here")
+        return self._store.get(key)
+
+
+def test_many_ranks_that_wait_work_out_once_for_whom() -> None:
+    store: Any = Counted()
+    peers = tuple(range(40))
+    come = [rank for rank in peers if rank not in (3, 4, 5, 30)]
+    errors: list[mf.PeerError] = []
+
+    def wait(rank: int) -> None:
+        try:
+            Meeting(store, rank, 1.0).meet("job", peers)
+        except mf.PeerError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in come]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    named = [error.ranks for error in errors if error.ranks]
+    assert len(errors) == len(come) and set(named) == {(3, 4, 5, 30)}
+    assert store.lists <= 2
+
+
+@given(st.sets(st.integers(0, 99)))
+def test_ranks_in_words_and_back(ranks: set[int]) -> None:
+    assert ranks_of_words(ranks_in_words(sorted(ranks))) == sorted(ranks)
+
+
+def test_a_store_that_does_not_answer_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("meshfeed.deliver.client._LOG_AFTER_S", 0.05)
+    meeting, free = Meeting(dist.HashStore(), 0, 60), threading.Event()
+
+    def slow(store: Any) -> str:
+        free.wait()
+        return "answer"
+
+    with caplog.at_level("WARNING", "meshfeed"):
+        asking = threading.Thread(target=meeting.call, args=(slow,))
+        asking.start()
+        while not caplog.text:
+            time.sleep(0.001)
+        free.set()
+        asking.join()
+    assert "has not answered for 0.05 s; this rank waits 60 s at most" in caplog.text
+
+
+def test_an_own_error_is_not_hidden_by_a_lost_store(corpus: str) -> None:
+    class Lost:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+    lost: Any = Lost()
+    feed = mf.Feed(recipe_of(corpus), mf.Layout(dp=2), 0, rendezvous=lost, micro_batch_size=7)
+    with pytest.raises(mf.RecipeError, match="micro_batch_size") as raised:
+        next(iter(feed))
+    assert "could not tell the other ranks" in "".join(raised.value.__notes__)
+
+
 def test_a_rank_logs_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("meshfeed.deliver.rendezvous._LOG_AFTER_S", 0.1)
     with pytest.raises(mf.PeerError):
-        Meeting(dist.HashStore(), 0.5).meet("share", 0, (0, 5))
+        Meeting(dist.HashStore(), 0, 0.5).meet("share", (0, 5))
     assert [record.name for record in caplog.records] == ["meshfeed"], "after that every minute"
     assert "rank(s) [5] to join its share group" in caplog.text

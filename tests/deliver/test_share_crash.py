@@ -114,6 +114,32 @@ def test_a_killed_rank_ends_a_tree(corpus: str, tmp_path: Path, turn: int) -> No
     )
 
 
+def killed_once_all_are_here(rank: int, path: str) -> Any:
+    met = mf.deliver.Meeting.meet
+
+    def meet(self: Any, purpose: str, peers: Any) -> str:
+        prefix = met(self, purpose, peers)
+        os.kill(os.getpid(), 9)
+        return prefix
+
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=120)
+    if feed.role.reads:
+        mf.deliver.Meeting.meet = meet  # type: ignore[method-assign]
+    try:
+        next(iter(feed))
+    except mf.PeerError as lost:
+        return lost.ranks, str(lost)
+
+
+def test_a_reader_that_dies_as_its_peers_come_is_not_waited_for(corpus: str) -> None:
+    begun = time.monotonic()
+    reader, peer = world.start(killed_once_all_are_here, 2, corpus, distributed=True).join(100)
+    assert reader.exitcode == -9
+    assert time.monotonic() - begun < 100, "less than the timeout"
+    assert peer.result is not None, peer.trace
+    assert peer.result[0] == (0,) and "cannot reach rank 0" in peer.result[1]
+
+
 def finite(rank: int, path: str, where: str, steps: int) -> Any:
     recipe = recipe_of(path, length=32, sequences=8)
     feed = mf.Feed(

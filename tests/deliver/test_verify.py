@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,26 @@ def silent_rank(rank: int, path: str) -> Any:
 def test_a_rank_that_stops_comparing_ends_the_others_in_time(corpus: str) -> None:
     told = world.run(silent_rank, 3, corpus)
     assert "(0, 1, 2)" in told[0] and "(0, 1, 2)" in told[2]
+
+
+def mortal(rank: int, path: str) -> Any:
+    layout = mf.Layout.parse("tp3")
+    feed = mf.Feed(recipe_of(path), layout, delivery="direct", verify=True, prefetch=0, timeout_s=300)
+    with pytest.raises(mf.PeerError) as raised:
+        for step in feed:
+            list(step.microbatches)
+            if (rank, step.index) == (1, STEP):
+                os.kill(os.getpid(), signal.SIGKILL)
+    return raised.value.ranks, str(raised.value)
+
+
+def test_a_killed_rank_is_named(corpus: str) -> None:
+    outcomes = world.start(mortal, 3, corpus).join()
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert outcomes[rank].result is not None, outcomes[rank].trace
+        ranks, text = outcomes[rank].result
+        assert 1 in ranks and "which died or ended early" in text
 
 
 def test_verify_needs_a_way_to_meet(corpus: str) -> None:

@@ -90,10 +90,10 @@ def test_words_are_cleared_away_and_name_who_has_no_iterator() -> None:
     seats.append(Seats((4, 5), ((0,), (1,)), 1, (0, 2, 4)))
     given = [encode(step, mf.exchange.Keys()).report for step in rows()[:2]]
     census = Census.of(given, seats[0])
-    spoken = [Alike(each.ranks[0], each, Meeting(store, 60)) for each in seats]
+    spoken = [Alike(each.ranks[0], each, Meeting(store, each.ranks[0], 60)) for each in seats]
     for alike in spoken:  # in processes of their own they would be of one turn
         alike._meeting._prefix = "one run"  # type: ignore[union-attr]
-    assert Alike(1, seats[0], Meeting(store, 60))._meeting is None  # a second member says nothing
+    assert Alike(1, seats[0], Meeting(store, 1, 60))._meeting is None  # a second member says nothing
     before = store.num_keys()
     for step in range(3):
         for alike in spoken:

@@ -362,6 +362,7 @@ def test_new_options_are_in_the_fingerprint_and_old_rules_keep_theirs(corpus: st
         {"crop": "end"},
         {"special_tokens": (-1,)},
         {"special_tokens": ("x",)},
+        {"special_tokens": 5},
         {"random_tokens": (5, 5)},
         {"random_tokens": (0, 10)},
         {"random_tokens": (-1, 4)},

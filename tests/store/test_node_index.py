@@ -144,6 +144,25 @@ def test_another_version_has_another_copy_and_old_ones_are_removed(
     assert len(kept) == 2 and kept[0][:32] == kept[1][:32]
 
 
+def test_copies_of_another_node_are_kept_for_a_day(
+    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_index, "_boot", lambda: "another node that shares the folder")
+    list(mf.open(corpus, cache=cache).files)
+    (theirs,) = (each for each in (cache.own_path / "index").iterdir() if len(each.name) == 32)
+    monkeypatch.undo()
+    monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
+    Path(f"{corpus}.idx").touch()  # a version of the corpus that this node opens
+    list(mf.open(corpus, cache=cache).files)
+    swept()
+    assert theirs.exists()
+    os.utime(theirs, (1, 1))
+    Path(f"{corpus}.idx").touch()
+    list(mf.open(corpus, cache=cache).files)
+    swept()
+    assert not theirs.exists()
+
+
 def test_what_a_killed_process_left_is_removed(
     corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

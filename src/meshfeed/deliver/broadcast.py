@@ -42,7 +42,7 @@ class Broadcast:
 
     def __enter__(self) -> Self:
         role = self._role
-        self._group = self._meeting.gloo_group("broadcast", role.rank, role.peers)
+        self._group = self._meeting.gloo_group("broadcast", role.peers)
         return self
 
     def __exit__(

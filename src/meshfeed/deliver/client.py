@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
 import queue
 import threading
@@ -35,6 +36,9 @@ FAILURES = (RuntimeError, dist.DistError)  # of a store, and of a DeliveryError
 _FOR_EVER = timedelta(days=30)
 _LOOK_EVERY_S = 2.0  # where a store cannot wait on a connection of its own
 _END_S = 5.0
+_LOG_AFTER_S = 10.0
+
+_log = logging.getLogger("meshfeed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +115,16 @@ class StoreClient:
                 f"and reachable?"
             )
         call = self._post(operation)
-        if not call.done.wait(within_s):
+        came = call.done.wait(min(within_s, _LOG_AFTER_S))
+        if not came and within_s > _LOG_AFTER_S:
+            _log.warning(
+                "the rendezvous store %s has not answered for %g s; this rank waits %g s at most",
+                self._where,
+                _LOG_AFTER_S,
+                within_s,
+            )
+            came = call.done.wait(within_s - _LOG_AFTER_S)
+        if not came:
             call.given_up, self._overdue = True, call
             raise DeliveryError(
                 f"the rendezvous store {self._where} has not answered for {within_s:g} s; is the machine "

@@ -57,6 +57,7 @@ class Meeting:
 
     Attributes:
         store: any torch.distributed Store that all of them reach.
+        rank: this one, of the job.
         timeout_s: how long to wait for the others, and for the store.
         name: of the feed. Runs of one name are begun in the same order by all ranks that begin any.
         start: the step from which this rank goes on; the others must too.
@@ -65,6 +66,7 @@ class Meeting:
     """
 
     store: Store
+    rank: int
     timeout_s: float
     name: str = ""
     start: int = 0
@@ -108,13 +110,14 @@ class Meeting:
         """From another thread: somebody will not come. Who waits here ends with PeerError."""
         self._off.set()
 
-    def compare(self, rank: int, brought: Mapping[str, str]) -> None:
+    def compare(self, brought: Mapping[str, str]) -> None:
         """Compare with the rank of the job that came first; waits for nobody.
 
         brought: all that ranks must agree on, part by part. Raises PeerError where a part differs or two
         processes are one rank, StateError where first steps differ, DeliveryError for a lost store.
         """
-        if not self._claims(rank):
+        rank = self.rank
+        if not self._is_alone():
             raise PeerError(
                 f"two processes of this job are rank {rank}, or its store served another job before; give "
                 f"each process its own rank, and each job its own store",
@@ -137,17 +140,17 @@ class Meeting:
                 f"is torn; load one that all ranks saved at the same step"
             )
 
-    def _claims(self, rank: int) -> bool:
+    def _is_alone(self) -> bool:
         """Whether no other process is this rank; said once per process, not in a key of every run."""
-        key, process = f"{self.prefix.rpartition('/')[0]}/rank/{rank}", _identity(os.getpid())
-        claim = (process, self._space, self.name, rank)
+        key, process = f"{self.prefix.rpartition('/')[0]}/rank/{self.rank}", _identity(os.getpid())
+        claim = (process, self._space, self.name, self.rank)
         if claim not in _claimed:
             if self.client.say(key, process, self.timeout_s) != process:
                 return False
             _claimed.add(claim)
         return True
 
-    def meet(self, purpose: str, rank: int, peers: Sequence[int]) -> str:
+    def meet(self, purpose: str, peers: Sequence[int]) -> str:
         """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
 
         Members meet once for a purpose. Raises PeerError naming who is missing after `timeout_s`, and where
@@ -156,24 +159,11 @@ class Meeting:
         prefix = f"{self.prefix}/{purpose}/{ranks_in_words(peers)}"
 
         def arrive(store: Any) -> int:
-            store.append(f"{prefix}/here", f"{rank} ")
+            store.append(f"{prefix}/here", f"{self.rank} ")
             return store.add(f"{prefix}/count", 1)
 
-        come = self.call(arrive) == len(peers)
-
-        def missing() -> list[int]:
-            here = set(self.call(lambda store: store.get(f"{prefix}/here")).decode().split())
-            return [peer for peer in peers if str(peer) not in here]
-
-        def late(absent: list[int]) -> PeerError:
-            return PeerError(
-                f"rank {rank} waited {self.timeout_s:g} s for rank(s) {_some(absent)} to join its {purpose} "
-                f"group {_some(peers)}; every rank of the group must iterate its Feed (are they running?)",
-                absent,
-            )
-
         try:
-            come = come or self._await(f"{prefix}/go", rank, missing, late, purpose)
+            come = self.call(arrive) == len(peers) or self._await(prefix, purpose, peers)
         except DeliveryError as error:
             self.tell(error)  # at once: whoever loses this rank when it lets go would speak first
             if isinstance(error, PeerError):
@@ -181,16 +171,16 @@ class Meeting:
             raise
         if not self._go_on(prefix, come):
             raise PeerError(
-                f"rank {rank} waited for ranks {_some(peers)}, and one of them ended before it came"
+                f"rank {self.rank} waited for ranks {_some(peers)}, and one of them ended before it came"
             )
         return prefix
 
-    def gloo_group(self, purpose: str, rank: int, peers: tuple[int, ...]) -> GlooGroup:
+    def gloo_group(self, purpose: str, peers: tuple[int, ...]) -> GlooGroup:
         """Connections among the peers alone, made once all of them have come.
 
         Raises PeerError as `meet` does, or where one of them is lost on the way.
         """
-        prefix = self.meet(purpose, rank, peers)
+        prefix, rank = self.meet(purpose, peers), self.rank
         store = PrefixStore(f"{prefix}/gloo", self.store)
         try:
             # its own timeout comes first, unless the store is silent
@@ -204,53 +194,46 @@ class Meeting:
                 others,
             ) from broken
 
-    def publish(self, key: str, text: str) -> None:
-        """Leave a text for the others."""
-        self.call(lambda store: store.set(key, text))
-
-    def read(self, key: str, source: int, rank: int) -> str:
-        """What `source` has left, waiting for it. Raises PeerError naming it after `timeout_s`."""
-
-        def late(absent: list[int]) -> PeerError:
-            return PeerError(f"rank {rank} waited {self.timeout_s:g} s for rank {source}", absent)
-
-        # not called off: both go on, as they have agreed
-        self._await(key, rank, lambda: [source], late, "share", may_end=False)
-        return self.call(lambda store: store.get(key)).decode()
-
-    def _await(
-        self,
-        key: str,
-        rank: int,
-        missing: Callable[[], list[int]],
-        late: Callable[[list[int]], PeerError],
-        purpose: str,
-        *,
-        may_end: bool = True,
-    ) -> bool:
-        """Wait until somebody sets a key. False where the meeting is called off."""
+    def _await(self, prefix: str, purpose: str, peers: Sequence[int]) -> bool:
+        """Wait until a meeting is decided. False where it is called off, PeerError after `timeout_s`."""
         began, log_at, pause = time.monotonic(), _LOG_AFTER_S, 0.001
         longest = max(0.05, self.num_ranks / _LOOKS_PER_S)
-        while not self.call(lambda store: store.check([key])):
+        while not self.call(lambda store: store.check([f"{prefix}/go"])):
             waited = time.monotonic() - began
-            if waited >= min(log_at, self.timeout_s) and (absent := missing()):
+            if waited >= min(log_at, self.timeout_s) and (absent := self._missing(prefix, peers)):
                 if waited >= self.timeout_s:
-                    raise late(absent)
+                    raise PeerError(
+                        f"rank {self.rank} waited {self.timeout_s:g} s for rank(s) {_some(absent)} to join "
+                        f"its {purpose} group {_some(peers)}; every rank of the group must iterate its Feed "
+                        f"(are they running?)",
+                        absent,
+                    )
                 _log.warning(
                     "rank %d has waited %.0f s for rank(s) %s to join its %s group; it waits %g s at most",
-                    rank,
+                    self.rank,
                     waited,
                     _some(absent),
                     purpose,
                     self.timeout_s,
                 )
                 log_at = waited + _LOG_EVERY_S
-            if may_end and self._off.wait(pause):
+            if self._off.wait(pause):
                 return False
-            if not may_end:
-                time.sleep(pause)
             pause = min(2 * pause, longest)
         return True
+
+    def _missing(self, prefix: str, peers: Sequence[int]) -> list[int]:
+        """Who has not come. The first to ask works it out for all who ask before another one comes:
+        thousands of ranks that each fetch thousands of names would keep the store busy for minutes."""
+
+        def ask(store: Any) -> str:
+            key = f"{prefix}/missing/{store.add(f'{prefix}/count', 0)}"
+            if store.check([key]):
+                return store.get(key).decode()
+            here = {int(rank) for rank in store.get(f"{prefix}/here").split()}
+            return store.compare_set(key, "", ranks_in_words(sorted(set(peers) - here)) or "-").decode()
+
+        return ranks_of_words(self.call(ask).strip("-"))
 
     def _go_on(self, prefix: str, come: bool) -> bool:
         """All members go on, or none does, since each would wait for the others: the first word holds."""
@@ -341,7 +324,13 @@ def _unlike(here: str, there: str) -> tuple[str, str]:
     ours, theirs = ours[start:], theirs[start:]
     end = _alike(ours[::-1], theirs[::-1])
     ours, theirs = ours[: len(ours) - end], theirs[: len(theirs) - end]
-    return ", ".join(ours) or "nothing", ", ".join(theirs) or "nothing"
+    return _closed(", ".join(ours)) or "nothing", _closed(", ".join(theirs)) or "nothing"
+
+
+def _closed(text: str) -> str:
+    """With as many brackets closed as are opened."""
+    missing = text.count("(") - text.count(")")
+    return text + missing * ")" if missing >= 0 else text.removesuffix(-missing * ")")
 
 
 def _alike(ours: list[str], theirs: list[str]) -> int:
@@ -357,3 +346,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     return "-".join(str(a) if a == b else f"{a}:{b}" for a, b in runs)
+
+
+def ranks_of_words(words: str) -> list[int]:
+    """The ranks that `ranks_in_words` wrote."""
+    runs = [run.partition(":") for run in words.split("-") if run]
+    return [rank for first, _, last in runs for rank in range(int(first), int(last or first) + 1)]

@@ -93,8 +93,9 @@ class ShareLeader:
             self._selector.register(self._wake, selectors.EVENT_READ)
             with Door() as door:
                 self._private.add(door.fileno())
-                prefix = self._meeting.meet("share", self._role.rank, self._role.peers)
-                self._meeting.publish(f"{prefix}/socket", door.name)
+                # before they meet: whoever has met it can tell a leader that died from one that is late
+                self._meeting.say(_door_of(self._role.rank), door.name)
+                self._meeting.meet("share", self._role.peers)
                 self._accept_all(door, stack)
             self._resources = stack.pop_all()
         return self
@@ -214,8 +215,8 @@ class ShareFollower:
     def __enter__(self) -> Self:
         role = self._role
         leader = _source_of(role)
-        prefix = self._meeting.meet("share", role.rank, role.peers)
-        name = self._meeting.read(f"{prefix}/socket", leader, role.rank)
+        self._meeting.meet("share", role.peers)
+        name = self._meeting.say(_door_of(leader), "gone")
         with contextlib.ExitStack() as stack:
             try:
                 link = stack.enter_context(connect(name, role.rank, self._meeting.timeout_s))
@@ -291,6 +292,11 @@ class ShareFollower:
         self._interrupted = True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RD)
+
+
+def _door_of(leader: int) -> str:
+    """The key under which the peers of a leader find the address of its socket."""
+    return f"share/{leader}/socket"
 
 
 def _source_of(role: Role) -> int:

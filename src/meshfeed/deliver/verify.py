@@ -96,7 +96,7 @@ class Verifier:
         return cls(rank, peers, names, meeting)
 
     def __enter__(self) -> Self:
-        self._group = self._meeting.gloo_group("verify", self._rank, self._peers)
+        self._group = self._meeting.gloo_group("verify", self._peers)
         self._thread.start()
         return self
 
@@ -211,9 +211,10 @@ class Verifier:
         try:
             return self._group.all_gather(torch.from_numpy(row)).numpy()
         except (RuntimeError, dist.DistError) as broken:
+            lost = self._group.lost()
+            who = f"rank(s) {lost}, which died or ended early" if lost else f"some of ranks {self._peers}"
             raise PeerError(
-                f"rank {self._rank} could not compare with ranks {self._peers}; has one of them died "
-                f"or ended early? Look at their logs ({broken})"
+                f"rank {self._rank} could not compare with {who}; look at the logs there ({broken})", lost
             ) from broken
 
 

@@ -59,7 +59,7 @@ class Exchange(StepSource[Ways]):
             gives none. Ranks of one data-parallel rank that all have one must give the same items; their
             lengths and some of their numbers are compared every step.
         layout: where the ranks stand; None for one process.
-        rank: this process's global rank; None asks torch.distributed, then the launcher, then takes 0.
+        rank: this process's global rank; None asks torch.distributed, then the launcher.
         packing: how items become microbatches.
         keys: what items hold.
         pulls: elements of its iterator, items or lists, that each owner pulls for a step.

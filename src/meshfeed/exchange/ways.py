@@ -58,7 +58,7 @@ class Ways:
                         f"call torch.distributed.init_process_group first, or pass "
                         f"rendezvous=<torch.distributed.Store>"
                     )
-                joined = self._meeting.gloo_group("exchange", self._rank, ranks)
+                joined = self._meeting.gloo_group("exchange", ranks)
                 stack.callback(joined.close)
                 stack.callback(self.group.leave)
                 self.group.join(joined.backend, joined.lost)

@@ -7,7 +7,7 @@ many there are. What travels is the held tokens as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
 from functools import cached_property
@@ -96,9 +96,10 @@ class Masked:
             raise RecipeError(f"Masked(replace={self.replace}, random={self.random}): together at most 1")
         if self.crop not in ("start", "random"):
             raise RecipeError(f"Masked(crop={self.crop!r}): choose 'start' or 'random'")
-        special = tuple(self.special_tokens)
+        given: Any = self.special_tokens
+        special = tuple(given) if isinstance(given, Iterable) else (None,)
         if any(type(token) is not int or token < 0 for token in special):
-            raise RecipeError(f"Masked(special_tokens={special!r}): whole numbers from 0")
+            raise RecipeError(f"Masked(special_tokens={given!r}): give a tuple of whole numbers from 0")
         object.__setattr__(self, "special_tokens", tuple(sorted(set(special))))
         first, stop = self._random_range
         if not (type(first) is type(stop) is int and 0 <= first < stop <= self.vocab_size):

@@ -40,11 +40,13 @@ from meshfeed.store.index import fingerprint_of, read_header
 
 _SUFFIXES = (".idx", ".bin", SUFFIX)
 _FACTS = struct.Struct("<I")
+_FORMAT = 1  # of a copy; another one has another name
 _MOST_BYTES = 4 << 30
 _PIECE_BYTES = 1 << 26  # whole blocks of checksums, whatever their size
 _CLOCK_REALTIME_COARSE = 5  # Linux's, which stamps files
 _COARSE_TICK_NS = 2_000_000_000
 _SWEEP_EVERY_S = 600.0
+_OTHERS_S = 86_400.0
 _NAME_SIZE = 32
 _log = logging.getLogger("meshfeed")
 
@@ -204,7 +206,7 @@ def _are_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
 
 def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy | None:
     """The node's copy, made by the first to ask; None where it cannot be written."""
-    key = hashlib.blake2b(f"{_boot()} {versions}".encode(), digest_size=16).hexdigest()
+    key = hashlib.blake2b(f"{_FORMAT} {_boot()} {versions}".encode(), digest_size=16).hexdigest()
     try:
         folder = cache.make() / "index"
         entry = folder / key
@@ -324,8 +326,10 @@ def _sweep(folder: Path) -> None:
 def _is_current(entry: Path) -> bool:
     try:
         facts = _mapped(entry).facts
+        if facts["boot"] != _boot():  # from before a restart, or of a node that shares the folder
+            return time.time() - entry.stat().st_mtime < _OTHERS_S
         versions = [None if each is None else tuple(each) for each in facts["versions"]]
-        return facts["boot"] == _boot() and versions == versions_of(facts["prefix"])
+        return versions == versions_of(facts["prefix"])
     except (OSError, ValueError, KeyError, TypeError, struct.error, StoreError):
         return False
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy.typing as npt
 
@@ -97,6 +98,8 @@ def open_store(
 
     Raises StoreError where there is none, or where its header, sizes or entries cannot be.
     """
+    if not isinstance(cast(object, path), (str, os.PathLike)):
+        raise OptionError(f"mf.open({path!r}): give a path or a URL")
     given = os.fspath(path)
     where = cache if isinstance(cache, Cache) else Cache(cache)
     try:

@@ -134,8 +134,8 @@ class HybridCPDataLoaderWrapper:
             )
         if torch.device("cpu") not in found._device_types:
             store = cast(Store, default_store())
-            meeting = Meeting(store, self._timeout_s, "hybrid cp", num_ranks=len(ranks))
-            self._own = meeting.gloo_group("hybrid", rank, ranks)
+            meeting = Meeting(store, rank, self._timeout_s, "hybrid cp", num_ranks=len(ranks))
+            self._own = meeting.gloo_group("hybrid", ranks)
             found = self._own.backend
         return layout, Seats.all_of(ranks, cp=layout.cp), Group(found, ranks=ranks)
 
