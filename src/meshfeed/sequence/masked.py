@@ -97,7 +97,7 @@ class Masked:
         if self.crop not in ("start", "random"):
             raise RecipeError(f"Masked(crop={self.crop!r}): choose 'start' or 'random'")
         given: Any = self.special_tokens
-        special = tuple(given) if isinstance(given, Iterable) else (None,)
+        special: tuple[int, ...] = tuple(given) if isinstance(given, Iterable) else (-1,)
         if any(type(token) is not int or token < 0 for token in special):
             raise RecipeError(f"Masked(special_tokens={given!r}): give a tuple of whole numbers from 0")
         object.__setattr__(self, "special_tokens", tuple(sorted(set(special))))
