@@ -28,4 +28,3 @@ def test_every_command_is_in_it() -> None:
     text = script().page()
     for command in parser_of_all().get_default("commands"):
         assert f"## meshfeed {command}\n" in text
-    assert "### meshfeed bench calibrate\n" in text

@@ -1,4 +1,4 @@
-"""The command as a shell sees it: help, versions, wrong words, signals, pipes, terminals, completion."""
+"""The command as a shell sees it: help, versions, wrong words, signals, pipes, terminals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_command_explains_itself(capsys: pytest.CaptureFixture[str], comma
 
 def test_every_command_with_tables_has_json(capsys: pytest.CaptureFixture[str]) -> None:
     without = [name for name in COMMANDS if "--json" not in told(capsys, name, "--help")[1]]
-    assert set(without) == {"demo", "completion"}
+    assert set(without) == {"demo"}
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,7 @@ def test_every_command_with_tables_has_json(capsys: pytest.CaptureFixture[str]) 
             "required: --out; each PATH is read, and --out DIR",
         ),
         (("inspect", "c", "--tokens"), "unrecognized arguments: --tokens"),
-        (("bench", "--only", "speed"), "--only speed: choose from start"),
         (("doctor", "--layout", "8"), "layout '8': cannot read '8'"),
-        (("completion", "fish"), "choose from"),
     ],
 )
 def test_wrong_words_end_with_two_and_a_line(
@@ -224,53 +222,9 @@ def test_colours_and_widths(
     assert long in narrow.replace("\n", "").replace(" ", ""), "folded, not cut"
 
 
-def completed(script: Path, *words: str) -> set[str]:
-    """What bash offers for the last of some words."""
-    line = " ".join(words)
-    quoted = " ".join(f"'{word}'" for word in words)
-    done = shell(
-        f"source {script}; COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; COMP_LINE='{line}'; "
-        f"COMP_POINT={len(line)}; "
-        "found=$(complete -p meshfeed); [[ $found =~ -F\\ ([^ ]+) ]]; ${BASH_REMATCH[1]} meshfeed "
-        f"'{words[-1]}' '{words[-2]}'; printf '%s\\n' \"${{COMPREPLY[@]}}\""
-    )
-    assert done.returncode == 0, done.stderr
-    return {word.strip() for word in done.stdout.split("\n") if word.strip()}
-
-
 def test_no_progress_where_there_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_corpus(tmp_path / "c", num_tokens=500)
     assert told(capsys, "inspect", str(tmp_path / "c"), "--verify")[::2] == (0, "")
-
-
-def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = told(capsys, "completion", "bash")
-    script = tmp_path / "meshfeed.bash"
-    script.write_text(out)
-    (tmp_path / "corpus.bin").touch()
-    assert status == 0
-    assert completed(script, "meshfeed", "") >= set(COMMANDS)
-    assert completed(script, "meshfeed", "ins") == {"inspect"}
-    assert completed(script, "meshfeed", "plan", "--cap") == {"--capacity"}
-    assert completed(script, "meshfeed", "plan", "--policy", "") == {"balanced", "dynamic_cp", "in_order"}
-    assert completed(script, "meshfeed", "bench", "cal") == {"calibrate"}
-    assert completed(script, "meshfeed", "inspect", f"{tmp_path}/corp") == {f"{tmp_path}/corpus.bin"}
-
-
-@pytest.mark.parametrize("which", ["zsh", "tcsh"])
-def test_other_shells_have_scripts(capsys: pytest.CaptureFixture[str], which: str) -> None:
-    status, out, _ = told(capsys, "completion", which)
-    assert status == 0
-    assert all(command in out for command in COMMANDS)
-    assert which != "zsh" or "prepare:'make a token store of text'" in out, "short, not the beginning of long"
-
-
-def test_without_shtab_the_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    status, _, err = told(capsys, "completion", "bash")
-    assert status == 2 and "pip install shtab" in err
 
 
 def test_json_has_no_numbers_that_json_has_not(capsys: pytest.CaptureFixture[str]) -> None:

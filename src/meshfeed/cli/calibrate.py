@@ -1,4 +1,4 @@
-"""What a transformer layer costs on this machine, so that plans balance real time."""
+"""meshfeed calibrate: what a transformer layer costs on this machine, so that plans balance real time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KEYS = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `calibrate` to the subparsers of `bench`."""
+    """Add `calibrate` to argparse's subparsers."""
     parser = add_command(
         subparsers,
         "calibrate",
@@ -41,8 +41,8 @@ def add_parser(subparsers: Any) -> None:
         description="Times one layer, forward and backward, on packs of several shapes, writes a CSV, and "
         "fits the cost of a token against that of a pair of tokens. The defaults are a Llama-8B layer.",
         examples="""
-            meshfeed bench calibrate --device cuda --out layer_cost.csv
-            meshfeed bench calibrate --hidden 2048 --heads 16 --kv-heads 4 --ffn 8192 --out cost.csv
+            meshfeed calibrate --device cuda --out layer_cost.csv
+            meshfeed calibrate --hidden 2048 --heads 16 --kv-heads 4 --ffn 8192 --out cost.csv
             meshfeed plan corpus --layout dp64 --capacity 16384 --policy dynamic_cp --cost layer_cost.csv
         """,
         keys=_KEYS,

@@ -1,7 +1,7 @@
 """What all commands have in common: how they are declared, read their arguments, and answer.
 
 A command is a module with `add_parser(subparsers)`; its `run(args)` returns the exit status. Answers go to
-stdout, progress and errors to stderr. A shell completes files by metavars: FILE, DIR, PATH, RECIPE.
+stdout, progress and errors to stderr.
 """
 
 from __future__ import annotations

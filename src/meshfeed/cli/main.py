@@ -14,8 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from meshfeed.cli import (
-    bench,
-    completion,
+    calibrate,
     convert,
     demo,
     doctor,
@@ -30,7 +29,7 @@ from meshfeed.cli import (
 from meshfeed.cli.command import FAILED, INTERRUPTED, OK, Parser, say
 from meshfeed.errors import MeshfeedError
 
-_COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, bench, doctor, watch, report, completion)
+_COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, calibrate, doctor, watch, report)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -82,7 +81,7 @@ def parser_of_all() -> Parser:
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for command in _COMMANDS:
         command.add_parser(subparsers)
-    parser.set_defaults(whole=parser, commands=tuple(subparsers.choices))
+    parser.set_defaults(commands=tuple(subparsers.choices))
     return parser
 
 

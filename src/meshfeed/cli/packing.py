@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     cost = group.add_mutually_exclusive_group()
     cost.add_argument("--alpha", type=positive, metavar="X", help="linear over quadratic cost (25100)")
     cost.add_argument(
-        "--cost", type=Path, metavar="FILE", help="instead: layer times, as `meshfeed bench calibrate` writes"
+        "--cost", type=Path, metavar="FILE", help="instead: layer times, as `meshfeed calibrate` writes"
     )
     group.add_argument(
         "--microbatches",

@@ -1,4 +1,4 @@
-"""meshfeed bench calibrate, on a layer that a CPU can time."""
+"""meshfeed calibrate, on a layer that a CPU can time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from meshfeed.cli import figures, ranks
-from meshfeed.cli.figures import Figure
 from meshfeed.cli.main import main
 from meshfeed.plan import CostModel
 
@@ -20,9 +18,7 @@ def test_a_layer_is_measured_and_its_table_can_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "cost.csv"
-    status = main(
-        ["bench", "calibrate", *_SMALL, "--tokens", "128,256", "--dtype", "float32", "--out", str(out)]
-    )
+    status = main(["calibrate", *_SMALL, "--tokens", "128,256", "--dtype", "float32", "--out", str(out)])
     said = capsys.readouterr()
     rows = list(csv.DictReader(out.open()))
     assert {row["kind"] for row in rows} == {"single", "uniform", "lognormal"}
@@ -58,7 +54,7 @@ def test_what_cannot_be_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], told: str
 ) -> None:
     out = tmp_path / "cost.csv"
-    assert main(["bench", "calibrate", *_SMALL, "--out", str(out), *options]) == 2
+    assert main(["calibrate", *_SMALL, "--out", str(out), *options]) == 2
     assert told in capsys.readouterr().err
     assert not out.exists()
 
@@ -86,47 +82,10 @@ def test_a_plan_refuses_a_table_that_is_none(
 
 
 def test_calibrate_answers_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "calibrate", *_SMALL, "--tokens", "64", "--dtype", "float32", "--json"]
+    words = ["calibrate", *_SMALL, "--tokens", "64", "--dtype", "float32", "--json"]
     status = main([*words, "--out", str(tmp_path / "cost.csv")])
     out = capsys.readouterr().out
     if status == 0:
         assert set(json.loads(out)) == {"alpha", "alpha_by_flops", "overhead", "median_error", "packs", "out"}
     else:
         assert (status, out) == (2, "")
-
-
-def test_figures_stand_beside_their_aims(capsys: pytest.CaptureFixture[str]) -> None:
-    """What does not depend on the machine's mood: drift, the size of a state."""
-    status = main(["bench", "--only", "order,start", "--json"])
-    figures = json.loads(capsys.readouterr().out)["figures"]
-    assert {figure["name"] for figure in figures} == {"order", "start"}
-    by_what = {figure["what"]: figure for figure in figures}
-    drift = by_what["drift of 100 sources over 10^5 draws"]
-    assert 0.5 < drift["value"] < 1 and drift["holds"] is True and drift["aim"] == 1
-    assert 0 < by_what["size of a state"]["value"] <= 4096
-    assert status == int(any(figure["holds"] is False for figure in figures))
-
-
-def test_a_figure_that_falls_short_ends_with_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    told = {
-        "good": Figure(name="good", what="fine", value=3.0, aim=2.0, at_least=True),
-        "bad": Figure(name="bad", what="too slow", value=3.0, unit="s", aim=2.0),
-        "none": Figure(name="none", what="far away", value=None, aim=0.0, note="needs obstore"),
-    }
-    measures = {name: lambda figure=figure: [figure] for name, figure in told.items()}
-    monkeypatch.setattr("meshfeed.cli.figures.MEASURES", measures)
-    assert main(["bench", "--only", "good,none"]) == 0
-    assert "needs obstore" in capsys.readouterr().out
-    assert main(["bench"]) == 1
-    out = capsys.readouterr().out
-    assert "short  too slow" in out and "≤ 2 s" in out
-
-
-def test_ranks_of_a_small_job_are_counted(tmp_path: Path) -> None:
-    """Real processes: a tp group that shares reads each byte once and makes no collective."""
-    figures.write_corpus(tmp_path / "c", 1 << 19)
-    done = ranks.run(str(tmp_path / "c"), "tp2", "share")
-    assert done.num_microbatches == 256 and done.collectives == 0
-    assert done.bytes_consumed <= done.bytes_read <= 1.02 * done.bytes_consumed
