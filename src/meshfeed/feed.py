@@ -309,7 +309,7 @@ class Feed(StepSource[Delivery]):
         try:
             return self._rule.load(self.recipe, portion, self._host.allocate)
         except Exception as error:
-            self._failing(error.__cause__ if isinstance(error.__cause__, Exception) else error)
+            self._record(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise tell(delivery, error, self.rank, step, hint) from error.__cause__ or error
 
     def _reread(self, portions: Sequence[Portion]) -> Digests:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshfeed.batch import Microbatch, Microbatches, Step
-from meshfeed.deliver import Alarm, Delivery, Digests, EndOfStream, Meeting, Verifier
+from meshfeed.deliver import Delivery, Digests, EndOfStream, Failures, Meeting, Verifier
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, PeerError, StateError
 from meshfeed.metrics import Recorder, Span, StageClock
@@ -76,9 +76,9 @@ class Run:
         start: the first step.
         items: the producer, made once the delivery has met its peers.
         delivery, verifier: entered at `start`, left at `stop`.
-        meeting: where all ranks of the job hear of what ends one of them; None for one process.
-        compare: called before they are entered; raises where ranks must not begin together.
-        recorder: told of all that the steps cost.
+        meeting: where a rank that fails notifies all others; None for one process.
+        compare: called before they are entered; raises if ranks must not begin together.
+        recorder: records what each step costs.
         views: names of the fields that each consumer does not want. Every one of them gets every step.
         origin: what of a reader's own is late when its batch is, for the text of an error.
     """
@@ -106,9 +106,9 @@ class Run:
         self._clock, self._origin, self._timeout_s = clock, origin, timeout_s
         self._recorder, self._num_ready = recorder, 0
         self._views = [_View(hidden, start, start) for hidden in views]
-        items = self._told(items, start)
+        items = self._reporting(items, start)
         self._prefetcher = Prefetcher(items, clock, prefetch, _is_read) if prefetch else Inline(items, clock)
-        self._alarm = Alarm(meeting, role.rank, self._wake)
+        self._failures = Failures(meeting, role.rank, self._wake)
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that were not handed out
         self._resources = contextlib.ExitStack()
@@ -153,9 +153,9 @@ class Run:
                     place.whole = place.step
                 yield self._step(place, item.batch, item.stats)
 
-    def failing(self, error: Exception) -> None:
-        """What its producer is about to end with, before any peer hears of it."""
-        self._alarm.failing(error)
+    def record(self, error: Exception) -> None:
+        """Record the producer's final error. Call before notifying peers."""
+        self._failures.record(error)
 
     def stop(self) -> None:
         """Let the producer and the peers go. What was not handed out is dropped."""
@@ -219,16 +219,16 @@ class Run:
         asked = time.monotonic()
         try:
             with self._recorder.around("wait"):
-                item, spans = self._prefetcher.get(self._timeout_s, lambda: self._alarm.struck(self._due))
+                item, spans = self._prefetcher.get(self._timeout_s, self._job_error)
         except StopIteration:
             self._hand_out(None)
             return
         except EndOfStream as end:
-            self._alarm.sound(self._deserted(end), self._due)
+            self._failures.fail(self._deserted(end), self._due)
         except TimeoutError:
-            self._alarm.sound(self._late(), self._due)
+            self._failures.fail(self._late(), self._due)
         except PeerError as lost:
-            self._alarm.sound(lost, self._due)
+            self._failures.fail(lost, self._due)
         if isinstance(item, StepStart):
             batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.stats)
@@ -256,20 +256,23 @@ class Run:
             return
         try:
             with self._recorder.stage("verify"):
-                self._verifier.check(end.step, lambda: self._alarm.struck(self._due))
+                self._verifier.check(end.step, self._job_error)
         except DeliveryError as error:
-            self._alarm.sound(error, self._due)
+            self._failures.fail(error, self._due)
+
+    def _job_error(self) -> BaseException | None:
+        return self._failures.error_at(self._due)
 
     def _wake(self) -> None:
-        """A word has come from another rank: whatever the loop waits for, look at it."""
+        """Another rank has published a notice: interrupt whatever the loop waits for."""
         self._prefetcher.wake()
         if self._verifier is not None:
             self._verifier.wake()
 
-    def _told(self, items: Iterator[Item], start: int) -> Iterator[Item]:
-        """The producer's items; what ends it is told to the job as soon as it is known.
+    def _reporting(self, items: Iterator[Item], start: int) -> Iterator[Item]:
+        """The producer's items. Its error is published as soon as it is known.
 
-        A lost peer is told only by a rank whose loop wants more: peers may part while it runs ahead.
+        Except a lost peer: peers may leave while it runs ahead. The loop reports that if it wants more.
         """
         step = start
         try:
@@ -284,7 +287,7 @@ class Run:
         except Exception as error:
             if self._stopped:
                 raise
-            self._alarm.sound(error, step)
+            self._failures.fail(error, step)
 
     def _hand_out(self, item: StepStart | Microbatch | None) -> None:
         for view in self._views:
@@ -296,7 +299,7 @@ class Run:
 
     def _start(self) -> None:
         with self._clock.stage("start"), contextlib.ExitStack() as stack:
-            stack.enter_context(self._alarm)
+            stack.enter_context(self._failures)
             try:
                 self._compare_starts()
                 stack.enter_context(self._delivery)
@@ -304,7 +307,7 @@ class Run:
                     stack.enter_context(self._verifier)
                 self._recorder.start(self._due)
             except Exception as error:
-                self._alarm.sound(error, self._due)
+                self._failures.fail(error, self._due)
             self._resources = stack.pop_all()
         self._starting = self._clock.take()
         self._started = True

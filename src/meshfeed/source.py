@@ -19,8 +19,8 @@ from torch.utils.data import get_worker_info
 
 from meshfeed.batch import Step
 from meshfeed.deliver import (
-    Alarm,
     Delivery,
+    Failures,
     Meeting,
     Verifier,
     can_share,
@@ -252,10 +252,10 @@ class StepSource(abc.ABC, Generic[D]):
         if num_views == 1:
             self.close() if self._entered_by_loop else self._stop()
 
-    def _failing(self, error: Exception | None) -> None:
-        """To be told before any peer is: what the producer ends with."""
+    def _record(self, error: Exception | None) -> None:
+        """Record the producer's final error. Call before notifying peers."""
         if error is not None and (run := self._run) is not None:
-            run.failing(error)
+            run.record(error)
 
     def _stop(self) -> None:
         if self._run is not None:
@@ -343,11 +343,11 @@ class StepSource(abc.ABC, Generic[D]):
         """Raise an error that keeps this rank from taking part; its peers hear it instead of waiting."""
         with contextlib.ExitStack() as stack:
             try:
-                alarm = stack.enter_context(Alarm(meeting, self.rank, lambda: None))
+                failures = stack.enter_context(Failures(meeting, self.rank, lambda: None))
             except DeliveryError as lost:
                 error.add_note(f"rank {self.rank} could not tell the other ranks of this error: {lost}")
                 raise error from None
-            alarm.sound(error, self._next_step)
+            failures.fail(error, self._next_step)
 
 
 def _close_at_exit(source: weakref.ref[StepSource[Any]], process: int) -> None:

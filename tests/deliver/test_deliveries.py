@@ -271,7 +271,7 @@ def test_extra_columns_travel_whatever_their_shape(corpus: str) -> None:
 def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every collective that this process calls from now on, whoever calls it."""
     called: list[str] = []
-    from meshfeed.deliver.rendezvous import GlooGroup
+    from meshfeed.deliver.gloo import GlooGroup
 
     def counted(owner: Any, name: str) -> None:
         original = getattr(owner, name)

@@ -17,7 +17,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver import Meeting
-from meshfeed.deliver.rendezvous import GlooGroup
+from meshfeed.deliver.gloo import GlooGroup
 from observe import take
 
 LONG = timedelta(seconds=60)

@@ -14,7 +14,7 @@ import meshfeed as mf
 from meshfeed.columns import Columns
 from meshfeed.deliver import EndOfStream, Traffic
 from meshfeed.deliver.broadcast import Broadcast
-from meshfeed.deliver.tree import Relay
+from meshfeed.deliver.relay import Relay
 from meshfeed.roles import Role
 
 
@@ -25,13 +25,15 @@ class Wire:
         self.sent: deque[torch.Tensor] = deque()
         self.closed = 0
 
-    def gloo_group(self, purpose: str, rank: int, peers: tuple[int, ...]) -> End:
-        return End(self, rank)
-
 
 class End:
+    """Where a rank meets its peer, and its group there."""
+
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire, self.rank = wire, rank
+
+    def gloo_group(self, purpose: str, peers: tuple[int, ...]) -> End:
+        return self
 
     def broadcast(self, buffer: torch.Tensor, source: int, timeout_s: float | None) -> None:
         if self.rank == source:
@@ -52,8 +54,9 @@ def role_of(rank: int) -> Role:
     return Role(rank=rank, reads=rank == 0, source=0, peers=(0, 1), fields=("tokens",))
 
 
-def both(wire: Any) -> tuple[Broadcast, Broadcast]:
-    return Broadcast(role_of(0), wire, None), Broadcast(role_of(1), wire, None)
+def both(wire: Wire) -> tuple[Broadcast, Broadcast]:
+    ends: list[Any] = [End(wire, 0), End(wire, 1)]
+    return Broadcast(role_of(0), ends[0], None), Broadcast(role_of(1), ends[1], None)
 
 
 def columns_of(size: int) -> Columns:

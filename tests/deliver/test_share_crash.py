@@ -215,7 +215,7 @@ def test_a_child_of_the_reader_does_not_keep_it_alive(
 def killed_while_joining(rank: int, path: str, where: str, delivery: str) -> Any:
     store = store_at(where)
     if rank == 1:  # comes to the meeting and dies before it connects
-        from meshfeed.deliver.rendezvous import Meeting
+        from meshfeed.deliver.meeting import Meeting
 
         meet = Meeting.meet
 

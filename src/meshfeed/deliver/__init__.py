@@ -1,20 +1,21 @@
 """Columns -> the ranks: four ways to the same bytes."""
 
-from meshfeed.deliver.alarm import Alarm
-from meshfeed.deliver.cause import Cause
-from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic, make_delivery, tell
-from meshfeed.deliver.rendezvous import Meeting, default_store, ranks_in_words
+from meshfeed.deliver.choose import make_delivery, tell
+from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic
+from meshfeed.deliver.error_codec import ErrorRecord, ranks_in_words
+from meshfeed.deliver.failure import Failures
+from meshfeed.deliver.meeting import Meeting, default_store
 from meshfeed.deliver.share import can_share
 from meshfeed.deliver.verify import Digester, Digests, Verifier
 
 __all__ = [
-    "Alarm",
-    "Cause",
     "Delivery",
     "Digester",
     "Digests",
     "Direct",
     "EndOfStream",
+    "ErrorRecord",
+    "Failures",
     "Meeting",
     "Traffic",
     "Verifier",

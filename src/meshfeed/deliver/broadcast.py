@@ -18,7 +18,8 @@ import torch.distributed as dist
 from meshfeed.columns import Columns
 from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import EndOfStream, Traffic
-from meshfeed.deliver.rendezvous import GlooGroup, Meeting
+from meshfeed.deliver.gloo import GlooGroup
+from meshfeed.deliver.meeting import Meeting
 from meshfeed.errors import DeliveryError, PeerError
 from meshfeed.roles import Role
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from meshfeed.columns import Columns
-from meshfeed.deliver.cause import Cause
-from meshfeed.errors import DeliveryError, MeshfeedError
-from meshfeed.roles import DeliveryName, Role
-
-if TYPE_CHECKING:
-    from meshfeed.deliver.rendezvous import Meeting
 
 
 class EndOfStream(Exception):
@@ -107,49 +99,3 @@ class Direct:
     def interrupt(self) -> None:
         """See Delivery."""
         self._interrupted = True
-
-
-def tell(delivery: Delivery, error: Exception, rank: int, step: int, num_bytes: int) -> MeshfeedError:
-    """Tell the peers, as far as they are there, that `rank` could not read; returns what all are to raise."""
-    cause = Cause.of(error)
-    who = f"rank {rank} (host {socket.gethostname()}) could not read step {step}"
-    named = Cause(cause.kind, f"{who}: {cause.text}", cause.ranks).error().with_traceback(error.__traceback__)
-    with contextlib.suppress(EndOfStream, TimeoutError, DeliveryError):
-        delivery.fail(named, num_bytes)
-    return named
-
-
-def make_delivery(
-    name: DeliveryName,
-    role: Role,
-    meeting: Meeting | None,
-    *,
-    num_slots: int,
-    patience_s: float | None = None,
-) -> Delivery:
-    """The delivery that fits a role that needs stored columns.
-
-    meeting: where its peers meet; may be None where it has none. num_slots: microbatches in flight.
-    patience_s: how long `deliver` waits for a peer that is alive; None for ever, as on a thread of its own.
-    """
-    from meshfeed.deliver.broadcast import Broadcast
-    from meshfeed.deliver.share import ShareFollower, ShareLeader, can_share
-    from meshfeed.deliver.tree import Relay
-
-    if name == "direct" or not role.peers or role.source is None:
-        return Direct()
-    if meeting is None:
-        raise DeliveryError(
-            f"rank {role.rank} gets its data by {name!r} and needs a way to meet ranks {role.peers}: call "
-            f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
-        )
-    if name in ("share", "tree") and (missing := can_share()):
-        raise DeliveryError(f"delivery {name!r}: {missing}; choose 'broadcast' or 'auto'")
-    across, within = {"broadcast": (role, None), "share": (None, role)}.get(name, role.levels)
-    network = across and Broadcast(across, meeting, patience_s)
-    if within is None:
-        return network or Direct()
-    if not within.reads:
-        return ShareFollower(within, meeting, patience_s)
-    node = ShareLeader(within, meeting, num_slots, patience_s)
-    return Relay(network, node) if network else node

@@ -27,7 +27,7 @@ from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import EndOfStream, Traffic
 from meshfeed.deliver.forks import Private
 from meshfeed.deliver.local import Door, connect
-from meshfeed.deliver.rendezvous import Meeting
+from meshfeed.deliver.meeting import Meeting
 from meshfeed.errors import DeliveryError, PeerError
 from meshfeed.files.mapping import mapped
 from meshfeed.roles import Role

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from meshfeed.columns import Arrays
-from meshfeed.deliver.rendezvous import GlooGroup, Meeting
+from meshfeed.deliver.gloo import GlooGroup
+from meshfeed.deliver.meeting import Meeting
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
 from meshfeed.layout import Layout
 from meshfeed.roles import Roles

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Columns
-from meshfeed.deliver.cause import Cause
+from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.errors import DeliveryError, MeshfeedError
 
 DATA, ERROR, END = 0, 1, 2
@@ -77,7 +77,7 @@ def encode(columns: Columns) -> Message:
 
 def error_message(error: BaseException) -> Message:
     """A message that says why there will be no data."""
-    return _message(ERROR, Cause.of(error).encode(TABLE_ROOM - _HEADER.size), [])
+    return _message(ERROR, ErrorRecord.of(error).encode(TABLE_ROOM - _HEADER.size), [])
 
 
 def end_message() -> Message:
@@ -108,7 +108,7 @@ def decode(buffer: Bytes) -> Columns:
 
 def decode_error(buffer: Bytes) -> MeshfeedError:
     """The error that an error message tells of."""
-    return Cause.decode(_table(buffer)[0]).error()
+    return ErrorRecord.decode(_table(buffer)[0]).exception()
 
 
 def _columns(buffer: Bytes) -> Columns:

@@ -87,7 +87,7 @@ class Report:
         owns: whether it has an iterator.
         ended: whether that has come to its end.
         content: a digest of what the items are, from some of the numbers of their length key.
-        cause: an encoded `deliver.Cause`, under ERROR.
+        cause: an encoded `deliver.ErrorRecord`, under ERROR.
     """
 
     status: int = ITEMS

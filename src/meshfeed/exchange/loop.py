@@ -296,7 +296,7 @@ class Exchange(StepSource[Ways]):
                 pulled = self._puller.pull(
                     step, self.rank, self._wanted, self._run.step if self._run else step
                 )
-                self._failing(pulled.error)
+                self._record(pulled.error)
             with clock.stage("exchange"):
                 reports = gather_reports(pulled, ways.group)
             with clock.stage("plan"):

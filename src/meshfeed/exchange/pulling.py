@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from meshfeed.deliver import Cause
+from meshfeed.deliver import ErrorRecord
 from meshfeed.errors import RecipeError, StateError, StoreError
 from meshfeed.exchange.census import ERROR, Report
 from meshfeed.exchange.items import Given, elements_of, encode, nothing
@@ -234,9 +234,9 @@ def _items_in(elements: Iterable[Any]) -> int:
 
 
 def _failed(error: Exception, rank: int, step: int, taken: int) -> Given:
-    cause = Cause.of(error)
+    cause = ErrorRecord.of(error)
     if not cause.text.startswith("rank "):
         text = f"rank {rank}: its iterator failed at step {step}, after {taken} items: {cause.text}"
-        cause = Cause(cause.kind, text, cause.ranks)
+        cause = ErrorRecord(cause.kind, text, cause.ranks)
     told = cause.encode(_MOST_BYTES)
     return Given(Report(status=ERROR, rows=np.zeros((0, 4), np.int64), cause=told), (), error)

@@ -14,7 +14,7 @@ import torch
 
 from meshfeed.batch import Microbatch, Value
 from meshfeed.columns import Allocate, Array, Arrays
-from meshfeed.deliver import Cause, Digester, EndOfStream
+from meshfeed.deliver import Digester, EndOfStream, ErrorRecord
 from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import PlanError
 from meshfeed.exchange.census import END, ERROR, Bytes, Census, Report
@@ -43,7 +43,7 @@ def gather_reports(given: Given, group: Group) -> list[Report]:
     reports = [Report.decode(message)[0] for message in group.all_gather(given.report.encode())]
     for each in reports:
         if each.status == ERROR:
-            raise Cause.decode(each.cause).error() from given.error
+            raise ErrorRecord.decode(each.cause).exception() from given.error
     if left := [member for member, each in enumerate(reports) if each.status == END]:
         raise EndOfStream(*left)
     return reports

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from meshfeed.deliver import Cause, Meeting, default_store
-from meshfeed.deliver.rendezvous import GlooGroup
+from meshfeed.deliver import ErrorRecord, Meeting, default_store
+from meshfeed.deliver.gloo import GlooGroup
 from meshfeed.errors import LayoutError
 from meshfeed.exchange import Group, Keys, Seats, encode, gather_lengths, nothing, plan, reroute
 from meshfeed.exchange.census import ERROR, Schema
@@ -115,7 +115,7 @@ class HybridCPDataLoaderWrapper:
             return encode(samples, self._keys, first=self._taken, rank=dist.get_rank())
         except Exception as error:
             none = nothing()
-            told = Cause.of(error).encode(_MOST_BYTES)
+            told = ErrorRecord.of(error).encode(_MOST_BYTES)
             return replace(none, report=replace(none.report, status=ERROR, cause=told), error=error)
 
     def _join(self) -> tuple[Layout, Seats, Group]:

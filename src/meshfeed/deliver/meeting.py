@@ -22,23 +22,17 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshfeed.deliver.client import FAILURES, StoreClient, client_of, within
-from meshfeed.deliver.links import Links
+from meshfeed.deliver.error_codec import ranks_in_words, ranks_of_words
+from meshfeed.deliver.gloo import GlooGroup
+from meshfeed.deliver.store_client import FAILURES, StoreClient, client_of, within
 from meshfeed.errors import DeliveryError, PeerError, StateError
 
 T = TypeVar("T")
-
-# A rank may rightly wait for a broadcast as long as its source's trainer is busy elsewhere. A dead peer
-# closes its connection and is noticed at once; how long a trainer may wait for data is the Feed's timeout.
-_NO_TIMEOUT = timedelta(days=30)
 
 _LOOKS_PER_S = 5_000  # of all ranks that wait together
 _LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0
@@ -62,7 +56,7 @@ class Meeting:
         name: of the feed. Runs of one name are begun in the same order by all ranks that begin any.
         start: the step from which this rank goes on; the others must too.
         num_ranks: of the job.
-        tell: called with an error that ends a meeting, before this rank lets go of what it has met.
+        on_error: called with an error that ends a meeting, before this rank leaves its peers.
     """
 
     store: Store
@@ -71,7 +65,7 @@ class Meeting:
     name: str = ""
     start: int = 0
     num_ranks: int = 2
-    tell: Callable[[Exception], object] = lambda error: None
+    on_error: Callable[[Exception], object] = lambda error: None
     _prefix: str = field(default="", init=False)
     _space: str = field(default="", init=False)
     _off: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
@@ -165,7 +159,7 @@ class Meeting:
         try:
             come = self.call(arrive) == len(peers) or self._await(prefix, purpose, peers)
         except DeliveryError as error:
-            self.tell(error)  # at once: whoever loses this rank when it lets go would speak first
+            self.on_error(error)  # before leaving: a peer that loses this rank would report that instead
             if isinstance(error, PeerError):
                 self._go_on(prefix, False)
             raise
@@ -240,53 +234,6 @@ class Meeting:
         return self.client.say(f"{prefix}/go", str(come), self.timeout_s) == str(True)
 
 
-class GlooGroup:
-    """Gloo connections of some ranks, apart from the groups that torch.distributed keeps a list of.
-
-    `dist.new_group` calls a group by how many groups this rank is in already, so ranks with different
-    pasts never meet, and one made again after it was destroyed meets the addresses of the first.
-    """
-
-    def __init__(self, store: Store, rank: int, peers: tuple[int, ...], timeout_s: float) -> None:
-        self._peers = peers
-        timeout, self._links = timedelta(seconds=timeout_s), Links()
-        self._gloo: Any = dist.ProcessGroupGloo(store, peers.index(rank), len(peers), timeout)
-        ends = self._gather(torch.from_numpy(self._links.found(len(peers))), timeout)
-        self._links.identify(ends.numpy())
-        # Who has nothing to say would leave, while another still connects and takes it for dead.
-        self._gloo.barrier().wait(timeout)
-
-    def broadcast(self, buffer: torch.Tensor, source: int, timeout_s: float | None) -> None:
-        """Fill `buffer` with that of rank `source`. RuntimeError: a peer is gone, or late by `timeout_s`."""
-        timeout = _NO_TIMEOUT if timeout_s is None else timedelta(seconds=timeout_s)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = self._peers.index(source), 0, timeout
-        self._gloo.broadcast([buffer], options).wait(timeout)
-
-    def all_gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Each peer's row, in the order of peers, however late. RuntimeError: a peer is gone."""
-        return self._gather(row, _NO_TIMEOUT)
-
-    def _gather(self, row: torch.Tensor, timeout: timedelta) -> torch.Tensor:
-        rows, options = [torch.empty_like(row) for _ in self._peers], AllgatherOptions()
-        options.timeout = timeout
-        self._gloo.allgather([rows], [row], options).wait(timeout)
-        return torch.stack(rows)
-
-    def lost(self) -> list[int]:
-        """The ranks whose connections to this one are closed: they died, or left the group before it did."""
-        return [self._peers[member] for member in self._links.lost()]
-
-    @property
-    def backend(self) -> Any:
-        """What torch calls a backend: collectives among the peers, in their order."""
-        return self._gloo
-
-    def close(self) -> None:
-        """Close the connections, which tells the peers."""
-        self._gloo = None
-
-
 @functools.cache
 def _identity(pid: int) -> str:
     """Of this process, by whatever connection it speaks; a fork is another."""
@@ -335,20 +282,3 @@ def _closed(text: str) -> str:
 
 def _alike(ours: list[str], theirs: list[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """(0, 1, 2, 3, 8) -> "0:3-8": short for a group of thousands, and another for other ranks."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return "-".join(str(a) if a == b else f"{a}:{b}" for a, b in runs)
-
-
-def ranks_of_words(words: str) -> list[int]:
-    """The ranks that `ranks_in_words` wrote."""
-    runs = [run.partition(":") for run in words.split("-") if run]
-    return [rank for first, _, last in runs for rank in range(int(first), int(last or first) + 1)]

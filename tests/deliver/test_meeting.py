@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import meshfeed as mf
-import meshfeed.deliver.client
+import meshfeed.deliver.store_client
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.deliver.alarm import Alarm
-from meshfeed.deliver.cause import Cause
-from meshfeed.deliver.client import Notice, StoreClient
-from meshfeed.deliver.rendezvous import Meeting, _unlike, ranks_in_words, ranks_of_words
+from meshfeed.deliver.error_codec import ErrorRecord
+from meshfeed.deliver.failure import Failures
+from meshfeed.deliver.meeting import Meeting, _unlike, ranks_in_words, ranks_of_words
+from meshfeed.deliver.store_client import Notice, StoreClient
 from observe import simulated, take
 
 LONG = timedelta(seconds=60)
@@ -424,11 +424,11 @@ def test_a_loop_leaves_no_key_for_every_rank(corpus: str, monkeypatch: pytest.Mo
 def test_a_store_that_is_slow_to_look_at_fails_no_other_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed.deliver.client._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("meshfeed.deliver.store_client._LOOK_EVERY_S", 0.01)
     meeting, free = Meeting(dist.FileStore(str(tmp_path / "store"), -1), 0, 60), threading.Event()
     client = meeting.client
     slow = threading.Thread(target=client.call, args=(lambda store: free.wait(), 60))
-    with Alarm(meeting, 0, lambda: None):
+    with Failures(meeting, 0, lambda: None):
         slow.start()
         while client._calls.empty():  # the listener looks for notices
             time.sleep(0.001)
@@ -445,17 +445,17 @@ class Broken:
 
 def test_a_connection_that_broke_is_made_again_for_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     store, heard = dist.HashStore(), threading.Event()
-    whole = meshfeed.deliver.client._clone
-    monkeypatch.setattr("meshfeed.deliver.client._clone", lambda store: Broken())
+    whole = meshfeed.deliver.store_client._clone
+    monkeypatch.setattr("meshfeed.deliver.store_client._clone", lambda store: Broken())
     meeting = Meeting(store, 0, 60)
-    with Alarm(meeting, 0, lambda: None):
+    with Failures(meeting, 0, lambda: None):
         listener = meeting.client._listener
         assert listener is not None
         listener.join()
-    monkeypatch.setattr("meshfeed.deliver.client._clone", whole)
+    monkeypatch.setattr("meshfeed.deliver.store_client._clone", whole)
     meeting = Meeting(store, 0, 60)
-    with Alarm(meeting, 0, heard.set):
-        notice = Notice(meeting.prefix, 0, Cause("StoreError", "gone"))
+    with Failures(meeting, 0, heard.set):
+        notice = Notice(meeting.prefix, 0, ErrorRecord("StoreError", "gone"))
         assert meeting.client.add_notice(notice.encode(4096), 60)
         assert heard.wait(60)
 
@@ -492,23 +492,17 @@ class Counted:
 def test_many_ranks_that_wait_work_out_once_for_whom() -> None:
     store: Any = Counted()
     peers = tuple(range(40))
-    come = [rank for rank in peers if rank not in (3, 4, 5, 30)]
-    errors: list[mf.PeerError] = []
-
-    def wait(rank: int) -> None:
-        try:
-            Meeting(store, rank, 1.0).meet("job", peers)
-        except mf.PeerError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=wait, args=(rank,)) for rank in come]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    named = [error.ranks for error in errors if error.ranks]
-    assert len(errors) == len(come) and set(named) == {(3, 4, 5, 30)}
-    assert store.lists <= 2
+    meetings = [Meeting(store, rank, 60) for rank in peers if rank not in (3, 4, 5, 30)]
+    for meeting in meetings:
+        meeting._prefix = "one run"  # in processes of their own they would be of one turn
+        store.append("one run/job/here", f"{meeting.rank} ")
+        store.add("one run/job/count", 1)
+    assert all(meeting._missing("one run/job", peers) == [3, 4, 5, 30] for meeting in meetings)
+    assert store.lists == 1
+    store.append("one run/job/here", "4 ")
+    store.add("one run/job/count", 1)
+    assert all(meeting._missing("one run/job", peers) == [3, 5, 30] for meeting in meetings)
+    assert store.lists == 2
 
 
 @given(st.sets(st.integers(0, 99)))
@@ -519,7 +513,7 @@ def test_ranks_in_words_and_back(ranks: set[int]) -> None:
 def test_a_store_that_does_not_answer_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("meshfeed.deliver.client._LOG_AFTER_S", 0.05)
+    monkeypatch.setattr("meshfeed.deliver.store_client._LOG_AFTER_S", 0.05)
     meeting, free = Meeting(dist.HashStore(), 0, 60), threading.Event()
 
     def slow(store: Any) -> str:
@@ -551,7 +545,7 @@ def test_an_own_error_is_not_hidden_by_a_lost_store(corpus: str) -> None:
 def test_a_rank_logs_whom_it_waits_for(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("meshfeed.deliver.rendezvous._LOG_AFTER_S", 0.1)
+    monkeypatch.setattr("meshfeed.deliver.meeting._LOG_AFTER_S", 0.1)
     with pytest.raises(mf.PeerError):
         Meeting(dist.HashStore(), 0, 0.5).meet("share", (0, 5))
     assert [record.name for record in caplog.records] == ["meshfeed"], "after that every minute"

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshfeed.deliver.cause import Cause
+from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.errors import DeliveryError
 
 T = TypeVar("T")
@@ -48,28 +48,28 @@ class Notice:
     Attributes:
         run: key prefix of the run.
         step: the step at which it ends.
-        cause: why.
+        error: why.
     """
 
     run: str
     step: int
-    cause: Cause
+    error: ErrorRecord
 
-    def encode(self, most_bytes: int) -> str:
-        """As JSON; the cause takes at most so many bytes."""
-        return json.dumps([self.run, self.step, self.cause.encode(most_bytes).decode()])
+    def encode(self, max_bytes: int) -> str:
+        """As JSON; the error takes at most so many bytes."""
+        return json.dumps([self.run, self.step, self.error.encode(max_bytes).decode()])
 
     @classmethod
     def decode(cls, text: str) -> Notice:
         """The notice again."""
-        run, step, cause = json.loads(text)
-        return cls(run, step, Cause.decode(cause.encode()))
+        run, step, error = json.loads(text)
+        return cls(run, step, ErrorRecord.decode(error.encode()))
 
 
 class Watcher(Protocol):
     """Somebody who wants to hear of notices."""
 
-    def heard(self) -> None:
+    def on_notice(self) -> None:
         """New notices have come; called on the client's own thread."""
         ...
 
@@ -94,7 +94,7 @@ class StoreClient:
         self._watched = threading.Event()
         self._ending = threading.Event()
         self._listener: threading.Thread | None = None
-        self._bell = f"meshfeed/bell/{self.id}"
+        self._wake_key = f"meshfeed/wake/{self.id}"
 
     def start(self) -> None:
         """Start the thread that makes the calls; it ends with this object."""
@@ -158,8 +158,8 @@ class StoreClient:
             self._read(store)
             won: bool = store.compare_set(_notice(len(self.notices)), "", text).decode() == text
             if won:
-                bells = store.get(_BELLS).decode().split() if store.check([_BELLS]) else []
-                store.multi_set(bells, ["1"] * len(bells))
+                keys = store.get(_WAKE_KEYS).decode().split() if store.check([_WAKE_KEYS]) else []
+                store.multi_set(keys, ["1"] * len(keys))
             self._read(store)
             return won
 
@@ -179,10 +179,10 @@ class StoreClient:
         """A run is over. With the last one, nobody listens any more."""
         self._watchers.discard(watcher)
         if not self._watchers and self._process == os.getpid():
-            self._post(self._ring)
+            self._post(self._wake_listener)
 
-    def _ring(self, store: Any) -> None:
-        store.set(self._bell, "1")
+    def _wake_listener(self, store: Any) -> None:
+        store.set(self._wake_key, "1")
 
     def _read(self, store: Any) -> None:
         while store.check([_notice(number := len(self.notices))]):
@@ -194,7 +194,7 @@ class StoreClient:
         del store
         with contextlib.suppress(*FAILURES):
             if own is not None:
-                own.append(_BELLS, f"{self._bell} ")
+                own.append(_WAKE_KEYS, f"{self._wake_key} ")
             told = 0
             while True:
                 self._watched.wait()
@@ -208,10 +208,10 @@ class StoreClient:
                 if len(self.notices) > told:
                     told = len(self.notices)
                     for watcher in list(self._watchers):
-                        watcher.heard()
+                        watcher.on_notice()
                 if own is not None and self._watchers:
-                    own.wait([self._bell], _FOR_EVER)
-                    own.delete_key(self._bell)
+                    own.wait([self._wake_key], _FOR_EVER)
+                    own.delete_key(self._wake_key)
                 if not self._watchers:
                     self._watched.clear()
                     if self._watchers:
@@ -224,11 +224,11 @@ class StoreClient:
         self._ending.set()
         self._watched.set()
         if self._store() is not None and (self._overdue is None or self._overdue.done.is_set()):
-            self._post(self._ring)
+            self._post(self._wake_listener)
             self._listener.join(_END_S)
 
 
-_BELLS = "meshfeed/bells"
+_WAKE_KEYS = "meshfeed/wake-keys"
 _clients: weakref.WeakKeyDictionary[Store, StoreClient] = weakref.WeakKeyDictionary()
 _clients_lock = threading.Lock()
 

@@ -22,7 +22,7 @@ import meshfeed as mf
 import meshfeed.exchange.loop
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.deliver import Cause
+from meshfeed.deliver import ErrorRecord
 from meshfeed.exchange.steps import gather_reports
 from observe import take
 from soak import cases
@@ -65,7 +65,7 @@ def train(feed: mf.Feed, lockstep_until: int | None = None) -> tuple[str, str, i
             for step in feed:
                 list(step.microbatches)
                 if step.index == lockstep_until:
-                    wait_until(lambda: feed._run._alarm.struck(lockstep_until + 1))  # type: ignore[union-attr]
+                    wait_until(lambda: feed._run._failures.error_at(lockstep_until + 1))  # type: ignore[union-attr]
                 if lockstep_until is not None:
                     dist.barrier()
                 steps += 1
@@ -330,17 +330,25 @@ ERRORS = [kind for kind in vars(mf).values() if isinstance(kind, type) and issub
 def test_an_error_travels(kind: type[mf.MeshfeedError], text: str, ranks: list[int]) -> None:
     blame = issubclass(kind, mf.PeerError | mf.VerifyError)
     error = kind(text, ranks) if blame else kind(text)  # type: ignore[call-arg]
-    again = Cause.decode(Cause.of(error).encode(4096)).error()
+    again = ErrorRecord.decode(ErrorRecord.of(error).encode(4096)).exception()
     assert type(again) is kind and getattr(again, "ranks", None) == (tuple(ranks) if blame else None)
     assert str(again) == text.encode(errors="replace").decode()
+
+
+def test_all_ranks_of_a_large_job_are_named() -> None:
+    late = range(1, 16_384)
+    record = ErrorRecord.decode(ErrorRecord.of(mf.PeerError("late", late)).encode(4096))
+    assert record.ranks == tuple(late), "each of them looks for itself there"
+    scattered = ErrorRecord.of(mf.PeerError("late", range(0, 16_384, 2))).encode(4096)
+    assert len(scattered) <= 4096 and ErrorRecord.decode(scattered).text == "late"
 
 
 @settings(max_examples=cases(300), deadline=None)
 @given(st.text(max_size=3_000), st.integers(200, 900))
 def test_a_long_text_loses_its_end(text: str, room: int) -> None:
-    encoded = Cause.of(mf.StoreError(text)).encode(room)
+    encoded = ErrorRecord.of(mf.StoreError(text)).encode(room)
     assert len(encoded) <= room
-    assert text.encode(errors="replace").decode().startswith(str(Cause.decode(encoded).error()))
+    assert text.encode(errors="replace").decode().startswith(str(ErrorRecord.decode(encoded).exception()))
 
 
 @settings(max_examples=cases(300), deadline=None)
@@ -348,9 +356,9 @@ def test_a_long_text_loses_its_end(text: str, room: int) -> None:
     st.one_of(st.binary(max_size=80), st.tuples(st.text(), st.text()).map(lambda pair: repr(pair).encode()))
 )
 def test_bad_news_that_cannot_be_read_is_still_bad_news(foreign: bytes) -> None:
-    assert isinstance(Cause.decode(foreign).error(), mf.MeshfeedError)
+    assert isinstance(ErrorRecord.decode(foreign).exception(), mf.MeshfeedError)
 
 
 @pytest.mark.parametrize("kind", ["os", "Iterable", "KeyboardInterrupt", "__builtins__", "", "Exception"])
 def test_no_other_class_is_made(kind: str) -> None:
-    assert type(Cause(kind, "x").error()) is mf.DeliveryError
+    assert type(ErrorRecord(kind, "x").exception()) is mf.DeliveryError

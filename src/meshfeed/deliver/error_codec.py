@@ -1,0 +1,89 @@
+"""Why a rank ended, in a form that travels: the class of an error, its text, the ranks at fault.
+
+Nothing but classes of `meshfeed.errors` is ever made from what comes in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from meshfeed import errors
+from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
+
+_UNREADABLE = "a rank failed, and why cannot be read"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """An error without its traceback.
+
+    Attributes:
+        kind: name of its class in `meshfeed.errors`; any other name stands for DeliveryError.
+        text: its message.
+        ranks: the ranks at fault, of a PeerError or VerifyError.
+    """
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """The record of an error. One that is not meshfeed's own keeps its class in its text."""
+        # a subclass defined elsewhere becomes the class in `errors` that it derives from
+        known = next((c for c in type(error).__mro__ if vars(errors).get(c.__name__) is c), None)
+        if known is None:
+            return cls(DeliveryError.__name__, f"{type(error).__name__}: {error}")
+        ranks = error.ranks if isinstance(error, PeerError | VerifyError) else ()
+        return cls(known.__name__, str(error), tuple(ranks))
+
+    def exception(self) -> MeshfeedError:
+        """The error again."""
+        kind = vars(errors).get(self.kind)
+        if not (isinstance(kind, type) and issubclass(kind, MeshfeedError)):
+            kind = DeliveryError
+        if issubclass(kind, PeerError | VerifyError):
+            return kind(self.text, self.ranks)
+        return kind(self.text)
+
+    def encode(self, max_bytes: int) -> bytes:
+        """As JSON of at most so many bytes: a long text loses its end, and so do thousands of ranks."""
+        text, ranks = self.text, self.ranks
+        while len(ranks_in_words(ranks)) > max_bytes // 2:
+            ranks = ranks[: len(ranks) // 2]
+        while True:
+            record = [self.kind, text, ranks_in_words(ranks)]
+            encoded = json.dumps(record, ensure_ascii=False).encode(errors="replace")
+            if len(encoded) <= max_bytes or not text:
+                return encoded
+            text = text[: len(text) - max((len(encoded) - max_bytes) // 4, 1)]
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Self:
+        """The record that was encoded. Accepts any bytes: reporting an error must not fail."""
+        try:
+            record: Any = json.loads(encoded.decode(errors="replace"))
+            kind, text, ranks = record
+            return cls(str(kind), str(text), tuple(ranks_of_words(ranks)))
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+            return cls(DeliveryError.__name__, _UNREADABLE)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """(0, 1, 2, 3, 8) -> "0:3-8": short for a group of thousands, and different for different ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return "-".join(str(a) if a == b else f"{a}:{b}" for a, b in runs)
+
+
+def ranks_of_words(words: str) -> list[int]:
+    """The ranks that `ranks_in_words` wrote."""
+    runs = [run.partition(":") for run in words.split("-") if run]
+    return [rank for first, _, last in runs for rank in range(int(first), int(last or first) + 1)]

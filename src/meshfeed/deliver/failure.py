@@ -1,0 +1,150 @@
+"""One error for the whole job: what ends one rank's run for good ends the same run of every rank.
+
+A rank that fails publishes a *notice* in the rendezvous store: its error, and the step at which the run ends.
+All ranks continue until that step and raise there, so none waits in a collective for a rank that stopped
+earlier. If another rank fails at an earlier step, it publishes another notice; the error stays the first one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import NoReturn, Self
+
+from meshfeed.deliver.error_codec import ErrorRecord
+from meshfeed.deliver.meeting import Meeting
+from meshfeed.deliver.store_client import Notice
+from meshfeed.errors import DeliveryError, PeerError, StateError
+
+_MAX_BYTES = 4096
+
+
+class Failures:
+    """Publishes what ends this rank's run, and learns what ended another rank's.
+
+    Without a meeting it does nothing. If the store is lost during a run, because the rank that hosts it has
+    ended, this run continues: the delivery group still notices ranks that die.
+
+    Args:
+        meeting: where the ranks meet; None for one process.
+        rank: this one.
+        wake: called from another thread when a notice arrives.
+    """
+
+    def __init__(self, meeting: Meeting | None, rank: int, wake: Callable[[], None]) -> None:
+        self._meeting, self._rank, self._wake = meeting, rank, wake
+        self._own: Exception | None = None
+        self._prefix = ""
+        self._has_looked = False
+        self._process = 0
+
+    def __enter__(self) -> Self:
+        meeting = self._meeting
+        if meeting is not None:
+            self._process, start = os.getpid(), meeting.start
+            meeting.on_error = lambda error: self._publish(error, start)
+            self._find_run(meeting)
+            meeting.client.watch(self)
+            self.on_notice()  # for those that arrived between the two
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._own = None  # its frames would keep alive what they hold
+        if self._meeting is not None and self._is_open:
+            self._meeting.client.unwatch(self)
+
+    def record(self, error: Exception) -> None:
+        """Record this rank's own error. Call before notifying peers: they know its text alone."""
+        self._own = self._own or error
+
+    def error_at(self, step: int) -> BaseException | None:
+        """The job's error, if the run ends at this step or before; this rank's own exception if it was first.
+
+        Asks the store once before a run's second step, since other ranks may have refused to begin at all,
+        and while the job is ending: another rank may have failed earlier.
+        """
+        notice = self._notice()
+        has_begun = self._meeting is not None and step > self._meeting.start
+        if (has_begun and not self._has_looked) or (notice is not None and notice.step > step):
+            self._has_looked = self._has_looked or has_begun
+            notice = self._notice(look=True)
+        if notice is None or notice.step > step:
+            return None
+        error, own = notice.error.exception(), self._own
+        if own is not None and str(own) == str(error):
+            return own
+        error.__cause__ = own
+        return error
+
+    def fail(self, error: Exception, step: int) -> NoReturn:
+        """Publish that this rank ends at `step`, and raise the job's error: the first that was published.
+
+        A lost peer ends the run at once, since the next collective would wait for it. So do ranks that start
+        from different steps: they have no step in common.
+        """
+        self.record(error)
+        own, notice = self._publish(error, step), self._notice()
+        if notice is None or notice.error.text == own.text:
+            raise error
+        raise notice.error.exception() from error
+
+    def on_notice(self) -> None:
+        """See Watcher."""
+        notice, meeting = self._notice(), self._meeting
+        if notice is not None and meeting is not None:
+            if notice.step <= meeting.start:
+                meeting.call_off()
+            self._wake()
+
+    @property
+    def _is_open(self) -> bool:
+        return bool(self._prefix) and self._process == os.getpid()
+
+    def _publish(self, error: Exception, step: int) -> ErrorRecord:
+        """Publish a notice, unless one ends the run no later; the record of the error."""
+        record = ErrorRecord.of(error)
+        if not record.text.startswith("rank "):
+            record = replace(record, text=f"rank {self._rank} ended at step {step}: {record.text}")
+        if self._meeting is None or not self._is_open:
+            return record
+        ends = 0 if isinstance(error, PeerError | StateError) else step
+        text = Notice(self._prefix, ends, record).encode(_MAX_BYTES)
+        try:
+            while (notice := self._notice(look=True)) is None or notice.step > ends:
+                if self._meeting.client.add_notice(text, self._patience_s):
+                    break
+        except DeliveryError as lost:
+            error.add_note(f"rank {self._rank} could not tell the other ranks of this error: {lost}")
+        return record
+
+    def _find_run(self, meeting: Meeting) -> None:
+        """Skip runs that failed because peers waited for this rank: they have counted those."""
+        while True:
+            self._prefix = meeting.prefix
+            notice = self._notice(look=True)
+            if notice is None or notice.error.kind != PeerError.__name__:
+                return
+            if self._rank not in notice.error.ranks:
+                return
+            meeting.pass_over()
+
+    def _notice(self, *, look: bool = False) -> Notice | None:
+        """The first error and the earliest step of this run's notices. look: ask the store for new ones."""
+        meeting = self._meeting
+        if meeting is None or not self._is_open:
+            return None
+        if look:
+            with contextlib.suppress(DeliveryError):
+                meeting.client.read_notices(self._patience_s)
+        own = [notice for notice in list(meeting.client.notices.values()) if notice.run == self._prefix]
+        return replace(own[0], step=min(notice.step for notice in own)) if own else None
+
+    @property
+    def _patience_s(self) -> float:
+        """For the store. With what was waited for before, an error ends within twice the timeout."""
+        return 0.0 if self._meeting is None else self._meeting.timeout_s / 2
