@@ -300,7 +300,7 @@ def _group_keys(
     has_policy: bool,
     shares_packs: bool,
 ) -> list[npt.NDArray[np.int64]]:
-    """Ways to group the ranks, the closest first: ranks with equal keys may have one reader."""
+    """ExchangeDelivery to group the ranks, the closest first: ranks with equal keys may have one reader."""
     _, cp, dp, pp = coords.T.astype(np.int64)
     slices = dp * layout.cp + cp  # who holds the same slices of the same packs
     replica = dp if shares_packs else slices

@@ -74,24 +74,24 @@ def whole(rank: int, layout: mf.Layout, policy: Any) -> list[Any]:
     from meshfeed import exchange as x
 
     coord = layout.coord(rank)
-    seats = x.Seats.all_of(range(layout.world_size), cp=layout.cp)
+    membership = x.Membership.all_of(range(layout.world_size), cp=layout.cp)
     group = x.Group(torch.distributed.group.WORLD)
     made = np.random.default_rng(coord.dp)
     items = [item_of(coord.dp, n, int(made.integers(0, 90))) for n in range(5 * coord.dp)]  # dp 0 has none
     batch = x.encode(items, ITEM_KEYS, rank=rank)
-    census = x.gather_lengths(batch, seats, group)
-    planned = x.plan(census, mf.Packing(capacity=128, policy=policy), seats, layout=layout)
-    received = x.reroute(batch, census, planned.plan, seats, group, split=None)
+    gathered = x.gather_lengths(batch, membership, group)
+    planned = x.plan(gathered, mf.Packing(capacity=128, policy=policy), membership, layout=layout)
+    received = x.reroute(batch, gathered, planned.plan, membership, group, split=None)
     got = [
         (
-            int(census.draws.source[place]),
-            int(census.draws.index[place]),
+            int(gathered.draws.source[place]),
+            int(gathered.draws.index[place]),
             {k: _plain(v) for k, v in item.items()},
         )
         for m in range(planned.plan.num_microbatches)
         for place, item in received.items(m)
     ]
-    cut = x.reroute(batch, census, planned.plan, seats, group)
+    cut = x.reroute(batch, gathered, planned.plan, membership, group)
     packs = x.pack(cut, planned, layout, rank, ITEM_KEYS)
     return [got, group.traffic.collectives, len(packs)]
 
@@ -100,16 +100,16 @@ def twice(rank: int, layout: mf.Layout) -> list[tuple[Any, Any]]:
     """Two steps whose results are packed in the end, and the same packed at once."""
     from meshfeed import exchange as x
 
-    seats, keys = x.Seats.all_of(range(layout.world_size)), mf.exchange.Keys()
+    membership, keys = x.Membership.all_of(range(layout.world_size)), mf.exchange.Keys()
     group = x.Group(torch.distributed.group.WORLD if layout.world_size > 1 else None)
     waiting: list[tuple[Any, Any]] = []
     at_once: list[Any] = []
     for step in range(3):
         items = [{"tokens": torch.full((length,), 10 * step + rank)} for length in (4, 3)]
         given = x.encode(items, keys, rank=rank)
-        census = x.gather_lengths(given, seats, group)
-        batch = x.plan(census, mf.Packing(capacity=8), seats, layout=layout)
-        received = x.reroute(given, census, batch.plan, seats, group)
+        gathered = x.gather_lengths(given, membership, group)
+        batch = x.plan(gathered, mf.Packing(capacity=8), membership, layout=layout)
+        received = x.reroute(given, gathered, batch.plan, membership, group)
         at_once.append(tokens_of(x.pack(received, batch, layout, rank, keys)))
         waiting.append((received, batch))
     late = [tokens_of(x.pack(received, batch, layout, rank, keys)) for received, batch in waiting]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.device import OnHost
-from meshfeed.exchange.census import ERROR, Census, Report, Schema
 from meshfeed.exchange.items import Given, encode, nothing
+from meshfeed.exchange.lengths import ERROR, GatheredLengths, Report, Schema
+from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment, write_pieces
-from meshfeed.exchange.seats import Seats
 from meshfeed.exchange.steps import Received, packed, plan, portions
 from meshfeed.plan import packs_of, slices_of
 from meshfeed.roles import assign_roles
@@ -28,44 +28,50 @@ SPLITS = ("zigzag", "pack_zigzag", "contiguous", None)
 
 
 @st.composite
-def exchanges(draw: Any) -> tuple[Seats, mf.Layout, list[Given], mf.Packing, Any]:
+def exchanges(draw: Any) -> tuple[Membership, mf.Layout, list[Given], mf.Packing, Any]:
     """Members of all kinds, with items or without, some in each other's place."""
     dp, cp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     policy = draw(st.sampled_from(POLICIES))
-    seats = Seats.all_of(range(dp * cp), cp=cp)
+    membership = Membership.all_of(range(dp * cp), cp=cp)
     if policy != "dynamic_cp" and draw(st.booleans()):  # one member for all cp ranks of a replica
-        seats = Seats(tuple(range(dp)), tuple(tuple(range(d * cp, (d + 1) * cp)) for d in range(dp)), cp)
+        membership = Membership(
+            tuple(range(dp)), tuple(tuple(range(d * cp, (d + 1) * cp)) for d in range(dp)), cp
+        )
     owners = draw(st.sets(st.integers(0, dp - 1), min_size=1))
     lengths = {d: draw(st.lists(st.integers(0, 40), max_size=6)) for d in owners}
     batches = [
         encode(
-            [item_of(seats.dp_rank(m), n, size) for n, size in enumerate(lengths[seats.dp_rank(m)])],
+            [
+                item_of(membership.dp_rank(m), n, size)
+                for n, size in enumerate(lengths[membership.dp_rank(m)])
+            ],
             ITEM_KEYS,
         )
-        if seats.dp_rank(m) in owners and (m % 2 == 0 or draw(st.booleans()) or len(seats.ranks) == dp)
+        if membership.dp_rank(m) in owners
+        and (m % 2 == 0 or draw(st.booleans()) or len(membership.ranks) == dp)
         else nothing()
-        for m in range(len(seats.ranks))
+        for m in range(len(membership.ranks))
     ]
     packing = mf.Packing(
         capacity=24, policy=policy, align=mf.Align(sequence=draw(st.integers(1, 3)), pack=4), oversize="split"
     )
-    return seats, mf.Layout(dp=dp, cp=cp), batches, packing, draw(st.sampled_from(SPLITS))
+    return membership, mf.Layout(dp=dp, cp=cp), batches, packing, draw(st.sampled_from(SPLITS))
 
 
 @settings(max_examples=cases(80), deadline=None)
 @given(exchanges())
 def test_what_is_sent_is_what_is_expected(case: Any) -> None:
-    seats, layout, batches, packing, split = case
+    membership, layout, batches, packing, split = case
     reports = [batch.report for batch in batches]
     if not any(report.owns for report in reports):
         return
-    census = Census.of([Report.decode(as_bytes(r.encode()))[0] for r in reports], seats)
-    step = plan(census, packing, seats, layout=layout).plan
-    size, arrived = len(seats.ranks), [list[np.ndarray]() for _ in seats.ranks]
-    coming = [Shipment.to(census, step, seats, m, split) for m in range(size)]
+    gathered = GatheredLengths.of([Report.decode(as_bytes(r.encode()))[0] for r in reports], membership)
+    step = plan(gathered, packing, membership, layout=layout).plan
+    size, arrived = len(membership.ranks), [list[np.ndarray]() for _ in membership.ranks]
+    coming = [Shipment.to(gathered, step, membership, m, split) for m in range(size)]
     for m, batch in enumerate(batches):
-        going = Shipment.by(census, step, seats, m, split)
-        mine = np.flatnonzero(np.array([m in held for held in census.holders])[census.draws.source])
+        going = Shipment.by(gathered, step, membership, m, split)
+        mine = np.flatnonzero(np.array([m in held for held in gathered.holders])[gathered.draws.source])
         buffer = np.zeros(int(going.num_bytes.sum()), np.uint8)
         write_pieces(buffer, going, dict(zip(mine.tolist(), batch.encoded)))
         to = going.sizes(going.member, size)
@@ -73,11 +79,11 @@ def test_what_is_sent_is_what_is_expected(case: Any) -> None:
         for other, part in enumerate(np.split(buffer, np.cumsum(to)[:-1])):
             arrived[other].append(part)
     for m in range(size):
-        received = Received(census, coming[m], np.concatenate(arrived[m]))
+        received = Received(gathered, coming[m], np.concatenate(arrived[m]))
         assert received.data.size == coming[m].num_bytes.sum()
-        check_items(received, step, seats.served[m], split)
+        check_items(received, step, membership.served[m], split)
         if split is not None:
-            check_packs(received, step, layout, census, seats.served[m], split)
+            check_packs(received, step, layout, gathered, membership.served[m], split)
 
 
 def as_bytes(message: bytes) -> np.ndarray:
@@ -86,7 +92,7 @@ def as_bytes(message: bytes) -> np.ndarray:
 
 def check_items(received: Received, step: Any, served: tuple[int, ...], split: Any) -> None:
     """Each piece is what `slices_of` says of its row, cut out of the item itself."""
-    census = received.census
+    gathered = received.gathered
     for m, pack in enumerate(packs_of(step, served[0])):
         got = received.items(m)
         assert [place for place, _ in got] == step.sequence[pack.sequences].tolist()
@@ -103,7 +109,9 @@ def check_items(received: Received, step: Any, served: tuple[int, ...], split: A
                 )
                 wanted = start + wanted[wanted < length]
             given_ = item_of(
-                int(census.draws.source[place]), int(census.draws.index[place]), int(census.lengths[place])
+                int(gathered.draws.source[place]),
+                int(gathered.draws.index[place]),
+                int(gathered.lengths[place]),
             )
             assert item.keys() == given_.keys()
             for name in ("tokens", "mrope", "weights", "advantages"):
@@ -120,17 +128,22 @@ def as_float(value: Any) -> Any:
 
 
 def check_packs(
-    received: Received, step: Any, layout: mf.Layout, census: Census, served: tuple[int, ...], split: Any
+    received: Received,
+    step: Any,
+    layout: mf.Layout,
+    gathered: GatheredLengths,
+    served: tuple[int, ...],
+    split: Any,
 ) -> None:
     """Put together from its ranks, a row is the tokens of its item."""
-    batch = GlobalBatch(step=0, draws=census.draws, plan=step, tokens=0, valid_tokens=0, sum_sq=0)
+    batch = GlobalBatch(step=0, draws=gathered.draws, plan=step, tokens=0, valid_tokens=0, sum_sq=0)
     for rank in served:
         for portion in portions(batch, layout, rank, split):
             ((made,), _) = packed(received, portion, ITEM_KEYS, None, OnHost())
             ids, at = made["sequence_ids"][0].numpy(), made["position_ids"][0].numpy()
             for k, (source, index) in enumerate(zip(made.draws.source, made.draws.index)):
                 mine = ids == k
-                length = int(census.lengths[step.sequence[portion.pack.sequences[k]]])
+                length = int(gathered.lengths[step.sequence[portion.pack.sequences[k]]])
                 whole = item_of(int(source), int(index), length)
                 start = int(portion.starts[k])
                 wanted = whole["tokens"].numpy()[start + at[mine]]
@@ -172,10 +185,10 @@ def test_numbers_stay_exact() -> None:
 def test_every_place_is_served_once_in_every_exchange(text: str, delivery: Any, per_node: int) -> None:
     layout = mf.Layout.parse(text, ranks_per_node=per_node)
     roles = assign_roles(layout, mf.StageMap(pp=layout.pp), ITEM_KEYS.fields, delivery)
-    seats: dict[tuple[int, ...], Seats] = {}
+    membership: dict[tuple[int, ...], Membership] = {}
     for role in roles:
         try:
-            mine = Seats.of(layout, roles, role.rank)
+            mine = Membership.of(layout, roles, role.rank)
         except mf.RoleError as uneven:
             assert delivery == "share", uneven  # nodes that cut replicas unevenly
             return
@@ -183,5 +196,7 @@ def test_every_place_is_served_once_in_every_exchange(text: str, delivery: Any, 
         if mine is not None:
             assert role.rank in mine.ranks
             assert sorted(at for served in mine.served for at in served) == list(range(layout.dp * layout.cp))
-            seats[mine.ranks] = mine
-    assert sorted(rank for ranks in seats for rank in ranks) == [role.rank for role in roles if role.reads]
+            membership[mine.ranks] = mine
+    assert sorted(rank for ranks in membership for rank in ranks) == [
+        role.rank for role in roles if role.reads
+    ]

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllToAllOptions
 
 from meshfeed.deliver import Traffic
 from meshfeed.errors import PeerError
-from meshfeed.exchange.census import Bytes
+from meshfeed.exchange.lengths import Bytes
 
 _SIZE = 8  # before each message stands how long it is
 _ROOM = 4096

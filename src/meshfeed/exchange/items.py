@@ -12,9 +12,9 @@ import torch
 
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
-from meshfeed.exchange.census import Bytes, Report, Schema
 from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier
 from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
+from meshfeed.exchange.lengths import Bytes, Report, Schema
 from meshfeed.exchange.routing import Encoded
 from meshfeed.roles import Field
 from meshfeed.store import NUMBERS, Refused

@@ -18,7 +18,7 @@ _USUAL = (
     Field(name="loss_mask", dtype=ANY, stages=("last",), split=True),
 )
 # Lengths are known to those alone who gather them, so every other rank takes part in a delivery.
-_CENSUS = Field(name="(census)", dtype="uint8")
+_LENGTHS = Field(name="(lengths)", dtype="uint8")
 
 
 @dataclass(frozen=True, init=False)
@@ -84,7 +84,7 @@ class Keys:
     @property
     def fields(self) -> tuple[Field, ...]:
         """All that roles are assigned for."""
-        return (*self.declared, _CENSUS, *PLAN_FIELDS)
+        return (*self.declared, _LENGTHS, *PLAN_FIELDS)
 
 
 USUAL = frozenset(field.name for field in _USUAL)

@@ -20,13 +20,13 @@ from meshfeed.columns import Columns
 from meshfeed.deliver import Digester, Digests, EndOfStream, Meeting, make_delivery
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, OptionError, RecipeError, RoleError, StateError
-from meshfeed.exchange.census import Bytes, Census, Report
+from meshfeed.exchange.delivery import ExchangeDelivery
+from meshfeed.exchange.item_source import ItemSource
 from meshfeed.exchange.keys import Keys
-from meshfeed.exchange.pulling import Puller
+from meshfeed.exchange.lengths import Bytes, GatheredLengths, Report
+from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment
-from meshfeed.exchange.seats import Seats
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
-from meshfeed.exchange.ways import Ways
 from meshfeed.launch import check_arguments, check_counts, check_flags
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, Sink, StageClock
@@ -42,7 +42,7 @@ drop: the first step that some iterator cannot fill is the end; what was pulled 
 error: iterators that end in different steps are an error."""
 
 
-class Exchange(StepSource[Ways]):
+class Exchange(StepSource[ExchangeDelivery]):
     """One rank's view of what iterators of data-parallel ranks give; lengths are known only once they are
     read.
 
@@ -143,7 +143,7 @@ class Exchange(StepSource[Ways]):
             "uneven": uneven,
         }
         self.left_over: dict[int, int] = {}
-        self._puller = Puller(iterator, self._keys, pulls)
+        self._puller = ItemSource(iterator, self._keys, pulls)
         self._at_rest = threading.Event()  # no producer is in the iterator
         self._at_rest.set()
 
@@ -199,18 +199,18 @@ class Exchange(StepSource[Ways]):
         return "direct" if self._readers is None else super()._chosen_delivery()
 
     @cached_property
-    def _seats(self) -> Seats:
+    def _membership(self) -> Membership:
         """The exchange that this rank takes part in, or gets its items from."""
         source = self.role.source
-        seats = Seats.of(self.layout, self.roles, self.rank if source is None else source)
-        if seats is None:
+        membership = Membership.of(self.layout, self.roles, self.rank if source is None else source)
+        if membership is None:
             raise RoleError(f"rank {source} gives rank {self.rank} its items, but exchanges none")
-        return seats
+        return membership
 
     @cached_property
     def _wanted(self) -> frozenset[str]:
         """The fields that any rank served by this exchange needs."""
-        members = [self.roles[rank] for rank in self._seats.ranks]
+        members = [self.roles[rank] for rank in self._membership.ranks]
         served = {rank for role in members for rank in (role.rank, *role.peers)}
         return frozenset(name for rank in served for name in self.roles[rank].fields)
 
@@ -251,24 +251,28 @@ class Exchange(StepSource[Ways]):
 
     # -- the producer's side --------------------------------------------------------------------------
 
-    def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Ways:
+    def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> ExchangeDelivery:
         delivery = make_delivery(self.delivery, self.role, meeting, num_slots=2, patience_s=patience_s)
-        return Ways(self.rank, self._seats, delivery, meeting, patience_s)
+        return ExchangeDelivery(self.rank, self._membership, delivery, meeting, patience_s)
 
-    def _items(self, start: int, delivery: Ways, placer: Placer, clock: StageClock) -> Iterator[Item]:
+    def _items(
+        self, start: int, delivery: ExchangeDelivery, placer: Placer, clock: StageClock
+    ) -> Iterator[Item]:
         self._at_rest = at_rest = threading.Event()
         at_rest.set()
         return _telling(self._made(start, delivery, placer, clock), at_rest)
 
-    def _made(self, start: int, ways: Ways, placer: Placer, clock: StageClock) -> Iterator[Item]:
+    def _made(
+        self, start: int, delivery: ExchangeDelivery, placer: Placer, clock: StageClock
+    ) -> Iterator[Item]:
         """The way of every item, from the iterator to the device."""
-        meter, step, ended = Meter([], ways.group.traffic, ways.traffic), start, False
+        meter, step, ended = Meter([], delivery.group.traffic, delivery.traffic), start, False
         while not ended:
             told, planned = None, None
             if self.role.reads:
-                told, planned = self._exchanged(step, ways, clock)
+                told, planned = self._exchanged(step, delivery, clock)
             with clock.stage("deliver"):
-                columns = ways.deliver(told, 0)
+                columns = delivery.deliver(told, 0)
             if told is None:
                 with clock.stage("plan"):
                     planned = self._told(step, columns)
@@ -282,88 +286,99 @@ class Exchange(StepSource[Ways]):
                     made, ticket = packed(received, portion, self._keys, self.role.fields, placer, digester)
                 yield Made(made, ticket, meter.take())
             yield StepEnd(step, digester.digests() if digester else None, _not_again)
-            ended, step = received.census.ended, step + 1
+            ended, step = received.gathered.ended, step + 1
         self._puller.restart(step)
 
     def _exchanged(
-        self, step: int, ways: Ways, clock: StageClock
+        self, step: int, delivery: ExchangeDelivery, clock: StageClock
     ) -> tuple[Columns, tuple[GlobalBatch, Received] | None]:
         """A step among the members: what peers must be told; the plan and the bytes, None at the end."""
         try:
-            if ways.interrupted:
-                ways.leave()
+            if delivery.interrupted:
+                delivery.leave()
             with clock.stage("read"):
                 pulled = self._puller.pull(
                     step, self.rank, self._wanted, self._run.step if self._run else step
                 )
                 self._record(pulled.error)
             with clock.stage("exchange"):
-                reports = gather_reports(pulled, ways.group)
+                reports = gather_reports(pulled, delivery.group)
             with clock.stage("plan"):
-                census = Census.of(reports, self._seats)
+                gathered = GatheredLengths.of(reports, self._membership)
             served = reports if self.role.peers else ()
             told = np.frombuffer(b"".join(report.encode() for report in served), np.uint8)
-            if self._is_end(census):
-                ways.over()
-                ways.alike.check(step, census, reports)
+            if self._is_end(gathered):
+                delivery.over()
+                delivery.agreement.check(step, gathered, reports)
                 return {"reports": told}, None
             with clock.stage("plan"):
-                batch = self._plan(census, step)
+                batch = self._plan(gathered, step)
             with clock.stage("exchange"):
-                received = reroute(pulled, census, batch.plan, self._seats, ways.group, split=self._cp_split)
-                if census.ended:
-                    ways.over()
-                ways.alike.check(step, census, reports)  # last, so that no collective is left half-done
+                received = reroute(
+                    pulled, gathered, batch.plan, self._membership, delivery.group, split=self._cp_split
+                )
+                if gathered.ended:
+                    delivery.over()
+                delivery.agreement.check(
+                    step, gathered, reports
+                )  # last, so that no collective is left half-done
         except EndOfStream as end:
-            ways.end(end)
+            delivery.end(end)
         except Exception as error:
-            ways.fail(error, 0)
+            delivery.fail(error, 0)
             raise
         return {"reports": told, "data": received.data}, (batch, received)
 
     def _told(self, step: int, columns: Columns) -> tuple[GlobalBatch, Received] | None:
         """The same on a rank that another one serves, out of what that one has delivered."""
-        seats, at = self._seats, 0
+        membership, at = self._membership, 0
         reports: list[Report] = []
         told = cast(Bytes, np.asarray(columns["reports"]))
         while at < told.size:
             report, size = Report.decode(told[at:])
             reports.append(report)
             at += size
-        census = Census.of(reports, seats)
-        if self._is_end(census):
+        gathered = GatheredLengths.of(reports, membership)
+        if self._is_end(gathered):
             return None
-        batch = self._plan(census, step)
-        member = next(m for m, rank in enumerate(seats.ranks) if rank == self.role.source)
-        shipment = Shipment.to(census, batch.plan, seats, member, self._cp_split)
-        return batch, Received(census, shipment, cast(Bytes, np.asarray(columns["data"])))
+        batch = self._plan(gathered, step)
+        member = next(m for m, rank in enumerate(membership.ranks) if rank == self.role.source)
+        shipment = Shipment.to(gathered, batch.plan, membership, member, self._cp_split)
+        return batch, Received(gathered, shipment, cast(Bytes, np.asarray(columns["data"])))
 
-    def _plan(self, census: Census, step: int) -> GlobalBatch:
+    def _plan(self, gathered: GatheredLengths, step: int) -> GlobalBatch:
         layout, vpp, length = self.layout, self.stage_map.vpp, self._keys.length
-        if len(census):
-            self._keys.check_present(census.names, self._wanted, step)
-        made = self._made_plan(census)
+        if len(gathered):
+            self._keys.check_present(gathered.names, self._wanted, step)
+        made = self._made_plan(gathered)
         return plan(
-            census, self._packing, self._seats, layout=layout, vpp=vpp, step=step, length=length, made=made
+            gathered,
+            self._packing,
+            self._membership,
+            layout=layout,
+            vpp=vpp,
+            step=step,
+            length=length,
+            made=made,
         )
 
-    def _made_plan(self, census: Census) -> StepPlan | None:
+    def _made_plan(self, gathered: GatheredLengths) -> StepPlan | None:
         """The plan, where it is not left to the planner."""
         return None
 
-    def _is_end(self, census: Census) -> bool:
+    def _is_end(self, gathered: GatheredLengths) -> bool:
         """Whether this is no step but the end. Raises RecipeError where iterators must not end like this."""
-        if self._uneven == "error" and census.short and not census.ended:
-            first = self._seats.ranks[census.holders[census.short[0]][0]]
+        if self._uneven == "error" and gathered.short and not gathered.ended:
+            first = self._membership.ranks[gathered.holders[gathered.short[0]][0]]
             raise RecipeError(
-                f"rank {first}: the iterators of data-parallel ranks {list(census.short)} have ended, others "
-                f"have not; make them equally long, or choose uneven='drain' or 'drop'"
+                f"rank {first}: the iterators of data-parallel ranks {list(gathered.short)} have ended, "
+                f"others have not; make them equally long, or choose uneven='drain' or 'drop'"
             )
-        if self._uneven == "drop" and census.short:
-            owners, counts = np.unique(census.draws.source, return_counts=True)
+        if self._uneven == "drop" and gathered.short:
+            owners, counts = np.unique(gathered.draws.source, return_counts=True)
             self.left_over = dict(zip(owners.tolist(), counts.tolist()))
             return True
-        return census.ended and not len(census)
+        return gathered.ended and not len(gathered)
 
 
 def _check_kinds(**given: tuple[object, type]) -> None:

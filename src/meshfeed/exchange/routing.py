@@ -1,8 +1,8 @@
 """Which bytes of which item go where, and where they lie on arrival. Pure.
 
 A *piece* is what one member takes of one row of the plan: all that is beside the item's tokens, then of
-each split key the tokens that the member's ranks hold. Both sides compute the same pieces from census and
-plan, so nothing but their bytes is sent, each member's in the order of its microbatches.
+each split key the tokens that the member's ranks hold. Both sides compute the same pieces from the gathered
+lengths and the plan, so only their bytes are sent, each member's in the order of its microbatches.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.exchange.census import Census
-from meshfeed.exchange.seats import Seats
+from meshfeed.exchange.lengths import GatheredLengths
+from meshfeed.exchange.membership import Membership
 from meshfeed.plan import CpSplit, StepPlan
 from meshfeed.plan.split import chunk_runs
 
@@ -44,7 +44,7 @@ class Shipment:
     """Pieces, member by member, microbatch by microbatch, in the order of the packs.
 
     Attributes:
-        item: the item in the census that each piece is of; int64 [n].
+        item: index of each piece's item in the gathered lengths; int64 [n].
         source, member: who sends it, and who takes it; int64 [n].
         microbatch: in which it is; int64 [n].
         start, stop: its token ranges of the item, some of them empty; int64 [n, runs].
@@ -63,40 +63,61 @@ class Shipment:
         return self.item.size
 
     @classmethod
-    def to(cls, census: Census, plan: StepPlan, seats: Seats, member: int, split: CpSplit | None) -> Self:
+    def to(
+        cls,
+        gathered: GatheredLengths,
+        plan: StepPlan,
+        membership: Membership,
+        member: int,
+        split: CpSplit | None,
+    ) -> Self:
         """All that a member takes, sources one after the other on arrival.
 
         split: how context parallelism cuts; None takes rows whole.
         """
         served = np.zeros(plan.num_ranks + 1, np.int64)
-        served[np.array(seats.served[member]) + 1] = 1
+        served[np.array(membership.served[member]) + 1] = 1
         before = np.cumsum(served)  # ranks below r that the member serves
         first = plan.first_rank
         rows = np.flatnonzero((plan.microbatch >= 0) & (before[first + plan.cp_size] > before[first]))
-        return cls._of(census, plan, seats, rows, split)._only(lambda pieces: pieces.member == member)
+        return cls._of(gathered, plan, membership, rows, split)._only(lambda pieces: pieces.member == member)
 
     @classmethod
-    def by(cls, census: Census, plan: StepPlan, seats: Seats, member: int, split: CpSplit | None) -> Self:
+    def by(
+        cls,
+        gathered: GatheredLengths,
+        plan: StepPlan,
+        membership: Membership,
+        member: int,
+        split: CpSplit | None,
+    ) -> Self:
         """All that a member sends."""
-        holds = np.array([member in held for held in census.holders])
-        mine = holds[census.draws.source[plan.sequence]]
+        holds = np.array([member in held for held in gathered.holders])
+        mine = holds[gathered.draws.source[plan.sequence]]
         rows = np.flatnonzero((plan.microbatch >= 0) & mine)
-        return cls._of(census, plan, seats, rows, split)._only(lambda pieces: pieces.source == member)
+        return cls._of(gathered, plan, membership, rows, split)._only(lambda pieces: pieces.source == member)
 
     @classmethod
-    def _of(cls, census: Census, plan: StepPlan, seats: Seats, rows: Longs, split: CpSplit | None) -> Self:
-        rows, members = takers(plan, seats, rows)
-        start, stop = ranges_of(plan, seats, rows, members, split)
+    def _of(
+        cls,
+        gathered: GatheredLengths,
+        plan: StepPlan,
+        membership: Membership,
+        rows: Longs,
+        split: CpSplit | None,
+    ) -> Self:
+        rows, members = takers(plan, membership, rows)
+        start, stop = ranges_of(plan, membership, rows, members, split)
         item = plan.sequence[rows].astype(np.int64)
         tokens = (stop - start).sum(axis=1)
         return cls(
             item=item,
-            source=seats.sources(census.holders, census.draws.source[item], members),
+            source=membership.sources(gathered.holders, gathered.draws.source[item], members),
             member=members,
             microbatch=plan.microbatch[rows].astype(np.int64),
             start=start + plan.start[rows, None],
             stop=stop + plan.start[rows, None],
-            num_bytes=census.rest_bytes[item] + tokens * census.token_bytes[item],
+            num_bytes=gathered.rest_bytes[item] + tokens * gathered.token_bytes[item],
         )
 
     def _only(self, which: Callable[[Self], npt.NDArray[np.bool_]]) -> Self:
@@ -133,12 +154,12 @@ class Shipment:
         return before[rows, run] + first - start[rows, run]
 
 
-def takers(plan: StepPlan, seats: Seats, rows: Longs) -> tuple[Longs, Longs]:
+def takers(plan: StepPlan, membership: Membership, rows: Longs) -> tuple[Longs, Longs]:
     """(row, member) for every member that takes some of these rows, by member, microbatch and row."""
     size = plan.cp_size[rows].astype(np.int64)
     row = np.repeat(rows, size)
     place = np.arange(row.size) - np.repeat(np.cumsum(size) - size, size)
-    member = seats.member_of_place()[plan.first_rank[row] + place]
+    member = membership.member_of_place()[plan.first_rank[row] + place]
     order = np.lexsort((row, plan.microbatch[row], member))
     row, member = row[order], member[order]
     fresh = np.ones(row.size, bool)  # a member that serves several ranks of the group takes a row once
@@ -147,7 +168,7 @@ def takers(plan: StepPlan, seats: Seats, rows: Longs) -> tuple[Longs, Longs]:
 
 
 def ranges_of(
-    plan: StepPlan, seats: Seats, rows: Longs, members: Longs, split: CpSplit | None
+    plan: StepPlan, membership: Membership, rows: Longs, members: Longs, split: CpSplit | None
 ) -> tuple[Longs, Longs]:
     """The real tokens of each row that a member's ranks hold: start and stop, int64 [n, runs].
 
@@ -160,11 +181,11 @@ def ranges_of(
     size, first = plan.cp_size[rows].astype(np.int64), plan.first_rank[rows].astype(np.int64)
     start, stop = np.zeros((rows.size, 2), np.int64), np.zeros((rows.size, 2), np.int64)
     table = np.stack([size, first, members])
-    number = (size * plan.num_ranks + first) * len(seats.ranks) + members
+    number = (size * plan.num_ranks + first) * len(membership.ranks) + members
     _, example, case = np.unique(number, return_index=True, return_inverse=True)
     for at, (cp_size, first_rank, member) in enumerate(table[:, example].T.tolist()):
         some = np.flatnonzero(case == at)
-        cp_ranks = [rank - first_rank for rank in seats.served[member]]
+        cp_ranks = [rank - first_rank for rank in membership.served[member]]
         num_chunks, begin, end = chunk_runs(cp_ranks, cp_size, split)
         chunk = (total[rows[some]] // num_chunks)[:, None]
         edge, limit = origin[rows[some]][:, None], padded[rows[some]][:, None]
@@ -201,7 +222,7 @@ def _padding(plan: StepPlan, *, whole: bool) -> tuple[Longs, Longs, Longs]:
 
 
 def write_pieces(buffer: Bytes, shipment: Shipment, encoded: Mapping[int, Encoded]) -> None:
-    """Lay out what one member sends, receivers one after the other. encoded: items by place in the census."""
+    """Lay out what one member sends, receiver by receiver. encoded: items by index in the lengths."""
     parts = [buffer[:0]]
     rows = zip(shipment.item.tolist(), shipment.start.tolist(), shipment.stop.tolist())
     for place, starts, stops in rows:

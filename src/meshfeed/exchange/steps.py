@@ -17,13 +17,13 @@ from meshfeed.columns import Allocate, Array, Arrays
 from meshfeed.deliver import Digester, EndOfStream, ErrorRecord
 from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import PlanError
-from meshfeed.exchange.census import END, ERROR, Bytes, Census, Report
 from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier, item_bytes
 from meshfeed.exchange.group import Group
 from meshfeed.exchange.items import Given, bits_of, seen_as, tensor_of
 from meshfeed.exchange.keys import ANY, Keys
+from meshfeed.exchange.lengths import END, ERROR, Bytes, GatheredLengths, Report
+from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Longs, Shipment, read_rest, write_pieces
-from meshfeed.exchange.seats import Seats
 from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, account_of, plan_step
 from meshfeed.plan.account import exact_sum
@@ -49,18 +49,18 @@ def gather_reports(given: Given, group: Group) -> list[Report]:
     return reports
 
 
-def gather_lengths(given: Given, seats: Seats, group: Group) -> Census:
+def gather_lengths(given: Given, membership: Membership, group: Group) -> GatheredLengths:
     """Who has which items, and how long they are: one collective, exact integers.
 
-    given: this rank's own, by `encode`. Raises MeshfeedErrors; see `Census.of`.
+    given: this rank's own, by `encode`. Raises MeshfeedErrors; see `GatheredLengths.of`.
     """
-    return Census.of(gather_reports(given, group), seats)
+    return GatheredLengths.of(gather_reports(given, group), membership)
 
 
 def plan(
-    census: Census,
+    gathered: GatheredLengths,
     packing: Packing,
-    seats: Seats,
+    membership: Membership,
     *,
     layout: Layout,
     vpp: int = 1,
@@ -73,30 +73,30 @@ def plan(
     made: the plan, where it is not left to the planner. length: the key that told the lengths, for the text
     of errors. Raises PlanError naming rank, item and key.
     """
-    most, longest = room_of(packing, dp=layout.dp, cp=layout.cp).longest, int(census.lengths.max(initial=0))
+    most, longest = room_of(packing, dp=layout.dp, cp=layout.cp).longest, int(gathered.lengths.max(initial=0))
     if packing.oversize == "error" and longest > most:
-        item = census.item(int(census.lengths.argmax()), seats)
+        item = gathered.item(int(gathered.lengths.argmax()), membership)
         raise PlanError(
             f"{item}: key {length!r} has {longest} tokens, at step {step}; the widest cp group holds {most} "
-            f"({(census.lengths > most).sum()} such); cut them in the iterator, raise capacity or "
+            f"({(gathered.lengths > most).sum()} such); cut them in the iterator, raise capacity or "
             f"cp, or set oversize='split', 'truncate' or 'drop'"
         )
     try:
-        made = made or plan_step(census.lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=vpp)
+        made = made or plan_step(gathered.lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=vpp)
     except PlanError as error:
         raise PlanError(f"step {step}: {error}") from error
     kept = np.flatnonzero(made.microbatch >= 0)
     lengths = made.lengths[kept]
-    if packing.oversize == "truncate" and made.oversize.size and (census.valid != census.lengths).any():
+    if packing.oversize == "truncate" and made.oversize.size and (gathered.valid != gathered.lengths).any():
         raise PlanError(
-            f"{census.item(int(made.oversize[0]), seats)} is cut to {lengths.max()} tokens, and "
+            f"{gathered.item(int(made.oversize[0]), membership)} is cut to {lengths.max()} tokens, and "
             f"its loss-bearing tokens are known of the whole only; cut it in the iterator, or set "
             f"oversize='split' or 'drop'"
         )
-    valid = census.valid if (census.valid != census.lengths).any() else None
+    valid = gathered.valid if (gathered.valid != gathered.lengths).any() else None
     return GlobalBatch(
         step=step,
-        draws=census.draws,
+        draws=gathered.draws,
         plan=made,
         tokens=int(lengths.sum()),
         valid_tokens=int(lengths.sum() if valid is None else valid[np.unique(made.sequence[kept])].sum()),
@@ -110,12 +110,12 @@ class Received:
     """What one member has of a step.
 
     Attributes:
-        census, shipment: what it is.
+        gathered, shipment: what it is.
         data: its bytes, one source after the other; uint8 [n].
         offsets: where each piece of the shipment lies in them; int64 [n].
     """
 
-    census: Census
+    gathered: GatheredLengths
     shipment: Shipment
     data: Bytes
     offsets: Longs = field(init=False)
@@ -135,21 +135,21 @@ class Received:
         return self._begins[name]
 
     def _begins_of(self, name: str) -> tuple[Longs, int]:
-        its, census = self.shipment, self.census
-        before, entry = np.full(len(census.schemas), -1), 0
-        for at, schema in enumerate(census.schemas):
+        its, gathered = self.shipment, self.gathered
+        before, entry = np.full(len(gathered.schemas), -1), 0
+        for at, schema in enumerate(gathered.schemas):
             names = [each for each, _, _ in schema.split]
             if name in names:
                 key = names.index(name)
                 before[at], entry = sum(schema.entry_bytes[:key]), schema.entry_bytes[key]
-        prefix = before[census.schema[its.item]]
-        begin = self.offsets + census.rest_bytes[its.item] + its.num_tokens * prefix
+        prefix = before[gathered.schema[its.item]]
+        begin = self.offsets + gathered.rest_bytes[its.item] + its.num_tokens * prefix
         return np.where(prefix < 0, -1, begin), entry
 
     def rest(self, piece: int) -> list[tuple[str, str, Array | bytes]]:
         """(name, type, value) of every key of a piece that is not split; arrays of their own."""
-        its, census = self.shipment, self.census
-        schema = census.schemas[int(census.schema[its.item[piece]])]
+        its, gathered = self.shipment, self.gathered
+        schema = gathered.schemas[int(gathered.schema[its.item[piece]])]
         if not schema.rest:
             return []
         ndims, sizes = zip(*((ndim, item_bytes(dtype)) for _, dtype, ndim in schema.rest))
@@ -164,11 +164,11 @@ class Received:
         ]
 
     def items(self, microbatch: int) -> list[tuple[int, dict[str, torch.Tensor | bytes]]]:
-        """(place in the census, item) of a microbatch, as its owner gave it but cut as it was rerouted."""
+        """(index in the gathered lengths, item) of a microbatch: what was rerouted of what its owner gave."""
         rows, its = self.rows(microbatch), self.shipment
         found = [(int(its.item[row]), dict[str, torch.Tensor | bytes]()) for row in rows]
         types = {
-            name: (dtype, shape) for schema in self.census.schemas for name, dtype, shape in schema.split
+            name: (dtype, shape) for schema in self.gathered.schemas for name, dtype, shape in schema.split
         }
         tokens = its.num_tokens[rows].tolist()
         for name, (dtype, shape) in types.items():
@@ -185,9 +185,9 @@ class Received:
 
 def reroute(
     given: Given,
-    census: Census,
+    gathered: GatheredLengths,
     step_plan: StepPlan,
-    seats: Seats,
+    membership: Membership,
     group: Group,
     *,
     split: CpSplit | None = "zigzag",
@@ -197,16 +197,16 @@ def reroute(
     split: how context parallelism cuts; None sends rows whole to each rank of a cp group.
     """
     member = group.member
-    coming = Shipment.to(census, step_plan, seats, member, split)
-    if not census.rest_bytes.any() and not (census.token_bytes * census.lengths).any():
-        return Received(census, coming, np.zeros(0, np.uint8))  # nobody needs a byte, and all know it
-    going = Shipment.by(census, step_plan, seats, member, split)
+    coming = Shipment.to(gathered, step_plan, membership, member, split)
+    if not gathered.rest_bytes.any() and not (gathered.token_bytes * gathered.lengths).any():
+        return Received(gathered, coming, np.zeros(0, np.uint8))  # nobody needs a byte, and all know it
+    going = Shipment.by(gathered, step_plan, membership, member, split)
     out_sizes = going.sizes(going.member, group.size)
-    mine = np.array([member in held for held in census.holders])[census.draws.source]
+    mine = np.array([member in held for held in gathered.holders])[gathered.draws.source]
     outgoing = group.buffer("out", sum(out_sizes))
     write_pieces(outgoing, going, dict(zip(np.flatnonzero(mine).tolist(), given.encoded)))
     in_sizes = coming.sizes(coming.source, group.size)
-    return Received(census, coming, group.all_to_all(outgoing, out_sizes, in_sizes))
+    return Received(gathered, coming, group.all_to_all(outgoing, out_sizes, in_sizes))
 
 
 def pack(
@@ -278,11 +278,11 @@ def fields_of_pack(
     types: dict[str, str],
 ) -> Arrays:
     """The fields of a portion's one pack; see `Keys`. types: filled with the type of each key's numbers."""
-    census = received.census
+    gathered = received.gathered
     rows = received.rows(portion.microbatches.start)
-    split_keys = {name: (dtype, shape) for schema in census.schemas for name, dtype, shape in schema.split}
+    split_keys = {name: (dtype, shape) for schema in gathered.schemas for name, dtype, shape in schema.split}
     types |= {name: dtype for name, (dtype, _) in split_keys.items()}
-    types |= {name: dtype for schema in census.schemas for name, dtype, _ in schema.rest}
+    types |= {name: dtype for schema in gathered.schemas for name, dtype, _ in schema.rest}
     own = Pieces.of(portion)
     places = _Places.of(portion, own, rows, received.shipment)
     arrays: Arrays = {}
@@ -348,7 +348,7 @@ def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str] | No
         for key in keys.declared
         if not key.split and (names is None or key.name in names)
     }
-    has_any = any(schema.rest for schema in received.census.schemas)
+    has_any = any(schema.rest for schema in received.gathered.schemas)
     for sequence, row in enumerate(rows.tolist() if has_any else ()):
         for name, _, value in received.rest(row):
             if name in values or name not in declared:

@@ -77,7 +77,7 @@ def tokens_left(ranked: Ranked, filled: list[Filled]) -> int:
 
 
 def ways(ranked: Ranked, num_microbatches: int, tolerance: float) -> Iterator[list[Filled]]:
-    """Ways to fill a step, the likeliest first."""
+    """ExchangeDelivery to fill a step, the likeliest first."""
     room = ranked.room
     if room.sizes == (room.num_ranks,):
         yield from fit_tightly(ranked, num_microbatches)

@@ -13,10 +13,10 @@ from torch.distributed.distributed_c10d import Store
 from meshfeed.deliver import ErrorRecord, Meeting, default_store
 from meshfeed.deliver.gloo import GlooGroup
 from meshfeed.errors import LayoutError
-from meshfeed.exchange import Group, Keys, Seats, encode, gather_lengths, nothing, plan, reroute
-from meshfeed.exchange.census import ERROR, Schema
+from meshfeed.exchange import Group, Keys, Membership, encode, gather_lengths, nothing, plan, reroute
 from meshfeed.exchange.items import Given
 from meshfeed.exchange.keys import RESERVED
+from meshfeed.exchange.lengths import ERROR, Schema
 from meshfeed.integrations.megatron.core import core
 from meshfeed.integrations.megatron.samples import per_token_of, sequences_of
 from meshfeed.integrations.megatron.schedule import packing_of
@@ -70,7 +70,7 @@ class HybridCPDataLoaderWrapper:
         self._given_keys = keys or Keys()
         self._per_token, self._keys = per_token_of(self._given_keys), _sent_keys(self._given_keys)
         self._taken = self._step = 0
-        self._joined: tuple[Layout, Seats, Group] | None = None
+        self._joined: tuple[Layout, Membership, Group] | None = None
 
     def __iter__(self) -> Self:
         return self
@@ -78,23 +78,23 @@ class HybridCPDataLoaderWrapper:
     def __next__(self) -> tuple[dict[int, dict[str, Any]], SampleGroups] | tuple[None, None]:
         if self._iterator is None:
             return None, None
-        layout, seats, group = self._joined = self._joined or self._join()
+        layout, membership, group = self._joined = self._joined or self._join()
         batch = self._pull()
         self._taken, self._step = self._taken + len(batch.encoded), self._step + 1
-        census = gather_lengths(batch, seats, group)
-        if not len(census):
+        gathered = gather_lengths(batch, membership, group)
+        if not len(gathered):
             raise StopIteration
         packing = packing_of(self._config, layout, "dynamic_cp")
         step_plan = plan(
-            census, packing, seats, layout=layout, step=self._step - 1, length=self._keys.length
+            gathered, packing, membership, layout=layout, step=self._step - 1, length=self._keys.length
         ).plan
-        received = reroute(batch, census, step_plan, seats, group, split=None)
+        received = reroute(batch, gathered, step_plan, membership, group, split=None)
         groups = groups_of(step_plan)
         mine: dict[int, dict[str, Any]] = {}
         for m, ids_of_rank in enumerate(groups):
             items = dict(received.items(m))
             for sample in ids_of_rank[group.member]:
-                item = items.get(sample) or _dummy(census.schemas[0])
+                item = items.get(sample) or _dummy(gathered.schemas[0])
                 width = _width(step_plan, sample)
                 mine[sample] = {
                     name: self._placed(name, value, width) for name, value in _as_given(item).items()
@@ -118,7 +118,7 @@ class HybridCPDataLoaderWrapper:
             told = ErrorRecord.of(error).encode(_MOST_BYTES)
             return replace(none, report=replace(none.report, status=ERROR, cause=told), error=error)
 
-    def _join(self) -> tuple[Layout, Seats, Group]:
+    def _join(self) -> tuple[Layout, Membership, Group]:
         layout, rank = layout_of(self._groups), dist.get_rank()
         ranks = tuple(ranks_beside(layout, layout.coord(rank)).tolist())
         found: Any = getattr(self._groups, "dp_cp", None)
@@ -137,7 +137,7 @@ class HybridCPDataLoaderWrapper:
             meeting = Meeting(store, rank, self._timeout_s, "hybrid cp", num_ranks=len(ranks))
             self._own = meeting.gloo_group("hybrid", ranks)
             found = self._own.backend
-        return layout, Seats.all_of(ranks, cp=layout.cp), Group(found, ranks=ranks)
+        return layout, Membership.all_of(ranks, cp=layout.cp), Group(found, ranks=ranks)
 
 
 def groups_of(step_plan: StepPlan) -> SampleGroups:

@@ -14,7 +14,7 @@ import torch
 
 from meshfeed.errors import PlanError, RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
-from meshfeed.exchange.census import Census
+from meshfeed.exchange.lengths import GatheredLengths
 from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator, begin, data_iterators
 from meshfeed.integrations.megatron.core import core
 from meshfeed.integrations.megatron.samples import OVERWRITTEN, sequences_of
@@ -256,16 +256,16 @@ class _Scheduled(Exchange):
 
     keeps = False
 
-    def _made_plan(self, census: Census) -> StepPlan | None:
-        if not self.keeps or not len(census):
+    def _made_plan(self, gathered: GatheredLengths) -> StepPlan | None:
+        if not self.keeps or not len(gathered):
             return None
-        layout, source = self.layout, census.draws.source
-        begins = np.array([_BEGINS in {name for name, _, _ in schema.rest} for schema in census.schemas])
-        count = np.cumsum(begins[census.schema])
+        layout, source = self.layout, gathered.draws.source
+        begins = np.array([_BEGINS in {name for name, _, _ in schema.rest} for schema in gathered.schemas])
+        count = np.cumsum(begins[gathered.schema])
         pack = count - count[np.searchsorted(source, source)]
         room = room_of(self._packing, dp=layout.dp, cp=layout.cp)
         size = np.zeros((int(pack.max()) + 1, layout.dp), np.int64)
-        np.add.at(size, (pack, source), room.align.padded(census.lengths, layout.cp))
+        np.add.at(size, (pack, source), room.align.padded(gathered.lengths, layout.cp))
         if (over := np.argwhere(size > room.limits[0])).size:
             at, dp_rank = over[0].tolist()
             raise PlanError(
@@ -273,10 +273,10 @@ class _Scheduled(Exchange):
                 f"group holds {room.limits[0]}: raise max_seqlen_per_dp_cp_rank, or let a scheduler pack"
             )
         return StepPlan(
-            lengths=census.lengths,
-            microbatch=np.where(census.lengths > 0, pack, -1).astype(np.int32),
+            lengths=gathered.lengths,
+            microbatch=np.where(gathered.lengths > 0, pack, -1).astype(np.int32),
             first_rank=(source * layout.cp).astype(np.int32),
-            cp_size=np.full(len(census), layout.cp, np.int32),
+            cp_size=np.full(len(gathered), layout.cp, np.int32),
             num_microbatches=len(size),
             num_ranks=layout.dp * layout.cp,
             idle_cp_size=layout.cp,

@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 import meshfeed as mf
 import world
 from meshfeed.deliver import Meeting
-from meshfeed.exchange import Census, Seats, encode
-from meshfeed.exchange.alike import Alike
+from meshfeed.exchange import GatheredLengths, Membership, encode
+from meshfeed.exchange.agreement import Agreement
 
 PACKING = mf.Packing(capacity=512)
 LENGTHS = (200, 130, 80, 90)
@@ -86,23 +86,26 @@ def test_comparing_costs_no_collective() -> None:
 
 def test_words_are_cleared_away_and_name_who_has_no_iterator() -> None:
     store = dist.HashStore()
-    seats = [Seats((0, 1), ((0,), (1,)), 1, (0, 2, 4)), Seats((2, 3), ((0,), (1,)), 1, (0, 2, 4))]
-    seats.append(Seats((4, 5), ((0,), (1,)), 1, (0, 2, 4)))
+    membership = [
+        Membership((0, 1), ((0,), (1,)), 1, (0, 2, 4)),
+        Membership((2, 3), ((0,), (1,)), 1, (0, 2, 4)),
+    ]
+    membership.append(Membership((4, 5), ((0,), (1,)), 1, (0, 2, 4)))
     given = [encode(step, mf.exchange.Keys()).report for step in rows()[:2]]
-    census = Census.of(given, seats[0])
-    spoken = [Alike(each.ranks[0], each, Meeting(store, each.ranks[0], 60)) for each in seats]
+    gathered = GatheredLengths.of(given, membership[0])
+    spoken = [Agreement(each.ranks[0], each, Meeting(store, each.ranks[0], 60)) for each in membership]
     for alike in spoken:  # in processes of their own they would be of one turn
         alike._meeting._prefix = "one run"  # type: ignore[union-attr]
-    assert Alike(1, seats[0], Meeting(store, 1, 60))._meeting is None  # a second member says nothing
+    assert Agreement(1, membership[0], Meeting(store, 1, 60))._meeting is None  # a second member says nothing
     before = store.num_keys()
     for step in range(3):
         for alike in spoken:
-            alike.check(step, census, given)
+            alike.check(step, gathered, given)
     assert store.num_keys() == before
     half = [given[0], mf.exchange.nothing().report]
-    spoken[0].check(3, census, given)
+    spoken[0].check(3, gathered, given)
     with pytest.raises(mf.PeerError, match=r"rank 1 gives items of data-parallel rank 1, but none .* rank 2"):
-        spoken[1].check(3, Census.of(half, seats[1]), half)
+        spoken[1].check(3, GatheredLengths.of(half, membership[1]), half)
 
 
 # -- verify ------------------------------------------------------------------------------------------

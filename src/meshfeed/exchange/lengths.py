@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import DeliveryError, PeerError, StoreError
 from meshfeed.exchange.dtypes import item_bytes
-from meshfeed.exchange.seats import Seats
+from meshfeed.exchange.membership import Membership
 from meshfeed.order import Draws
 
 Bytes = npt.NDArray[np.uint8]
@@ -154,7 +154,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Census:
+class GatheredLengths:
     """The items of a step, those of data-parallel rank 0 first.
 
     Attributes:
@@ -193,27 +193,27 @@ class Census:
         return each[self.schema]
 
     @classmethod
-    def of(cls, reports: Sequence[Report], seats: Seats) -> Self:
+    def of(cls, reports: Sequence[Report], membership: Membership) -> Self:
         """Put the members' reports together.
 
         Raises PeerError where members of one data-parallel rank report different items, StoreError where a
         key is not of one type in all items, RoleError where no member has an iterator.
         """
-        holders = seats.holders([report.owns for report in reports])
+        holders = membership.holders([report.owns for report in reports])
         schemas: dict[Schema, int] = {}
         parts: list[tuple[Longs, Longs, Longs, int]] = []
         for dp_rank, members in enumerate(holders):
             if not members:
                 continue
             report = reports[members[0]]
-            _refuse_different(reports, members, seats)
+            _refuse_different(reports, members, membership)
             places = np.array(
                 [schemas.setdefault(schema, len(schemas)) for schema in report.schemas], np.int64
             )
             number = report.first + np.arange(len(report.rows))
             parts.append((report.rows, places[report.rows[:, SCHEMA]], number, dp_rank))
         rows = np.concatenate([part[0] for part in parts])
-        census = cls(
+        gathered = cls(
             lengths=rows[:, LENGTH].copy(),
             valid=rows[:, VALID].copy(),
             rest_bytes=rows[:, REST].copy(),
@@ -228,8 +228,8 @@ class Census:
             short=tuple(d for d, members in enumerate(holders) if members and reports[members[0]].ended),
             num_owners=len(parts),
         )
-        _refuse_mixed(census, seats)
-        return census
+        _refuse_mixed(gathered, membership)
+        return gathered
 
     @property
     def names(self) -> frozenset[str]:
@@ -237,36 +237,36 @@ class Census:
         keys = [(*schema.split, *schema.rest) for schema in self.schemas]
         return frozenset(name for schema in keys for name, _, _ in schema)
 
-    def item(self, place: int, seats: Seats) -> str:
+    def item(self, place: int, membership: Membership) -> str:
         """An item in words."""
         dp_rank = int(self.draws.source[place])
-        rank = seats.ranks[self.holders[dp_rank][0]]
+        rank = membership.ranks[self.holders[dp_rank][0]]
         return f"rank {rank}: item {self.draws.index[place]}"
 
 
-def _refuse_different(reports: Sequence[Report], members: tuple[int, ...], seats: Seats) -> None:
+def _refuse_different(reports: Sequence[Report], members: tuple[int, ...], membership: Membership) -> None:
     first, *others = members
     told = reports[first].encode()
-    differ = [seats.ranks[member] for member in others if reports[member].encode() != told]
+    differ = [membership.ranks[member] for member in others if reports[member].encode() != told]
     if differ:
         raise PeerError(
-            f"rank {seats.ranks[first]} and rank(s) {differ} are of one data-parallel rank, but their "
+            f"rank {membership.ranks[first]} and rank(s) {differ} are of one data-parallel rank, but their "
             f"iterators gave items of other lengths, keys or tokens; give all its ranks the same items, or "
             f"only one of them an iterator",
             differ,
         )
 
 
-def _refuse_mixed(census: Census, seats: Seats) -> None:
+def _refuse_mixed(gathered: GatheredLengths, membership: Membership) -> None:
     seen: dict[str, tuple[Any, int]] = {}
-    for place, schema in enumerate(census.schemas):
+    for place, schema in enumerate(gathered.schemas):
         kinds: list[tuple[str, Any]] = [(name, (dtype, list(shape))) for name, dtype, shape in schema.split]
         kinds += [(name, (dtype,)) for name, dtype, _ in schema.rest]
         for name, kind in kinds:
             other, at = seen.setdefault(name, (kind, place))
             if other != kind:
-                here, there = (int(np.flatnonzero(census.schema == p)[0]) for p in (place, at))
+                here, there = (int(np.flatnonzero(gathered.schema == p)[0]) for p in (place, at))
                 raise StoreError(
-                    f"{census.item(here, seats)}: key {name!r} is {kind}, but {other} in "
-                    f"{census.item(there, seats)}; give it one type in all items of a step"
+                    f"{gathered.item(here, membership)}: key {name!r} is {kind}, but {other} in "
+                    f"{gathered.item(there, membership)}; give it one type in all items of a step"
                 )

@@ -15,7 +15,7 @@ from meshfeed.roles import Roles
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class Membership:
     """The members of one exchange.
 
     Attributes:

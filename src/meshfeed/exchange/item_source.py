@@ -12,9 +12,9 @@ import numpy as np
 
 from meshfeed.deliver import ErrorRecord
 from meshfeed.errors import RecipeError, StateError, StoreError
-from meshfeed.exchange.census import ERROR, Report
 from meshfeed.exchange.items import Given, elements_of, encode, nothing
 from meshfeed.exchange.keys import Keys
+from meshfeed.exchange.lengths import ERROR, Report
 from meshfeed.state import check_seal
 from meshfeed.summary import digest_of
 
@@ -24,7 +24,7 @@ _VERSION = 2  # of a state; 1 had no fingerprint
 
 @dataclass(frozen=True, slots=True)
 class _Pulled:
-    """What was pulled for a step, and where the iterator stood thereafter; see `Puller.state`."""
+    """What was pulled for a step, and where the iterator stood thereafter; see `ItemSource.state`."""
 
     given: Given
     state: Any
@@ -33,7 +33,7 @@ class _Pulled:
     ended: bool
 
 
-class Puller:
+class ItemSource:
     """One rank's iterator. Steps that were pulled ahead and not handed out are kept for the next run.
 
     Args:

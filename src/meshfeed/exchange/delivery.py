@@ -12,15 +12,15 @@ import numpy as np
 from meshfeed.columns import Columns
 from meshfeed.deliver import Delivery, EndOfStream, Meeting, Traffic
 from meshfeed.errors import DeliveryError
-from meshfeed.exchange.alike import Alike
-from meshfeed.exchange.census import END, Report
+from meshfeed.exchange.agreement import Agreement
 from meshfeed.exchange.group import Group
 from meshfeed.exchange.items import Given
-from meshfeed.exchange.seats import Seats
+from meshfeed.exchange.lengths import END, Report
+from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.steps import gather_reports
 
 
-class Ways:
+class ExchangeDelivery:
     """A Delivery that first meets the members of an exchange, where this rank is one.
 
     All members leave together: one that is interrupted says so in the next gathering of lengths, where the
@@ -28,15 +28,20 @@ class Ways:
     """
 
     def __init__(
-        self, rank: int, seats: Seats, delivery: Delivery, meeting: Meeting | None, patience_s: float | None
+        self,
+        rank: int,
+        membership: Membership,
+        delivery: Delivery,
+        meeting: Meeting | None,
+        patience_s: float | None,
     ) -> None:
-        self._rank, self._seats, self._delivery = rank, seats, delivery
+        self._rank, self._membership, self._delivery = rank, membership, delivery
         self._meeting, self._patience_s = meeting, patience_s
         self._resources = contextlib.ExitStack()
         self._interrupted = threading.Event()
         self._is_over = True
-        self.alike = Alike(rank, seats, None)
-        self.group = Group(patience_s=patience_s, ranks=seats.ranks)
+        self.agreement = Agreement(rank, membership, None)
+        self.group = Group(patience_s=patience_s, ranks=membership.ranks)
 
     @property
     def traffic(self) -> Traffic:
@@ -49,7 +54,7 @@ class Ways:
         return self._interrupted.is_set()
 
     def __enter__(self) -> Self:
-        ranks = self._seats.ranks
+        ranks = self._membership.ranks
         with contextlib.ExitStack() as stack:
             if self._rank in ranks and len(ranks) > 1:
                 if self._meeting is None:
@@ -63,7 +68,7 @@ class Ways:
                 stack.callback(self.group.leave)
                 self.group.join(joined.backend, joined.lost)
                 self._is_over = False
-            self.alike = Alike(self._rank, self._seats, self._meeting)
+            self.agreement = Agreement(self._rank, self._membership, self._meeting)
             stack.enter_context(self._delivery)
             self._resources = stack.pop_all()
         return self
@@ -106,4 +111,4 @@ class Ways:
         self._delivery.interrupt()
         with contextlib.suppress(EndOfStream):
             self._delivery.deliver({}, 0)
-        raise EndOfStream(*(self._seats.ranks[member] for member in end.args))
+        raise EndOfStream(*(self._membership.ranks[member] for member in end.args))

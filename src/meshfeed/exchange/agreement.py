@@ -1,0 +1,91 @@
+"""Check that ranks which should receive identical items did.
+
+Exchanges of several pipeline stages or tp ranks plan apart from each other. Plans that differ would train on
+data that do not belong together. So the first member of each exchange publishes a digest of every step in the
+rendezvous store. Nobody waits: the first digest holds, the others compare with it, and one that differs ends
+the job. That exchange was not handed the step, so no rank can finish it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from meshfeed.deliver import Meeting
+from meshfeed.errors import DeliveryError, PeerError
+from meshfeed.exchange.lengths import LENGTH, GatheredLengths, Report
+from meshfeed.exchange.membership import Membership
+
+Summary = dict[str, list[Any]]
+"""Data-parallel rank -> [rank that gave its items, how many, tokens, digest]; keys as JSON has them."""
+
+
+class Agreement:
+    """Compares the steps of one exchange with those of the others.
+
+    Args:
+        rank: this one; the first member speaks for its exchange.
+        membership: its exchange.
+        meeting: how to reach the others; None if there is no way.
+    """
+
+    def __init__(self, rank: int, membership: Membership, meeting: Meeting | None) -> None:
+        self._membership = membership
+        speaks = len(membership.speakers) > 1 and rank in membership.speakers
+        self._meeting = meeting if speaks else None
+
+    def check(self, step: int, gathered: GatheredLengths, reports: Sequence[Report]) -> None:
+        """Compare a step with the exchange that reached it first. Raises PeerError naming the ranks."""
+        if self._meeting is None:
+            return
+        here, meeting, there = summary_of(gathered, reports, self._membership), self._meeting, None
+        text = json.dumps(here, separators=(",", ":"))
+        # if the store is lost, because the rank that hosts it has ended, this run continues
+        with contextlib.suppress(DeliveryError):
+            key, speakers = f"{meeting.prefix}/agreement/{step}", len(self._membership.speakers)
+            there = meeting.call(lambda store: _first(store, key, text, speakers))
+        if there is not None:
+            refuse_different(step, here, json.loads(there))
+
+
+def summary_of(gathered: GatheredLengths, reports: Sequence[Report], membership: Membership) -> Summary:
+    """What an exchange publishes of a step."""
+    summary: Summary = {}
+    for dp_rank, members in enumerate(gathered.holders):
+        if members:
+            report = reports[members[0]]
+            tokens = int(report.rows[:, LENGTH].sum())
+            summary[str(dp_rank)] = [membership.ranks[members[0]], len(report.rows), tokens, report.digest]
+    return summary
+
+
+def refuse_different(step: int, here: Summary, there: Summary) -> None:
+    """Raises PeerError if two exchanges have different items in a step."""
+    for dp_rank in sorted(here.keys() | there.keys(), key=int):
+        ours, theirs = here.get(dp_rank), there.get(dp_rank)
+        if ours is not None and theirs is not None and ours[1:] != theirs[1:]:
+            raise PeerError(
+                f"rank {ours[0]} and rank {theirs[0]} are of data-parallel rank {dp_rank}, but their "
+                f"iterators gave other items at step {step}: {ours[1]} of {ours[2]} tokens, and {theirs[1]} "
+                f"of {theirs[2]}; give both the same items in the same order, or name only one in owners",
+                (ours[0], theirs[0]),
+            )
+        if ours is None or theirs is None:
+            one, other = (there[dp_rank][0], here) if ours is None else (ours[0], there)
+            raise PeerError(
+                f"rank {one} gives items of data-parallel rank {dp_rank}, but none of those that exchange "
+                f"with rank {next(iter(other.values()))[0]} does; give the same data-parallel ranks an "
+                f"iterator in all stages and tp ranks",
+                (one,),
+            )
+
+
+def _first(store: Any, key: str, text: str, num_speakers: int) -> str:
+    """The first text written under a key. The last speaker to compare with it deletes the key."""
+    first = store.compare_set(key, "", text).decode()
+    if first != text and store.add(f"{key}/compared", 1) == num_speakers - 1:
+        store.delete_key(key)
+        store.delete_key(f"{key}/compared")
+    return first
