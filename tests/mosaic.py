@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hidden import hidden
@@ -32,3 +33,13 @@ def imported(keep: Sequence[str] = ()) -> Any:
         import streaming.base.format.mds.reader
         import streaming.base.format.mds.writer
     return streaming
+
+
+def written(
+    folder: Path, columns: Mapping[str, str], samples: Iterable[Mapping[str, Any]], **options: Any
+) -> Path:
+    """An MDS dataset of these samples. options: of their MDSWriter."""
+    with imported().MDSWriter(out=str(folder), columns=dict(columns), **options) as writer:
+        for sample in samples:
+            writer.write(sample)
+    return folder

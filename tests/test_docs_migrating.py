@@ -13,8 +13,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 import lit
 import meshfeed as mf
+import mosaic
 from corpus import write_corpus
-from meshfeed.cli.main import main
 from test_pages import run_page
 
 CONSUMED = 40 * 16
@@ -40,7 +40,8 @@ def megatrons(path: Path) -> GPTDataset:
 def test_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     stream = write_corpus(tmp_path / "corpus")
-    assert main(["convert", "corpus", "mds", "--to", "mds"]) == 0
+    samples = [{"tokens": part.astype(np.uint16)} for part in np.array_split(stream, 50)]
+    mosaic.written(tmp_path / "mds", {"tokens": "ndarray:uint16"}, samples)
     halves = [torch.from_numpy(half.astype(np.int32)) for half in np.split(stream, 2)]
     lit.written(tmp_path / "lit", halves, chunk_bytes=1 << 17)
     raw = stream.astype(np.uint16)

@@ -14,11 +14,12 @@ import pytest
 from raw_index import write_raw
 
 import meshfeed as mf
+import mosaic
 from meshfeed.cli import inspect
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
 from meshfeed.files.cached import CachedFile
-from meshfeed.store import IndexedStore, IndexedWriter, MDSWriter, checksums
+from meshfeed.store import IndexedStore, IndexedWriter, checksums
 from meshfeed.store.node_index import NodeIndex
 from services.needs import needs
 from services.nginx import Nginx
@@ -417,9 +418,8 @@ def test_verify_looks_at_storage_and_not_at_what_the_node_remembers(
 
 
 def test_verify_of_shards_looks_at_storage(server: Nginx, tmp_path: Path) -> None:
-    with MDSWriter(str(tmp_path / "served" / "m"), {"tokens": "ndarray:uint16"}, hashes=["sha1"]) as writer:
-        for i in range(50):
-            writer.add_sample({"tokens": np.arange(i + 1, dtype=np.uint16)})
+    samples = [{"tokens": np.arange(i + 1, dtype=np.uint16)} for i in range(50)]
+    mosaic.written(tmp_path / "served" / "m", {"tokens": "ndarray:uint16"}, samples, hashes=["sha1"])
     store = mf.open(f"{server.url}/m", cache=tmp_path / "cache")
     with store:
         store.read(0, 0, 1)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import meshfeed as mf
+import mosaic
 from meshfeed.errors import AccessError, MissingError
-from meshfeed.store import MDSWriter
 from services.needs import needs
 from services.nginx import Nginx
 
@@ -21,9 +21,8 @@ TOKENS = [[1, 2, 3], [4, 5], [6]]
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
     needs("nginx")
     folder = tmp_path_factory.mktemp("served")
-    with MDSWriter(str(folder / "mds"), {"tokens": "ndarray:uint16"}) as writer:
-        for tokens in TOKENS:
-            writer.add_sample({"tokens": np.array(tokens, np.uint16)})
+    samples = [{"tokens": np.array(tokens, np.uint16)} for tokens in TOKENS]
+    mosaic.written(folder / "mds", {"tokens": "ndarray:uint16"}, samples)
     with mf.DatasetWriter(folder / "dataset", {"tokens": "uint16"}) as writer:
         for tokens in TOKENS:
             writer.add_document(tokens=tokens)

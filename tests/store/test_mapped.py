@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import meshfeed as mf
+import mosaic
 import world
 from meshfeed.order import key_of, permute
-from meshfeed.store.mds_writer import MDSWriter
 from observe import take
 from user_datasets import (
     Fatal,
@@ -70,9 +70,8 @@ def test_the_fingerprint_of_a_store_inside_counts(tmp_path: Path) -> None:
     """A state of one data set does not load over another of equal length."""
     recipes: list[mf.Recipe] = []
     for name in ("a", "b", "copy of a"):
-        with MDSWriter(tmp_path / name, {"tokens": "ndarray:int32"}) as writer:
-            for number in range(12):
-                writer.add_sample({"tokens": np.array([number + (name == "b"), 1], np.int32)})
+        samples = [{"tokens": np.array([number + (name == "b"), 1], np.int32)} for number in range(12)]
+        mosaic.written(tmp_path / name, {"tokens": "ndarray:int32"}, samples)
         data = mf.Mapped(mf.SameEveryEpoch(mf.open(tmp_path / name)))
         recipes.append(
             mf.Recipe(data=data, sequence=mf.Samples("tokens"), batch=mf.Batch(sequences=4), epochs=1)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from raw_index import write_raw
 
 import meshfeed as mf
+import mosaic
 from meshfeed.errors import MeshfeedError, MissingError, OptionError, StoreError
-from meshfeed.store import IndexedWriter, MDSWriter, index, open_store
+from meshfeed.store import IndexedWriter, index, open_store
 from soak import cases
 
 LAWS = settings(max_examples=cases(300), deadline=None)
@@ -277,8 +278,7 @@ def test_every_store_has_a_length(sound, tmp_path):
     (tmp_path / "docs.jsonl").write_text('{"tokens": [1, 2]}\n{"tokens": [3]}\n')
     with mf.DatasetWriter(tmp_path / "dataset", {"tokens": "uint16"}) as writer:
         writer.add_document(tokens=[1])
-    with MDSWriter(tmp_path / "mds", {"tokens": "ndarray:uint16"}) as writer:
-        writer.add_sample({"tokens": np.arange(3, dtype=np.uint16)})
+    mosaic.written(tmp_path / "mds", {"tokens": "ndarray:uint16"}, [{"tokens": np.arange(3, dtype="u2")}])
     for path in (sound, *(tmp_path / name for name in ("docs.jsonl", "dataset", "mds"))):
         with open_store(path) as store:
             assert len(store) == store.num_documents > 0

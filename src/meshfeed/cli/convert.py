@@ -1,4 +1,4 @@
-"""meshfeed convert: one format of tokens into another."""
+"""meshfeed convert: whatever mf.open reads as a token store."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import argparse
 import time
 from typing import Any
 
-from meshfeed.cli.command import OK, add_command, print_json, say, show_progress, whole
+from meshfeed.cli.command import OK, add_command, print_json, say, show_progress
 from meshfeed.cli.recipes import add_storage_options, storage_options
 from meshfeed.prepare.convert import Conversion
-from meshfeed.prepare.convert_write import SINKS
 from meshfeed.report.words import counted
 from meshfeed.store import open_store
+from meshfeed.store.index import DTYPES
 from meshfeed.store.mds_sample import DTYPE_CODES
 
-_DTYPES = tuple(DTYPE_CODES.values())
 _KEYS = {
     "source, destination, format": "what was read and what was written",
     "num_documents, num_tokens, columns": "of both",
@@ -29,40 +28,29 @@ def add_parser(subparsers: Any) -> None:
         subparsers,
         "convert",
         run,
-        help="one format of tokens into another: .bin/.idx, MDS, Parquet",
-        description="Write a token store again in another format: Megatron's .bin/.idx, MDS or Parquet. "
-        "Documents, their order, their tokens and the columns beside them stay what they are; what the other "
-        "format cannot hold is refused, unless --drop names it. The output appears whole or not at all; a "
-        "run that is killed leaves at most something called OUT.*.tmp beside it, to be deleted.",
+        help="make a token store (.bin/.idx) of MDS, litdata, Parquet or JSON lines",
+        description="Write tokens of another format as a token store: the .bin/.idx pair that Megatron "
+        "reads or, with columns beside the tokens, a folder with dataset.json. Documents keep their order "
+        "and tokens. A column must have a number for each token; --drop leaves others behind. The output "
+        "appears whole or not at all; a run that is killed leaves only files called *.tmp, to be deleted.",
         examples="""
-            meshfeed convert corpus corpus.parquet
-            meshfeed convert corpus corpus-mds --to mds
-            meshfeed convert tokens.parquet corpus --to megatron --column input_ids --dtype int32
-            meshfeed convert s3://bucket/mds corpus.bin --drop url --drop meta
+            meshfeed convert s3://bucket/mds corpus --drop url --drop meta
+            meshfeed convert tokens.parquet corpus --column input_ids --dtype int32
         """,
         keys=_KEYS,
     )
-    parser.add_argument(
-        "source",
-        metavar="PATH",
-        help="path or URL: .bin/.idx, Parquet, or a folder with dataset.json, MDS or Parquet files",
-    )
-    parser.add_argument(
-        "destination", metavar="OUT", help="path to write: a prefix, a folder for MDS, or a file for Parquet"
-    )
-    parser.add_argument(
-        "--to", choices=list(SINKS), help="the format to write, where no suffix of the destination tells"
-    )
-    parser.add_argument("--column", metavar="NAME", help="of the tokens, in MDS and Parquet")
+    parser.add_argument("source", metavar="PATH", help="path or URL, of any format that mf.open reads")
+    parser.add_argument("destination", metavar="OUT", help="path to write: a prefix, or a folder for columns")
+    parser.add_argument("--column", metavar="NAME", help="of the tokens, where the source has several")
     parser.add_argument(
         "--source-dtype",
-        choices=_DTYPES,
+        choices=tuple(DTYPE_CODES.values()),
         metavar="DTYPE",
         help="of the tokens, in a column of plain bytes in MDS",
     )
     parser.add_argument(
         "--dtype",
-        choices=_DTYPES,
+        choices=[dtype.name for dtype in DTYPES.values()],
         metavar="DTYPE",
         help="of the tokens to write, which must hold each: uint16, int32 ...; the source's by default",
     )
@@ -72,9 +60,6 @@ def add_parser(subparsers: Any) -> None:
         default=[],
         metavar="NAME",
         help="a column to leave behind (also: sequences, modes, of .bin/.idx); may be given again",
-    )
-    parser.add_argument(
-        "--shard-bytes", type=whole(1), metavar="N", help="of a shard of MDS at most; 67108864 by default"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the destination, if it is a store")
     add_storage_options(parser)
@@ -91,13 +76,7 @@ def run(args: argparse.Namespace) -> int:
         options=storage_options(args.storage),
     )
     conversion = Conversion(
-        source,
-        args.destination,
-        to=args.to,
-        dtype=args.dtype,
-        drop=args.drop,
-        shard_bytes=args.shard_bytes,
-        overwrite=args.overwrite,
+        source, args.destination, dtype=args.dtype, drop=args.drop, overwrite=args.overwrite
     )
     show_progress("converting", conversion.run(), quiet=args.json)
     facts: dict[str, Any] = conversion.facts() | {"elapsed_s": round(time.monotonic() - begin, 3)}
@@ -107,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     counts = ", ".join(counted(facts[f"num_{what}s"], what) for what in ("document", "token"))
     dropped = f"; dropped {', '.join(args.drop)}" if args.drop else ""
     say(
-        f"{facts['destination']} ({facts['format']}): {counts}, {facts['size_bytes']:,} bytes in "
-        f"{facts['elapsed_s']} s; columns {', '.join(facts['columns'])}{dropped}"
+        f"{facts['destination']}: {counts}, {facts['size_bytes']:,} bytes in {facts['elapsed_s']} s; "
+        f"columns {', '.join(facts['columns'])}{dropped}"
     )
     return OK

@@ -1,44 +1,58 @@
-"""One format of tokens -> another: .bin/.idx, MDS and Parquet, every document and every column."""
+"""Whatever `mf.open` reads -> a token store: .bin/.idx or, with columns beside the tokens, dataset.json."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.files.url import is_remote
-from meshfeed.prepare.convert_read import TOKENS, Batch, Lists, Source, source_of
-from meshfeed.prepare.convert_write import SINKS, Sink
-from meshfeed.store import OpenedStore
+from meshfeed.store import (
+    DatasetStore,
+    DatasetWriter,
+    IndexedStore,
+    IndexedWriter,
+    LitdataStore,
+    MDSStore,
+    OpenedStore,
+)
+from meshfeed.store.parquet import ParquetStore
 
-_SUFFIXES = {".bin": "megatron", ".idx": "megatron", ".parquet": "parquet"}
+I64 = npt.NDArray[np.int64]
+Add = Callable[[I64, Mapping[str, Array]], None]
+"""Adds documents: their lengths, and each column's values back to back."""
+
+TOKENS = "tokens"
+BATCH_TOKENS = 1 << 20
+_BATCH_DOCUMENTS = 1 << 14
+_BATCHES_AHEAD = 8
+_SUFFIXES = (".bin", ".idx")
 
 
 class Conversion:
-    """A store, about to be written again in another format.
+    """A store, about to be written again as a token store.
 
-    Documents keep their order, ends and tokens, empty ones too. The tokens' column is called "tokens", and
-    columns beside it are carried; what the other format cannot hold is refused by name unless it is dropped
-    by name. Memory is bounded by some 2**20 tokens (or one document), a row group of the source where that is
-    Parquet, or a shard of the destination where that is MDS.
+    Documents keep their order, ends and tokens, empty ones too. A column beside the tokens is carried if it
+    has one number for each token, and else refused by name, unless it is dropped by name. Of JSON lines only
+    the tokens are read. Memory is bounded by some 2**20 tokens (or one document), and by what the source
+    decodes at once.
 
     Args:
-        store: to read; .bin/.idx, a folder with dataset.json, MDS or Parquet, here or far away.
-        path: to write, on this machine. For .bin/.idx the prefix; with columns beside the tokens a folder
-            with dataset.json.
-        to: "megatron", "mds" or "parquet"; None where the suffix of the path tells.
-        dtype: of the tokens; None for the source's. Each must fit.
-        drop: columns to leave behind; also "sequences" and "modes", which only Megatron's stores have.
-        shard_bytes: of a shard of MDS at most; None for the writer's own measure.
-        overwrite: whether a store of that format at the path may be replaced.
-
-    Raises StoreError.
+        store: what `mf.open` gave.
+        path: to write, on this machine: the prefix of .bin and .idx or, with columns beside the tokens, a
+            folder with dataset.json.
+        dtype: of the tokens, which must hold each; None for the store's.
+        drop: columns to leave behind; also "sequences" and "modes", which only .bin/.idx has.
+        overwrite: whether a store at the path may be replaced.
     """
 
     def __init__(
@@ -46,116 +60,178 @@ class Conversion:
         store: OpenedStore,
         path: str | os.PathLike[str],
         *,
-        to: str | None = None,
         dtype: npt.DTypeLike | None = None,
         drop: Collection[str] = (),
-        shard_bytes: int | None = None,
         overwrite: bool = False,
     ) -> None:
-        self._store, self._drop = store, tuple(drop)
-        kind, where = _kind_of(os.fspath(path), to)
-        self._source = source_of(store)
-        self._columns = _kept(store.path, self._source, kind, self._drop, dtype)
-        if _same(store.path, where):
-            raise StoreError(f"{where}: is what is read; write to another path")
-        self._sink = kind(where, self._columns, shard_bytes=shard_bytes, overwrite=overwrite)
+        self._store, self._given, self._dtype = store, os.fspath(path), dtype
+        self._drop, self._overwrite = tuple(drop), overwrite
+        self._dtypes: Mapping[str, np.dtype[Any]] = {}
         self.num_documents = self.num_tokens = 0
 
     def run(self) -> Iterator[float]:
-        """Write it, yielding the part done, in (0, 1]; it appears with the end of the iterator."""
-        total, dtype = self._source.num_documents, np.dtype(self._columns[TOKENS].partition(":")[2])
+        """Write it, yielding the part done, in (0, 1]; it appears with the end of the iterator.
+
+        Raises StoreError.
+        """
+        path, stores = self._path(), self._stores()
+        self._dtypes = {name: self._dtype_of(name, store) for name, store in stores.items()}
         self.num_documents = self.num_tokens = 0
-        with typed_errors(folder := self._sink.path.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-        with self._sink as sink:
-            for batch in self._source.batches(self._columns):
-                fitting = self._fitting(batch, dtype)
-                sink.add(fitting)
-                self.num_documents += len(fitting[TOKENS])
-                yield self.num_documents / total
-            if self.num_documents != total:
-                raise StoreError(
-                    f"{self._store.path}: {self.num_documents} documents read of {total}; copy it again"
-                )
+        with typed_errors(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            for store in stores.values():
+                stack.enter_context(store)
+            add = _writing(stack, path, self._dtypes, overwrite=self._overwrite)
+            for documents, lengths in _announced(stores):
+                add(lengths, {name: _read(store, documents, lengths) for name, store in stores.items()})
+                self.num_documents += lengths.size
+                self.num_tokens += int(lengths.sum())
+                yield self.num_documents / self._store.num_documents
 
     def facts(self) -> dict[str, Any]:
         """What was done, as JSON-able values."""
+        path = self._path()
+        alone = len(self._dtypes) == 1
+        files = [Path(f"{path}{suffix}") for suffix in (".bin", ".idx", ".sums")] if alone else path.iterdir()
         return {
             "source": self._store.path,
-            "destination": str(self._sink.path),
-            "format": self._sink.name,
+            "destination": str(path),
+            "format": "megatron",
             "num_documents": self.num_documents,
             "num_tokens": self.num_tokens,
-            "columns": dict(self._columns),
+            "columns": {name: f"ndarray:{dtype.name}" for name, dtype in self._dtypes.items()},
             "dropped": list(self._drop),
-            "size_bytes": sum(path.stat().st_size for path in self._sink.files),
+            "size_bytes": sum(file.stat().st_size for file in files),
         }
 
-    def _fitting(self, batch: Batch, dtype: np.dtype[Any]) -> Batch:
-        """The batch with tokens of the type asked for, exactly."""
-        tokens = batch[TOKENS]
-        if not isinstance(tokens, Lists):
-            raise StoreError(f"{self._store.path}: tokens that are no lists; name their column by --column")
-        self.num_tokens += tokens.values.size
-        if tokens.values.dtype == dtype:
-            return batch
-        made = tokens.values.astype(dtype)
-        # Back again, too: 2**63 as uint64 is, as int64, equal to nothing else.
-        wrong = (made != tokens.values) | ((made < 0) != (tokens.values < 0))
-        if wrong.any():
-            at = int(wrong.argmax())
-            row = self.num_documents + int(tokens.lengths.cumsum().searchsorted(at, side="right"))
+    def _path(self) -> Path:
+        """Where to write. Raises StoreError for what cannot be such a place."""
+        path = Path(self._given)
+        if is_remote(self._given):
+            raise StoreError(f"{self._given}: convert to a path of this machine, and copy it from there")
+        if path.suffix == ".parquet":
+            raise StoreError(f"{path}: token stores are written, not Parquet; pyarrow writes that")
+        path = path.with_suffix("") if path.suffix in _SUFFIXES else path
+        if not is_remote(self._store.path) and Path(self._store.path).resolve() == path.resolve():
+            raise StoreError(f"{path}: is what is read; write to another path")
+        return path
+
+    def _stores(self) -> Mapping[str, OpenedStore]:
+        """The columns to write, each as a store. Raises StoreError for what would be lost unasked."""
+        store, drop = self._store, self._drop
+        others, losses = _columns_beside(store), _losses(store)
+        for name in drop:
+            if name not in others and name not in losses:
+                there = ", ".join([*others, *losses]) or "nothing but tokens"
+                raise StoreError(f"{store.path}: no {name!r} to drop; there is {there}")
+        for name, what in losses.items():
+            if name not in drop:
+                raise StoreError(f"{store.path}: has {what}, which would be lost; allow it by --drop {name}")
+        kept = {name: other for name, other in others.items() if name not in drop}
+        if TOKENS in kept:
             raise StoreError(
-                f"{self._store.path}: document {row} has the token {tokens.values[at]}, which {dtype.name} "
-                f"cannot hold; take a wider dtype"
+                f"{store.path}: another column is called {TOKENS!r}; leave it behind by --drop tokens"
             )
-        return {**batch, TOKENS: Lists(made, tokens.lengths)}
+        return {TOKENS: store, **kept}
+
+    def _dtype_of(self, name: str, store: OpenedStore) -> np.dtype[Any]:
+        if name == TOKENS:
+            return store.dtype if self._dtype is None else np.dtype(self._dtype)
+        try:
+            return store.dtype
+        except StoreError as error:
+            raise StoreError(f"{error}; or leave column {name!r} behind by --drop {name}") from error
 
 
-def _kind_of(path: str, to: str | None) -> tuple[type[Sink], Path]:
-    """What to write, and where."""
-    if is_remote(path):
-        raise StoreError(f"{path}: convert to a path of this machine, and copy it from there")
-    found = _SUFFIXES.get(Path(path).suffix)
-    to = to or found or "no format"
-    if to not in SINKS:
-        raise StoreError(f"{path}: {to} asked for; name one of {', '.join(SINKS)} by --to")
-    return SINKS[to], Path(path).with_suffix("") if found == to == "megatron" else Path(path)
+def _columns_beside(store: OpenedStore) -> Mapping[str, OpenedStore]:
+    """Every column but the tokens, as a store. One that has no lists of numbers raises when it is read."""
+    match store:
+        case DatasetStore():
+            return store.columns
+        case MDSStore() | LitdataStore() | ParquetStore():
+            return store.beside()
+        case _:
+            return {}
 
 
-def _kept(
-    path: str, source: Source, kind: type[Sink], drop: Collection[str], dtype: npt.DTypeLike | None
-) -> Mapping[str, str]:
-    """The columns to write: all that are not dropped. Raises StoreError for what would be lost."""
-    columns = dict(source.columns)
-    if dtype is not None:
-        columns[TOKENS] = f"ndarray:{_dtype_of(dtype)}"
-    for name in drop:
-        if name == TOKENS or (name not in columns and name not in source.losses):
-            there = [*(name for name in columns if name != TOKENS), *source.losses]
-            raise StoreError(
-                f"{path}: no {name!r} to drop; there is {', '.join(there) or 'nothing but tokens'}"
-            )
-        columns.pop(name, None)
-    for name, what in source.losses.items():
-        if name not in drop:
-            raise StoreError(f"{path}: has {what}, which {kind.name} would lose; allow it by --drop {name}")
-    for name, held in columns.items():
-        why = kind.unfit(name, held)
-        if why is not None:
-            way = "" if name == TOKENS else f"; leave it behind by --drop {name}"
-            raise StoreError(f"{path}: column {name!r} is {held}, which {kind.name} cannot hold: {why}{way}")
-    return columns
+def _losses(store: OpenedStore) -> Mapping[str, str]:
+    """What a .bin/.idx pair has that is not written again: name -> what it is."""
+    match store:
+        case IndexedStore():
+            pairs = [store]
+        case DatasetStore():
+            pairs = [store.tokens, *store.columns.values()]
+        case _:
+            pairs = []
+    losses: dict[str, str] = {}
+    if any(pair.has_modes for pair in pairs):
+        losses["modes"] = "a mode for each sequence"
+    if any(_has_several(pair) for pair in pairs):
+        losses["sequences"] = "documents of several sequences"
+    return losses
 
 
-def _dtype_of(given: npt.DTypeLike) -> str:
-    try:
-        return np.dtype(given).name
-    except TypeError as error:
-        raise StoreError(
-            f"dtype {given!r}: {error}; uint16 and int32 are two that all formats know"
-        ) from error
+def _has_several(store: IndexedStore) -> bool:
+    """Whether a document has more than one sequence."""
+    if store.num_sequences > store.num_documents:
+        return True
+    index = store.index()
+    blocks = range(0, store.num_documents, BATCH_TOKENS)
+    ends = ((first, min(first + BATCH_TOKENS, store.num_documents)) for first in blocks)
+    return any((np.diff(index.first_sequences_of(np.arange(a, b + 1))) > 1).any() for a, b in ends)
 
 
-def _same(path: str, where: Path) -> bool:
-    return not is_remote(path) and Path(path).resolve() == where.resolve()
+def _writing(stack: ExitStack, path: Path, dtypes: Mapping[str, np.dtype[Any]], *, overwrite: bool) -> Add:
+    """Enter a writer of these columns."""
+    if len(dtypes) > 1:
+        folder = stack.enter_context(DatasetWriter(path, dtypes, overwrite=overwrite))
+        return lambda lengths, values: folder.add_documents(lengths, **values)
+    pair = stack.enter_context(IndexedWriter(path, dtypes[TOKENS], overwrite=overwrite))
+    return lambda lengths, values: pair.add_documents(values[TOKENS], lengths)
+
+
+def _announced(stores: Mapping[str, OpenedStore]) -> Iterator[tuple[I64, I64]]:
+    """(documents, their lengths), in order; the stores are told of each some batches before."""
+    waiting: deque[tuple[I64, I64]] = deque()
+    for documents, lengths in _batches(stores[TOKENS]):
+        for name, store in stores.items():
+            apart = np.flatnonzero(store.lengths(documents) != lengths)
+            if apart.size:
+                raise StoreError(
+                    f"{stores[TOKENS].path}: document {documents[apart[0]]}: {name} and tokens differ in "
+                    f"length; leave it behind by --drop {name}"
+                )
+            if _is_stream(store):
+                store.will_need(*_range(store, documents, lengths))
+        waiting.append((documents, lengths))
+        if len(waiting) > _BATCHES_AHEAD:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _batches(store: OpenedStore) -> Iterator[tuple[I64, I64]]:
+    """(documents, their lengths), in order, some 2**20 tokens together but at least one document."""
+    for begin in range(0, store.num_documents, _BATCH_DOCUMENTS):
+        documents = np.arange(begin, min(begin + _BATCH_DOCUMENTS, store.num_documents))
+        lengths = store.lengths(documents)
+        # ends 3 7 9 12 14, batches of 4 -> parts 0 1 2 2 3
+        _, first = np.unique((lengths.cumsum() - 1).clip(0) // BATCH_TOKENS, return_index=True)
+        yield from zip(np.split(documents, first[1:]), np.split(lengths, first[1:]))
+
+
+def _read(store: OpenedStore, documents: I64, lengths: I64) -> Array:
+    """All values of some documents, back to back."""
+    if _is_stream(store):
+        return store.read_stream(*_range(store, documents, lengths))
+    return np.concatenate([store.read(i, 0, n) for i, n in zip(documents.tolist(), lengths.tolist())])
+
+
+def _range(store: OpenedStore, documents: I64, lengths: I64) -> tuple[I64, I64]:
+    """Begin and end in the stream of documents that lie back to back; int64 [1] each."""
+    begin = store.offsets(documents[:1])
+    return begin, begin + lengths.sum()
+
+
+def _is_stream(store: OpenedStore) -> bool:
+    return not isinstance(store, IndexedStore) or store.is_stream

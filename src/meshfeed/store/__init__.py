@@ -8,7 +8,6 @@ from meshfeed.store.jsonl import JsonlStore
 from meshfeed.store.litdata import LitdataStore
 from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.store.mds import MDSStore
-from meshfeed.store.mds_writer import MDSWriter
 from meshfeed.store.mock import Lengths
 from meshfeed.store.open import open_store
 from meshfeed.store.protocol import OpenedStore, Store, StreamStore
@@ -25,7 +24,6 @@ __all__ = [
     "Lengths",
     "LitdataStore",
     "MDSStore",
-    "MDSWriter",
     "Mapped",
     "OpenedStore",
     "Refused",

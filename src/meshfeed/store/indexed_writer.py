@@ -113,7 +113,7 @@ class IndexedWriter:
                 f"{self._place()}: tokens of shape {tokens.shape} for lengths of {lengths.sum()} in all"
             )
         first = self.num_sequences + 1
-        self._write(self._exact(tokens), lengths, 0)
+        self._write(self._exact(tokens, lengths), lengths, 0)
         self._end_documents(np.arange(first, self.num_sequences + 1))
 
     def add_sequence(self, tokens: npt.ArrayLike, mode: int = 0) -> None:
@@ -165,8 +165,9 @@ class IndexedWriter:
             raise StoreError(f"{self.prefix}: not writing; add to it inside `with`")
         return self._files
 
-    def _place(self) -> str:
-        return f"{self.prefix}: sequence {self.num_sequences} (document {self.num_documents})"
+    def _place(self, later: int = 0) -> str:
+        """The sequence that comes next, or so many later, each a document of its own."""
+        return f"{self.prefix}: sequence {self.num_sequences + later} (document {self.num_documents + later})"
 
     def _refuse_existing(self) -> None:
         for suffix in (".bin", ".idx", SUFFIX):
@@ -177,8 +178,11 @@ class IndexedWriter:
                         f"{target}: exists already; take another path or pass overwrite=True (--overwrite)"
                     )
 
-    def _exact(self, tokens: npt.ArrayLike) -> npt.NDArray[Any]:
-        """The tokens in `dtype`, contiguous, or a StoreError that names the first that does not fit."""
+    def _exact(self, tokens: npt.ArrayLike, lengths: npt.NDArray[np.int64] | None = None) -> npt.NDArray[Any]:
+        """The tokens in `dtype`, contiguous, or a StoreError that names the first that does not fit.
+
+        lengths: of several documents, int64 [n]; None for one sequence.
+        """
         try:
             array = np.asarray(tokens)
         except (TypeError, ValueError) as error:
@@ -190,7 +194,7 @@ class IndexedWriter:
         # int64 -> float64 counts as safe for NumPy, though it rounds.
         may_round = self.dtype.kind == "f" and array.dtype.kind in "iu"
         if array.size and (may_round or not np.can_cast(array.dtype, self.dtype, "safe")):
-            self._refuse_unfit(array)
+            self._refuse_unfit(array, np.array([array.size]) if lengths is None else lengths)
         return np.ascontiguousarray(array, self.dtype)
 
     def _refuse_rounded(self, tokens: Sequence[Any], array: npt.NDArray[Any]) -> None:
@@ -199,7 +203,7 @@ class IndexedWriter:
             if isinstance(given, int) and given != held:
                 raise StoreError(f"{self._place()}: token {i} is {given}, which NumPy would round to {held}")
 
-    def _refuse_unfit(self, array: npt.NDArray[Any]) -> None:
+    def _refuse_unfit(self, array: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
         if array.dtype.kind not in ("iu" if self.dtype.kind in "iu" else "iuf"):
             raise StoreError(f"{self._place()}: {array.dtype.name} values for {self.dtype.name} tokens")
         low, high = _bounds(self.dtype, array.dtype)
@@ -207,10 +211,12 @@ class IndexedWriter:
         if array.dtype.kind == "f":
             unfit &= np.isfinite(array)  # infinities are values of every float dtype
         if unfit.any():
-            i = int(unfit.argmax())
+            i, ends = int(unfit.argmax()), lengths.cumsum()
+            later = int(ends.searchsorted(i, side="right"))
+            at = i - int(ends[later] - lengths[later])
             raise StoreError(
-                f"{self._place()}: token {i} is {array[i]}, which {self.dtype.name} cannot hold; choose a "
-                f"wider dtype"
+                f"{self._place(later)}: token {at} is {array[i]}, which {self.dtype.name} cannot hold; "
+                f"choose a wider dtype"
             )
 
     def _publish(self, files: _Files) -> None:

@@ -15,6 +15,7 @@ from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.store.litdata_chunk import ChunkFile, Items
+from meshfeed.store.litdata_column import Column
 from meshfeed.store.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
 from meshfeed.store.sharded import ShardedStore
 from meshfeed.store.stream import I64
@@ -60,6 +61,11 @@ class LitdataStore(ShardedStore):
         """Path in the item -> litdata's serializer, of every column."""
         return {column.name: column.form for column in self._index.columns}
 
+    def beside(self) -> Mapping[str, LitdataStore]:
+        """Every other column, as a store whose tokens it is."""
+        others = [column.name for at, column in enumerate(self._columns) if at != self._tokens[0].at]
+        return {name: LitdataStore(self._folder, column=name) for name in others}
+
     @property
     def shards(self) -> Sequence[Chunk]:
         """The chunks."""
@@ -70,11 +76,15 @@ class LitdataStore(ShardedStore):
         """Of the tokens, little-endian."""
         return self._tokens[1]
 
+    @property
+    def _columns(self) -> Sequence[Column]:
+        """Those that items hold: TokensLoader keeps only the first."""
+        return self._index.columns[:1] if self._index.is_bare else self._index.columns
+
     @cached_property
     def _tokens(self) -> tuple[Items, np.dtype[Any]]:
         """What items are made of, and the dtype of their tokens."""
-        index = self._index
-        columns = index.columns[:1] if index.is_bare else index.columns  # TokensLoader keeps only the first
+        index, columns = self._index, self._columns
         names = [column.name for column in columns]
         fit = [column.name for column in columns if column.has_tokens]
         usual = next((name for name in _TOKENS if name in names), None)

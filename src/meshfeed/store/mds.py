@@ -70,10 +70,10 @@ class MDSStore(ShardedStore):
         """Name -> encoding of every column."""
         return {column.name: column.encoding for column in self._parsed[1]}
 
-    @property
-    def token_column(self) -> str:
-        """Of the tokens."""
-        return self._parsed[1][self._tokens.at].name
+    def beside(self) -> Mapping[str, MDSStore]:
+        """Every other column, as a store whose tokens it is."""
+        others = [column.name for at, column in enumerate(self._parsed[1]) if at != self._tokens.at]
+        return {name: MDSStore(self._folder, column=name) for name in others}
 
     @property
     def shards(self) -> list[Shard]:

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import io
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
@@ -66,44 +66,12 @@ class ParquetStore(DocumentFiles):
     def _group_ends(self) -> I64:
         return self._index["rows"].cumsum()
 
-    # -- rows with all their columns --------------------------------------------------------------------
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all files, by their footers."""
-        return sum(
-            self._with(f, lambda parquet: int(parquet.metadata.num_rows)) for f in range(len(self._files))
-        )
-
-    def schema(self) -> tuple[Any, str]:
-        """The Arrow schema that all files have, and which column holds the tokens or the text."""
-        schema, name = (
-            self._with(0, lambda parquet: parquet.schema_arrow),
-            self._with(0, lambda _: self._name(0)),
-        )
-        for f, file in enumerate(self._files):
-            if not self._with(f, lambda parquet: parquet.schema_arrow).equals(schema):
-                raise StoreError(
-                    f"{file.url}: has other columns than {self._files[0].url}; take them one by one"
-                )
-        return schema, name
-
-    def batches(self, names: Sequence[str], batch_bytes: int) -> Iterator[tuple[str, int, Any]]:
-        """(file, its first row, Arrow record batch) of some columns, in order, of some so many bytes each."""
-        for f, file in enumerate(self._files):
-            with file, typed_arrow(file.url):
-                parquet, first = self._parquet(f), 0
-                for group in _groups(parquet):
-                    facts = parquet.metadata.row_group(group)
-                    some = max(1, batch_bytes * facts.num_rows // max(facts.total_byte_size, 1))
-                    for batch in parquet.iter_batches(some, row_groups=[group], columns=list(names)):
-                        yield file.url, first, batch
-                        first += batch.num_rows
-
-    def _with(self, f: int, ask: Callable[[Any], Any]) -> Any:
-        """What a file's footer tells."""
-        with self._files[f], typed_arrow(self._files[f].url):
-            return ask(self._parquet(f))
+    def beside(self) -> Mapping[str, ParquetStore]:
+        """Every other column of the first file, as a store whose tokens it is."""
+        with self._files[0] as file, typed_arrow(file.url):
+            names, mine = self._parquet(0).schema_arrow.names, self._name(0)
+        others = [name for name in names if name != mine]
+        return {name: ParquetStore(self.path, self._files, Column(name), self._cache) for name in others}
 
     # -- the index --------------------------------------------------------------------------------------
 
