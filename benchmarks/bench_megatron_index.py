@@ -22,7 +22,7 @@ import numpy as np
 from measure import Row, in_turn, ratio
 
 import meshfeed as mf
-from meshfeed.order.megatron import blend_of_weights, build_index, passes_of
+from meshfeed.integrations.megatron.gpt_order import blend_of_weights, build_index, passes_of
 
 SEED, LENGTH = 1234, 4096
 BLENDS = (3, 50)

@@ -36,13 +36,14 @@ from meshfeed.errors import (
 from meshfeed.exchange import Exchange
 from meshfeed.feed import Feed
 from meshfeed.files import Cache
+from meshfeed.integrations.megatron.gpt import MegatronGPT
 from meshfeed.layout import Coord, Layout
 from meshfeed.mixture import Mixture
 from meshfeed.order import Draws, EpochIndex, rng
 from meshfeed.plan import Align, CostModel, ModelShape, Packing
 from meshfeed.recipe import Batch, Blocks, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
-from meshfeed.sequence import Chat, Documents, Masked, MegatronGPT, Samples, Windows
+from meshfeed.sequence import Chat, Documents, Masked, Samples, Windows
 from meshfeed.simulate import simulate
 from meshfeed.state import State
 from meshfeed.store import DatasetWriter, IndexedWriter, Lengths, Mapped, Resampled, SameEveryEpoch

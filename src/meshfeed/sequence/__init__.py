@@ -5,7 +5,6 @@ from meshfeed.sequence.chat import Chat
 from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.documents import Documents
 from meshfeed.sequence.masked import Masked
-from meshfeed.sequence.megatron import MegatronGPT
 from meshfeed.sequence.rule import Portion, SequenceRule, portions_of
 from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.windows import Windows
@@ -16,7 +15,6 @@ __all__ = [
     "Columns",
     "Documents",
     "Masked",
-    "MegatronGPT",
     "Portion",
     "Samples",
     "SequenceRule",

@@ -18,7 +18,7 @@ from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shu
 from megatron.core.datasets.utils import normalize
 
 from meshfeed.errors import RecipeError
-from meshfeed.order.megatron import (
+from meshfeed.integrations.megatron.gpt_order import (
     PARTS,
     blend_of_sizes,
     blend_of_weights,

@@ -19,8 +19,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError, StoreError
+from meshfeed.integrations.megatron.gpt_order import passes_of
 from meshfeed.order import draws_between, num_positions
-from meshfeed.order.megatron import passes_of
 from meshfeed.store import IndexedWriter
 
 EOD = 7

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.order import Draws
-from meshfeed.order.megatron import (
+from meshfeed.integrations.megatron.gpt_order import (
     Part,
     Passes,
     blend_of_sizes,
@@ -23,6 +22,7 @@ from meshfeed.order.megatron import (
     passes_of,
     sizes_of_blend,
 )
+from meshfeed.order import Draws
 from meshfeed.store.index_cache import cached_arrays, key_of_parts
 from meshfeed.store.sequences import Sequences, sequences_of
 

@@ -1,7 +1,7 @@
 """MegatronGPT: the samples of Megatron-core's GPTDataset, alone or blended, in the order of its job.
 
 The order comes from arrays that are built once, as in Megatron, and not from this recipe's own shuffle: see
-`order.megatron` for what they hold and `store.index_cache` for who builds them.
+`gpt_order` for what they hold and `store.index_cache` for who builds them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 
 from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import RecipeError, StoreError
+from meshfeed.integrations.megatron.gpt_index import Ask, Indexes
+from meshfeed.integrations.megatron.gpt_order import PARTS, Part, document_range, passes_of
 from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws
-from meshfeed.order.megatron import PARTS, Part, document_range, passes_of
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.megatron_index import Ask, Indexes
 from meshfeed.sequence.rows import Cut, Longs, Rows, Starts, stores_of
 from meshfeed.sequence.rule import Portion
 from meshfeed.store import Lengths
