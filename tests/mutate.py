@@ -62,8 +62,6 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         [*GOLDENS, "tests/test_recipe_state.py", *MIXTURE],
     ),
 }
-    "integrations/megatron/gpt_order.py"
-}  # its oracle is Megatron-core itself, in tests/integrations/test_megatron_gpt.py
 
 
 @dataclass(frozen=True)

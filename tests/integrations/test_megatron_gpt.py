@@ -328,13 +328,11 @@ def test_a_rule_travels_without_what_it_has_open(corpora):
 
 
 def test_threads_open_the_arrays_once(corpora, monkeypatch):
-    from meshfeed.sequence import megatron_index
+    from meshfeed.integrations.megatron import gpt_index
 
     built = []
-    original = megatron_index.build_index
-    monkeypatch.setattr(
-        megatron_index, "build_index", lambda *args: built.append(args[-1]) or original(*args)
-    )
+    original = gpt_index.build_index
+    monkeypatch.setattr(gpt_index, "build_index", lambda *args: built.append(args[-1]) or original(*args))
     recipe = ours(corpora[:1], None, length=24, samples=20)
     gate = threading.Barrier(4)
 

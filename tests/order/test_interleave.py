@@ -146,7 +146,7 @@ GOLDEN_RATIOS = {
 
 @pytest.mark.parametrize("weights", GOLDEN_RATIOS)
 def test_golden_ratios_across_the_edges_of_blocks(weights: tuple[float, ...]) -> None:
-    """Three stretches of two blocks; what rounding alone decides shows after thousands of draws."""
+    """Three segments of two blocks; what rounding alone decides shows after thousands of draws."""
     made = hashlib.blake2b(digest_size=8)
     for start in (0, 7 * BLOCK, 10**9 * BLOCK):
         for part in Interleaving(weights).draws(start, start + 2 * BLOCK):

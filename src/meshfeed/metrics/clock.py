@@ -16,7 +16,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Span(NamedTuple):
-    """A stretch of the producer's time, in seconds of `time.monotonic`."""
+    """An interval of the producer's time, in seconds of `time.monotonic`."""
 
     stage: str
     start: float

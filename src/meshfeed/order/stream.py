@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.order.course import course_of, has_own_order
+from meshfeed.order.schedule import has_own_order, schedule_of
 from meshfeed.recipe import Blocks, Recipe
 
 
@@ -79,7 +79,7 @@ def concatenated(runs: Sequence[Draws]) -> Draws:
 
 def num_positions(recipe: Recipe) -> int | None:
     """Sequences that all steps take together; None where the stream never ends."""
-    return course_of(recipe).end
+    return schedule_of(recipe).end
 
 
 def num_steps(recipe: Recipe) -> int | None:
@@ -103,25 +103,25 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
 
     Raises RecipeError for positions below 0, or beyond 2**62.
     """
-    course = course_of(recipe)
-    if course.end is not None:
-        start, stop = min(start, course.end), min(stop, course.end)
+    schedule = schedule_of(recipe)
+    if schedule.end is not None:
+        start, stop = min(start, schedule.end), min(stop, schedule.end)
     if start < 0 or stop >= 2**62:
         raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**62 - 1")
     if has_own_order(recipe):
         return cast(Any, recipe.sequence).draws_between(recipe, start, stop)
-    source, epoch, place = course.places(start, stop)
-    return Draws(source, epoch, course.indices(source, epoch, place))
+    source, epoch, place = schedule.places(start, stop)
+    return Draws(source, epoch, schedule.indices(source, epoch, place))
 
 
 def lanes_of_step(recipe: Recipe, step: int) -> npt.NDArray[np.int64] | None:
     """The lane that each draw of a step is of, int64 [n]; None where the shuffle is not by blocks."""
     if not isinstance(recipe.shuffle, Blocks):
         return None
-    course, (start, stop) = course_of(recipe), (recipe.batch.position(k) for k in (step, step + 1))
-    if course.end is not None:
-        start, stop = min(start, course.end), min(stop, course.end)
-    return course.places(start, stop)[2] % recipe.shuffle.lanes
+    schedule, (start, stop) = schedule_of(recipe), (recipe.batch.position(k) for k in (step, step + 1))
+    if schedule.end is not None:
+        start, stop = min(start, schedule.end), min(stop, schedule.end)
+    return schedule.places(start, stop)[2] % recipe.shuffle.lanes
 
 
 def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
@@ -131,9 +131,9 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
     """
     if has_own_order(recipe):
         return None
-    course, position = course_of(recipe), recipe.batch.position(step)
-    drawn = course.counts(position if course.end is None else min(position, course.end))
-    return drawn, drawn / course.sizes
+    schedule, position = schedule_of(recipe), recipe.batch.position(step)
+    drawn = schedule.counts(position if schedule.end is None else min(position, schedule.end))
+    return drawn, drawn / schedule.sizes
 
 
 def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
@@ -141,7 +141,7 @@ def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
 
     None where a rule's own order does not tell.
     """
-    return None if has_own_order(recipe) else course_of(recipe).shares(recipe.batch.position(step))
+    return None if has_own_order(recipe) else schedule_of(recipe).shares(recipe.batch.position(step))
 
 
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
@@ -155,7 +155,7 @@ def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | No
         )
     if has_own_order(recipe):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
-    course = course_of(recipe)
-    place = int(course.unshuffled(*(np.array([each]) for each in (source, epoch, index)))[0])
-    position = course.position(source, epoch * int(course.sizes[source]) + place)
-    return position if position is not None and (course.end is None or position < course.end) else None
+    schedule = schedule_of(recipe)
+    place = int(schedule.unshuffled(*(np.array([each]) for each in (source, epoch, index)))[0])
+    position = schedule.position(source, epoch * int(schedule.sizes[source]) + place)
+    return position if position is not None and (schedule.end is None or position < schedule.end) else None

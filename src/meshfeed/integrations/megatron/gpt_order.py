@@ -259,7 +259,7 @@ def _blend(
     while start < num_steps:
         left = min(_STRETCH, num_steps - start)
         run_size = min(max(-(-left // most), 8 * shares.size, 256), left)
-        stop = start + left // run_size * run_size  # whole runs; the next stretch takes the rest
+        stop = start + left // run_size * run_size  # whole runs; the next segment takes the rest
         firsts = np.arange(start, stop, run_size)
         begins = np.empty((shares.size, firsts.size))
         begins[:, 0] = counts

@@ -1,7 +1,7 @@
 """A recipe's way through its sources: whose turn it is at each position, and how far each has come.
 
-Where the amounts of a mixture change, a new *stretch* begins, and under batches="per_source" also where the
-size of batches does. What every source has given before follows from the stretches before it, so that it goes
+Where the amounts of a mixture change, a new *segment* begins, and under batches="per_source" also where the
+size of batches does. What every source has given before follows from the segments before it, so that it goes
 on from there: nothing is carried along, and nothing is lost.
 """
 
@@ -31,16 +31,16 @@ _ALONE = Part(0, (Amount(0, 1, "proportion"),))
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
+class _Segment:
     """Positions with one set of amounts: from `start` on, `drawn` of each source came before."""
 
     start: int
     sources: npt.NDArray[np.int32]
-    schedule: Interleaving | Runs
+    turns: Interleaving | Runs
     drawn: Longs
 
 
-class Course:
+class Schedule:
     """A recipe's way through its sources: position <-> (source, how many of it came before).
 
     Attributes:
@@ -61,31 +61,31 @@ class Course:
             self._blocks = BlockShuffle(recipe.shuffle, self.sizes, _shard_ends(recipe))
         parts = recipe.data.parts if isinstance(recipe.data, Mixture) else (_ALONE,)
         self._per_source = isinstance(recipe.data, Mixture) and recipe.data.batches == "per_source"
-        self._stretches: list[_Stretch] = []
+        self._segments: list[_Segment] = []
         drawn = np.zeros(self.sizes.size, np.int64)
         for part in _parts_by_batch(recipe.batch, parts) if self._per_source else parts:
             start = recipe.batch.position(part.step)
-            drawn = self.counts(start) if self._stretches else drawn
+            drawn = self.counts(start) if self._segments else drawn
             counts = self._counts(recipe.batch, part)
             sources = np.array(list(counts), np.int32)
-            schedule = _interleaving(tuple(counts.values()))
+            turns = _interleaving(tuple(counts.values()))
             if self._per_source:
-                schedule = Runs(schedule, recipe.batch.size(part.step))
-            self._stretches.append(_Stretch(start, sources, schedule, drawn))
+                turns = Runs(turns, recipe.batch.size(part.step))
+            self._segments.append(_Segment(start, sources, turns, drawn))
         self.end = self._whole(recipe, self._end(recipe, parts[-1]))
 
     def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
         """(source, how many of it came before) at positions start..stop; int32, int64 [n]."""
-        if len(self._stretches) == 1 and self.sizes.size == 1:
-            return self._stretches[0].schedule.draws(start, stop)
+        if len(self._segments) == 1 and self.sizes.size == 1:
+            return self._segments[0].turns.draws(start, stop)
         found: list[tuple[npt.NDArray[np.int32], Longs]] = []
-        ends = [*(stretch.start for stretch in self._stretches[1:]), stop]
-        for stretch, end in zip(self._stretches, ends):
-            first, last = max(start, stretch.start), min(end, stop)
+        ends = [*(segment.start for segment in self._segments[1:]), stop]
+        for segment, end in zip(self._segments, ends):
+            first, last = max(start, segment.start), min(end, stop)
             if first < last or not found:
-                local, count = stretch.schedule.draws(first - stretch.start, max(last, first) - stretch.start)
-                source = stretch.sources[local]
-                found.append((source, count + stretch.drawn[source]))
+                local, count = segment.turns.draws(first - segment.start, max(last, first) - segment.start)
+                source = segment.sources[local]
+                found.append((source, count + segment.drawn[source]))
         return np.concatenate([source for source, _ in found]), np.concatenate([count for _, count in found])
 
     def places(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs, Longs]:
@@ -116,29 +116,29 @@ class Course:
 
     def counts(self, position: int) -> Longs:
         """How many of each source come before a position; int64 [num_sources]."""
-        stretch = [each for each in self._stretches if each.start <= position][-1]
-        counts = stretch.drawn.copy()
-        counts[stretch.sources] += stretch.schedule.counts(position - stretch.start)
+        segment = [each for each in self._segments if each.start <= position][-1]
+        counts = segment.drawn.copy()
+        counts[segment.sources] += segment.turns.counts(position - segment.start)
         return counts
 
     def shares(self, position: int) -> npt.NDArray[np.float64]:
         """What part of the draws at a position is asked of each source; float64 [num_sources]."""
-        stretch = [each for each in self._stretches if each.start <= position][-1]
+        segment = [each for each in self._segments if each.start <= position][-1]
         shares = np.zeros(self.sizes.size)
-        shares[stretch.sources] = stretch.schedule.weights
+        shares[segment.sources] = segment.turns.weights
         return shares
 
     def position(self, source: int, count: int) -> int | None:
         """Where the draw of a source comes before which there were `count`; None where it never does."""
-        nexts = [*self._stretches[1:], None]
-        for stretch, after in zip(self._stretches, nexts):
+        nexts = [*self._segments[1:], None]
+        for segment, after in zip(self._segments, nexts):
             if after is not None and count >= after.drawn[source]:
                 continue
-            local = np.flatnonzero(stretch.sources == source)
+            local = np.flatnonzero(segment.sources == source)
             if not local.size:
                 return None
-            found = stretch.schedule.position(int(local[0]), count - int(stretch.drawn[source]))
-            return None if found is None else stretch.start + found
+            found = segment.turns.position(int(local[0]), count - int(segment.drawn[source]))
+            return None if found is None else segment.start + found
         return None
 
     def _sizes_of(self, source: npt.NDArray[np.integer]) -> Longs:
@@ -231,14 +231,14 @@ class _Same:
         return id(self.recipe)
 
 
-def course_of(recipe: Recipe) -> Course:
-    """A recipe's course; made once, as it asks the stores how much they hold."""
+def schedule_of(recipe: Recipe) -> Schedule:
+    """A recipe's schedule; made once, as it asks the stores how much they hold."""
     return _course(_Same(recipe))
 
 
 @lru_cache(maxsize=16)
-def _course(key: _Same) -> Course:
-    return Course(key.recipe)
+def _course(key: _Same) -> Schedule:
+    return Schedule(key.recipe)
 
 
 def forget() -> None:
