@@ -55,15 +55,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--dir", type=Path, metavar="DIR", help="measure the disk of this folder (the temporary one)"
     )
-    parser.add_argument(
-        "--cache", metavar="DIR", help="the node's cache ($MESHFEED_CACHE, or a temporary one)"
-    )
-    parser.add_argument(
-        "--storage",
-        metavar="NAME=VALUE",
-        action="append",
-        help="option of the storage client; may be repeated",
-    )
+    recipes.add_storage_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from meshfeed.report.words import duration
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -45,8 +47,4 @@ class Times:
         return cls(statistics.median(taken), taken[min(len(taken) * 99 // 100, len(taken) - 1)])
 
     def __str__(self) -> str:
-        return f"p50 {_shown(self.p50_s)}, p99 {_shown(self.p99_s)}"
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds * 1e6:,.0f} µs" if seconds < 1e-3 else f"{seconds * 1e3:,.1f} ms"
+        return f"p50 {duration(self.p50_s)}, p99 {duration(self.p99_s)}"

@@ -10,7 +10,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from meshfeed.cli import (
@@ -28,6 +27,7 @@ from meshfeed.cli import (
 )
 from meshfeed.cli.command import FAILED, INTERRUPTED, OK, Parser, say
 from meshfeed.errors import MeshfeedError
+from meshfeed.extras import version_of
 
 _COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, calibrate, doctor, watch, report)
 
@@ -77,7 +77,9 @@ def parser_of_all() -> Parser:
         epilog=_EPILOG,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"meshfeed {_version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"meshfeed {version_of('meshfeed') or '(not installed)'}"
+    )
     subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
     for command in _COMMANDS:
         command.add_parser(subparsers)
@@ -117,13 +119,6 @@ def _drop_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-
-
-def _version() -> str:
-    try:
-        return version("meshfeed")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from meshfeed.plan.policy import Oversize, Policy
 from meshfeed.sequence import SequenceRule
 from meshfeed.stepping import Stepping
 
+_DEFAULT = Packing(capacity=1)
 _OF_PACKS = ("policy", "oversize", "alpha", "cost", "microbatches", "align_sequence", "align_pack")
 
 
@@ -33,14 +34,18 @@ def add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     group.add_argument(
         "--capacity", type=int, required=required, metavar="N", help="padded tokens per rank and microbatch"
     )
-    group.add_argument("--policy", choices=get_args(Policy), help="how sequences are packed (balanced)")
+    group.add_argument(
+        "--policy", choices=get_args(Policy), help=f"how sequences are packed ({_DEFAULT.policy})"
+    )
     group.add_argument(
         "--oversize",
         choices=get_args(Oversize),
-        help="what becomes of sequences that are too long (error)",
+        help=f"what becomes of sequences that are too long ({_DEFAULT.oversize})",
     )
     cost = group.add_mutually_exclusive_group()
-    cost.add_argument("--alpha", type=positive, metavar="X", help="linear over quadratic cost (25100)")
+    cost.add_argument(
+        "--alpha", type=positive, metavar="X", help=f"linear over quadratic cost ({_DEFAULT.cost.alpha:.0f})"
+    )
     cost.add_argument(
         "--cost", type=Path, metavar="FILE", help="instead: layer times, as `meshfeed calibrate` writes"
     )

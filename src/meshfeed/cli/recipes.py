@@ -48,8 +48,10 @@ def add_store_options(parser: Any) -> None:
 
 
 def add_storage_options(parser: Any) -> None:
-    """Options of reading from afar."""
-    parser.add_argument("--cache", metavar="DIR", help="where to keep what is fetched or worked out")
+    """Options of remote storage, and of the cache."""
+    parser.add_argument(
+        "--cache", metavar="DIR", help="the node's cache (default: $MESHFEED_CACHE, else a temporary one)"
+    )
     parser.add_argument(
         "--storage",
         metavar="NAME=VALUE",

@@ -10,7 +10,8 @@ from meshfeed.cli.command import OK, add_command, print_json, say, write_text
 from meshfeed.metrics import read_run
 from meshfeed.report.history.page import page
 from meshfeed.report.history.summary import summary_of
-from meshfeed.report.history.waits import seconds_text, waits_of
+from meshfeed.report.history.waits import waits_of
+from meshfeed.report.words import duration
 
 _KEYS = {
     "out": "the page",
@@ -57,6 +58,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         say(summary["says"])
         if (outside := summary["outside"]) is not None:
-            longest, median = (seconds_text(outside[name]) for name in ("busy_s", "median_s"))
+            longest, median = (duration(outside[name]) for name in ("busy_s", "median_s"))
             say(f"Longest outside the loader: step {outside['step']:,}, {longest}; the median is {median}.")
     return OK

@@ -17,7 +17,7 @@ from rich.text import Text
 from meshfeed.cli.command import OK, WRONG, Console, Table, add_command, positive, print_json, whole
 from meshfeed.cli.frame import Frame, Standing, Straggler, frame_of
 from meshfeed.metrics import RunReader
-from meshfeed.report.words import counted
+from meshfeed.report.words import counted, duration
 
 _KEEP_STEPS = 1000
 _MOST_ROWS = 40  # where no terminal says how many fit
@@ -152,9 +152,9 @@ def headline(frame: Frame) -> str:
     parts.append("no step yet" if frame.step is None else f"step {frame.step:,}")
     if frame.step_s is not None and frame.tokens_per_s is not None:
         part = statistics.median(sum(each.wait_s.values()) for each in frame.ranks) / frame.step_s
-        parts.append(f"{_time(frame.step_s)} a step, {part:.0%} of it waiting")
+        parts.append(f"{duration(frame.step_s)} a step, {part:.0%} of it waiting")
         parts.append(f"{_amount(frame.tokens_per_s)} tokens/s")
-    parts.append(f"last heard of {_time(min(each.quiet_s for each in frame.ranks))} ago")
+    parts.append(f"last heard of {duration(min(each.quiet_s for each in frame.ranks))} ago")
     return "; ".join(parts)
 
 
@@ -166,10 +166,10 @@ def alarms(frame: Frame) -> list[str]:
     silent = [each for each in frame.ranks if each.silent_s is not None]
     if silent and len(silent) == len(frame.ranks):
         least = min(each.silent_s or 0.0 for each in silent)
-        lines.append(f"all ranks are silent for {_time(least)}: the run is over, or stands still")
+        lines.append(f"all ranks are silent for {duration(least)}: the run is over, or stands still")
     elif silent:
         most = max(each.silent_s or 0.0 for each in silent)
-        lines.append(f"{_ranks(frame.silent)} silent for {_time(most)}")
+        lines.append(f"{_ranks(frame.silent)} silent for {duration(most)}")
     if frame.missing:
         lines.append(f"{_ranks(frame.missing)} not started yet, or logging elsewhere")
     return lines
@@ -178,8 +178,8 @@ def alarms(frame: Frame) -> list[str]:
 def straggler_words(straggler: Straggler) -> str:
     """Who holds the others up, and at what."""
     words = (
-        f"rank {straggler.rank} {straggler.does} {_time(straggler.seconds)} a step in {straggler.stage}"
-        f" (others {_time(straggler.usual_s)})"
+        f"rank {straggler.rank} {straggler.does} {duration(straggler.seconds)} a step in {straggler.stage}"
+        f" (others {duration(straggler.usual_s)})"
     )
     if straggler.does == "works":
         words += ", hidden by prefetching so far"
@@ -208,7 +208,7 @@ def _table(frame: Frame, num_rows: int) -> Table:
 def _row(
     each: Standing, dims: Sequence[str], stages: Sequence[str], marked: str | None, *, padding: bool
 ) -> list[Text]:
-    note = f"silent for {_time(each.silent_s)}" if each.silent_s is not None else ""
+    note = f"silent for {duration(each.silent_s)}" if each.silent_s is not None else ""
     # A log is written once a second: as far apart, ranks may well stand at the same step.
     if not note and each.behind > 1 and each.behind * (each.step_s or _TOLD_S) >= _TOLD_S:
         note = f"{counted(each.behind, 'step')} behind"
@@ -267,12 +267,6 @@ def _ranks(ranks: Sequence[int]) -> str:
         return f"rank {ranks[0]} is"
     named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")
     return f"ranks {named} are"
-
-
-def _time(seconds: float) -> str:
-    if seconds < 10:
-        return f"{seconds * 1000:,.0f} ms"
-    return f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
 
 
 def _milliseconds(seconds: float) -> str:

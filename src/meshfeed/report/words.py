@@ -1,4 +1,4 @@
-"""Counts in words."""
+"""Counts and durations in words."""
 
 from __future__ import annotations
 
@@ -6,3 +6,13 @@ from __future__ import annotations
 def counted(number: int, what: str) -> str:
     """1 -> "1 rank", 2000 -> "2,000 ranks"; what: one of them."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def duration(seconds: float) -> str:
+    """Three digits in the unit that suits: 0.0005 -> "500 µs", 1.234 -> "1.23 s", 3600 -> "60 min"."""
+    if seconds >= 600:
+        return f"{seconds / 60:,.0f} min"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= 0.9995 * size:  # 999.6 ms would round to 1000 ms
+            return f"{seconds / size:.3g} {unit}"
+    return "0 ms" if seconds < 5e-7 else "1 µs"

@@ -30,6 +30,7 @@ const digits = (value) => Number(value.toPrecision(3)).toLocaleString("en-US", {
 function duration(value) {
   if (!Number.isFinite(value)) return "–";
   if (value < 5e-7) return "0";
+  if (value >= 600) return `${whole(value / 60)} min`;
   const [unit, size] = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]].find(([, size]) => value >= size * 0.9995) || ["µs", 1e-6];
   return `${digits(value / size)} ${unit}`;
 }

@@ -10,8 +10,8 @@ from typing import Any
 from meshfeed.metrics import RunHistory
 from meshfeed.report.history.axis import Axis, Rows
 from meshfeed.report.history.loop import longest_outside
-from meshfeed.report.history.waits import Waits, longest_of, seconds_text, sentence, worst_of
-from meshfeed.report.words import counted
+from meshfeed.report.history.waits import Waits, longest_of, sentence, worst_of
+from meshfeed.report.words import counted, duration
 
 _NOTICEABLE = 0.01  # share of the ranks' time from which waiting is called bad
 
@@ -85,10 +85,10 @@ def kpis(history: RunHistory, waits: Waits) -> list[tuple[str, str]]:
     found.append(("of the ranks' time is exposed wait", f"{waits.share:.{0 if waits.share > 0.1 else 2}%}"))
     longest = longest_of(waits)
     if longest is not None:
-        found.append((f"longest wait: {longest}", seconds_text(longest.wait_s)))
+        found.append((f"longest wait: {longest}", duration(longest.wait_s)))
     outside = longest_outside(history)
     if outside is not None:
-        found.append((f"longest outside the loader: step {outside.step:,}", seconds_text(outside.busy_s)))
+        found.append((f"longest outside the loader: step {outside.step:,}", duration(outside.busy_s)))
     layouts = list(dict.fromkeys(start.layout for start in history.starts if start.layout))
     if layouts:
         found.append(("layout" if len(layouts) == 1 else "last of the layouts", layouts[-1]))

@@ -9,7 +9,8 @@ from html import escape
 import numpy as np
 
 from meshfeed.metrics import MixtureHistory, RunHistory
-from meshfeed.report.history.waits import Waits, seconds_text, stragglers
+from meshfeed.report.history.waits import Waits, stragglers
+from meshfeed.report.words import duration
 
 _MOST_RANKS, _MOST_SOURCES = 32, 40
 _TEXT, _TEXTS = ' class="text"', frozenset({"place", "host", "hosts", "layout", "delivery", "recipe", "UTC"})
@@ -44,8 +45,8 @@ def ranks_table(history: RunHistory, waits: Waits) -> str:
             escape(place),
             escape(rank.host),
             f"{waits.num_steps[row]:,}",
-            *(seconds_text(float(per_step[row, k])) for k in used),
-            seconds_text(float(waits.longest[row].max(initial=0.0))),
+            *(duration(float(per_step[row, k])) for k in used),
+            duration(float(waits.longest[row].max(initial=0.0))),
             share,
         ]
         lines.append(("marked" if apart[row] else "", cells))

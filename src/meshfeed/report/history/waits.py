@@ -9,6 +9,7 @@ import numpy as np
 
 from meshfeed.metrics import RankHistory, RunHistory
 from meshfeed.report.history.loop import seconds_of
+from meshfeed.report.words import duration
 
 FOLLOWS = frozenset({"deliver", "exchange"})
 """Stages in which a rank waits for other ranks: what holds those up is the cause."""
@@ -188,10 +189,8 @@ def sentence(waits: Waits) -> str:
     if worst is None:
         return "The loader kept nobody waiting."
     single = longest_of(waits)
-    longest = (
-        "" if single is None else f"The longest single wait was {seconds_text(single.wait_s)}: {single}."
-    )
-    here, median = seconds_text(worst.per_step), seconds_text(worst.median)
+    longest = "" if single is None else f"The longest single wait was {duration(single.wait_s)}: {single}."
+    here, median = duration(worst.per_step), duration(worst.median)
     share, what = _percent(worst.share), _waits_for(worst.stage)
     if worst.share < _NOTHING:
         return f"The loader hardly kept anybody waiting: {waits.share:.2%} of the ranks' time. {longest}"
@@ -215,12 +214,3 @@ def _waits_for(stage: str) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
-
-
-def seconds_text(seconds: float) -> str:
-    """A duration in the unit that suits it, three digits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            value = seconds / size
-            return f"{value:.3g} {unit}" if value < 1000 else f"{value:,.0f} {unit}"
-    return "0 ms" if seconds < 5e-7 else "1 µs"
