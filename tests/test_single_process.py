@@ -197,10 +197,10 @@ def test_every_rank_of_a_launched_job_needs_a_layout(
             with pytest.raises(mf.LayoutError, match=r"2 processes needs a layout.*mf.Layout\(dp=2\)"):
                 use()
         assert mf.Feed(recipe_of(corpus), mf.Layout(dp=2)).rank == int(number)
-        with pytest.raises(mf.LayoutError, match="dp3 needs 3 ranks, the job has 2"):
-            next(iter(mf.Feed(recipe_of(corpus), mf.Layout(dp=3))))
-        alone = mf.Feed(recipe_of(corpus), mf.Layout(dp=3), 2)  # as one rank of a job that was not launched
-        assert next(iter(alone)).index == 0
+        with pytest.raises(mf.LayoutError, match="dp4 needs 4 ranks, the job has 2"):
+            next(iter(mf.Feed(recipe_of(corpus), mf.Layout(dp=4))))
+        with mf.Feed(recipe_of(corpus), mf.Layout(dp=4), 2) as alone:  # of a job that was not launched
+            assert next(iter(alone)).index == 0
 
 
 def test_a_process_that_nobody_told_its_rank_is_not_taken_for_rank_0(

@@ -131,7 +131,7 @@ class StepSource(abc.ABC, Generic[D]):
     @cached_property
     def rank(self) -> int:
         """This process's global rank."""
-        return this_rank(self._given_rank, self.layout)
+        return this_rank(self._given_rank, self._given_layout or Layout())
 
     @cached_property
     def layout(self) -> Layout:

@@ -23,7 +23,7 @@ from services.needs import needs, needs_root
 from services.slurm import slurm
 
 PART_BYTES = 20_000
-WAIT_S = 120
+WAIT_S = 600
 RUN = """
 import sys
 from meshfeed.errors import MeshfeedError
@@ -108,7 +108,7 @@ def start(engine: str, corpus: Path, out: Path, *more: str, env: dict[str, str] 
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    said, errors = process.communicate(timeout=180)
+    said, errors = process.communicate(timeout=600)
     return process.returncode, said, errors
 
 
@@ -122,7 +122,7 @@ def until_part(count: int, process: subprocess.Popen[str]) -> None:
     for line in process.stdout:
         if line.split() == ["encoding", str(count)]:
             return
-    pytest.fail(f"no part came: {process.communicate(timeout=60)[1]}")
+    pytest.fail(f"no part came: {process.communicate(timeout=WAIT_S)[1]}")
 
 
 def marked(mark: str) -> Iterator[int]:
@@ -140,7 +140,7 @@ def test_ray_gives_the_same_bytes_after_kills_of_the_run_and_of_workers(
     process = start("ray", corpus, out, env={"MARK": mark})
     until_part(2, process)
     process.kill()  # the driver alone
-    process.wait(60)
+    process.wait(WAIT_S)
     assert not out.exists()
     until = time.monotonic() + WAIT_S
     while left := list(marked(mark)):
@@ -184,7 +184,7 @@ def test_slurm_gives_the_same_bytes_after_kills_of_the_run_and_of_its_job(
         orphan = ""
         process, orphan = begun(part=5)
         process.kill()  # the driver alone
-        process.wait(60)
+        process.wait(WAIT_S)
         process, job = begun("resume", part=8)
         assert orphan not in told_by("squeue", "-h", "-o", "%F"), "what the killed run has left is ended"
         told_by("scancel", job)
