@@ -1,6 +1,6 @@
 """The job of test_strangers, attacked while it joins: `python strangers_job.py FOLDER`; prints JSON.
 
-It runs in a network namespace of its own, which holds its abstract sockets. Rank 0 waits at its door; the
+It runs in a network namespace of its own, which holds its abstract sockets. Rank 0 waits at its listener; the
 attackers find that in /proc/net/unix, as any user can, and are there before the other ranks come.
 """
 

@@ -141,5 +141,5 @@ def test_a_rank_that_differs_in_one_respect_is_refused_by_name(tmp_path: Path) -
         text = max((text for _, text, _ in ends), key=len)  # its own error does not say who raised it
         assert all(text.endswith(other) for _, other, _ in ends), what
         assert f"rank {case['odd']} " in text or f"are rank {case['other'].get('rank')}," in text, what
-        named = {"step": "goes on from step", "rank": "two processes", "layout": "layout"}
+        named = {"step": "resumes at step", "rank": "two processes", "layout": "layout"}
         assert named.get(case["respect"], f"{case['respect']} is ") in text, what

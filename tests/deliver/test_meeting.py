@@ -23,7 +23,7 @@ import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.deliver.failure import Failures
-from meshfeed.deliver.meeting import Meeting, _unlike, ranks_in_words, ranks_of_words
+from meshfeed.deliver.meeting import Meeting, _without_common, ranks_in_words, ranks_of_words
 from meshfeed.deliver.store_client import Notice, StoreClient
 from observe import simulated, take
 
@@ -109,9 +109,12 @@ def test_ranks_that_disagree_end_before_any_batch(corpus: str, delivery: str) ->
 
 def test_who_disagrees_is_told_what_differs_alone() -> None:
     one, other = "dp2, Packing(capacity=64, align=1), zigzag", "dp2, Packing(capacity=128, align=1), zigzag"
-    assert _unlike(one, other) == ("Packing(capacity=64)", "Packing(capacity=128)")
-    assert _unlike("a, b, c", "a, c") == ("b", "nothing") and _unlike("b, a, a", "b, a") == ("a", "nothing")
-    assert _unlike("a", "b") == ("a", "b")
+    assert _without_common(one, other) == ("Packing(capacity=64)", "Packing(capacity=128)")
+    assert _without_common("a, b, c", "a, c") == ("b", "nothing") and _without_common("b, a, a", "b, a") == (
+        "a",
+        "nothing",
+    )
+    assert _without_common("a", "b") == ("a", "b")
 
 
 def other_layout(rank: int, path: str) -> Any:

@@ -274,9 +274,9 @@ def test_last_words_are_heard_though_the_connection_was_reset() -> None:
     ours.send(b"a ticket that is never read")
     theirs.send(b"who has died")
     theirs.close()
-    assert [share._heard(ours), share._heard(ours)] == [b"who has died", b""]
+    assert [share._read_ticket(ours), share._read_ticket(ours)] == [b"who has died", b""]
     other, silent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     other.settimeout(0.01)
     with pytest.raises(TimeoutError):
-        share._heard(other)
+        share._read_ticket(other)
     silent.close()

@@ -22,7 +22,7 @@ from strangers_job import LAYOUT, MANY, NOBODY, RANKS, STEPS
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.deliver.local import Door, connect
+from meshfeed.deliver.local import Listener, connect
 from observe import simulated, take
 from services.needs import needs, needs_root
 
@@ -98,25 +98,25 @@ def test_a_door_that_another_user_has_taken_over_is_not_trusted() -> None:
     process.join()
 
 
-def links_to(door: Door, count: int) -> list[socket.socket]:
+def connections_to(listener: Listener, count: int) -> list[socket.socket]:
     links = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(count)]
     for link in links:
-        link.connect(f"\0{door.name}")
+        link.connect(f"\0{listener.name}")
     return links
 
 
 @pytest.mark.parametrize("says", [b"", b"abc", b"x" * 8, b"x" * 100, bytes(8)])
 def test_whoever_says_nothing_that_makes_sense_keeps_nobody_waiting(says: bytes) -> None:
     """Silence, garbage, a rank that is not expected: before and between the ranks that are."""
-    with Door() as door:
-        strangers = links_to(door, MANY)
+    with Listener() as listener:
+        strangers = connections_to(listener, MANY)
         for link in strangers if says else ():
             link.send(says)
-        first = connect(door.name, 1, 20)
-        strangers += links_to(door, MANY)
-        second = connect(door.name, 2, 20)
-        again = connect(door.name, 2, 20)  # a rank is taken once
-        came = dict(door.accept([1, 2], 60, lambda: False))
+        first = connect(listener.name, 1, 20)
+        strangers += connections_to(listener, MANY)
+        second = connect(listener.name, 2, 20)
+        again = connect(listener.name, 2, 20)  # a rank is taken once
+        came = dict(listener.accept([1, 2], 60, lambda: False))
         assert sorted(came) == [1, 2]
         for link, rank in ((first, 1), (second, 2)):
             came[rank].send(b"to %d" % rank)
@@ -128,11 +128,11 @@ def test_whoever_says_nothing_that_makes_sense_keeps_nobody_waiting(says: bytes)
 
 
 def test_silent_connections_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshfeed.deliver.local._MOST_SILENT", 5)
-    with Door() as door:
-        silent = links_to(door, 12)
-        with connect(door.name, 1, 20) as link:
-            coming = door.accept([1, 2], 60, lambda: False)
+    monkeypatch.setattr("meshfeed.deliver.local._MAX_UNIDENTIFIED", 5)
+    with Listener() as listener:
+        silent = connections_to(listener, 12)
+        with connect(listener.name, 1, 20) as link:
+            coming = listener.accept([1, 2], 60, lambda: False)
             rank, accepted = next(coming)
             assert rank == 1
             # the oldest made room for the latest five, the rank among them
@@ -145,10 +145,10 @@ def test_silent_connections_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_waiting_for_ranks_ends_in_time_or_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:
-    with Door() as door, caplog.at_level(logging.WARNING):
+    with Listener() as listener, caplog.at_level(logging.WARNING):
         for timeout_s, is_over in ((0.01, lambda: False), (1e6, lambda: True)):
             with pytest.raises(TimeoutError):
-                list(door.accept([1], timeout_s, is_over))
+                list(listener.accept([1], timeout_s, is_over))
     assert not caplog.records
 
 

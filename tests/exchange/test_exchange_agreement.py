@@ -133,4 +133,6 @@ def test_verify_names_the_rank_that_holds_other_bytes() -> None:
     unseen = 40  # of 130 tokens every other is compared in every step
     for told, steps in world.run(verified, 3, unseen):
         assert steps == 2
-        assert re.match(r"\(1,\) .*step 1: rank\(s\) \[1\] hold other bytes .* in 'tokens'", told), told
+        assert re.match(
+            r"\(1,\) .*step 1: rank\(s\) \[1\] and their replicas hold different bytes in 'tokens'", told
+        ), told

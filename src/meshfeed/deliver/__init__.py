@@ -1,4 +1,4 @@
-"""Columns -> the ranks: four ways to the same bytes."""
+"""Columns -> the ranks: four deliveries of the same bytes."""
 
 from meshfeed.deliver.choose import make_delivery, tell
 from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic

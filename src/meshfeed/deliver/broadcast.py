@@ -1,8 +1,8 @@
 """One collective per microbatch: header and all columns in one buffer.
 
-Every rank knows from the plan how large the buffer should be. Where the plan cannot tell (columns of
-varying shape), the largest surplus so far is added; a message that still does not fit is announced by
-its own header and sent once more in full, and all ranks remember.
+Every rank computes the buffer size from the plan. Columns of varying shape may exceed it, so the largest
+excess so far is added. If a message still does not fit, its header says so, it is sent again in full, and all
+ranks remember the excess.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _GRAIN = 4096
 class Broadcast:
     """Columns from one reader to its peers by gloo's broadcast.
 
-    The stream ends for all together: a reader that is interrupted says so in its next message, and the
-    others go on receiving, and dropping, until they hear it. So no collective is left half-done.
+    All ranks end together: an interrupted reader announces the end in its next message. Until then the others
+    continue to receive, and drop what they receive. So no collective is left half-done.
     """
 
     def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:

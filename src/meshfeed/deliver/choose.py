@@ -17,7 +17,7 @@ from meshfeed.roles import DeliveryName, Role
 
 
 def tell(delivery: Delivery, error: Exception, rank: int, step: int, num_bytes: int) -> MeshfeedError:
-    """Tell the peers, as far as they are there, that `rank` could not read; returns what all are to raise."""
+    """Send the peers the read error of `rank`. Returns the error that every rank raises."""
     record = ErrorRecord.of(error)
     who = f"rank {rank} (host {socket.gethostname()}) could not read step {step}"
     record = replace(record, text=f"{who}: {record.text}")
@@ -35,10 +35,10 @@ def make_delivery(
     num_slots: int,
     patience_s: float | None = None,
 ) -> Delivery:
-    """The delivery that fits a role that needs stored columns.
+    """The delivery for a role that needs stored columns.
 
-    meeting: where its peers meet; may be None where it has none. num_slots: microbatches in flight.
-    patience_s: how long `deliver` waits for a peer that is alive; None for ever, as on a thread of its own.
+    meeting: where its peers meet; may be None if it has no peers. num_slots: microbatches in flight.
+    patience_s: how long `deliver` waits for a live peer; None waits without limit, as a producer thread does.
     """
     if name == "direct" or not role.peers or role.source is None:
         return Direct()

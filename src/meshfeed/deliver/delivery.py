@@ -1,4 +1,4 @@
-"""The one seam between reading and training: columns in on the reader, columns out on every rank."""
+"""The interface between reading and training: columns in on the reader, columns out on every rank."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from meshfeed.columns import Columns
 
 
 class EndOfStream(Exception):
-    """The source has closed its feed, or this rank has: nothing more will come. Not an error.
+    """The source or this rank has closed its feed: no more data follows. Not an error.
 
-    args: the ranks that ended, where it is not the source.
+    args: the ranks that ended, unless it is the source.
     """
 
 
@@ -21,7 +21,7 @@ class Traffic:
     """What a delivery has moved so far on this rank.
 
     Attributes:
-        messages: microbatches sent or received; twice where a rank passes on what it receives.
+        messages: microbatches sent or received; a relay counts both.
         collectives: torch.distributed collectives called.
         num_bytes: bytes sent or received, headers included.
     """
@@ -32,10 +32,10 @@ class Traffic:
 
 
 class Delivery(Protocol):
-    """How stored columns reach this rank. `with` meets the peers and lets them go again.
+    """How stored columns reach this rank. `with` connects to the peers and disconnects again.
 
-    All calls but `interrupt` come from one thread. Columns that `deliver` returns are good until the
-    next call.
+    All calls except `interrupt` come from one thread. Columns that `deliver` returns are valid until the next
+    call.
     """
 
     @property
@@ -44,35 +44,35 @@ class Delivery(Protocol):
         ...
 
     def __enter__(self) -> Self:
-        """Meet the peers. Raises PeerError naming those that do not come in time."""
+        """Connect to the peers. Raises PeerError naming those that do not arrive in time."""
         ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the peers go; never blocks."""
+        """Disconnect; never blocks."""
         ...
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """One microbatch. columns: what the reader read, None on the others.
 
-        num_bytes: the size of the columns as the plan has it, equal on all peers; a hint.
-        Raises EndOfStream, PeerError (a peer is gone), the reader's own MeshfeedError (it failed),
-        TimeoutError (a peer is alive, but patience is over).
+        num_bytes: the planned size of the columns, equal on all peers; a hint.
+        Raises EndOfStream, PeerError (a peer is lost), the reader's own MeshfeedError (it failed),
+        TimeoutError (a live peer is too slow).
         """
         ...
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
-        """On the reader, instead of `deliver`: tell the peers that there will be no data, and why."""
+        """On the reader, instead of `deliver`: send the peers the error that ends the data."""
         ...
 
     def interrupt(self) -> None:
-        """From another thread: this rank wants no more. `deliver` raises EndOfStream as soon as it may."""
+        """From another thread: stop. `deliver` raises EndOfStream as soon as its peers allow."""
         ...
 
 
 class Direct:
-    """The rank reads for itself, or needs nothing that is read: nothing moves."""
+    """For a rank that reads for itself or needs no stored data: nothing is sent."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()
@@ -87,14 +87,14 @@ class Direct:
         pass
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
-        """The columns themselves; {} where there are none."""
+        """The columns themselves; {} if there are none."""
         if self._interrupted:
             raise EndOfStream
         self.traffic.messages += 1
         return columns or {}
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
-        """Nobody to tell."""
+        """No peers to notify."""
 
     def interrupt(self) -> None:
         """See Delivery."""

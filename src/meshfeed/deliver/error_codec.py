@@ -1,6 +1,6 @@
-"""Why a rank ended, in a form that travels: the class of an error, its text, the ranks at fault.
+"""Errors as bytes: class, message and the ranks at fault.
 
-Nothing but classes of `meshfeed.errors` is ever made from what comes in.
+Decoding creates classes of `meshfeed.errors` only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Self
 from meshfeed import errors
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
 
-_UNREADABLE = "a rank failed, and why cannot be read"
+_UNREADABLE = "a rank failed; its error message cannot be decoded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ErrorRecord:
     """An error without its traceback.
 
     Attributes:
-        kind: name of its class in `meshfeed.errors`; any other name stands for DeliveryError.
+        kind: name of its class in `meshfeed.errors`; any other name means DeliveryError.
         text: its message.
         ranks: the ranks at fault, of a PeerError or VerifyError.
     """
@@ -32,7 +32,7 @@ class ErrorRecord:
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        """The record of an error. One that is not meshfeed's own keeps its class in its text."""
+        """The record of an error. A class from outside meshfeed is named in the text."""
         # a subclass defined elsewhere becomes the class in `errors` that it derives from
         known = next((c for c in type(error).__mro__ if vars(errors).get(c.__name__) is c), None)
         if known is None:
@@ -41,7 +41,7 @@ class ErrorRecord:
         return cls(known.__name__, str(error), tuple(ranks))
 
     def exception(self) -> MeshfeedError:
-        """The error again."""
+        """The recorded error."""
         kind = vars(errors).get(self.kind)
         if not (isinstance(kind, type) and issubclass(kind, MeshfeedError)):
             kind = DeliveryError
@@ -50,7 +50,7 @@ class ErrorRecord:
         return kind(self.text)
 
     def encode(self, max_bytes: int) -> bytes:
-        """As JSON of at most so many bytes: a long text loses its end, and so do thousands of ranks."""
+        """JSON of at most `max_bytes`. A long text, or a list of thousands of ranks, is truncated."""
         text, ranks = self.text, self.ranks
         while len(ranks_in_words(ranks)) > max_bytes // 2:
             ranks = ranks[: len(ranks) // 2]
@@ -63,7 +63,7 @@ class ErrorRecord:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Self:
-        """The record that was encoded. Accepts any bytes: reporting an error must not fail."""
+        """Decode a record. Accepts any bytes: reporting an error must not fail."""
         try:
             record: Any = json.loads(encoded.decode(errors="replace"))
             kind, text, ranks = record
@@ -73,7 +73,7 @@ class ErrorRecord:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """(0, 1, 2, 3, 8) -> "0:3-8": short for a group of thousands, and different for different ranks."""
+    """(0, 1, 2, 3, 8) -> "0:3-8": short even for thousands of ranks, and unique."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""One error for the whole job: what ends one rank's run for good ends the same run of every rank.
+"""One error for the whole job: an error that ends one rank's run ends that run on every rank.
 
 A rank that fails publishes a *notice* in the rendezvous store: its error, and the step at which the run ends.
 All ranks continue until that step and raise there, so none waits in a collective for a rank that stopped
@@ -23,14 +23,14 @@ _MAX_BYTES = 4096
 
 
 class Failures:
-    """Publishes what ends this rank's run, and learns what ended another rank's.
+    """Publishes the error that ends this rank's run and reads the notices of other ranks.
 
     Without a meeting it does nothing. If the store is lost during a run, because the rank that hosts it has
-    ended, this run continues: the delivery group still notices ranks that die.
+    ended, this run continues: the delivery group still detects ranks that die.
 
     Args:
         meeting: where the ranks meet; None for one process.
-        rank: this one.
+        rank: this rank.
         wake: called from another thread when a notice arrives.
     """
 
@@ -48,25 +48,25 @@ class Failures:
             meeting.on_error = lambda error: self._publish(error, start)
             self._find_run(meeting)
             meeting.client.watch(self)
-            self.on_notice()  # for those that arrived between the two
+            self.on_notice()  # for notices that arrived between the two calls
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._own = None  # its frames would keep alive what they hold
+        self._own = None  # its traceback would keep its frames' objects alive
         if self._meeting is not None and self._is_open:
             self._meeting.client.unwatch(self)
 
     def record(self, error: Exception) -> None:
-        """Record this rank's own error. Call before notifying peers: they know its text alone."""
+        """Record this rank's own error. Call before notifying peers: they receive its text alone."""
         self._own = self._own or error
 
     def error_at(self, step: int) -> BaseException | None:
-        """The job's error, if the run ends at this step or before; this rank's own exception if it was first.
+        """The job's error if the run ends at or before this step; this rank's own exception if it was first.
 
-        Asks the store once before a run's second step, since other ranks may have refused to begin at all,
-        and while the job is ending: another rank may have failed earlier.
+        Asks the store once before a run's second step, since other ranks may have refused to start, and again
+        while the job is ending, since another rank may have failed earlier.
         """
         notice = self._notice()
         has_begun = self._meeting is not None and step > self._meeting.start
@@ -82,7 +82,7 @@ class Failures:
         return error
 
     def fail(self, error: Exception, step: int) -> NoReturn:
-        """Publish that this rank ends at `step`, and raise the job's error: the first that was published.
+        """Publish that this rank ends at `step`, and raise the job's error: the first one published.
 
         A lost peer ends the run at once, since the next collective would wait for it. So do ranks that start
         from different steps: they have no step in common.
@@ -98,7 +98,7 @@ class Failures:
         notice, meeting = self._notice(), self._meeting
         if notice is not None and meeting is not None:
             if notice.step <= meeting.start:
-                meeting.call_off()
+                meeting.cancel()
             self._wake()
 
     @property
@@ -106,7 +106,7 @@ class Failures:
         return bool(self._prefix) and self._process == os.getpid()
 
     def _publish(self, error: Exception, step: int) -> ErrorRecord:
-        """Publish a notice, unless one ends the run no later; the record of the error."""
+        """Publish a notice unless another ends the run at this step or before. Returns the error's record."""
         record = ErrorRecord.of(error)
         if not record.text.startswith("rank "):
             record = replace(record, text=f"rank {self._rank} ended at step {step}: {record.text}")
@@ -119,11 +119,11 @@ class Failures:
                 if self._meeting.client.add_notice(text, self._patience_s):
                     break
         except DeliveryError as lost:
-            error.add_note(f"rank {self._rank} could not tell the other ranks of this error: {lost}")
+            error.add_note(f"rank {self._rank} could not report this error to the other ranks: {lost}")
         return record
 
     def _find_run(self, meeting: Meeting) -> None:
-        """Skip runs that failed because peers waited for this rank: they have counted those."""
+        """Skip runs that failed because this rank was missing: the peers have counted them."""
         while True:
             self._prefix = meeting.prefix
             notice = self._notice(look=True)
@@ -131,7 +131,7 @@ class Failures:
                 return
             if self._rank not in notice.error.ranks:
                 return
-            meeting.pass_over()
+            meeting.skip()
 
     def _notice(self, *, look: bool = False) -> Notice | None:
         """The first error and the earliest step of this run's notices. look: ask the store for new ones."""
@@ -146,5 +146,5 @@ class Failures:
 
     @property
     def _patience_s(self) -> float:
-        """For the store. With what was waited for before, an error ends within twice the timeout."""
+        """Timeout of store calls here: with the wait before it, an error ends within twice the timeout."""
         return 0.0 if self._meeting is None else self._meeting.timeout_s / 2

@@ -1,7 +1,7 @@
-"""Descriptors that belong to this process alone, and must not live on in its children.
+"""Descriptors that belong to this process alone and must not stay open in its children.
 
-Peers notice that a rank has died when its connections close. A trainer forks, for data workers and uploads; a
-child that kept the connections would hide that death for as long as the child lives.
+Peers detect a dead rank by its closed connections. A trainer forks data workers and uploads. A child that
+kept the connections open would hide the death of its parent.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import weakref
 
 
 class Private:
-    """Descriptors that forked children let go, and programs that this process starts never get.
+    """Descriptors that forked children close and executed programs do not inherit.
 
-    In a forked child each number then stands for /dev/null. It stays taken: a library that closes it there,
-    as gloo does, closes no other file.
+    In a forked child each number then refers to /dev/null. The number stays in use, so a library that closes
+    it there, as gloo does, cannot close another file.
     """
 
     def __init__(self) -> None:
         self._files: dict[int, tuple[int, int]] = {}
-        _every.add(self)
+        _instances.add(self)
 
     def add(self, descriptor: int) -> None:
-        """Keep an open descriptor from children for as long as it and this object live."""
+        """Hide an open descriptor from children while both it and this object exist."""
         os.set_inheritable(descriptor, False)
         file = _file_of(descriptor)
         if file is not None:
             self._files[descriptor] = file
 
-    def let_go(self) -> None:
-        """In a forked child: drop them."""
+    def release(self) -> None:
+        """Close them in a forked child."""
         with contextlib.suppress(OSError):
             nothing = os.open(os.devnull, os.O_RDWR)
             for descriptor, file in self._files.items():
@@ -40,20 +40,20 @@ class Private:
         self._files.clear()
 
 
-_every: weakref.WeakSet[Private] = weakref.WeakSet()
+_instances: weakref.WeakSet[Private] = weakref.WeakSet()
 
 
-def _let_go_all() -> None:
-    for each in list(_every):
-        each.let_go()
+def _release_all() -> None:
+    for each in list(_instances):
+        each.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_all)
+    os.register_at_fork(after_in_child=_release_all)
 
 
 def _file_of(descriptor: int) -> tuple[int, int] | None:
-    """What tells a file from any other that is open; None where nothing is."""
+    """(device, inode) of an open file; None if the descriptor is closed."""
     try:
         found = os.fstat(descriptor)
     except OSError:

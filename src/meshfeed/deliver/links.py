@@ -1,7 +1,7 @@
-"""The TCP connections of a gloo group: kept from children, and asked who at the other end is gone.
+"""The TCP connections of a gloo group: hidden from children, and checked for lost peers.
 
-gloo names neither its descriptors nor, when one breaks, the rank. It leaves them open to forked and executed
-children, where they would hide the death of this rank from its peers.
+gloo exposes neither its descriptors nor, when a connection breaks, the rank. Forked and executed children
+inherit them, which would hide the death of this rank from its peers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HERE = Path("/proc/self/fd")
 
 
 class Links:
-    """Connections that a library has opened between the making of this object and `found`."""
+    """Connections that a library opens between the creation of this object and `found`."""
 
     def __init__(self) -> None:
         self._private = Private()
@@ -32,7 +32,8 @@ class Links:
         self._member_at: dict[int, int] = {}
 
     def found(self, num_members: int) -> npt.NDArray[np.int64]:
-        """This end of each connection, for the other members: digests, int64 [num_members], then 0."""
+        """Digests of this end of each connection, for the other members; int64 [num_members], padded with
+        0."""
         ends = np.zeros(num_members, np.int64)
         for descriptor, file in _inheritable_sockets() - self._before:
             self._private.add(descriptor)
@@ -43,10 +44,11 @@ class Links:
         return ends
 
     def identify(self, ends: npt.NDArray[np.int64]) -> None:
-        """Learn who is at the other end of each. ends: what each member `found`; int64 [n, n]."""
+        """Map each connection to the member at its other end. ends: what each member `found`; int64 [n,
+        n]."""
         theirs = [there for _, _, there in self._links.values()]
-        for member, place in np.argwhere(np.isin(ends, theirs)).tolist():
-            self._member_at[int(ends[member, place])] = member
+        for member, column in np.argwhere(np.isin(ends, theirs)).tolist():
+            self._member_at[int(ends[member, column])] = member
 
     def lost(self) -> list[int]:
         """Members whose connections are closed."""
@@ -55,9 +57,9 @@ class Links:
 
 
 def _inheritable_sockets() -> set[tuple[int, int]]:
-    """(descriptor, inode) of this process's sockets that its children would get.
+    """(descriptor, inode) of this process's sockets that its children would inherit.
 
-    Those of gloo are among them; what Python and torch's stores open is not.
+    That includes gloo's sockets, but not those of Python and torch's stores.
     """
     found: set[tuple[int, int]] = set()
     with contextlib.suppress(FileNotFoundError):  # a system without /proc
@@ -70,7 +72,7 @@ def _inheritable_sockets() -> set[tuple[int, int]]:
 
 
 def _ends_of(descriptor: int) -> tuple[int, int] | None:
-    """Digests of both ends of a TCP connection; None for any other socket, such as one that listens."""
+    """Digests of both ends of a TCP connection; None for any other socket, such as a listening one."""
     try:
         with _borrowed(descriptor) as link:
             if link.family not in (socket.AF_INET, socket.AF_INET6):
@@ -87,7 +89,7 @@ def _digest(family: int, name: tuple[str, int]) -> int:
 
 
 def _is_over(descriptor: int, file: int) -> bool:
-    """Whether a connection was closed, by gloo or at its other end."""
+    """Whether a connection was closed, by gloo or by its peer."""
     try:
         with _borrowed(descriptor) as link:
             if os.fstat(link.fileno()).st_ino != file:
@@ -101,7 +103,7 @@ def _is_over(descriptor: int, file: int) -> bool:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Generator[socket.socket]:
-    """A socket object of another's descriptor, which stays open. Raises OSError where that is no socket."""
+    """A socket object for a borrowed descriptor, which stays open. Raises OSError if it is not a socket."""
     own = os.dup(descriptor)
     try:
         link = socket.socket(fileno=own)

@@ -1,7 +1,7 @@
-"""Connections between the ranks of one machine, for processes of one user.
+"""Connections between ranks on one machine that run as the same user.
 
-Any user may connect to an abstract unix socket, and any may listen at a name that has become free. So both
-ends ask the kernel who is at the other one, before they read a byte or trust a descriptor.
+Any user may connect to an abstract Unix socket, or listen at a name that has become free. So both ends ask
+the kernel for the peer's user before they read a byte or accept a descriptor.
 """
 
 from __future__ import annotations
@@ -20,74 +20,74 @@ from types import TracebackType
 from typing import Self
 
 _HELLO = struct.Struct("<q")  # rank
-_LOOK_EVERY_S = 0.5  # for what ends the waiting from outside
-_MOST_SILENT = 256  # connections of this user that have not said which rank they are
+_CHECK_EVERY_S = 0.5  # how often `accept` asks whether to stop
+_MAX_UNIDENTIFIED = 256  # connections of this user that have not sent their rank
 
 _log = logging.getLogger("meshfeed")
 
 
-class Door:
-    """Where ranks of this machine connect to one of them.
+class Listener:
+    """Accepts connections from ranks on this machine.
 
-    Strangers are closed before anything is read. Nobody who connects, of any user, keeps another waiting.
+    Connections from other users are closed before anything is read. A connection that sends nothing does not
+    delay the others.
 
     Attributes:
-        name: what `connect` takes. Nobody else can have it: other jobs, and this one's earlier lives, never
-            meet it.
+        name: the argument of `connect`. It is unique, so no other job and no earlier run of this one uses it.
     """
 
     def __init__(self) -> None:
         self.name = f"meshfeed-{uuid.uuid4().hex}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._warned = False
 
     def __enter__(self) -> Self:
         try:
-            self._listener.bind(f"\0{self.name}")
-            self._listener.listen(socket.SOMAXCONN)
-            self._listener.setblocking(False)
+            self._socket.bind(f"\0{self.name}")
+            self._socket.listen(socket.SOMAXCONN)
+            self._socket.setblocking(False)
         except OSError:
-            self._listener.close()
+            self._socket.close()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._listener.close()
+        self._socket.close()
 
     def fileno(self) -> int:
         """The listening descriptor."""
-        return self._listener.fileno()
+        return self._socket.fileno()
 
     def accept(
         self, ranks: Collection[int], timeout_s: float, is_over: Callable[[], bool]
     ) -> Generator[tuple[int, socket.socket]]:
-        """Each of these ranks and its connection, as they come; the caller closes them.
+        """Each of these ranks and its connection, in order of arrival; the caller closes them.
 
-        is_over: asked now and then, whether to stop waiting. Raises TimeoutError then, and after `timeout_s`.
+        is_over: polled; whether to stop waiting. Raises TimeoutError then, and after `timeout_s`.
         """
         missing, deadline = set(ranks), time.monotonic() + timeout_s
-        silent: deque[socket.socket] = deque()
+        unidentified: deque[socket.socket] = deque()
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-            stack.callback(lambda: [link.close() for link in silent])
-            selector.register(self._listener, selectors.EVENT_READ)
+            stack.callback(lambda: [link.close() for link in unidentified])
+            selector.register(self._socket, selectors.EVENT_READ)
             while missing:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or is_over():
                     raise TimeoutError
-                for key, _ in selector.select(min(left_s, _LOOK_EVERY_S)):
-                    if key.fileobj is self._listener:
-                        if (link := self._welcome()) is not None:
-                            silent.append(link)
+                for key, _ in selector.select(min(left_s, _CHECK_EVERY_S)):
+                    if key.fileobj is self._socket:
+                        if (link := self._accept_own_user()) is not None:
+                            unidentified.append(link)
                             selector.register(link, selectors.EVENT_READ, link)
-                        if len(silent) > _MOST_SILENT:
-                            selector.unregister(silent[0])
-                            silent.popleft().close()
-                    elif key.data in silent:
+                        if len(unidentified) > _MAX_UNIDENTIFIED:
+                            selector.unregister(unidentified[0])
+                            unidentified.popleft().close()
+                    elif key.data in unidentified:
                         selector.unregister(key.data)
-                        silent.remove(key.data)
-                        rank = _introduced(key.data)
+                        unidentified.remove(key.data)
+                        rank = _rank_of(key.data)
                         if rank not in missing:
                             key.data.close()
                             continue
@@ -95,12 +95,12 @@ class Door:
                         key.data.setblocking(True)
                         yield rank, key.data
 
-    def _welcome(self) -> socket.socket | None:
-        """The next connection, where it is of this user."""
+    def _accept_own_user(self) -> socket.socket | None:
+        """The next connection; None if it belongs to another user or is already closed."""
         try:
-            link, _ = self._listener.accept()
+            link, _ = self._socket.accept()
         except BlockingIOError:
-            return None  # it is gone already
+            return None
         user = user_of(link)
         if user == os.geteuid():
             link.setblocking(False)
@@ -118,14 +118,14 @@ class Door:
 
 
 def connect(name: str, rank: int, timeout_s: float) -> socket.socket:
-    """A connection to a `Door`, once it has been told which rank this is.
+    """Connect to a `Listener` and send this rank.
 
-    Raises OSError, PermissionError where a process of another user has the door.
+    Raises OSError; PermissionError if the listener belongs to another user.
     """
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        # With a timeout of Python's, connecting fails at once where strangers fill the queue of connections;
-        # with the socket's own, it waits its turn.
+        # With a Python timeout, connecting fails at once when the queue of connections is full; with the
+        # socket's own timeout it waits.
         seconds = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
         try:
@@ -143,13 +143,13 @@ def connect(name: str, rank: int, timeout_s: float) -> socket.socket:
 
 
 def user_of(link: socket.socket) -> int:
-    """The user of the process at the other end, as the kernel knows it."""
+    """The user id of the process at the other end, from the kernel."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1]
 
 
-def _introduced(link: socket.socket) -> int | None:
-    """The rank that a connection says it is; None where it says nothing that makes sense, or is gone."""
+def _rank_of(link: socket.socket) -> int | None:
+    """The rank that a connection sent; None if it sent anything else or was closed."""
     try:
         hello = link.recv(_HELLO.size + 1)
     except OSError:

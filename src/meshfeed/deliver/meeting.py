@@ -1,11 +1,11 @@
-"""How the ranks of one job find each other, and see that they have the same: by name, through a
-torch.distributed key-value store.
+"""Rendezvous of a job's ranks through a torch.distributed key-value store.
 
-Nothing global: only the members of a group take part, and one that does not come is named.
+Ranks meet by name and check that their arguments agree. Only the members of a group take part; a missing
+member is named.
 
-All that a run leaves in the store is under its *number*: how many runs of this name this rank has begun. All
-ranks begin the same runs of a name in the same order, so it is the same on all of them; a run that failed
-counts on every rank, so they meet again in the next.
+A run's keys contain its *number*: how many runs of this name the rank has begun. All ranks begin the runs of
+a name in the same order, so the number is the same on all of them. A failed run counts too, so ranks meet
+again in the next.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from meshfeed.errors import DeliveryError, PeerError, StateError
 
 T = TypeVar("T")
 
-_LOOKS_PER_S = 5_000  # of all ranks that wait together
+_POLLS_PER_S = 5_000  # by all waiting ranks together
 _LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0
-_MOST_NAMED = 16
+_MAX_NAMED = 16
 
 _log = logging.getLogger("meshfeed")
 
-# by store, not by process: where a process meets others at another store, neither side has a past
+# per store: at a new store every rank counts from 0
 _numbers: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
 _claimed: set[tuple[str, str, str, int]] = set()  # process, store, name, rank
 
@@ -51,11 +51,11 @@ class Meeting:
 
     Attributes:
         store: any torch.distributed Store that all of them reach.
-        rank: this one, of the job.
-        timeout_s: how long to wait for the others, and for the store.
-        name: of the feed. Runs of one name are begun in the same order by all ranks that begin any.
-        start: the step from which this rank goes on; the others must too.
-        num_ranks: of the job.
+        rank: this rank.
+        timeout_s: how long to wait for the other ranks and for the store.
+        name: of the feed. All ranks that begin runs of this name begin them in the same order.
+        start: the step at which this rank starts or resumes; equal on all ranks.
+        num_ranks: in the job.
         on_error: called with an error that ends a meeting, before this rank leaves its peers.
     """
 
@@ -68,74 +68,79 @@ class Meeting:
     on_error: Callable[[Exception], object] = lambda error: None
     _prefix: str = field(default="", init=False)
     _space: str = field(default="", init=False)
-    _off: threading.Event = field(default_factory=threading.Event, init=False, repr=False, compare=False)
+    _cancelled: threading.Event = field(
+        default_factory=threading.Event, init=False, repr=False, compare=False
+    )
 
     @property
     def client(self) -> StoreClient:
-        """This process's way to the store."""
+        """This process's client of the store."""
         return client_of(self.store)
 
     def call(self, operation: Callable[[Any], T]) -> T:
-        """What an operation on the store returns, within `timeout_s`. Raises DeliveryError."""
+        """Run an operation on the store within `timeout_s`. Raises DeliveryError."""
         return self.client.call(operation, self.timeout_s)
 
     def say(self, key: str, text: str) -> str:
-        """The first text that any rank of this run said under a key. Raises DeliveryError."""
+        """Write a text under a key unless a rank of this run already has. Returns the first text written.
+
+        Raises DeliveryError.
+        """
         return self.client.say(f"{self.prefix}/{key}", text, self.timeout_s)
 
-    def is_called_off(self) -> bool:
-        """Whether `call_off` was called: a rank that this one waits for will not come."""
-        return self._off.is_set()
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled.is_set()
 
     @property
     def prefix(self) -> str:
-        """A key prefix that this run has on all ranks of the job, and no other run; waits for nobody."""
+        """This run's key prefix: equal on all ranks of the job, different from other runs. Does not wait."""
         if not self._prefix:
             self._space = self.client.say("meshfeed/space", uuid.uuid4().hex, self.timeout_s)
             of = hashlib.blake2b(self.name.encode(), digest_size=8).hexdigest()
             self._prefix = f"meshfeed/{of}/{next(_numbers[self._space, self.name])}"
         return self._prefix
 
-    def pass_over(self) -> None:
-        """Take part in the next run instead: this one failed because this rank had not come."""
+    def skip(self) -> None:
+        """Join the next run instead: this one failed because this rank was missing."""
         self._prefix = ""
 
-    def call_off(self) -> None:
-        """From another thread: somebody will not come. Who waits here ends with PeerError."""
-        self._off.set()
+    def cancel(self) -> None:
+        """From another thread: a rank will not arrive. Calls that wait here raise PeerError."""
+        self._cancelled.set()
 
-    def compare(self, brought: Mapping[str, str]) -> None:
-        """Compare with the rank of the job that came first; waits for nobody.
+    def compare(self, arguments: Mapping[str, str]) -> None:
+        """Compare arguments with those of the rank that arrived first. Does not wait.
 
-        brought: all that ranks must agree on, part by part. Raises PeerError where a part differs or two
-        processes are one rank, StateError where first steps differ, DeliveryError for a lost store.
+        arguments: all values that ranks must agree on, by name. Raises PeerError if one differs or if two
+        processes have the same rank, StateError if first steps differ, DeliveryError for a lost store.
         """
         rank = self.rank
         if not self._is_alone():
             raise PeerError(
-                f"two processes of this job are rank {rank}, or its store served another job before; give "
+                f"two processes of this job are rank {rank}, or its store has served another job; give "
                 f"each process its own rank, and each job its own store",
                 [rank],
             )
-        first = self.say("first", json.dumps([rank, self.start, dict(brought)]))
+        first = self.say("first", json.dumps([rank, self.start, dict(arguments)]))
         other, start, there = json.loads(first)
-        differ = [part for part in {**brought, **there} if brought.get(part) != there.get(part)]
+        differ = [part for part in {**arguments, **there} if arguments.get(part) != there.get(part)]
         if differ:
-            told = _differences(differ, brought, there, rank, other)
+            differences = _differences(differ, arguments, there, rank, other)
             raise PeerError(
-                f"rank {rank} and rank {other} disagree: {told}; "
-                f"give every rank the same arguments and version, or, where these are two feeds that not all "
-                f"ranks begin in the same order, give each a name of its own (name=)",
+                f"rank {rank} and rank {other} disagree: {differences}; "
+                f"give every rank the same arguments and version. If these are two feeds that ranks begin in "
+                f"different orders, give each its own name (name=)",
                 sorted((rank, int(other))),
             )
         if start != self.start:
             raise StateError(
-                f"rank {rank} goes on from step {self.start}, rank {other} from step {start}: the checkpoint "
-                f"is torn; load one that all ranks saved at the same step"
+                f"rank {rank} resumes at step {self.start}, rank {other} at step {start}: the checkpoint is "
+                f"inconsistent; load one that all ranks saved at the same step"
             )
 
     def _is_alone(self) -> bool:
-        """Whether no other process is this rank; said once per process, not in a key of every run."""
+        """Whether no other process is this rank. Claimed once per process, not in every run."""
         key, process = f"{self.prefix.rpartition('/')[0]}/rank/{self.rank}", _identity(os.getpid())
         claim = (process, self._space, self.name, self.rank)
         if claim not in _claimed:
@@ -145,10 +150,10 @@ class Meeting:
         return True
 
     def meet(self, purpose: str, peers: Sequence[int]) -> str:
-        """Wait until every peer has come to the same purpose; returns a key prefix of this meeting alone.
+        """Wait until every peer has arrived for a purpose. Returns a key prefix of this meeting alone.
 
-        Members meet once for a purpose. Raises PeerError naming who is missing after `timeout_s`, and where
-        the meeting is called off; DeliveryError where the store is lost.
+        Members meet once for a purpose. Raises PeerError naming the ranks missing after `timeout_s`, or if
+        the meeting is cancelled; DeliveryError if the store is lost.
         """
         prefix = f"{self.prefix}/{purpose}/{ranks_in_words(peers)}"
 
@@ -157,27 +162,27 @@ class Meeting:
             return store.add(f"{prefix}/count", 1)
 
         try:
-            come = self.call(arrive) == len(peers) or self._await(prefix, purpose, peers)
+            all_arrived = self.call(arrive) == len(peers) or self._wait_for_all(prefix, purpose, peers)
         except DeliveryError as error:
             self.on_error(error)  # before leaving: a peer that loses this rank would report that instead
             if isinstance(error, PeerError):
-                self._go_on(prefix, False)
+                self._decide(prefix, False)
             raise
-        if not self._go_on(prefix, come):
+        if not self._decide(prefix, all_arrived):
             raise PeerError(
-                f"rank {self.rank} waited for ranks {_some(peers)}, and one of them ended before it came"
+                f"rank {self.rank} waited for ranks {_short(peers)}, and one of them ended before arriving"
             )
         return prefix
 
     def gloo_group(self, purpose: str, peers: tuple[int, ...]) -> GlooGroup:
-        """Connections among the peers alone, made once all of them have come.
+        """Gloo connections among the peers, opened once all of them have arrived.
 
-        Raises PeerError as `meet` does, or where one of them is lost on the way.
+        Raises PeerError as `meet` does, or if a peer is lost while connecting.
         """
         prefix, rank = self.meet(purpose, peers), self.rank
         store = PrefixStore(f"{prefix}/gloo", self.store)
         try:
-            # its own timeout comes first, unless the store is silent
+            # gloo's own timeout comes first, unless the store does not answer
             return within(1.25 * self.timeout_s, lambda: GlooGroup(store, rank, peers, self.timeout_s))
         except (*FAILURES, TimeoutError) as broken:
             others = [peer for peer in peers if peer != rank]
@@ -188,17 +193,17 @@ class Meeting:
                 others,
             ) from broken
 
-    def _await(self, prefix: str, purpose: str, peers: Sequence[int]) -> bool:
-        """Wait until a meeting is decided. False where it is called off, PeerError after `timeout_s`."""
+    def _wait_for_all(self, prefix: str, purpose: str, peers: Sequence[int]) -> bool:
+        """Wait until a meeting is decided. False if it is cancelled; PeerError after `timeout_s`."""
         began, log_at, pause = time.monotonic(), _LOG_AFTER_S, 0.001
-        longest = max(0.05, self.num_ranks / _LOOKS_PER_S)
+        longest = max(0.05, self.num_ranks / _POLLS_PER_S)
         while not self.call(lambda store: store.check([f"{prefix}/go"])):
             waited = time.monotonic() - began
-            if waited >= min(log_at, self.timeout_s) and (absent := self._missing(prefix, peers)):
+            if waited >= min(log_at, self.timeout_s) and (absent := self._missing_ranks(prefix, peers)):
                 if waited >= self.timeout_s:
                     raise PeerError(
-                        f"rank {self.rank} waited {self.timeout_s:g} s for rank(s) {_some(absent)} to join "
-                        f"its {purpose} group {_some(peers)}; every rank of the group must iterate its Feed "
+                        f"rank {self.rank} waited {self.timeout_s:g} s for rank(s) {_short(absent)} to join "
+                        f"its {purpose} group {_short(peers)}; every rank of the group must iterate its Feed "
                         f"(are they running?)",
                         absent,
                     )
@@ -206,19 +211,22 @@ class Meeting:
                     "rank %d has waited %.0f s for rank(s) %s to join its %s group; it waits %g s at most",
                     self.rank,
                     waited,
-                    _some(absent),
+                    _short(absent),
                     purpose,
                     self.timeout_s,
                 )
                 log_at = waited + _LOG_EVERY_S
-            if self._off.wait(pause):
+            if self._cancelled.wait(pause):
                 return False
             pause = min(2 * pause, longest)
         return True
 
-    def _missing(self, prefix: str, peers: Sequence[int]) -> list[int]:
-        """Who has not come. The first to ask works it out for all who ask before another one comes:
-        thousands of ranks that each fetch thousands of names would keep the store busy for minutes."""
+    def _missing_ranks(self, prefix: str, peers: Sequence[int]) -> list[int]:
+        """The ranks that have not arrived.
+
+        The first rank to ask publishes the answer for the others, until another rank arrives: thousands of
+        ranks that each fetch thousands of names would keep the store busy for minutes.
+        """
 
         def ask(store: Any) -> str:
             key = f"{prefix}/missing/{store.add(f'{prefix}/count', 0)}"
@@ -229,19 +237,19 @@ class Meeting:
 
         return ranks_of_words(self.call(ask).strip("-"))
 
-    def _go_on(self, prefix: str, come: bool) -> bool:
-        """All members go on, or none does, since each would wait for the others: the first word holds."""
-        return self.client.say(f"{prefix}/go", str(come), self.timeout_s) == str(True)
+    def _decide(self, prefix: str, all_arrived: bool) -> bool:
+        """Whether the meeting takes place. The first value written decides for all members."""
+        return self.client.say(f"{prefix}/go", str(all_arrived), self.timeout_s) == str(True)
 
 
 @functools.cache
 def _identity(pid: int) -> str:
-    """Of this process, by whatever connection it speaks; a fork is another."""
+    """A unique id of this process; a forked child has another."""
     return uuid.uuid4().hex
 
 
 def default_store() -> Store | None:
-    """The store of the default process group; None where torch.distributed is not initialised."""
+    """The store of the default process group; None if torch.distributed is not initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
@@ -250,35 +258,35 @@ def default_store() -> Store | None:
 def _differences(
     parts: Sequence[str], here: Mapping[str, str], there: Mapping[str, str], rank: int, other: int
 ) -> str:
-    told: list[str] = []
+    differences: list[str] = []
     for part in parts:
-        ours, theirs = _unlike(here.get(part, ""), there.get(part, ""))
-        told.append(f"{part} is {ours} on rank {rank}, {theirs} on rank {other}")
-    return "; ".join(told)
+        ours, theirs = _without_common(here.get(part, ""), there.get(part, ""))
+        differences.append(f"{part} is {ours} on rank {rank}, {theirs} on rank {other}")
+    return "; ".join(differences)
 
 
-def _some(ranks: Sequence[int]) -> str:
-    """Ranks in words, of which a message has no more than it needs."""
-    if len(ranks) <= _MOST_NAMED:
+def _short(ranks: Sequence[int]) -> str:
+    """Ranks for a message: the first few, and how many in all."""
+    if len(ranks) <= _MAX_NAMED:
         return str(ranks)
-    return f"{str(list(ranks[:_MOST_NAMED]))[:-1]}, ... {len(ranks)} in all]"
+    return f"{str(list(ranks[:_MAX_NAMED]))[:-1]}, ... {len(ranks)} in all]"
 
 
-def _unlike(here: str, there: str) -> tuple[str, str]:
-    # how two topics begin and end alike is left out, at commas: what differs is what a reader looks for
+def _without_common(here: str, there: str) -> tuple[str, str]:
+    # drop the common beginning and end, cut at commas, and keep what differs
     ours, theirs = here.split(", "), there.split(", ")
-    start = _alike(ours, theirs)
+    start = _num_common(ours, theirs)
     ours, theirs = ours[start:], theirs[start:]
-    end = _alike(ours[::-1], theirs[::-1])
+    end = _num_common(ours[::-1], theirs[::-1])
     ours, theirs = ours[: len(ours) - end], theirs[: len(theirs) - end]
-    return _closed(", ".join(ours)) or "nothing", _closed(", ".join(theirs)) or "nothing"
+    return _balanced(", ".join(ours)) or "nothing", _balanced(", ".join(theirs)) or "nothing"
 
 
-def _closed(text: str) -> str:
-    """With as many brackets closed as are opened."""
+def _balanced(text: str) -> str:
+    """The text with balanced brackets."""
     missing = text.count("(") - text.count(")")
     return text + missing * ")" if missing >= 0 else text.removesuffix(-missing * ")")
 
 
-def _alike(ours: list[str], theirs: list[str]) -> int:
+def _num_common(ours: list[str], theirs: list[str]) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))

@@ -1,7 +1,8 @@
-"""Two levels: one reader sends to a leader on each node, each leader shares with its node.
+"""Two levels: one reader sends to a leader on each node; each leader shares with its node.
 
-A rank's part is made of the other deliveries. The leaders are a broadcast group, each node a share ring,
-and only who is in both does anything of its own: pass on what comes, data, errors and the end alike.
+It is composed of the other deliveries. The leaders form a broadcast group and each node a share ring. A rank
+in
+both forwards what it receives: data, errors and the end.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from meshfeed.deliver.share import ShareLeader
 
 
 class Relay:
-    """A leader with a node to serve: hears across the nodes (or reads), tells within its own.
+    """A leader with a node to serve: receives across nodes (or reads) and forwards within its own.
 
-    It leaves both in the way of each: its node hears of the end at once, while from the other leaders it
-    goes on receiving, and dropping, until the reader ends.
+    When its node ends, it leaves the share ring at once. From the other leaders it continues to receive, and
+    drops what it receives, until the reader ends.
     """
 
     def __init__(self, across: Broadcast, within: ShareLeader) -> None:
         self._across, self._within = across, within
         self.traffic = within.traffic = across.traffic
-        self._parted = False
+        self._left = False
         self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -46,13 +47,13 @@ class Relay:
         try:
             columns = self._across.deliver(columns, num_bytes)
         except Exception as error:
-            self._pass_on(error, num_bytes)
+            self._forward(error, num_bytes)
             raise
-        if not self._parted:
+        if not self._left:
             try:
                 self._within.deliver(columns, num_bytes)
             except EndOfStream:
-                self._part()
+                self._leave()
         return columns
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
@@ -60,23 +61,23 @@ class Relay:
         try:
             self._across.fail(error, num_bytes)
         finally:
-            self._pass_on(error, num_bytes)
+            self._forward(error, num_bytes)
 
     def interrupt(self) -> None:
         """See Delivery."""
         self._across.interrupt()
         self._within.interrupt()
 
-    def _pass_on(self, error: BaseException, num_bytes: int) -> None:
-        if self._parted:
+    def _forward(self, error: BaseException, num_bytes: int) -> None:
+        if self._left:
             return
-        # A node that has gone its own way in the meantime needs no news.
+        # a node that has already ended needs no message
         with contextlib.suppress(EndOfStream, OSError, RuntimeError):
             if isinstance(error, EndOfStream):
-                self._part()
+                self._leave()
             else:
                 self._within.fail(error, num_bytes)
 
-    def _part(self) -> None:
-        self._parted = True
+    def _leave(self) -> None:
+        self._left = True
         self._within.__exit__(None, None, None)

@@ -1,12 +1,12 @@
-"""One reader per node and replica; its peers map what it read.
+"""One reader per node and replica; its peers map the memory it wrote.
 
-The reader (the *leader*) owns a ring of memfd slots. It hands their descriptors to each peer over an
-abstract unix socket and then sends a *ticket* per microbatch: which slot, how many bytes. The bytes
-themselves are written once and never cross a socket. A peer returns the ticket when it has built its
-tensors, and the slot is free again.
+The reader (the *leader*) owns a ring of memfd slots. It passes their descriptors to each peer over an
+abstract Unix socket. Then it sends a *ticket* per microbatch: which slot, how many bytes. The data are
+written once and never cross a socket. A peer returns the ticket when it has built its tensors, which frees
+the slot.
 
-Nothing of this has a name in a file system, so a killed process leaves nothing behind; a socket that
-closes tells at once who has died. Wakeups are the socket's own: once all are connected, nobody polls.
+Nothing has a name in the file system, so a killed process leaves nothing behind, and its closed socket
+reveals its death at once. After connecting, nothing polls: ranks wake each other through the sockets.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from meshfeed.columns import Columns
 from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import EndOfStream, Traffic
 from meshfeed.deliver.forks import Private
-from meshfeed.deliver.local import Door, connect
+from meshfeed.deliver.local import Listener, connect
 from meshfeed.deliver.meeting import Meeting
 from meshfeed.errors import DeliveryError, PeerError
 from meshfeed.files.mapping import mapped
 from meshfeed.roles import Role
 
 _TICKET = struct.Struct("<qq")  # microbatch number, bytes; a returned ticket has bytes 0
-_BYE, _LOST = -1, -2  # instead of a number: I leave in peace; the rank in the other place has died
-_MOST_SLOTS = 64  # one message carries at most 253 descriptors, and peers rarely lag by more than a few
+_BYE, _LOST = -1, -2  # instead of a number: the sender ends normally; the rank in the second field has died
+_MAX_SLOTS = 64  # one message carries at most 253 descriptors, and peers rarely lag by more than a few slots
 _GRAIN = 1 << 16
 
 
 def can_share() -> str | None:
-    """Why this machine cannot share memory between ranks; None where it can."""
+    """Why this machine cannot share memory between ranks; None if it can."""
     try:
         _close(os.memfd_create("meshfeed-probe"))
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
@@ -50,18 +50,18 @@ def can_share() -> str | None:
 
 
 class _Slot:
-    """A memfd and its mapping, which grow together."""
+    """A memfd and its mapping."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.bytes = np.zeros(0, np.uint8)
 
     def reach(self, num_bytes: int, *, grow: bool) -> wire.Bytes:
-        """At least so many bytes of the slot, mapped. grow: this is the leader, who sets the size."""
+        """Map at least `num_bytes` of the slot. grow: enlarge the memfd first; on the leader only."""
         if self.bytes.size < num_bytes:
             if grow:
                 os.ftruncate(self.fd, -(-num_bytes // _GRAIN) * _GRAIN)
-            # an earlier mapping lives on for as long as views of it do
+            # the old mapping stays valid while views of it exist
             self.bytes = mapped(self.fd, write=grow)
         return self.bytes
 
@@ -72,7 +72,7 @@ class ShareLeader:
     def __init__(self, role: Role, meeting: Meeting, num_slots: int, patience_s: float | None) -> None:
         self.traffic = Traffic()
         self._role, self._meeting, self._patience_s = role, meeting, patience_s
-        self._num_slots = min(num_slots, _MOST_SLOTS)
+        self._num_slots = min(num_slots, _MAX_SLOTS)
         self._resources, self._private = contextlib.ExitStack(), Private()
         self._slots: list[_Slot] = []
         self._peers: dict[int, socket.socket] = {}
@@ -91,12 +91,12 @@ class ShareLeader:
             stack.callback(_close, self._wake)
             self._selector = stack.enter_context(selectors.DefaultSelector())
             self._selector.register(self._wake, selectors.EVENT_READ)
-            with Door() as door:
-                self._private.add(door.fileno())
-                # before they meet: whoever has met it can tell a leader that died from one that is late
-                self._meeting.say(_door_of(self._role.rank), door.name)
+            with Listener() as listener:
+                self._private.add(listener.fileno())
+                # before meeting: a follower that has met can then tell a dead leader from a late one
+                self._meeting.say(_address_key(self._role.rank), listener.name)
                 self._meeting.meet("share", self._role.peers)
-                self._accept_all(door, stack)
+                self._accept_all(listener, stack)
             self._resources = stack.pop_all()
         return self
 
@@ -104,10 +104,10 @@ class ShareLeader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for peer in self._peers.values():
-            _part(peer)
+            _close_link(peer)
         self._peers.clear()
         self._slots.clear()
-        self._wake = -1  # the number may soon be another file's
+        self._wake = -1  # another file may soon have this number
         self._resources.close()
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
@@ -128,23 +128,23 @@ class ShareLeader:
 
     def interrupt(self) -> None:
         """See Delivery."""
-        with contextlib.suppress(OSError, ValueError):  # it has parted already
+        with contextlib.suppress(OSError, ValueError):  # already closed
             os.eventfd_write(self._wake, 1)
 
-    def _accept_all(self, door: Door, stack: contextlib.ExitStack) -> None:
+    def _accept_all(self, listener: Listener, stack: contextlib.ExitStack) -> None:
         meeting, missing = self._meeting, set(self._role.peers) - {self._role.rank}
         try:
-            for rank, peer in door.accept(missing, meeting.timeout_s, meeting.is_called_off):
+            for rank, peer in listener.accept(missing, meeting.timeout_s, meeting.is_cancelled):
                 stack.enter_context(peer)
                 self._private.add(peer.fileno())
-                with contextlib.suppress(OSError):  # it is gone; its first ticket will say so
+                with contextlib.suppress(OSError):  # it has died; reading its first ticket reports that
                     socket.send_fds(peer, [b"ring"], [slot.fd for slot in self._slots])
                 missing.discard(rank)
                 self._peers[rank] = peer
                 self._returned[rank] = 0
                 self._selector.register(peer, selectors.EVENT_READ, rank)
         except TimeoutError as late:
-            why = "one of the job's ranks ended" if meeting.is_called_off() else "they did not come"
+            why = "one of the job's ranks ended" if meeting.is_cancelled() else "they did not connect"
             raise PeerError(
                 f"rank {self._role.rank} waited up to {meeting.timeout_s:g} s for rank(s) "
                 f"{sorted(missing)} to map its memory; {why}",
@@ -159,14 +159,14 @@ class ShareLeader:
             try:
                 peer.send(_TICKET.pack(self._next, message.num_bytes))
             except OSError:
-                self._receive(rank)  # says why: it left in peace, or it died
+                self._receive(rank)  # finds out whether it ended normally or died
         self._next += 1
         self.traffic.messages += 1
         self.traffic.num_bytes += message.num_bytes
 
     def _await_tickets(self, count: int) -> None:
-        """Wait until every peer has returned so many tickets; meanwhile notice who leaves."""
-        timeout = 0.0  # look at what has come in, even when nothing has to be waited for
+        """Wait until every peer has returned `count` tickets; handle peers that leave meanwhile."""
+        timeout = 0.0  # read what has arrived even if there is nothing to wait for
         while True:
             ready = self._selector.select(timeout)
             if not ready and timeout:
@@ -180,9 +180,9 @@ class ShareLeader:
             timeout = self._patience_s
 
     def _receive(self, rank: int) -> None:
-        """One ticket back from a peer. Raises PeerError where it has died."""
+        """Take one ticket back from a peer. Raises PeerError if it has died."""
         peer = self._peers[rank]
-        data = _heard(peer)
+        data = _read_ticket(peer)
         number, _ = _TICKET.unpack(data or _TICKET.pack(_LOST, rank))
         if number in (_BYE, _LOST):
             self._selector.unregister(peer)
@@ -190,19 +190,19 @@ class ShareLeader:
         else:
             self._returned[rank] = number + 1
         if number == _LOST:
-            self._tell_lost(rank)
+            self._report_lost(rank)
             raise PeerError(
                 f"rank {rank} died; rank {self._role.rank} was serving it from shared memory", [rank]
             )
 
-    def _tell_lost(self, rank: int) -> None:
+    def _report_lost(self, rank: int) -> None:
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.send(_TICKET.pack(_LOST, rank))
 
 
 class ShareFollower:
-    """A peer's end: maps the leader's slots and reads them in place."""
+    """A follower's end: maps the leader's slots and reads them in place."""
 
     def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:
         self.traffic = Traffic()
@@ -216,7 +216,7 @@ class ShareFollower:
         role = self._role
         leader = _source_of(role)
         self._meeting.meet("share", role.peers)
-        name = self._meeting.say(_door_of(leader), "gone")
+        name = self._meeting.say(_address_key(leader), "gone")  # "gone": the leader has not written its name
         with contextlib.ExitStack() as stack:
             try:
                 link = stack.enter_context(connect(name, role.rank, self._meeting.timeout_s))
@@ -224,7 +224,7 @@ class ShareFollower:
                 _, fds, _, _ = socket.recv_fds(link, 16, 250, socket.MSG_CMSG_CLOEXEC)
             except PermissionError as other_user:
                 raise PeerError(
-                    f"rank {role.rank} does not map the memory of rank {leader}, the reader of its node: "
+                    f"rank {role.rank} cannot map the memory of rank {leader}, the reader of its node: "
                     f"{other_user}; start all ranks of a machine as one user, or choose delivery='broadcast'",
                     [leader],
                 ) from other_user
@@ -248,7 +248,7 @@ class ShareFollower:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _part(self._link)
+        _close_link(self._link)
         self._slots.clear()
         self._resources.close()
 
@@ -256,10 +256,10 @@ class ShareFollower:
         """See Delivery."""
         leader = _source_of(self._role)
         if self._held is not None:
-            with contextlib.suppress(OSError):  # a leader that has left in peace takes no tickets back
+            with contextlib.suppress(OSError):  # a leader that has ended takes no tickets back
                 self._link.send(_TICKET.pack(self._held, 0))
             self._held = None
-        data = _heard(self._link)
+        data = _read_ticket(self._link)
         if self._interrupted:
             raise EndOfStream
         if not data:
@@ -285,7 +285,7 @@ class ShareFollower:
         return wire.decode(buffer)
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
-        """Only a leader reads; nothing to tell."""
+        """A follower does not read, so it has no read error to send."""
 
     def interrupt(self) -> None:
         """See Delivery."""
@@ -294,7 +294,7 @@ class ShareFollower:
             self._link.shutdown(socket.SHUT_RD)
 
 
-def _door_of(leader: int) -> str:
+def _address_key(leader: int) -> str:
     """The key under which the peers of a leader find the address of its socket."""
     return f"share/{leader}/socket"
 
@@ -305,10 +305,10 @@ def _source_of(role: Role) -> int:
     return role.source
 
 
-def _heard(link: socket.socket) -> bytes:
-    """The next thing that the other end has said; nothing where it is gone. Raises TimeoutError."""
-    # Twice: where it closed over something that it had not read, the kernel tells that first, and its last
-    # words, such as who has died, are still there.
+def _read_ticket(link: socket.socket) -> bytes:
+    """The next ticket; b"" if the other end is closed. Raises TimeoutError."""
+    # Try twice: if the other end closed with unread data, the first call reports a reset, and its last
+    # ticket, such as which rank died, can still be read.
     for _ in range(2):
         try:
             return link.recv(_TICKET.size)
@@ -319,8 +319,8 @@ def _heard(link: socket.socket) -> bytes:
     return b""
 
 
-def _part(link: socket.socket) -> None:
-    """Say goodbye and take in what is still under way: unread data would reset the other end."""
+def _close_link(link: socket.socket) -> None:
+    """Send _BYE, then drain what is still in flight: closing with unread data would reset the connection."""
     with contextlib.suppress(OSError):
         link.send(_TICKET.pack(_BYE, 0))
         link.shutdown(socket.SHUT_RD)

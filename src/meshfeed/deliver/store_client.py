@@ -1,10 +1,11 @@
-"""A rendezvous store of torch.distributed as one process uses it: every call ends in time.
+"""One process's client of a torch.distributed rendezvous store, with a timeout on every call.
 
-The host of a store may be stopped or cut off, and a call on it then never returns. So calls run on a thread
-that may be left behind. Another thread sleeps on a connection of its own until a *notice* comes. There is one
-such connection per process and store, opened off the critical path and kept: each new one may cost seconds
-where names resolve slowly, and who waits on a connection keeps every other thread from it. The user's own
-connection is never waited on.
+If the host of a store is stopped or unreachable, a call on it never returns. So calls run on a thread that
+may be abandoned. Another thread waits on its own connection until a *notice* arrives. There is one such
+connection per
+process and store, opened off the critical path and kept: opening one can take seconds if names resolve
+slowly. A thread that waits on a connection blocks it for all others, so nothing waits on the user's own
+connection.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from meshfeed.errors import DeliveryError
 
 T = TypeVar("T")
 
-FAILURES = (RuntimeError, dist.DistError)  # of a store, and of a DeliveryError
+FAILURES = (RuntimeError, dist.DistError)  # what a store raises; DeliveryError is among them
 
-_FOR_EVER = timedelta(days=30)
-_LOOK_EVERY_S = 2.0  # where a store cannot wait on a connection of its own
+_NO_TIMEOUT = timedelta(days=30)
+_POLL_EVERY_S = 2.0  # for stores without a separate connection to wait on
 _END_S = 5.0
 _LOG_AFTER_S = 10.0
 
@@ -43,7 +44,7 @@ _log = logging.getLogger("meshfeed")
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One rank tells all others why a run ends.
+    """A rank's message to all others: why a run ends.
 
     Attributes:
         run: key prefix of the run.
@@ -56,36 +57,36 @@ class Notice:
     error: ErrorRecord
 
     def encode(self, max_bytes: int) -> str:
-        """As JSON; the error takes at most so many bytes."""
+        """JSON; the error takes at most `max_bytes`."""
         return json.dumps([self.run, self.step, self.error.encode(max_bytes).decode()])
 
     @classmethod
     def decode(cls, text: str) -> Notice:
-        """The notice again."""
+        """Decode a notice."""
         run, step, error = json.loads(text)
         return cls(run, step, ErrorRecord.decode(error.encode()))
 
 
 class Watcher(Protocol):
-    """Somebody who wants to hear of notices."""
+    """Is called when notices arrive."""
 
     def on_notice(self) -> None:
-        """New notices have come; called on the client's own thread."""
+        """New notices have arrived; called on the client's own thread."""
         ...
 
 
 class StoreClient:
-    """One process's way to a store. Use `client_of`.
+    """One process's client of a store. Create it with `client_of`.
 
     Attributes:
         id: of this process at this store; unique in the job.
-        notices: all that this process has read so far, by number.
+        notices: those read so far, by number.
     """
 
     def __init__(self, store: Store) -> None:
         self.id = uuid.uuid4().hex
         self.notices: dict[int, Notice] = {}
-        self._store = weakref.ref(store)  # held, it would keep its server's port taken after the job's end
+        self._store = weakref.ref(store)  # a strong reference would keep its server's port in use
         self._where = _where(store)
         self._process = os.getpid()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
@@ -105,14 +106,13 @@ class StoreClient:
     # -- calls ----------------------------------------------------------------------------------------
 
     def call(self, operation: Callable[[Any], T], within_s: float) -> T:
-        """What an operation on the store returns. Raises DeliveryError where the store fails or is silent.
+        """Run an operation on the store. Raises DeliveryError if the store fails or does not answer in time.
 
-        After a call that did not end in time, others fail at once until it does.
+        After a call that timed out, others fail at once until it returns.
         """
         if self._overdue is not None and not self._overdue.done.is_set():
             raise DeliveryError(
-                f"the rendezvous store {self._where} still does not answer; is the machine that hosts it up "
-                f"and reachable?"
+                f"the rendezvous store {self._where} still does not answer; is its host up and reachable?"
             )
         call = self._post(operation)
         came = call.done.wait(min(within_s, _LOG_AFTER_S))
@@ -132,27 +132,27 @@ class StoreClient:
             )
         if call.error is not None:
             raise DeliveryError(
-                f"the rendezvous store {self._where} failed: {call.error}; does its host live?"
+                f"the rendezvous store {self._where} failed: {call.error}; is its host up?"
             ) from call.error
         return cast(T, call.result)
 
     def say(self, key: str, text: str, within_s: float) -> str:
-        """The first text that any rank said under a key: this one, where none was before."""
+        """Write a text under a key unless a rank already has. Returns the first text written."""
         return self.call(lambda store: store.compare_set(key, "", text).decode(), within_s)
 
     def _post(self, operation: Callable[[Any], Any]) -> _Call:
         call = _Call(operation, self._store())
-        self._calls.put(call)  # may be called while garbage is collected: nothing here takes a lock
+        self._calls.put(call)  # may run during garbage collection, so it must take no lock
         return call
 
     # -- notices --------------------------------------------------------------------------------------
 
     def read_notices(self, within_s: float) -> None:
-        """Read the notices that have come since. Raises DeliveryError as `call` does."""
+        """Read new notices. Raises DeliveryError as `call` does."""
         self.call(self._read, within_s)
 
     def add_notice(self, text: str, within_s: float) -> bool:
-        """Publish a notice as the next one. False where another rank's came first; then nothing is done."""
+        """Publish a notice as the next one. False if another rank's came first; nothing is written then."""
 
         def add(store: Any) -> bool:
             self._read(store)
@@ -166,17 +166,17 @@ class StoreClient:
         return self.call(add, within_s)
 
     def watch(self, watcher: Watcher) -> None:
-        """Have a watcher hear of notices from now on, until `unwatch`."""
+        """Call a watcher for each new notice, until `unwatch`."""
         self._watchers.add(watcher)
         self._watched.set()
         if self._listener is None:
             atexit.register(self._end)
-        if self._listener is None or not self._listener.is_alive():  # its connection may have broken
+        if self._listener is None or not self._listener.is_alive():  # its connection may have been lost
             self._listener = threading.Thread(target=self._listen, name="meshfeed-notices", daemon=True)
             self._listener.start()
 
     def unwatch(self, watcher: Watcher) -> None:
-        """A run is over. With the last one, nobody listens any more."""
+        """Stop calling a watcher. The listener pauses when none is left."""
         self._watchers.discard(watcher)
         if not self._watchers and self._process == os.getpid():
             self._post(self._wake_listener)
@@ -195,22 +195,24 @@ class StoreClient:
         with contextlib.suppress(*FAILURES):
             if own is not None:
                 own.append(_WAKE_KEYS, f"{self._wake_key} ")
-            told = 0
+            num_read = 0
             while True:
                 self._watched.wait()
                 if self._ending.is_set():
                     return
                 if own is None:
-                    self._ending.wait(_LOOK_EVERY_S)
-                    self.read_notices(_FOR_EVER.total_seconds())  # impatience would fail the loop's own calls
+                    self._ending.wait(_POLL_EVERY_S)
+                    self.read_notices(
+                        _NO_TIMEOUT.total_seconds()
+                    )  # a short timeout would make the training loop's own calls fail
                 else:
                     self._read(own)
-                if len(self.notices) > told:
-                    told = len(self.notices)
+                if len(self.notices) > num_read:
+                    num_read = len(self.notices)
                     for watcher in list(self._watchers):
                         watcher.on_notice()
                 if own is not None and self._watchers:
-                    own.wait([self._wake_key], _FOR_EVER)
+                    own.wait([self._wake_key], _NO_TIMEOUT)
                     own.delete_key(self._wake_key)
                 if not self._watchers:
                     self._watched.clear()
@@ -218,7 +220,8 @@ class StoreClient:
                         self._watched.set()
 
     def _end(self) -> None:
-        """Before the interpreter ends: a thread that woke up in the middle of that would end it badly."""
+        """Stop the listener before the interpreter exits: a thread that wakes up during exit would crash
+        it."""
         if self._process != os.getpid() or self._listener is None:
             return
         self._ending.set()
@@ -247,7 +250,7 @@ def client_of(store: Store) -> StoreClient:
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
-    """What a function returns that may hang, run on a thread. Raises TimeoutError, or what it raises."""
+    """Run a function that may hang, on a thread. Raises TimeoutError, or the function's own error."""
     call = _Call(lambda _: function(), None)
     calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
     threading.Thread(target=_serve, args=(calls,), name="meshfeed-connect", daemon=True).start()
@@ -261,7 +264,7 @@ def within(seconds: float, function: Callable[[], T]) -> T:
 
 
 class _Call:
-    """An operation on its way through the thread that makes the calls."""
+    """An operation queued for the thread that makes the calls."""
 
     def __init__(self, operation: Callable[[Any], Any], store: Store | None) -> None:
         self.operation, self.store = operation, store
@@ -271,7 +274,7 @@ class _Call:
         self.error: Exception | None = None
 
     def make(self) -> None:
-        """Do it, unless nobody waits for it any more."""
+        """Run it, unless its caller has given up."""
         try:
             if not self.given_up:
                 self.result = self.operation(self.store)
@@ -284,7 +287,7 @@ class _Call:
 def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
         call.make()
-        del call  # its frames hold what its caller may let go of
+        del call  # it would keep the caller's objects alive
 
 
 def _notice(number: int) -> str:
@@ -306,7 +309,7 @@ def _where(store: Store) -> str:
 
 
 def _clone(store: Store) -> Any:
-    # a FileStore waits in a busy loop
+    # a FileStore waits by polling in a busy loop
     if isinstance(_base(store), dist.FileStore) or not hasattr(store, "clone"):  # pyright: ignore[reportPrivateImportUsage]
         return None
     try:

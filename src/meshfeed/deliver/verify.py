@@ -1,8 +1,8 @@
-"""Do replicas hold the same bytes? Digests of every field, compared once a step.
+"""Check that replicas hold the same bytes: digests of every field, compared once a step.
 
-Ranks with the same (dp, cp) coordinate hold equal fields, whatever their tp and pp. One small
-all-gather after a step shows a rank that differs, before it is handed the next one; where no majority tells
-who is right, each rank reads its own bytes from storage once more.
+Ranks with the same (dp, cp) coordinate hold equal fields, whatever their tp and pp. One small all-gather
+after a step finds a rank that differs before it receives the next step. Without a majority, each rank rereads
+its own bytes from storage to find the wrong one.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _JOIN_S = 5.0
 
 
 class Digester:
-    """Digest of each field over the microbatches of one step; 0 for a field that never came."""
+    """Digest of each field over the microbatches of one step; 0 for an absent field."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._hashes = {name: hashlib.blake2b(digest_size=8) for name in names}
         self._seen: set[str] = set()
 
     def add(self, microbatches: Sequence[Arrays]) -> None:
-        """Take in some microbatches."""
+        """Add microbatches."""
         for name, value in (item for arrays in microbatches for item in arrays.items()):
             self._seen.add(name)
             for piece in [value] if isinstance(value, np.ndarray) else value:
                 self._hashes[name].update(piece if isinstance(piece, bytes) else _bytes_of(piece))
 
     def digests(self) -> Digests:
-        """In the order of the names; int64 [fields]."""
+        """The digests, in the order of the names; int64 [fields]."""
         return np.array(
             [
                 int.from_bytes(h.digest(), "little", signed=True) if name in self._seen else 0
@@ -61,10 +61,10 @@ def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
 
 
 class Verifier:
-    """The ranks of one (dp, cp) coordinate, who compare notes.
+    """Compares the digests of the ranks of one (dp, cp) coordinate.
 
-    They compare a step on a thread, once this rank's loop has been handed all of it. So a pipeline stage that
-    begins the next step waits for nobody who waits for that stage: all stages have been handed the last one.
+    A thread compares a step once this rank's loop has received all of it. So a pipeline stage that begins the
+    next step never waits for a rank that waits for that stage: all stages have received the previous step.
     """
 
     def __init__(self, rank: int, peers: tuple[int, ...], names: Sequence[str], meeting: Meeting) -> None:
@@ -81,9 +81,9 @@ class Verifier:
     def among(
         cls, layout: Layout, roles: Roles, rank: int, names: Sequence[str], meeting: Meeting | None
     ) -> Self | None:
-        """That of a rank among the replicas that take stored bytes; None where it takes none, or is alone.
+        """The verifier of a rank's replicas; None if the rank takes no stored bytes or has no replica.
 
-        names: of the fields to compare. Raises DeliveryError without a way to meet.
+        names: the fields to compare. Raises DeliveryError without a rendezvous store.
         """
         replicas = layout.group_of(rank, "tp-pp").tolist()
         peers = tuple(sorted(peer for peer in replicas if roles[peer].source is not None))
@@ -106,45 +106,46 @@ class Verifier:
     ) -> None:
         with self._changed:
             self._ending = True
-            self._failure = None  # with its frames it would keep alive what they hold
+            self._failure = None  # its traceback would keep its frames' objects alive
             self._changed.notify_all()
-        # A thread that is left waits for peers that are still in this step; it closes the group itself.
+        # A thread that is still running waits for peers in this step; it closes the group itself.
         self._thread.join(_JOIN_S)
 
     def made(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
-        """The producer has made all of a step. reread: the same digests made from storage again."""
+        """The producer has made all of a step. reread: recomputes the digests from storage."""
         with self._changed:
             self._made.append((step, digests, reread))
             self._changed.notify_all()
 
     def taken(self, step: int) -> None:
-        """The loop has been handed all of a step: compare it as soon as it is made."""
+        """The loop has received all of a step: compare it once it is made."""
         with self._changed:
             self._taken = step
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Have who waits in `check` look around."""
+        """Make `check` look for an error of the job."""
         with self._changed:
             self._changed.notify_all()
 
-    def check(self, step: int, called_off: Callable[[], BaseException | None] = lambda: None) -> None:
-        """Wait until a step has been compared. called_off: an error to end with; asked after each `wake`.
+    def check(self, step: int, error_of_job: Callable[[], BaseException | None] = lambda: None) -> None:
+        """Wait until a step has been compared.
 
-        Raises VerifyError naming the rank that differs, PeerError for a lost or late one.
+        error_of_job: an error to raise instead; asked after each `wake`. Raises VerifyError naming the rank
+        that differs, PeerError for a lost or late rank.
         """
         self.taken(step)
         patience_s = self._meeting.timeout_s
         with self._changed:
-            came = self._changed.wait_for(
-                lambda: self._compared >= step or self._failure or called_off(), patience_s
+            done = self._changed.wait_for(
+                lambda: self._compared >= step or self._failure or error_of_job(), patience_s
             )
             failure = self._failure
-        if other := called_off():
+        if other := error_of_job():
             raise other
         if failure is not None:
             raise failure
-        if not came:
+        if not done:
             others = [peer for peer in self._peers if peer != self._rank]
             raise PeerError(
                 f"rank {self._rank} waited {patience_s:g} s to compare step {step} with ranks {self._peers}; "
@@ -169,13 +170,13 @@ class Verifier:
                 group.close()
 
     def _next(self) -> tuple[int, Digests, Callable[[], Digests]] | None:
-        """The next step to compare, once it is made and handed out; None at the end."""
+        """The next step to compare, once it is made and the loop has received it; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending or (self._made and self._made[0][0] <= self._taken))
             return None if self._ending else self._made.popleft()
 
     def _compare(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
-        """Compare one step's digests; every rank of the group does it. Raises VerifyError."""
+        """Compare one step's digests, on every rank of the group. Raises VerifyError."""
         table = self._gather(digests)
         fields = [f for f in range(len(self._names)) if len(set(table[:, f].tolist()) - {0}) > 1]
         if not fields:
@@ -186,15 +187,15 @@ class Verifier:
         if not suspects:
             suspects = self._arbitrate(digests, reread)
         names = ", ".join(repr(self._names[f]) for f in fields)
-        told = ", ".join(
+        shown = ", ".join(
             f"rank {rank}: {int(table[at, fields[0]]) & (2**64 - 1):016x}"
             for at, rank in enumerate(self._peers)
             if table[at, fields[0]]
         )
         who = f"rank(s) {sorted(suspects)}" if suspects else f"some of ranks {self._peers}"
         raise VerifyError(
-            f"step {step}: {who} hold other bytes than their replicas in {names} ({told}); check their "
-            f"memory, storage and code before any of their work is used",
+            f"step {step}: {who} and their replicas hold different bytes in {names} ({shown}); check the "
+            f"memory, storage and code of these ranks before using their work",
             sorted(suspects) or self._peers,
         )
 
@@ -202,7 +203,7 @@ class Verifier:
         try:
             wrong = int(not np.array_equal(reread(), digests))
         except MeshfeedError:
-            wrong = 0  # no storage here: nothing to hold against it
+            wrong = 0  # no storage here to compare with
         verdicts = self._gather(np.array([wrong], np.int64))[:, 0]
         return {rank for rank, verdict in zip(self._peers, verdicts.tolist()) if verdict}
 
@@ -215,12 +216,12 @@ class Verifier:
             lost = self._group.lost()
             who = f"rank(s) {lost}, which died or ended early" if lost else f"some of ranks {self._peers}"
             raise PeerError(
-                f"rank {self._rank} could not compare with {who}; look at the logs there ({broken})", lost
+                f"rank {self._rank} could not compare with {who}; check the logs there ({broken})", lost
             ) from broken
 
 
 def suspects_of(digest_of_rank: Mapping[int, int]) -> set[int]:
-    """Ranks that differ from a majority of those that hold the field (digest not 0); {} without one."""
+    """Ranks that differ from the majority of those that hold the field (digest not 0); {} without one."""
     held = {rank: digest for rank, digest in digest_of_rank.items() if digest}
     if not held:
         return set()

@@ -1,10 +1,10 @@
-"""Columns as one run of bytes: a fixed header, a JSON table of contents, the data. No pickle.
+"""Columns as one buffer: a fixed header, a JSON table of contents, the data. No pickle.
 
-    0   magic u32 | kind u32 | bytes in all u64 | bytes of table u64
+    0   magic u32 | kind u32 | total bytes u64 | bytes of table u64
     24  table: [[name, dtype, shape or list of shapes, form], ...]
-        data, each column from a multiple of 64 bytes on
+        data, each column aligned to 64 bytes
 
-Columns of several arrays (of one dtype) or of byte strings lie end to end.
+The arrays (of one dtype) or byte strings of a column are stored back to back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshfeed.errors import DeliveryError, MeshfeedError
 
 DATA, ERROR, END = 0, 1, 2
 TABLE_ROOM = 4096
-"""What to add to the bytes of the columns so that header, table and alignment fit as a rule."""
+"""Add this to the bytes of the columns: header, table and alignment usually fit in it."""
 
 _MAGIC = 0x4446534D
 _HEADER = struct.Struct("<IIQQ")
@@ -36,7 +36,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Something to send: its head, and what follows at which offset.
+    """A message to send: its head, and (offset, data) of what follows.
 
     Attributes:
         num_bytes: size on the wire.
@@ -47,7 +47,7 @@ class Message:
     parts: Sequence[tuple[int, npt.NDArray[Any] | bytes]]
 
     def write(self, buffer: Bytes) -> None:
-        """Lay the message out at the start of a uint8 buffer of at least `num_bytes`."""
+        """Write the message to the start of a uint8 buffer of at least `num_bytes`."""
         buffer[: len(self.head)] = np.frombuffer(self.head, np.uint8)
         for offset, part in self.parts:
             flat = np.frombuffer(part, np.uint8) if isinstance(part, bytes) else _flat(part)
@@ -55,7 +55,7 @@ class Message:
 
 
 def encode(columns: Columns) -> Message:
-    """A message of columns. Raises DeliveryError for object arrays, which no wire can carry."""
+    """A message of columns. Raises DeliveryError for object arrays."""
     table: list[list[Any]] = []
     pieces: list[list[npt.NDArray[Any] | bytes]] = []
     for name, column in columns.items():
@@ -69,28 +69,28 @@ def encode(columns: Columns) -> Message:
             arrays = cast(Sequence[npt.NDArray[Any]], column)
             dtypes = {_dtype_name(name, array) for array in arrays} or {"|u1"}
             if len(dtypes) > 1:
-                raise DeliveryError(f"column {name!r} mixes dtypes {sorted(dtypes)}; give it one")
+                raise DeliveryError(f"column {name!r} mixes dtypes {sorted(dtypes)}; use one")
             table.append([name, dtypes.pop(), [list(array.shape) for array in arrays], "ragged"])
             pieces.append(list(arrays))
     return _message(DATA, json.dumps(table, separators=(",", ":")).encode(), pieces)
 
 
 def error_message(error: BaseException) -> Message:
-    """A message that says why there will be no data."""
+    """A message with the error that ends the data."""
     return _message(ERROR, ErrorRecord.of(error).encode(TABLE_ROOM - _HEADER.size), [])
 
 
 def end_message() -> Message:
-    """A message that says that nothing follows."""
+    """A message that marks the end."""
     return _message(END, b"", [])
 
 
 def peek(buffer: Bytes) -> tuple[int, int]:
-    """(kind, bytes in all) of the message at the start of a buffer. Raises DeliveryError."""
+    """(kind, total bytes) of the message at the start of a buffer. Raises DeliveryError."""
     magic, kind, num_bytes, _ = _header(buffer)
     if magic != _MAGIC or kind not in (DATA, ERROR, END):
         raise DeliveryError(
-            f"no meshfeed message: it starts with {magic:#x}, kind {kind}; is every rank of one version?"
+            f"not a meshfeed message: it starts with {magic:#x}, kind {kind}; do all ranks run one version?"
         )
     return kind, num_bytes
 
@@ -101,13 +101,13 @@ def decode(buffer: Bytes) -> Columns:
         return _columns(buffer)
     except (ValueError, TypeError, ArithmeticError, RecursionError) as foreign:
         raise DeliveryError(
-            f"a message of {buffer.size} bytes has no readable table of contents ({foreign}); "
-            f"is every rank of one version?"
+            f"the table of contents of a {buffer.size}-byte message is not readable ({foreign}); "
+            f"do all ranks run one version?"
         ) from foreign
 
 
 def decode_error(buffer: Bytes) -> MeshfeedError:
-    """The error that an error message tells of."""
+    """The error in an error message."""
     return ErrorRecord.decode(_table(buffer)[0]).exception()
 
 
@@ -133,7 +133,7 @@ def _columns(buffer: Bytes) -> Columns:
 
 def _header(buffer: Bytes) -> tuple[int, int, int, int]:
     if buffer.size < _HEADER.size:
-        raise DeliveryError(f"no meshfeed message: {buffer.size} bytes, a header has {_HEADER.size}")
+        raise DeliveryError(f"not a meshfeed message: {buffer.size} bytes, a header has {_HEADER.size}")
     return _HEADER.unpack_from(buffer.data)
 
 
@@ -164,6 +164,6 @@ def _flat(array: npt.NDArray[Any]) -> Bytes:
 def _dtype_name(name: str, array: npt.NDArray[Any]) -> str:
     if array.dtype.hasobject:
         raise DeliveryError(f"column {name!r} holds Python objects; give arrays of numbers, or bytes")
-    if array.dtype.kind == "V":  # records, bfloat16: their name does not tell what they are
+    if array.dtype.kind == "V":  # records, bfloat16: their name does not identify them
         raise DeliveryError(f"column {name!r} is {array.dtype}; give plain numbers, or one column per part")
     return array.dtype.str
