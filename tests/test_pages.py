@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshfeed as mf
 
@@ -74,8 +75,49 @@ def test_datasets() -> None:
 
 def test_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("exchange.md", 6)
+    names = run_page("exchange.md", 8)
     assert names["state"]["step"] == 2 and len(names["packs"]) == 1
+
+
+def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("recipes.md", 9)
+    assert names["step"].valid_tokens > 0
+
+
+def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page("pytorch.md", 5)
+    alone = trained_alone()
+    lines = [line.split() for line in (tmp_path / "fsdp.txt").read_text().splitlines()]
+    assert [int(step) for step, _ in lines] == list(range(6))
+    assert [float(loss) for _, loss in lines] == pytest.approx(alone["losses"], abs=2e-4)
+    saved = torch.load("ddp.pt")
+    assert saved["feed"]["step"] == 3
+    torch.testing.assert_close(saved["model"]["weight"], alone["weights"], rtol=0, atol=1e-3)
+
+
+def trained_alone() -> dict[str, Any]:
+    """What one process without any parallelism gets: six losses, and the weights after three steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(400, 400)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    recipe = mf.Recipe(
+        data=mf.open("tokens"), sequence=mf.Windows(64), batch=mf.Batch(sequences=16), seed=1234, steps=6
+    )
+    made: dict[str, Any] = {"losses": []}
+    with mf.Feed(recipe, micro_batch_size=16) as feed:
+        for step in feed:
+            (microbatch,) = step.microbatches
+            scores = model(microbatch["tokens"]).flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(scores, microbatch["labels"].flatten())
+            loss.backward()
+            made["losses"].append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step.index == 2:
+                made["weights"] = model.weight.detach().clone()
+    return made
 
 
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
