@@ -128,11 +128,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_thousand_lives(folder: Path) -> None:
+def test_lives(folder: Path) -> None:
     dice = random.Random(7)
     tokens: dict[tuple[str, int, int], list[int]] = {}
     kills = defaultdict(int)
-    for _ in range(1000):
+    lives = cases(150, 1_000)
+    for _ in range(lives):
         life = life_of(dice)
         final = recipe_of(folder, life, STEPS)
         check_epochs(final)
@@ -154,8 +155,8 @@ def test_a_thousand_lives(folder: Path) -> None:
                     assert tokens.setdefault((name, 0, index), held) == held, (life, step, epoch)
             saved = json.loads(json.dumps(mf.State(recipe=recipe.summary(until=stop), step=stop).to_json()))
             kills[int(draws_of_step(final, stop).epoch.max())] += 1
-    assert len(tokens) == sum(SIZES)
-    assert min(kills[epoch] for epoch in range(4)) > 100, "kills in the first epoch and in later ones"
+    assert len(tokens) == sum(SIZES) or lives < 1_000
+    assert min(kills[epoch] for epoch in range(4)) > lives // 10, "kills in the first epoch and in later ones"
 
 
 DELIVERIES = ("share", "broadcast", "direct")

@@ -29,6 +29,7 @@ from meshfeed.files.link import link_of, retried
 from meshfeed.files.table import DATA, ENTRY, TABLE, is_valid, make_files
 from services.needs import needs, needs_root
 from services.nginx import Nginx
+from soak import cases
 
 SIZE = 3_000_001
 BLOCK = 1 << 16
@@ -261,7 +262,7 @@ def read_for_ever(url: str, cache: str, seed: int, limit: int, pipe: Any) -> Non
             pipe.send(None)
 
 
-def test_a_hundred_deaths(server: Nginx, tmp_path: Path) -> None:
+def test_deaths(server: Nginx, tmp_path: Path) -> None:
     """SIGKILL to leader and readers at random; what is valid is right after each, and nobody reads wrong bytes."""
     rng, limit, kills = random.Random(11), 24 * BLOCK, 0
 
@@ -286,7 +287,7 @@ def test_a_hundred_deaths(server: Nginx, tmp_path: Path) -> None:
     readers = [started(seed) for seed in range(3)]
     probe = file_of(server.url, tmp_path, limit)
     try:
-        while kills < 100:
+        while kills < cases(20, 100):
             if rng.random() < 0.6:
                 with contextlib.suppress(ProcessLookupError):
                     end_leader(probe)
