@@ -249,7 +249,7 @@ def test_progress_counts_what_was_done_before(corpus, tmp_path):
     assert [each.done_parts for each in encoding] == list(range(2, count + 1))
     assert encoding[0].num_bytes > 0
     assert encoding[-1].num_tokens == made.manifest["stores"]["."]["num_tokens"]
-    assert [each.done_parts for each in told if each.doing == "joining"][-1] == count
+    assert [each.done_parts for each in told if each.doing == "merging"][-1] == count
 
 
 def test_inputs_may_lie_far_away(corpus, tmp_path, monkeypatch):

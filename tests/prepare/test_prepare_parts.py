@@ -9,7 +9,7 @@ from texts import tree
 from meshfeed.errors import StoreError
 from meshfeed.prepare.choose import first_of_each, set_apart
 from meshfeed.prepare.inputs import Input, cut
-from meshfeed.prepare.join import bases_of, runs_of
+from meshfeed.prepare.merge import bases_of, runs_of
 from meshfeed.store import DatasetWriter, IndexedWriter
 from soak import cases
 

@@ -6,12 +6,12 @@
 
 from meshfeed.prepare.chat import ChatEncoder
 from meshfeed.prepare.convert import Conversion
+from meshfeed.prepare.encode import encode_part
 from meshfeed.prepare.encoders import Chats, Encoder, Encoding, Text
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.on_ray import OnRay
 from meshfeed.prepare.on_slurm import OnSlurm
 from meshfeed.prepare.prepare import Prepared, Progress, prepare
-from meshfeed.prepare.task import encode_part
 
 __all__ = [
     "ChatEncoder",

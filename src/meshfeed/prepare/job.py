@@ -27,7 +27,7 @@ from meshfeed.files import typed_errors
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoders import Encoder, columns_of, encoder_of
 from meshfeed.prepare.inputs import Input, facts_of
-from meshfeed.prepare.part import write_array
+from meshfeed.prepare.part_file import write_array
 from meshfeed.prepare.records import RECORD_BYTES, UTF8, Reading
 from meshfeed.store.indexed_writer import sync_directory
 

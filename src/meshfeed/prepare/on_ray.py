@@ -15,8 +15,8 @@ from typing import Any
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.extras import install
 from meshfeed.files.message import told, untold
+from meshfeed.prepare.encode import encode_part
 from meshfeed.prepare.engine import ONE_THREAD
-from meshfeed.prepare.task import encode_part
 
 _STORE_BYTES = 80 << 20  # nothing but numbers of parts goes through Ray's object store; this is its least
 _REACH_S = 30.0

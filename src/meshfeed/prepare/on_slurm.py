@@ -24,10 +24,10 @@ from shlex import quote
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.message import told, untold
+from meshfeed.prepare.encode import encode_part
 from meshfeed.prepare.engine import ONE_THREAD
 from meshfeed.prepare.job import read_json, write_json
-from meshfeed.prepare.part import part_path
-from meshfeed.prepare.task import encode_part
+from meshfeed.prepare.part_file import part_path
 
 _LOOK_S = 1.0
 _LAG_S = 60.0  # a shared file system may show late what a task has written

@@ -26,15 +26,15 @@ from typing import Any
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.writer import PIECE_BYTES
+from meshfeed.prepare.encode import refuse_malformed
 from meshfeed.prepare.encoders import TRAINED, Encoding
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.inputs import cut, find_inputs
 from meshfeed.prepare.job import Job, Limits, Request, job_in, read_json, write_json
-from meshfeed.prepare.join import join
-from meshfeed.prepare.part import Malformed, facts_of_part, part_path
-from meshfeed.prepare.place import Place, clear, forget_unbegun, held, place_of, refuse_unfinished
+from meshfeed.prepare.merge import merge
+from meshfeed.prepare.output import Output, clear, forget_unbegun, held, output_of, refuse_unfinished
+from meshfeed.prepare.part_file import Malformed, facts_of_part, part_path
 from meshfeed.prepare.records import RECORD_BYTES, encodings_of
-from meshfeed.prepare.task import refuse_malformed
 from meshfeed.prepare.train import train_bpe
 from meshfeed.store.prepared import FORMAT, MANIFEST
 
@@ -46,7 +46,7 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        doing: "encoding", "joining" or "uploading".
+        doing: "encoding", "merging" or "uploading".
         done_parts, num_parts: in this.
         num_documents, num_tokens, num_bytes: encoded so far, before this run too; uploaded, bytes alone.
     """
@@ -126,34 +126,34 @@ def prepare(
             f"at least 1, 0 and 1"
         )
     engine = engine or Local(os.cpu_count() or 1)
-    place = place_of(os.fspath(out), work, engine)
+    output = output_of(os.fspath(out), work, engine)
     found = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
     if found.passed_over:
         on_passed_over(found.passed_over)
     encodings = encodings_of(text_encoding, found.inputs)
     request = Request(found.inputs, encoding.told(), dedup, validation, encodings)
-    with held(place):
-        place.refuse_existing(request, resume=resume, overwrite=overwrite)
+    with held(output):
+        output.refuse_existing(request, resume=resume, overwrite=overwrite)
         if not (resume or overwrite):
-            refuse_unfinished(place.work)
-        manifest = place.finished(request) if resume else None
+            refuse_unfinished(output.work)
+        manifest = output.finished(request) if resume else None
         if manifest is None:
             limits = Limits(max_errors, max_record_bytes)
-            job = _job(place.work, request, encoding, limits, part_bytes, resume=resume)
-            manifest = _published(job, place, engine, on_progress, overwrite=overwrite)
-        clear(place.work)
-    return Prepared(place.url, manifest)
+            job = _job(output.work, request, encoding, limits, part_bytes, resume=resume)
+            manifest = _published(job, output, engine, on_progress, overwrite=overwrite)
+        clear(output.work)
+    return Prepared(output.url, manifest)
 
 
 def _published(
-    job: Job, place: Place, engine: Engine, on_progress: Callable[[Progress], None], *, overwrite: bool
+    job: Job, output: Output, engine: Engine, on_progress: Callable[[Progress], None], *, overwrite: bool
 ) -> dict[str, Any]:
     """Encode, join and publish what is not yet; the manifest."""
     try:
-        place.begin()
+        output.begin()
         _encode(job, engine, on_progress)
-        manifest = _joined(job, on_progress)
-        place.publish(partial(_uploading, on_progress), overwrite=overwrite)
+        manifest = _merged(job, on_progress)
+        output.publish(partial(_uploading, on_progress), overwrite=overwrite)
     except (MeshfeedError, KeyboardInterrupt) as error:
         told = "finished parts are kept; continue with --resume"
         if forget_unbegun(job.folder):
@@ -254,7 +254,7 @@ def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -
             refuse_malformed(job, malformed)
 
 
-def _joined(job: Job, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
+def _merged(job: Job, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
     """Join the parts into the folder's `out`, its manifest last, unless that lies there; the manifest."""
     out = job.folder / "out"
     if (out / MANIFEST).exists():
@@ -263,7 +263,7 @@ def _joined(job: Job, on_progress: Callable[[Progress], None]) -> dict[str, Any]
         if out.exists():
             shutil.rmtree(out)
         out.mkdir()
-    made = join(job, out, lambda part: on_progress(Progress("joining", part + 1, job.num_parts, 0, 0, 0)))
+    made = merge(job, out, lambda part: on_progress(Progress("merging", part + 1, job.num_parts, 0, 0, 0)))
     trained = job.folder / TRAINED
     if trained.exists():
         with typed_errors(trained):

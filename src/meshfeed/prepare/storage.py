@@ -78,7 +78,7 @@ class Notes:
 
 
 class InStorage:
-    """A Place in object storage. url: of the folder to be. work: of the job, on a disk here."""
+    """An Output in object storage. url: of the folder to be. work: of the job, on a disk here."""
 
     def __init__(self, url: str, work: Path) -> None:
         root, path = split(url)
@@ -89,10 +89,10 @@ class InStorage:
     def _writer(self) -> Writer:
         return Writer(self._root, options_of_environment(self._root, os.environ))
 
-    # -- the contract of Place -----------------------------------------------------------------------------
+    # -- the contract of Output -----------------------------------------------------------------------------
 
     def refuse_existing(self, request: Request, *, resume: bool, overwrite: bool) -> None:
-        """See Place; whatever is no output of `prepare` is never replaced."""
+        """See Output; whatever is no output of `prepare` is never replaced."""
         names = self._names()
         self._refuse_foreign(names)
         ours = resume and (self._is_claimed() or self.finished(request) is not None)
@@ -100,12 +100,12 @@ class InStorage:
             raise PrepareError(self._exists(resume=resume))
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """See Place."""
+        """See Output."""
         found = self._manifest()
         return found if found.get("request") == request.told() else None
 
     def restore(self) -> None:
-        """See Place: nothing was taken away that could be put back."""
+        """See Output: nothing was taken away that could be put back."""
 
     def begin(self) -> None:
         """Where nothing lies, claim it: so that who may not write there hears it before the work is done."""
@@ -113,7 +113,7 @@ class InStorage:
             self._claim()
 
     def publish(self, told: Told, *, overwrite: bool) -> None:
-        """See Place. Raises StoreError, and PrepareError where another run has come to work there."""
+        """See Output. Raises StoreError, and PrepareError where another run has come to work there."""
         there = set(self._names())
         self._refuse_foreign(there)
         if not self._is_claimed():

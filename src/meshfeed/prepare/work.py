@@ -21,7 +21,7 @@ def main(folder: Path) -> None:
     """Encode what standard input says, until it ends."""
     from meshfeed.errors import MeshfeedError
     from meshfeed.files.message import told
-    from meshfeed.prepare.task import encode_part
+    from meshfeed.prepare.encode import encode_part
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run that gets it ends us
     with os.fdopen(os.dup(1), "w", buffering=1) as answers:

@@ -18,7 +18,7 @@ from meshfeed.files import typed_errors
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoders import Encoder, hash_of
 from meshfeed.prepare.job import Job, job_in
-from meshfeed.prepare.part import Block, Malformed, PartFacts, PartWriter, part_path
+from meshfeed.prepare.part_file import Block, Malformed, PartFacts, PartWriter, part_path
 from meshfeed.prepare.records import HERE, Record, reason_of, records
 from meshfeed.store.jsonl import place_of
 

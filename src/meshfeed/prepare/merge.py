@@ -17,8 +17,9 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.choose import Mask, first_of_each, set_apart
+from meshfeed.prepare.encode import refuse_malformed
 from meshfeed.prepare.job import Job
-from meshfeed.prepare.part import (
+from meshfeed.prepare.part_file import (
     Block,
     Malformed,
     PartFacts,
@@ -28,7 +29,6 @@ from meshfeed.prepare.part import (
     part_path,
     write_array,
 )
-from meshfeed.prepare.task import refuse_malformed
 from meshfeed.store import DatasetWriter, open_store
 from meshfeed.store.prepared import ERRORS
 
@@ -38,7 +38,7 @@ ORIGINS = "origins.npy"
 TRAIN, VALIDATION = "train", "validation"
 
 
-def join(job: Job, out: Path, on_part: Callable[[int], None]) -> dict[str, Any]:
+def merge(job: Job, out: Path, on_part: Callable[[int], None]) -> dict[str, Any]:
     """Write the stores of a job whose parts are all there into a folder; returns what they hold, as JSON.
 
     on_part: is told of each part that has been written. Raises StoreError, and PrepareError where too many

@@ -26,7 +26,7 @@ _OURS = ("job", "old", "out", "parts", "slurm", "spans", "tokenizer", "uploads")
 _UNBEGUN = {"job.json", "spans.npy", "parts", MARKER}
 
 
-class Place(Protocol):
+class Output(Protocol):
     """Where an output goes, and the folder of the job that makes it.
 
     Attributes:
@@ -65,8 +65,8 @@ class Place(Protocol):
         ...
 
 
-def place_of(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Place:
-    """The place that a path or URL names; work: folder to work in. Raises PrepareError, StoreError."""
+def output_of(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Output:
+    """The output that a path or URL names. work: folder to work in. Raises PrepareError, StoreError."""
     shown = without_secrets(out)
     if not is_remote(out):
         if work is not None:
@@ -89,14 +89,14 @@ def place_of(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> P
 
 
 class OnDisk:
-    """A Place on a disk. target: the folder to be; the job lies beside it."""
+    """An Output on a disk. target: the folder to be; the job lies beside it."""
 
     def __init__(self, target: Path) -> None:
         self._target, self.url = target, str(target)
         self.work = target.with_name(f"{target.name}.preparing")
 
     def refuse_existing(self, request: Request, *, resume: bool, overwrite: bool) -> None:
-        """See Place."""
+        """See Output."""
         if resume and self.finished(request) is not None:
             return
         self._refuse_kept(", and was made by another job" if resume else "", overwrite=overwrite)
@@ -105,22 +105,22 @@ class OnDisk:
             self._refuse_foreign()
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """See Place."""
+        """See Output."""
         found = self._manifest()
         return found if found.get("request") == request.told() else None
 
     def restore(self) -> None:
-        """See Place."""
+        """See Output."""
         work, target = self.work, self._target
         with typed_errors(target):
             if (work / "job.json").exists() and (work / "old").exists() and not target.exists():
                 (work / "old").rename(target)
 
     def begin(self) -> None:
-        """See Place: that the job could be made beside it says enough."""
+        """See Output: that the job could be made beside it says enough."""
 
     def publish(self, told: Callable[[int, int], None], *, overwrite: bool) -> None:
-        """See Place: at one moment; what was there waits in `old` to be cleared."""
+        """See Output: at one moment; what was there waits in `old` to be cleared."""
         work, target = self.work, self._target
         with typed_errors(target):
             old = work / "old"
@@ -206,15 +206,15 @@ def forget_unbegun(work: Path) -> bool:
 
 
 @contextmanager
-def held(place: Place) -> Generator[None, None, None]:
+def held(output: Output) -> Generator[None, None, None]:
     """The folder of a job, made if missing, and no other run's; it goes again where no job was saved in it.
 
     Raises PrepareError where another run has it.
     """
-    work = place.work
+    work = output.work
     lock = _locked(work)
     try:
-        place.restore()
+        output.restore()
         yield
     finally:
         try:
