@@ -373,19 +373,6 @@ def test_workers_end_with_the_run(tmp_path):
     assert set(children.read_text().split()) <= before
 
 
-def test_a_part_that_is_no_part_is_refused(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", texts(30))
-    with pytest.raises(KeyboardInterrupt):
-        prepare([path], tmp_path / "out", BYTES, engine=Here(stop_after=2), part_bytes=300)
-    part = next(iter((tmp_path / "out.preparing/parts").iterdir()))
-    part.write_bytes(part.read_bytes()[:-9])
-    with pytest.raises(StoreError, match="no whole part; remove it"):
-        prepare([path], tmp_path / "out", BYTES, engine=Here(), part_bytes=300, resume=True)
-    part.unlink()
-    prepare([path], tmp_path / "out", BYTES, engine=Here(), part_bytes=300, resume=True)
-    assert documents(tmp_path / "out") == [text.encode() for text in texts(30)]
-
-
 def test_a_job_which_may_hold_passwords_is_its_users_alone(tmp_path):
     path = lines(tmp_path / "a.jsonl", *(b'{"text": "one"}' for _ in range(9)), b"{broken")
     with pytest.raises(PrepareError, match="1 malformed"):

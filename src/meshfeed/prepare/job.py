@@ -11,8 +11,6 @@ It is no machine's own: an engine may run the parts wherever the folder and the 
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -24,12 +22,12 @@ import numpy.typing as npt
 
 from meshfeed.errors import ChangedError, PrepareError
 from meshfeed.files import typed_errors
+from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoders import Encoder, columns_of, encoder_of
 from meshfeed.prepare.inputs import Input, facts_of
 from meshfeed.prepare.part_file import write_array
 from meshfeed.prepare.records import RECORD_BYTES, UTF8, Reading
-from meshfeed.store.indexed_writer import sync_directory
 
 I64 = npt.NDArray[np.int64]
 
@@ -128,12 +126,8 @@ class Job:
         """Write it to its folder, job.json last. Raises StoreError."""
         with typed_errors(self.folder):
             (self.folder / "parts").mkdir(parents=True, exist_ok=True)
-            partial = self.folder / f"spans.{secrets.token_hex(4)}.tmp"
-            with partial.open("xb") as stream:
-                write_array(stream, self.spans)
-                stream.flush()
-                os.fsync(stream.fileno())
-            partial.replace(self.folder / "spans.npy")
+        with durable_file(self.folder / "spans.npy") as stream:
+            write_array(stream, self.spans)
         inputs = {"inputs": [asdict(each) for each in self.request.inputs]}  # workers need the passwords
         told = self.request.told() | inputs | asdict(self.limits)
         write_json(self.folder / "job.json", told, mode=0o600)
@@ -168,20 +162,10 @@ def job_in(folder: Path) -> Job | None:
     return Job(folder, request, limits, spans)
 
 
-def write_json(path: Path, told: Any, mode: int = 0o666) -> None:
-    """Write a file that is whole and on the disk, or not there. mode: less the umask. Raises StoreError."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    with typed_errors(path):
-        try:
-            with open(partial, "x", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
-                json.dump(told, stream, indent=1, sort_keys=True)
-                stream.write("\n")
-                stream.flush()
-                os.fsync(stream.fileno())
-            partial.replace(path)
-            sync_directory(path.parent)
-        finally:
-            partial.unlink(missing_ok=True)
+def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
+    """Write a durable file. mode: less the umask. Raises StoreError."""
+    with durable_file(path, mode) as stream:
+        stream.write(json.dumps(value, indent=1, sort_keys=True).encode() + b"\n")
 
 
 def read_json(path: Path) -> Any:

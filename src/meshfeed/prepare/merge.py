@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PrepareError
-from meshfeed.files import typed_errors
+from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.choose import Mask, first_of_each, set_apart
 from meshfeed.prepare.encode import refuse_malformed
@@ -22,11 +21,10 @@ from meshfeed.prepare.job import Job
 from meshfeed.prepare.part_file import (
     Block,
     Malformed,
-    PartFacts,
+    PartSummary,
     blocks_of_part,
-    facts_of_part,
-    hashes_of_part,
     part_path,
+    summary_of_part,
     write_array,
 )
 from meshfeed.store import DatasetWriter, open_store
@@ -39,29 +37,39 @@ TRAIN, VALIDATION = "train", "validation"
 
 
 def merge(job: Job, out: Path, on_part: Callable[[int], None]) -> dict[str, Any]:
-    """Write the stores of a job whose parts are all there into a folder; returns what they hold, as JSON.
+    """Write the stores of a job, whose parts are all encoded, into a folder; what they hold, as JSON values.
 
-    on_part: is told of each part that has been written. Raises StoreError, and PrepareError where too many
-    records are malformed.
+    on_part: called with each part, while its documents are written. Raises StoreError, and PrepareError where
+    too many records are malformed.
     """
-    facts = [_facts(job, part) for part in range(job.num_parts)]
-    malformed = [each for part in facts for each in part.malformed]
+    summaries = [_summary(job, part) for part in range(job.num_parts)]
+    malformed = [each for summary in summaries for each in summary.malformed]
     refuse_malformed(job, malformed)
-    bases = bases_of([count for part in facts for count in part.counts], job.spans[:, 1])
+    bases = bases_of([count for summary in summaries for count in summary.counts], job.spans[:, 1])
     columns = job.encoder().columns
-    keep, apart = _chosen(job, facts, len(columns))
+
+    def blocks() -> Iterator[tuple[int, Block]]:
+        for part, summary in enumerate(summaries):
+            for block in blocks_of_part(part_path(job.folder, part), summary.num_blocks, list(columns)):
+                yield part, block
+
+    keep = np.ones(sum(summary.num_documents for summary in summaries), np.bool_)
+    apart = np.zeros_like(keep)
+    if job.request.wants_hashes:
+        keep, apart = _chosen(job, (block for _, block in blocks()))
     names = [TRAIN, VALIDATION] if job.request.validation else ["."]
     with ExitStack() as stack:
         stores = {name: stack.enter_context(_Store(out / name, columns)) for name in names}
         first = 0
-        for part, block in _blocks(job, facts, list(columns)):
+        for part, block in blocks():
             mine = slice(first, first + block.lengths.size)
             for name, store in stores.items():
                 chosen = keep[mine] & (apart[mine] == (name == VALIDATION))
                 store.add(block, job.spans[block.spans, 1], bases[block.spans] + block.numbers, chosen)
             first = mine.stop
             on_part(part)
-    _write_malformed(job, out / ERRORS, bases, malformed)
+    if malformed:
+        _write_malformed(job, out / ERRORS, bases, malformed)
     return {
         "num_duplicates": int((~keep).sum()),
         "num_malformed": len(malformed),
@@ -125,57 +133,33 @@ class _Store:
     ) -> None:
         self._writer.__exit__(kind, error, trace)
         if kind is None:
-            path = self._folder / ORIGINS
-            with typed_errors(path), path.open("xb") as stream:
+            with durable_file(self._folder / ORIGINS) as stream:
                 write_array(stream, np.concatenate([np.zeros((0, 3), np.int64), *self._origins]))
-                stream.flush()
-                os.fsync(stream.fileno())
 
 
-def _facts(job: Job, part: int) -> PartFacts:
-    facts = facts_of_part(part_path(job.folder, part))
-    if facts is None:
-        raise PrepareError(f"{job.folder}: part {part} is not there; continue with --resume")
-    return facts
+def _summary(job: Job, part: int) -> PartSummary:
+    summary = summary_of_part(part_path(job.folder, part))
+    if summary is None:
+        raise PrepareError(f"{job.folder}: part {part} is missing; continue with --resume")
+    return summary
 
 
-def _blocks(job: Job, facts: Sequence[PartFacts], names: Sequence[str]) -> Iterator[tuple[int, Block]]:
-    for part, each in enumerate(facts):
-        for block in blocks_of_part(part_path(job.folder, part), each.num_blocks, names):
-            yield part, block
-
-
-def _chosen(job: Job, facts: Sequence[PartFacts], num_columns: int) -> tuple[Mask, Mask]:
-    """Whether each document stays, and whether it is set apart; bool [num_documents] each."""
-    count = sum(each.num_documents for each in facts)
-    keep, apart = np.ones(count, np.bool_), np.zeros(count, np.bool_)
-    if job.request.wants_hashes:
-        found = [
-            hashes_of_part(part_path(job.folder, part), each.num_blocks, num_columns)
-            for part, each in enumerate(facts)
-        ]
-        hashes = np.concatenate([np.zeros((0, 2), np.uint64), *found])
-        if job.request.dedup:
-            keep = first_of_each(hashes)
-        apart = set_apart(hashes, job.request.validation)
-    return keep, apart
+def _chosen(job: Job, blocks: Iterable[Block]) -> tuple[Mask, Mask]:
+    """Whether each document stays, and whether it is for validation; bool [num_documents] each."""
+    hashes = np.concatenate([np.zeros((0, 2), np.uint64), *(block.hashes for block in blocks)])
+    keep = first_of_each(hashes) if job.request.dedup else np.ones(len(hashes), np.bool_)
+    return keep, set_apart(hashes, job.request.validation)
 
 
 def _write_malformed(job: Job, path: Path, bases: I64, malformed: Sequence[Malformed]) -> None:
-    if not malformed:
-        return
-    with typed_errors(path), path.open("x") as stream:
+    with durable_file(path) as stream:
         for each in malformed:
-            where, number = (
-                job.request.inputs[int(job.spans[each.span, 1])],
-                int(bases[each.span]) + each.number,
-            )
+            where = job.request.inputs[int(job.spans[each.span, 1])]
+            number = int(bases[each.span]) + each.number
             place = {"jsonl": {"line": 1 + number}, "parquet": {"row": number}}.get(where.kind, {})
             byte = {"byte": each.byte} if each.byte >= 0 else {}
-            told = {"file": without_secrets(where.url)} | place | byte | {"error": each.reason}
-            stream.write(json.dumps(told) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
+            line = {"file": without_secrets(where.url)} | place | byte | {"error": each.reason}
+            stream.write(json.dumps(line).encode() + b"\n")
 
 
 def _counted(folder: Path) -> dict[str, Any]:

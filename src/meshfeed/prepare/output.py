@@ -14,11 +14,11 @@ from typing import Any, Protocol, cast
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import Cache, typed_errors
+from meshfeed.files.durable import sync_directory
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.job import Request
 from meshfeed.prepare.storage import FOREIGN, SHOWN, InStorage, foreign_files, step_of
-from meshfeed.store.indexed_writer import sync_directory
 from meshfeed.store.prepared import FORMAT, MANIFEST, MARKER
 
 _OURS = ("job", "old", "out", "parts", "slurm", "spans", "tokenizer", "uploads")

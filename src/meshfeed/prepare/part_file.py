@@ -1,30 +1,27 @@
 """A part's documents in a file of their own: there, whole and on the disk, or not there at all.
 
 blocks    of documents: each some arrays as NumPy's .npy, one after the other (see Block)
-facts     JSON (see PartFacts)
-u64       bytes of the facts
+summary   JSON (see PartSummary)
+u64       bytes of the summary
 "MFPART" 0 1
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import secrets
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
-from meshfeed.store.indexed_writer import sync_directory
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -50,24 +47,24 @@ class Malformed:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PartFacts:
-    """What a part holds.
+@dataclass(slots=True)
+class PartSummary:
+    """What a part holds, or what of it is encoded so far.
 
     Attributes:
         num_documents, num_tokens: in it.
-        num_bytes: of records read for it.
+        num_bytes: of the records read for it.
         num_blocks: in its file.
         counts: lines or rows of each of its spans, documents or not.
-        malformed: records that are none, in order.
+        malformed: records that are not documents, in order.
     """
 
-    num_documents: int
-    num_tokens: int
-    num_bytes: int
-    num_blocks: int
-    counts: list[int]
-    malformed: list[Malformed]
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
+    num_blocks: int = 0
+    counts: list[int] = field(default_factory=list[int])
+    malformed: list[Malformed] = field(default_factory=list[Malformed])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,54 +90,16 @@ def part_path(folder: Path, part: int) -> Path:
     return folder / "parts" / f"{part:08}"
 
 
-class PartWriter:
-    """Writes a part; it appears at a clean end of `with`, and what came before it goes otherwise.
+def write_block(stream: IO[bytes], block: Block) -> None:
+    """The next documents of a part."""
+    for array in (block.lengths, block.spans, block.numbers, block.hashes, *block.columns.values()):
+        write_array(stream, array)
 
-    Whoever else writes the same part at the same time writes the same bytes, so the last one may win. Raises
-    StoreError.
-    """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-        self._stream: IO[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        with typed_errors(self._path):
-            self._stream = self._partial.open("xb", buffering=1 << 20)
-        return self
-
-    def add(self, block: Block) -> None:
-        """The next documents."""
-        with typed_errors(self._path):
-            for array in (block.lengths, block.spans, block.numbers, block.hashes, *block.columns.values()):
-                write_array(self._file, array)
-
-    def finish(self, facts: PartFacts) -> None:
-        """All blocks were added."""
-        told = json.dumps(asdict(facts)).encode()
-        with typed_errors(self._path):
-            self._file.write(told + _TAIL.pack(len(told), _MAGIC))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            with typed_errors(self._path):
-                self._file.close()
-                if kind is None:
-                    self._partial.replace(self._path)
-                    sync_directory(self._path.parent)
-        finally:
-            self._partial.unlink(missing_ok=True)
-
-    @property
-    def _file(self) -> IO[bytes]:
-        if self._stream is None:
-            raise StoreError(f"{self._path}: not writing; use it inside `with`")
-        return self._stream
+def write_summary(stream: IO[bytes], summary: PartSummary) -> None:
+    """The end of a part."""
+    text = json.dumps(asdict(summary)).encode()
+    stream.write(text + _TAIL.pack(len(text), _MAGIC))
 
 
 def write_array(stream: IO[bytes], array: npt.NDArray[Any]) -> None:
@@ -150,48 +109,31 @@ def write_array(stream: IO[bytes], array: npt.NDArray[Any]) -> None:
     stream.write(array.view(np.uint8).data if array.size else b"")
 
 
-def facts_of_part(path: Path) -> PartFacts | None:
-    """What a part holds; None where it is not made yet. Raises StoreError for a damaged one."""
-    try:
-        with typed_errors(path), path.open("rb") as stream:
-            end = stream.seek(0, os.SEEK_END) - _TAIL.size
-            stream.seek(max(end, 0))
-            size, magic = _TAIL.unpack(stream.read(_TAIL.size).ljust(_TAIL.size, b"\0"))
-            if magic != _MAGIC or size > end:
-                raise StoreError(f"{path}: no whole part; remove it, and continue with --resume")
-            stream.seek(end - size)
-            told: dict[str, Any] = json.loads(stream.read(size))
-    except StoreError:
-        if not path.exists():
-            return None
-        raise
-    malformed = [Malformed(**each) for each in told.pop("malformed")]
-    return PartFacts(**told, malformed=malformed)
-
-
-def hashes_of_part(path: Path, num_blocks: int, num_columns: int) -> U64:
-    """The hashes of all documents of a part, uint64 [n, 2], without reading its tokens. Raises StoreError."""
-    found = [np.zeros((0, 2), np.uint64)]
+def summary_of_part(path: Path) -> PartSummary | None:
+    """What a part holds; None where it is not encoded yet. Raises StoreError."""
+    if not path.exists():
+        return None
     with typed_errors(path), path.open("rb") as stream:
+        end = stream.seek(-_TAIL.size, os.SEEK_END)
+        size, _ = _TAIL.unpack(stream.read())
+        stream.seek(end - size)
+        values: dict[str, Any] = json.loads(stream.read(size))
+    malformed = [Malformed(**each) for each in values.pop("malformed")]
+    return PartSummary(**values, malformed=malformed)
+
+
+def blocks_of_part(path: Path, num_blocks: int, names: Sequence[str]) -> Iterator[Block]:
+    """The blocks of a part, with the columns that it was written with, memory-mapped. Raises StoreError."""
+    with typed_errors(path), path.open("rb") as stream:
+        mapped = np.asarray(np.memmap(path, np.uint8, "r"))
         for _ in range(num_blocks):
-            for place in range(4 + num_columns):
-                if place == 3:
-                    found.append(np.lib.format.read_array(stream, allow_pickle=False))
-                else:
-                    _skip(stream)
-    return np.concatenate(found)
+            lengths, spans, numbers, hashes, *columns = (_next(stream, mapped) for _ in range(4 + len(names)))
+            yield Block(lengths, spans, numbers, hashes, dict(zip(names, columns)))
 
 
-def _skip(stream: IO[bytes]) -> None:
+def _next(stream: IO[bytes], mapped: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
     np.lib.format.read_magic(stream)
     shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    stream.seek(shape[0] * dtype.itemsize, os.SEEK_CUR)
-
-
-def blocks_of_part(path: Path, num_blocks: int, names: Sequence[str] = ()) -> Iterator[Block]:
-    """The blocks of a part, with the columns that it was written with. Raises StoreError."""
-    with typed_errors(path), path.open("rb") as stream:
-        for _ in range(num_blocks):
-            arrays = [np.lib.format.read_array(stream, allow_pickle=False) for _ in range(4 + len(names))]
-            lengths, spans, numbers, hashes, *columns = arrays
-            yield Block(lengths, spans, numbers, hashes, dict(zip(names, columns)))
+    begin = stream.tell()
+    end = stream.seek(math.prod(shape) * dtype.itemsize, os.SEEK_CUR)
+    return mapped[begin:end].view(dtype).reshape(shape)

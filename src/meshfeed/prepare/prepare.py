@@ -33,7 +33,7 @@ from meshfeed.prepare.inputs import cut, find_inputs
 from meshfeed.prepare.job import Job, Limits, Request, job_in, read_json, write_json
 from meshfeed.prepare.merge import merge
 from meshfeed.prepare.output import Output, clear, forget_unbegun, held, output_of, refuse_unfinished
-from meshfeed.prepare.part_file import Malformed, facts_of_part, part_path
+from meshfeed.prepare.part_file import Malformed, part_path, summary_of_part
 from meshfeed.prepare.records import RECORD_BYTES, encodings_of
 from meshfeed.prepare.train import train_bpe
 from meshfeed.store.prepared import FORMAT, MANIFEST
@@ -225,18 +225,18 @@ def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -
     progress = Progress("encoding", 0, job.num_parts, 0, 0, 0)
 
     def count(part: int) -> bool:
+        """Whether the part is done; if so, it is counted."""
         nonlocal progress
-        facts = facts_of_part(part_path(job.folder, part))
-        if facts is None:
+        summary = summary_of_part(part_path(job.folder, part))
+        if summary is None:
             return False
-        malformed.extend(facts.malformed)
-        progress = Progress(
-            "encoding",
-            progress.done_parts + 1,
-            job.num_parts,
-            progress.num_documents + facts.num_documents,
-            progress.num_tokens + facts.num_tokens,
-            progress.num_bytes + facts.num_bytes,
+        malformed.extend(summary.malformed)
+        progress = replace(
+            progress,
+            done_parts=progress.done_parts + 1,
+            num_documents=progress.num_documents + summary.num_documents,
+            num_tokens=progress.num_tokens + summary.num_tokens,
+            num_bytes=progress.num_bytes + summary.num_bytes,
         )
         return True
 
@@ -245,11 +245,7 @@ def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -
     refuse_malformed(job, malformed)
     with closing(engine.encode(job.folder, missing)) as parts:
         for part in parts:
-            if not count(part):
-                raise PrepareError(
-                    f"{job.folder}: part {part} was encoded but is missing here; do all nodes share this "
-                    f"folder?"
-                )
+            count(part)
             on_progress(progress)
             refuse_malformed(job, malformed)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import PrepareError
 from meshfeed.extras import install
-from meshfeed.files import typed_errors
+from meshfeed.files.durable import durable_file
 from meshfeed.prepare.encoders import END
 from meshfeed.prepare.inputs import I64, Input
 from meshfeed.prepare.records import Reading, records
@@ -42,13 +40,8 @@ def train_bpe(path: Path, vocab_size: int, inputs: Sequence[Input], spans: I64, 
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(inputs, spans, how), trainer)
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    with typed_errors(path):
-        with partial.open("x", encoding="utf-8") as stream:
-            stream.write(tokenizer.to_str(pretty=True))
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
+    with durable_file(path) as stream:
+        stream.write(tokenizer.to_str(pretty=True).encode())
 
 
 def _texts(inputs: Sequence[Input], spans: I64, how: Reading) -> Iterator[str]:

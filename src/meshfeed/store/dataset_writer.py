@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
+from meshfeed.files.durable import durable_file
 from meshfeed.store.dataset import FORMAT, NAME, VERSION
-from meshfeed.store.indexed_writer import IndexedWriter, sync_directory
+from meshfeed.store.indexed_writer import IndexedWriter
 
 
 class DatasetWriter:
@@ -112,12 +113,5 @@ class DatasetWriter:
 
     def _publish(self) -> None:
         told = {"format": FORMAT, "version": VERSION, "columns": {name: name for name in self._writers}}
-        path = self.folder / NAME
-        part = path.with_suffix(".part")
-        with typed_errors(path):
-            with part.open("w") as stream:
-                json.dump(told, stream, indent=2)
-                stream.flush()
-                os.fsync(stream.fileno())
-            part.replace(path)
-            sync_directory(self.folder)
+        with durable_file(self.folder / NAME) as stream:
+            stream.write(json.dumps(told, indent=2).encode())

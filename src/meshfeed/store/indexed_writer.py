@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import LocalFile, typed_errors
+from meshfeed.files.durable import sync_directory
 from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums
 from meshfeed.store.checksums import refuse_block_bytes, write_durably
 from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION
@@ -327,12 +328,3 @@ class _Files:
         stream = path.open("x+b", buffering=1 << 20)
         stack.callback(path.unlink, missing_ok=True)
         return stack.enter_context(stream)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make the renames last: a file's own fsync does not cover its name."""
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

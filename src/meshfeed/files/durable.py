@@ -1,0 +1,43 @@
+"""Files that are there, complete and on the disk, or not there at all."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from meshfeed.files.local import typed_errors
+
+
+@contextmanager
+def durable_file(path: Path, mode: int = 0o666) -> Generator[IO[bytes], None, None]:
+    """A stream to write, which becomes `path` at a clean end of `with` and is removed otherwise.
+
+    mode: of the file, less the umask. Whoever finishes last wins. Raises StoreError.
+    """
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "wb", 1 << 20) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+        sync_directory(path.parent)
+    except OSError:
+        with typed_errors(path):
+            raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sync_directory(directory: Path) -> None:
+    """Make renames last: a file's own fsync does not cover its name. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
