@@ -25,7 +25,7 @@ from services.slurm import slurm
 PART_BYTES = 20_000
 WAIT_S = 600
 RUN = """
-import sys
+import sys, time
 from meshfeed.errors import MeshfeedError
 from meshfeed.prepare import OnRay, OnSlurm, Text, on_slurm, prepare
 engine, corpus, out, *more = sys.argv[1:]
@@ -39,6 +39,8 @@ def run(told):
         return f"{type(error).__name__}: {error}"
 def show(progress):
     print(progress.doing, progress.done_parts, flush=True)
+    if f"stop at {progress.done_parts}" in more:
+        time.sleep(600)
 if "workers die" not in more:
     sys.exit(run(show))
 """
@@ -48,14 +50,14 @@ from pathlib import Path
 from meshfeed.prepare import on_ray
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error",
          object_store_memory=80 << 20, _node_ip_address="127.0.0.1")
-encoded = on_ray._encoded
-on_ray._encoded = lambda folder, part: os.kill(os.getpid(), signal.SIGKILL)
+run_task = on_ray._run_task
+on_ray._run_task = lambda folder, task: os.kill(os.getpid(), signal.SIGKILL)
 print(run(lambda progress: None), flush=True)
-on_ray._encoded, killed = encoded, []
+on_ray._run_task, killed = run_task, []
 def workers():
     for each in Path("/proc").glob("[0-9]*"):
         try:
-            if (each / "cmdline").read_bytes().startswith((b"ray::_encoded", b"ray::IDLE")) and MARK.encode() in (each / "environ").read_bytes():
+            if (each / "cmdline").read_bytes().startswith((b"ray::_run_task", b"ray::IDLE")) and MARK.encode() in (each / "environ").read_bytes():
                 yield int(each.name)
         except OSError:
             pass
@@ -133,11 +135,17 @@ def marked(mark: str) -> Iterator[int]:
                 yield int(each.name)
 
 
+def remove_parts(out: Path, keep: int) -> None:
+    """Remove all but some parts, so that there is work left, however far the killed run came."""
+    for part in sorted(out.with_name("out.preparing").glob("parts/*"))[keep:]:
+        part.unlink()
+
+
 def test_ray_gives_the_same_bytes_after_kills_of_the_run_and_of_workers(
     corpus: Path, expected: Path, tmp_path: Path
 ) -> None:
     out, mark = tmp_path / "out", secrets.token_hex(16)
-    process = start("ray", corpus, out, env={"MARK": mark})
+    process = start("ray", corpus, out, "stop at 2", env={"MARK": mark})
     until_part(2, process)
     process.kill()  # the driver alone
     process.wait(WAIT_S)
@@ -146,6 +154,7 @@ def test_ray_gives_the_same_bytes_after_kills_of_the_run_and_of_workers(
     while left := list(marked(mark)):
         assert time.monotonic() < until, f"Ray outlived its run: {left}"
         time.sleep(0.1)
+    remove_parts(out, keep=2)
     status, said, errors = ended(start("ray", corpus, out, "resume", "workers die", env={"MARK": mark}))
     assert status == 0, errors
     told = {line.split()[0]: line for line in reversed(said.splitlines()) if line}  # the first of each word
@@ -172,25 +181,28 @@ def test_slurm_gives_the_same_bytes_after_kills_of_the_run_and_of_its_job(
         def told_by(*command: str) -> str:
             return subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip()
 
-        def begun(*more: str, part: int) -> tuple[subprocess.Popen[str], str]:
-            """A run whose second task is held back, and its job, when the first has come to the part."""
+        def begun(*more: str) -> tuple[subprocess.Popen[str], str]:
+            """A run whose tasks are held back, and its job."""
             process = start("slurm", corpus, out, "hold", *more, env=env)
-            while not (job := told_by("squeue", "-h", "-o", "%F", "--states=PENDING")) or job == orphan:
+            while not (job := told_by("squeue", "-h", "-o", "%F", "--states=PENDING")) or orphan in job:
                 assert process.poll() is None, process.communicate()
-            told_by("scontrol", "release", f"{job}_0")
-            until_part(part, process)
             return process, job
 
-        orphan = ""
-        process, orphan = begun(part=5)
+        orphan = "none"
+        process, orphan = begun("stop at 5")
+        told_by("scontrol", "release", f"{orphan}_0")
+        until_part(5, process)
         process.kill()  # the driver alone
         process.wait(WAIT_S)
-        process, job = begun("resume", part=8)
+        while told_by("squeue", "-h", "-o", "%F", "--states=RUNNING,COMPLETING"):
+            time.sleep(0.1)
+        remove_parts(out, keep=5)
+        process, job = begun("resume")
         assert orphan not in told_by("squeue", "-h", "-o", "%F"), "what the killed run has left is ended"
         told_by("scancel", job)
         status, _, errors = ended(process)
         assert status == 1, errors
-        assert re.match(r"PrepareError: part \d: task 1 of the Slurm job ended without it .*--resume", errors)
+        assert re.match(r"PrepareError: part 5: the Slurm job ended without it .*--resume", errors)
         status, _, errors = ended(start("slurm", corpus, out, "resume", env=env))
         assert status == 0 and same(out, expected), errors
         bad.write_text(corpus.read_text() + "{no json\n")

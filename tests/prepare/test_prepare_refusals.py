@@ -344,9 +344,9 @@ def test_a_disk_without_space_stops_the_command_and_space_lets_it_go_on(tmp_path
 def test_a_worker_that_dies_is_named_with_its_part(tmp_path, monkeypatch, how, said):
     path = jsonl(tmp_path / "a.jsonl", texts(200))
     entry = tmp_path / "entry.py"
-    entry.write_text(f"import os, signal, sys; sys.stdin.readline(); {how}")
+    entry.write_text(f"import os, signal; {how}")
     with monkeypatch.context() as patched:
-        patched.setattr("meshfeed.prepare.engine._ENTRY", entry)
+        patched.setattr("meshfeed.prepare.engine.BARE", entry)
         with pytest.raises(PrepareError, match=f"part 0: the worker that encoded it {said}.*--resume"):
             prepare([path], tmp_path / "out", BYTES, engine=Local(1))
     prepare([path], tmp_path / "out", BYTES, engine=Local(1), resume=True)

@@ -6,7 +6,9 @@ line of it may ask for a terabyte or for a year.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import pickle
 import signal
@@ -14,7 +16,9 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,9 +29,14 @@ MEMORY_BYTES = 1 << 30
 """Of the process, its Python included."""
 CPU_S = 10
 """Of a conversation: CPU time, so a busy machine changes nothing."""
-FRAME = struct.Struct(">Q")
+_FRAME = struct.Struct(">Q")
 
-_ENTRY = Path(__file__).with_name("render.py")
+try:
+    import resource
+except ImportError:  # not on every system
+    resource = None
+
+_BARE = Path(__file__).with_name("bare.py")
 
 
 class Confined:
@@ -75,7 +84,7 @@ class _Process:
     def __init__(self, conversations: Conversations) -> None:
         self.owner, self._where = os.getpid(), conversations.path
         started = subprocess.Popen(
-            [sys.executable, str(_ENTRY)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=-1
+            [sys.executable, str(_BARE), __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         if started.stdin is None or started.stdout is None:
             raise StoreError(f"{self._where}: a process without pipes; start it again")
@@ -88,10 +97,10 @@ class _Process:
         try:
             for frame in (self._setup, request):
                 if frame:
-                    self._asks.write(FRAME.pack(len(frame)) + frame)
+                    self._asks.write(_FRAME.pack(len(frame)) + frame)
             self._setup = b""
             self._asks.flush()
-            return json.loads(received(self._answers))
+            return json.loads(_received(self._answers))
         except (BrokenPipeError, EOFError):
             raise self._died() from None
         except BaseException:  # an answer may be half read
@@ -123,13 +132,52 @@ def _ended(owner: int, process: subprocess.Popen[bytes]) -> None:
                 continue
 
 
-def received(stream: IO[bytes]) -> bytes:
+def _received(stream: IO[bytes]) -> bytes:
     """The next frame. Raises EOFError where the stream ends."""
-    head = stream.read(FRAME.size)
-    if len(head) < FRAME.size:
+    head = stream.read(_FRAME.size)
+    if len(head) < _FRAME.size:
         raise EOFError
-    (size,) = FRAME.unpack(head)
+    (size,) = _FRAME.unpack(head)
     body = stream.read(size)
     if len(body) < size:
         raise EOFError
     return body
+
+
+# -- in the process of its own ----------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer each request on standard input, until there are no more."""
+    requests = sys.stdin.buffer
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # what a template prints is not an answer
+        conversations, memory_bytes, cpu_s = pickle.loads(_received(requests))
+        _limit("RLIMIT_AS", memory_bytes)
+        with contextlib.suppress(EOFError):
+            while True:
+                request = _received(requests)
+                _limit("RLIMIT_CPU", math.ceil(time.process_time()) + cpu_s)
+                answer = json.dumps(_answer(conversations, request)).encode()
+                answers.write(_FRAME.pack(len(answer)) + answer)
+                answers.flush()
+
+
+def _answer(conversations: Conversations, request: bytes) -> dict[str, Any]:
+    try:
+        what, value = pickle.loads(request)
+        if what == "said":
+            return asdict(conversations.said(value))
+        conversations.check()
+        return {}
+    except StoreError as error:
+        return {"error": str(error)}
+    except MemoryError:
+        return {"error": "too large to be rendered; leave it out"}
+
+
+def _limit(name: str, most: int) -> None:
+    if resource is not None:
+        kind = getattr(resource, name)
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

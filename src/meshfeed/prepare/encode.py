@@ -15,7 +15,7 @@ from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoders import Encoder, hash_of
-from meshfeed.prepare.job import Job, job_in
+from meshfeed.prepare.job import Job, load_job
 from meshfeed.prepare.part_file import Block, Malformed, PartSummary, part_path, write_block, write_summary
 from meshfeed.prepare.records import HERE, Record, reason_of, records
 from meshfeed.store.jsonl import place_of
@@ -30,9 +30,7 @@ def encode_part(folder: Path, part: int) -> None:
     Raises PrepareError where more records are malformed than the job allows, or where its tokenizer has
     changed; StoreError where something cannot be read or written.
     """
-    job = job_in(folder)
-    if job is None:
-        raise PrepareError(f"{folder}: no job there; did it finish or start over in the meantime?")
+    job = load_job(folder)
     encode(job, job.encoder(), part)
 
 

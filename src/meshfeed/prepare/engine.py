@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
-from collections import deque
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from meshfeed.errors import PrepareError
-from meshfeed.files.message import untold
+from meshfeed.prepare.tasks import ONE_THREAD, encoded, prepare_tasks, run_task
 
-_ENTRY = Path(__file__).with_name("work.py")
-ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-"""Of each worker: processes share nothing, so many of one thread encode more than few of many."""
+BARE = Path(__file__).with_name("bare.py")
+_LOOK_S = 0.02
 
 
 class Engine(Protocol):
     """Has parts of a job encoded, somewhere."""
 
     def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
-        """Call `task.encode_part(folder, part)` for each part, anywhere that sees folder and inputs.
+        """Call `encode_part(folder, part)` for each part, anywhere that sees the folder and the inputs.
 
-        Yields each part, in any order, when it lies in the folder. When the iterator is closed, or raises,
-        nothing goes on. Raises what `encode_part` raises, and PrepareError naming the part whose worker died.
+        Yields each part, in any order, once it is in the folder. When the iterator is closed, or raises,
+        nothing keeps running. Raises what `encode_part` raises, and PrepareError naming the part whose worker
+        died.
         """
         ...
 
@@ -42,78 +40,46 @@ class Local:
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
-            raise PrepareError(f"{self.num_workers} workers; one at least")
+            raise PrepareError(f"{self.num_workers} workers; at least one is needed")
 
     def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
         """See Engine."""
-        waiting = deque(parts)
-        workers: list[_Worker] = []
-        with selectors.DefaultSelector() as ready:
-            try:
-                for _ in range(min(self.num_workers, len(parts))):
-                    worker = _Worker(folder, waiting.popleft())
-                    workers.append(worker)
-                    ready.register(worker.answers, selectors.EVENT_READ, worker)
-                while ready.get_map():
-                    for key, _ in ready.select():
-                        worker: _Worker = key.data
-                        yield worker.answer()
-                        if waiting:
-                            worker.ask(waiting.popleft())
-                        else:
-                            ready.unregister(worker.answers)
-            finally:
-                for worker in workers:
-                    worker.end()
-
-
-class _Worker:
-    """A process that encodes one part after the other."""
-
-    def __init__(self, folder: Path, part: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(_ENTRY), str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | ONE_THREAD,
-        )
-        if self._process.stdin is None or self._process.stdout is None:
-            raise PrepareError("a worker without pipes; start it anew")
-        self._asks, self.answers = self._process.stdin, self._process.stdout
-        self.ask(part)
-
-    def ask(self, part: int) -> None:
-        """Let it encode a part; it has none."""
-        self._part = part
+        prepare_tasks(folder, parts)
+        workers: list[subprocess.Popen[bytes]] = []
         try:
-            self._asks.write(f"{part}\n".encode())
-            self._asks.flush()
-        except BrokenPipeError:
-            raise self._died() from None
+            for task in range(min(self.num_workers, len(parts))):
+                command = [sys.executable, str(BARE), __name__, str(folder), str(task)]
+                env = os.environ | ONE_THREAD
+                workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, env=env))
+            yield from encoded(folder, parts, lambda: _end(workers), _LOOK_S)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.communicate()
 
-    def answer(self) -> int:
-        """The part that it has encoded. Raises what `encode_part` raised, PrepareError where it is dead."""
-        line = self.answers.readline()
-        if not line.endswith(b"\n"):
-            raise self._died()
-        answer = json.loads(line)
-        if "error" in answer:
-            raise untold(answer["error"])
-        return int(answer["part"])
 
-    def end(self) -> None:
-        """End it, whatever it is doing."""
-        self._process.kill()
-        self._process.wait()
-        self._asks.close() if not self._asks.closed else None
-        self.answers.close()
-
-    def _died(self) -> PrepareError:
-        status = self._process.wait()
+def _end(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, str] | None:
+    statuses = [worker.poll() for worker in workers]
+    for task, status in enumerate(statuses):
         if status == -signal.SIGKILL:
             how = "was killed, perhaps out of memory; continue with --resume and fewer --workers"
-        elif status < 0:
+        elif status and status < 0:
             how = f"died of {signal.Signals(-status).name}; continue with --resume"
-        else:
+        elif status:
             how = f"ended with status {status}, see above; continue with --resume"
-        return PrepareError(f"part {self._part}: the worker that encoded it {how}")
+        else:
+            continue
+        return task, f"the worker that encoded it {how}"
+    return None if None in statuses else (0, "every worker ended without it; continue with --resume")
+
+
+def main(folder: str, task: str) -> None:
+    """A worker. It ends at once when its run does, even when that is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run that gets it ends us
+    threading.Thread(target=_end_with_run, daemon=True).start()
+    run_task(Path(folder), int(task))
+
+
+def _end_with_run() -> None:
+    sys.stdin.read()
+    os._exit(1)

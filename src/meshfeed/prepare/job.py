@@ -162,6 +162,14 @@ def job_in(folder: Path) -> Job | None:
     return Job(folder, request, limits, spans)
 
 
+def load_job(folder: Path) -> Job:
+    """The job of a folder. Raises StoreError, and PrepareError where there is none."""
+    job = job_in(folder)
+    if job is None:
+        raise PrepareError(f"{folder}: no job there; did it finish or start over in the meantime?")
+    return job
+
+
 def write_json(path: Path, value: Any, mode: int = 0o666) -> None:
     """Write a durable file. mode: less the umask. Raises StoreError."""
     with durable_file(path, mode) as stream:

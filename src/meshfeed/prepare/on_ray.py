@@ -5,29 +5,26 @@ from __future__ import annotations
 import importlib
 import os
 import socket
-from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshfeed.errors import MeshfeedError, PrepareError
+from meshfeed.errors import PrepareError
 from meshfeed.extras import install
-from meshfeed.files.message import told, untold
-from meshfeed.prepare.encode import encode_part
-from meshfeed.prepare.engine import ONE_THREAD
+from meshfeed.prepare.tasks import ONE_THREAD, encoded, prepare_tasks, run_task
 
-_STORE_BYTES = 80 << 20  # nothing but numbers of parts goes through Ray's object store; this is its least
-_REACH_S = 30.0
+_STORE_BYTES = 80 << 20  # nothing goes through Ray's object store; this is the least it accepts
+_REACH_S, _LOOK_S = 30.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class OnRay:
-    """An Engine of Ray tasks, a core each; a task whose node is lost is tried again, elsewhere.
+    """An Engine of Ray tasks, a core each; Ray restarts a task whose node is lost elsewhere.
 
     Attributes:
-        num_workers: tasks at once at most.
+        num_workers: tasks, at most.
         address: of a running cluster, "auto" for that of this machine. None takes $RAY_ADDRESS; where that is
             not set either, Ray is started here, for this run and this machine alone.
 
@@ -41,28 +38,14 @@ class OnRay:
         """See Engine."""
         if not parts:
             return
+        prepare_tasks(folder, parts)
         with self._cluster() as ray:
-            encoded = ray.remote(num_cpus=1)(_encoded)
-            waiting, running = deque(parts), dict[Any, int]()
-            part = parts[0]
+            start = ray.remote(num_cpus=1)(_run_task).remote
+            tasks = [start(folder, task) for task in range(min(self.num_workers, len(parts)))]
             try:
-                while waiting or running:
-                    while waiting and len(running) < self.num_workers:
-                        part = waiting.popleft()
-                        running[encoded.remote(folder, part)] = part
-                    (done, *_), _ = ray.wait(list(running), num_returns=1)
-                    part = running.pop(done)
-                    refused = ray.get(done)
-                    if refused is not None:
-                        raise untold(refused)
-                    yield part
-            except ray.exceptions.RayError as lost:
-                first = str(lost).strip().partition("\n")[0]
-                raise PrepareError(
-                    f"part {part}: the Ray task that encoded it is lost: {first}; continue with --resume"
-                ) from lost
+                yield from encoded(folder, parts, lambda: _end(ray, tasks), _LOOK_S)
             finally:
-                for task in running:
+                for task in tasks:
                     ray.cancel(task, force=True)
 
     @contextmanager
@@ -110,11 +93,18 @@ def _refuse_silent(address: str) -> None:
         ) from error
 
 
-def _encoded(folder: Path, part: int) -> dict[str, str] | None:
-    """Encode a part; the error where it is refused. As a value: no node unpickles what another has raised."""
+def _end(ray: Any, tasks: list[Any]) -> tuple[int, str] | None:
+    done, running = ray.wait(tasks, num_returns=len(tasks), timeout=0)
+    for task in done:
+        try:
+            ray.get(task)
+        except ray.exceptions.RayError as lost:
+            first = str(lost).strip().partition("\n")[0]
+            how = f"the Ray task that encoded it is lost: {first}; continue with --resume"
+            return tasks.index(task), how
+    return None if running else (0, "every Ray task ended without it; continue with --resume")
+
+
+def _run_task(folder: Path, task: int) -> None:
     os.environ.update(ONE_THREAD)
-    try:
-        encode_part(folder, part)
-    except MeshfeedError as error:
-        return told(error)
-    return None
+    run_task(folder, task)

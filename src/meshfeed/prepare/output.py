@@ -21,9 +21,9 @@ from meshfeed.prepare.job import Request
 from meshfeed.prepare.storage import FOREIGN, SHOWN, InStorage, foreign_files, step_of
 from meshfeed.store.prepared import FORMAT, MANIFEST, MARKER
 
-_OURS = ("job", "old", "out", "parts", "slurm", "spans", "tokenizer", "uploads")
+_OURS = ("job", "old", "out", "parts", "slurm", "spans", "tasks", "tokenizer", "uploads")
 
-_UNBEGUN = {"job.json", "spans.npy", "parts", MARKER}
+_UNBEGUN = {"job.json", "spans.npy", "parts", "tasks", MARKER}
 
 
 class Output(Protocol):

@@ -1,0 +1,19 @@
+"""Started by path: `python bare.py MODULE WORDS...` calls `main(*WORDS)` of a module of this package.
+
+Empty packages stand in for meshfeed's own, whose `__init__` would import torch: encoding has no use for it,
+and it does not fit under a limit on memory.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder: its modules are not top-level ones
+    root = Path(__file__).resolve().parents[1]
+    for name in ("meshfeed", "meshfeed.store", "meshfeed.prepare"):
+        package = ModuleType(name)
+        package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
+        sys.modules[name] = package
+    importlib.import_module(sys.argv[1]).main(*sys.argv[2:])

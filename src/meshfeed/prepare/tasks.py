@@ -1,0 +1,91 @@
+"""A run and its tasks meet in the job's folder, so that tasks may run anywhere that sees it.
+
+    FOLDER/tasks/parts.json   the parts to encode
+    FOLDER/tasks/PART.claim   number of the task that encodes the part
+    FOLDER/tasks/TASK.error   why the task gave up
+
+An engine starts some tasks of `run_task(folder, task)` and says how they ended; `encoded` does the rest.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+from meshfeed.errors import MeshfeedError, PrepareError
+from meshfeed.files import typed_errors
+from meshfeed.files.message import told, untold
+from meshfeed.prepare.encode import encode
+from meshfeed.prepare.job import load_job, read_json, write_json
+
+ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+"""Environment of each task: processes share nothing, so many of one thread encode more than few of many."""
+
+TASKS = "tasks"
+
+
+def prepare_tasks(folder: Path, parts: Sequence[int]) -> None:
+    """Leave word of the parts to encode, for tasks that start after this. Raises StoreError."""
+    with typed_errors(folder):
+        shutil.rmtree(folder / TASKS, ignore_errors=True)
+        (folder / TASKS).mkdir()
+    write_json(folder / TASKS / "parts.json", list(parts))
+
+
+def run_task(folder: Path, task: int) -> None:
+    """Encode parts until each has been claimed by some task. A restarted task keeps its claims."""
+    try:
+        job = load_job(folder)
+        encoder = job.encoder()
+        for part in read_json(folder / TASKS / "parts.json"):
+            if _claimed(folder, part, task):
+                encode(job, encoder, part)
+    except MeshfeedError as error:
+        write_json(folder / TASKS / f"{task}.error", told(error))
+
+
+def encoded(
+    folder: Path, parts: Sequence[int], end: Callable[[], tuple[int, str] | None], look_s: float
+) -> Generator[int, None, None]:
+    """Each of the parts once it is encoded.
+
+    end: says that no more will come, by the task that ended and how; None as long as all goes well.
+
+    Raises the error of the first task that gave up, and PrepareError for a task that died.
+    """
+    missing = set(parts)
+    while missing:
+        ended = end()  # first: what that task has written is there by now
+        with typed_errors(folder):
+            names = [path.name for path in (folder / "parts").iterdir()]
+        done = missing & {int(name) for name in names if name.isdecimal()}
+        missing -= done
+        yield from sorted(done)
+        for error in (folder / TASKS).glob("*.error"):
+            raise untold(read_json(error))
+        if missing and ended is not None:
+            task, how = ended
+            part = next((part for part in sorted(missing) if _owner(folder, part) == str(task)), min(missing))
+            raise PrepareError(f"part {part}: {how}")
+        if not done:
+            time.sleep(look_s)
+
+
+def _claimed(folder: Path, part: int, task: int) -> bool:
+    try:
+        with _claim(folder, part).open("x") as stream:
+            stream.write(str(task))
+    except FileExistsError:
+        return _owner(folder, part) == str(task)
+    return True
+
+
+def _owner(folder: Path, part: int) -> str | None:
+    path = _claim(folder, part)
+    return path.read_text() if path.exists() else None
+
+
+def _claim(folder: Path, part: int) -> Path:
+    return folder / TASKS / f"{part}.claim"
