@@ -32,7 +32,7 @@ def test_what_prepare_has_not_made_is_never_replaced(tmp_path, manifest):
     for options in ({}, {"overwrite": True}, {"resume": True}, {"resume": True, "overwrite": True}):
         with pytest.raises(PrepareError, match=r"not made by `meshfeed prepare`|exists already"):
             prepare([path], out, BYTES, engine=Here(), **options)
-    with pytest.raises(PrepareError, match=r"a\.jsonl: was not made by"):
+    with pytest.raises(PrepareError, match=r"a\.jsonl: is an input"):
         prepare([path], path, BYTES, engine=Here(), overwrite=True)
     assert tree(tmp_path) == before
 

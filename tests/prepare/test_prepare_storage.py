@@ -188,7 +188,7 @@ def test_what_prepare_has_not_written_stays(bucket, tmp_path):
     writer = Writer(bucket.root, bucket.options)
     for i, name in enumerate(("model.pt", "deep/tokens.bin", "manifest.json")):
         writer.put(f"foreign{i}/{name}", b"{}")
-        with pytest.raises(PrepareError, match=f"foreign{i}: holds {name}, which prepare did not write"):
+        with pytest.raises(PrepareError, match=f"foreign{i}: was not made by `meshfeed prepare`"):
             prepare([path], f"{bucket.root}/foreign{i}", BYTES, work=tmp_path / "work", overwrite=True)
         assert bucket.objects(f"foreign{i}") == {name: b"{}"}
 

@@ -13,6 +13,7 @@ What comes out is a function of the inputs and of what was asked: not of engine,
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -24,17 +25,21 @@ from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import MeshfeedError, PrepareError
-from meshfeed.files import typed_errors
+from meshfeed.files import Cache, typed_errors
+from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.files.writer import PIECE_BYTES
+from meshfeed.prepare.disk import OnDisk
 from meshfeed.prepare.encode import refuse_malformed
 from meshfeed.prepare.encoders import TRAINED, Encoding
 from meshfeed.prepare.engine import Engine, Local
+from meshfeed.prepare.folder import clear, forget_unbegun, held, refuse_unfinished
 from meshfeed.prepare.inputs import cut, find_inputs
 from meshfeed.prepare.job import Job, Limits, Request, job_in, read_json, write_json
 from meshfeed.prepare.merge import merge
-from meshfeed.prepare.output import Output, clear, forget_unbegun, held, output_of, refuse_unfinished
+from meshfeed.prepare.output import Output
 from meshfeed.prepare.part_file import Malformed, part_path, summary_of_part
 from meshfeed.prepare.records import RECORD_BYTES, encodings_of
+from meshfeed.prepare.storage import InStorage
 from meshfeed.prepare.train import train_bpe
 from meshfeed.store.prepared import FORMAT, MANIFEST
 
@@ -126,7 +131,7 @@ def prepare(
             f"at least 1, 0 and 1"
         )
     engine = engine or Local(os.cpu_count() or 1)
-    output = output_of(os.fspath(out), work, engine)
+    output = _output(os.fspath(out), work, engine)
     found = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
     if found.passed_over:
         on_passed_over(found.passed_over)
@@ -143,6 +148,29 @@ def prepare(
             manifest = _published(job, output, engine, on_progress, overwrite=overwrite)
         clear(output.work)
     return Prepared(output.url, manifest)
+
+
+def _output(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Output:
+    """The output that a path or URL names. work: folder to work in. Raises PrepareError, StoreError."""
+    shown = without_secrets(out)
+    if not is_remote(out):
+        if work is not None:
+            raise PrepareError(
+                f"--work {os.fspath(work)}: only for an output in storage; one on a disk is "
+                f"made beside {shown}"
+            )
+        return OnDisk(Path(local_path(out)).absolute())
+    if is_http(out):
+        raise PrepareError(f"{shown}: cannot write to a web server; give s3://, gs://, az:// or a path")
+    if work is None and not isinstance(engine, Local):
+        raise PrepareError(
+            f"{shown}: its parts may be encoded on other machines; name a folder that all of them see: "
+            f"--work DIR"
+        )
+    parent = Cache().make() / "preparing" if work is None else Path(work).absolute()
+    digest = hashlib.blake2b(out.rstrip("/").encode(), digest_size=4).hexdigest()
+    name = shown.rstrip("/").rpartition("/")[2]
+    return InStorage(out, parent / f"{name}-{digest}.preparing")
 
 
 def _published(

@@ -1,0 +1,106 @@
+"""The folder of a job: whose it is, who is at work in it, and what goes when the job is done."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from meshfeed.errors import PrepareError
+from meshfeed.files import typed_errors
+from meshfeed.prepare.output import Output, some
+from meshfeed.store.prepared import MARKER
+
+_OURS = ("job", "old", "out", "parts", "slurm", "spans", "tasks", "tokenizer", "uploads")
+_UNBEGUN = {"job.json", "spans.npy", "parts", "tasks", MARKER}
+
+
+def refuse_unfinished(work: Path) -> None:
+    """Raises PrepareError where a job was not finished."""
+    with typed_errors(work):
+        if (work / "job.json").exists():
+            raise PrepareError(
+                f"{work}: an earlier run did not finish; continue it with --resume, or start over with "
+                f"--overwrite"
+            )
+
+
+def forget_unbegun(work: Path) -> bool:
+    """Whether nothing of a job was done yet; it is then no job any more, and `held` clears up."""
+    with typed_errors(work):
+        if {path.name for path in work.iterdir()} - _UNBEGUN:
+            return False
+        if any(path.suffix != ".tmp" for path in (work / "parts").glob("*")):
+            return False
+        (work / "job.json").unlink(missing_ok=True)
+        return True
+
+
+@contextmanager
+def held(output: Output) -> Generator[None, None, None]:
+    """The folder of a job, made if missing, and no other run's; it goes again where no job was saved in it.
+
+    Raises PrepareError where another run has it.
+    """
+    work = output.work
+    lock = _locked(work)
+    try:
+        output.restore()
+        yield
+    finally:
+        try:
+            if work.exists() and not (work / "job.json").exists():
+                clear(work)
+        finally:
+            os.close(lock)
+
+
+def clear(work: Path, *, lock: bool = True) -> None:
+    """Remove what is ours, the job first; and, with the lock, the folder, where nothing else is in it."""
+    with typed_errors(work):
+        (work / "job.json").unlink(missing_ok=True)
+        for path in sorted(work.iterdir()):
+            if path.name.partition(".")[0] not in _OURS:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        if lock:
+            (work / MARKER).unlink(missing_ok=True)
+            if not any(work.iterdir()):
+                work.rmdir()
+
+
+def _locked(work: Path) -> int:
+    """The lock of a job's folder. It is the folder's marker, too: no other folder is touched."""
+    path = work / MARKER
+    while True:
+        with typed_errors(work):
+            work.mkdir(parents=True, exist_ok=True)
+            try:
+                _refuse_unmarked(work)
+                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:
+                continue  # a run that just ended has removed the folder
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+                return lock
+            os.close(lock)  # whoever had it has removed it since
+        except BlockingIOError:
+            os.close(lock)
+            raise PrepareError(f"{work}: another run is preparing this; wait for it, or stop it") from None
+
+
+def _refuse_unmarked(work: Path) -> None:
+    """Raises PrepareError for a folder that a user has filled. An empty one may be used."""
+    names = sorted(path.name for path in work.iterdir())
+    if names and MARKER not in names:
+        raise PrepareError(
+            f"{work}: prepare works in a folder of this name, but this one holds {some(names)}, which it did "
+            f"not write; move the folder away, or choose another --out"
+        )
