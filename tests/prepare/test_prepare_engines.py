@@ -98,6 +98,7 @@ def start(engine: str, corpus: Path, out: Path, *more: str, env: dict[str, str] 
     if engine == "ray":  # Ray binds every address; a network of its own keeps it from others
         needs("unshare", "ip")
         needs_root()
+        env = {"RAY_worker_niceness": "0"} | (env or {})  # or a busy machine leaves its workers no time
         command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
     return subprocess.Popen(
         command,

@@ -127,15 +127,15 @@ def test_what_is_no_tokenizer_is_refused(trained, tmp_path):
     }
     for name, said in wrong.items():
         with pytest.raises(StoreError, match=said):
-            Text(tokenizer=str(tmp_path / name)).told()
+            Text(tokenizer=str(tmp_path / name)).request()
     with pytest.raises(StoreError, match=r"NAME\.ENCODING\.tiktoken"):
-        Text(tokenizer=str(folder / "own.tiktoken")).told()
+        Text(tokenizer=str(folder / "own.tiktoken")).request()
     with pytest.raises(StoreError, match=r"no tokenizer: .*tiktoken:ENCODING"):
-        Text(tokenizer="tiktoken:nothing").told()
+        Text(tokenizer="tiktoken:nothing").request()
     with pytest.raises(PrepareError, match="does not say which token ends a document"):
-        Text(tokenizer=str(folder / "plain.json"), eod=True).told()
+        Text(tokenizer=str(folder / "plain.json"), eod=True).request()
     with pytest.raises(PrepareError, match="320 tokens, of which uint8 holds 256"):
-        Text(tokenizer=str(folder / "plain.json"), dtype="uint8").told()
+        Text(tokenizer=str(folder / "plain.json"), dtype="uint8").request()
 
 
 def test_a_tokenizer_that_changes_under_a_job_is_refused(trained, tmp_path):
@@ -184,5 +184,5 @@ def test_a_job_does_not_go_on_with_another_end(tmp_path):
     told: list[object] = []
     for end in ("a", "b"):
         (tmp_path / "tok/tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-        told.append(Text(tokenizer=str(tmp_path / "tok"), eod=True).told())
+        told.append(Text(tokenizer=str(tmp_path / "tok"), eod=True).request())
     assert told[0] != told[1]

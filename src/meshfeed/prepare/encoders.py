@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,66 +27,34 @@ END = "<|endoftext|>"
 DTYPES = ("uint8", "uint16", "int32")
 
 
-class Encoder(Protocol):
-    """Makes documents of values."""
-
-    @property
-    def columns(self) -> Mapping[str, np.dtype[Any]]:
-        """Of what comes out: name -> dtype; "tokens" is one."""
-        ...
-
-    def encode(self, values: Sequence[Any], where: Where) -> list[Mapping[str, Array]]:
-        """Each value's columns, [n] each. Raises StoreError, at its `where`, for one that has none."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
     """Text, or lists of tokens, as documents of one column.
 
     Attributes:
         column: which one it is in a record, and its tokenizer.
-        columns: see Encoder.
+        columns: of what comes out: name -> dtype.
+        digest: of all that decides it.
         end: the token after each document; None for none.
     """
 
     column: Column
     columns: Mapping[str, np.dtype[Any]]
+    digest: str
     end: int | None
 
     def encode(self, values: Sequence[Any], where: Where) -> list[Mapping[str, Array]]:
-        """See Encoder."""
+        """Each value's columns, [n] each. Raises StoreError, at its `where`, for one that has none."""
         dtype = self.columns["tokens"]
         end = np.array([] if self.end is None else [self.end], dtype)
         found = self.column.encoded(values, where)
-        most = -1 if self.column.is_text else np.iinfo(dtype).max  # of text, all fit
-        for i, tokens in enumerate(found if most >= 0 else ()):
+        most = np.iinfo(dtype).max
+        for i, tokens in enumerate([] if self.column.is_text else found):  # of text, all fit
             if tokens.max(initial=0) > most:
                 raise StoreError(
-                    f"{where(i)}: token {tokens.max()}, which {dtype.name} cannot hold; take a wider --dtype"
+                    f"{where(i)}: token {tokens.max()}, which {dtype.name} cannot hold; use a wider --dtype"
                 )
         return [{"tokens": np.concatenate((tokens, end), dtype=dtype, casting="unsafe")} for tokens in found]
-
-
-class Encoding(Protocol):
-    """How records become tokens, before anything is loaded: `Text` or `Chats`."""
-
-    @property
-    def columns(self) -> Columns:
-        """What to take of a record."""
-        ...
-
-    @property
-    def train_bpe(self) -> int | None:
-        """Size of the vocabulary of a tokenizer to train on the inputs; None for none."""
-        ...
-
-    def told(self) -> dict[str, Any]:
-        """All that decides the tokens, as JSON-able values; "kind" is one of `_KINDS`.
-
-        Raises StoreError, PrepareError where it cannot be.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +63,11 @@ class Text:
 
     Attributes:
         tokenizer: of text, as `store.tokenizer.KNOWN` says; None where the column is lists of tokens.
-        train_bpe: see Encoding; instead of a tokenizer.
+        train_bpe: instead of a tokenizer: the size of the vocabulary of one to train on the inputs.
         column: of JSON lines and Parquet; None for "text", or, of token lists, "tokens" or "input_ids".
         eod: the token that ends each document, as text or number; True for the tokenizer's own.
-        dtype: of the tokens: "uint8", "uint16" or "int32"; "auto" for the narrowest that holds them all.
+        dtype: of the tokens: "uint8", "uint16" or "int32"; "auto" for the narrowest that Megatron reads and
+            that holds them all, or bytes.
     """
 
     tokenizer: str | None = None
@@ -109,20 +78,49 @@ class Text:
 
     @property
     def columns(self) -> Columns:
-        """See Encoding."""
+        """What to take of a record."""
         is_text = self.tokenizer is not None or self.train_bpe is not None
         return Columns(Column(self.column, BYTES if is_text else None).names)
 
-    def told(self) -> dict[str, Any]:
-        """See Encoding."""
+    def request(self) -> dict[str, Any]:
+        """All that decides the tokens, as JSON values. Raises StoreError, PrepareError where it is wrong."""
         shared = {"kind": "text", "column": self.column, "eod": self.eod, "dtype": self.dtype}
-        if self.train_bpe is not None:
-            if self.tokenizer is not None:
-                raise PrepareError("both a tokenizer and one to train; give one of them")
-            return shared | {"train_bpe": self.train_bpe}
-        column = Column(self.column, _absolute(self.tokenizer))
-        text_encoder(column, eod=self.eod, dtype=self.dtype)  # or it is refused now
-        return shared | {"tokenizer": column.tokenizer, "digest": _digest(column, self.eod)}
+        if self.train_bpe is None:
+            return shared | {"tokenizer": _absolute(self.tokenizer), "digest": self.encoder().digest}
+        if self.tokenizer is not None:
+            raise PrepareError("both a tokenizer and one to train; give one of them")
+        return shared | {"train_bpe": self.train_bpe}
+
+    def encoder(self, trained: Path | None = None) -> TextEncoder:
+        """What makes the tokens. trained: the file of a tokenizer that was trained for the job.
+
+        Raises PrepareError for a tokenizer that lacks the token to end with, or has more tokens than the
+        dtype holds; StoreError for one that cannot be loaded.
+        """
+        tokenizer = self.tokenizer if self.train_bpe is None else str(trained)
+        column = Column(self.column, tokenizer)
+        column.check()
+        digest = column.digest
+        if self.eod is True and column.is_text:  # tokenizer_config.json beside the tokenizer may name it
+            digest += f" end {column.encoder.end}"
+        end = END if self.eod is True and self.train_bpe is not None else self.eod
+        end = None if end is False else _end(column, end)
+        vocab_size = max(column.encoder.vocab_size if column.is_text else 0, 0 if end is None else end + 1)
+        if self.dtype == "auto":
+            dtype = best_dtype(vocab_size if column.is_text else None)
+            if column.is_text and vocab_size <= 256:
+                dtype = np.dtype(np.uint8)
+        elif self.dtype not in DTYPES:
+            raise PrepareError(f"--dtype {self.dtype}: unknown; use auto, {', '.join(DTYPES)}")
+        else:
+            dtype = np.dtype(self.dtype)
+            most = np.iinfo(dtype).max + 1
+            if vocab_size > most:
+                raise PrepareError(
+                    f"{tokenizer or '--eod-token'}: {vocab_size} tokens, of which {dtype} holds {most}; use "
+                    f"a wider --dtype, or auto"
+                )
+        return TextEncoder(column, {"tokens": dtype}, digest, end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,9 +129,9 @@ class Chats:
 
     Attributes:
         tokenizer: a transformers directory, or a tokenizers JSON file with a template.
-        template: a file to take instead of the tokenizer's own template.
+        template: a file to use instead of the tokenizer's own template.
         train_on: "assistant" for all its messages, "last" for the last one.
-        date: that a template is told which asks for today's; None lets it do without, or refuses it.
+        date: for templates that ask for today's; None lets them do without, or refuses them.
         column: of JSON lines and Parquet; None for "messages" or "conversation", and "tools" beside them.
         dtype: see Text.
     """
@@ -144,17 +142,17 @@ class Chats:
     date: datetime.date | None = None
     column: str | None = None
     dtype: str = "auto"
-    train_bpe: int | None = field(default=None, init=False)
+    train_bpe: None = field(default=None, init=False)
 
     @property
     def columns(self) -> Columns:
-        """See Encoding."""
+        """What to take of a record."""
         names = ("messages", "conversation") if self.column is None else (self.column,)
         return Columns(names, beside=("tools",), called="messages")
 
-    def told(self) -> dict[str, Any]:
-        """See Encoding."""
-        told = {
+    def request(self) -> dict[str, Any]:
+        """See Text."""
+        return {
             "kind": "chat",
             "column": self.column,
             "tokenizer": _absolute(self.tokenizer),
@@ -162,99 +160,52 @@ class Chats:
             "train_on": self.train_on,
             "date": None if self.date is None else self.date.isoformat(),
             "dtype": self.dtype,
+            "digest": self.encoder().digest,
         }
-        return told | {"digest": _chat_encoder(told).digest}
+
+    def encoder(self, trained: Path | None = None) -> ChatEncoder:
+        """What makes the tokens and the mask. Raises StoreError."""
+        dtype = None if self.dtype == "auto" else self.dtype
+        encoder = ChatEncoder(
+            self.tokenizer, self.template, train_on=self.train_on, dtype=dtype, date=self.date
+        )
+        encoder.check()
+        return encoder
 
 
-def encoder_of(told: Mapping[str, Any], folder: Path) -> Encoder:
-    """The encoder that a job describes. Raises StoreError, PrepareError.
+Encoding = Text | Chats
+"""How records become tokens, before anything is loaded."""
+Encoder = TextEncoder | ChatEncoder
+"""Makes documents of values."""
 
-    told: see `Encoding.told`. folder: of the job, with the tokenizer that was trained for it, if one was.
+
+def encoding_of(request: Mapping[str, Any]) -> Encoding:
+    """The encoding whose `request` this is."""
+    given: dict[str, Any] = {name: value for name, value in request.items() if name not in ("kind", "digest")}
+    if request["kind"] == "text":
+        return Text(**given)
+    if given["date"] is not None:
+        given["date"] = datetime.date.fromisoformat(given["date"])
+    return Chats(**given)
+
+
+def encoder_of(request: Mapping[str, Any], folder: Path) -> Encoder:
+    """The encoder of a job in a folder, where the tokenizer is if one was trained for it.
+
+    Raises StoreError, and PrepareError where the tokenizer has changed.
     """
-    kind = _KINDS.get(told["kind"])
-    if kind is None:
-        raise PrepareError(f"encoder {told['kind']!r}: unknown; this meshfeed is older than the job")
-    return kind(told, folder)
-
-
-def columns_of(told: Mapping[str, Any]) -> Columns:
-    """What an encoding takes of a record."""
-    names = {"kind", "digest"}
-    given = {name: value for name, value in told.items() if name not in names}
-    return (Chats if told["kind"] == "chat" else Text)(**given).columns
-
-
-def _text(told: Mapping[str, Any], folder: Path) -> Encoder:
-    trained = told.get("train_bpe") is not None
-    column = Column(told["column"], str(folder / TRAINED) if trained else told["tokenizer"])
-    if not trained:
-        _refuse_changed(told, _digest(column, told["eod"]))
-    eod = END if trained and told["eod"] is True else told["eod"]
-    return text_encoder(column, eod=eod, dtype=told["dtype"])
-
-
-def _chat(told: Mapping[str, Any], folder: Path) -> Encoder:
-    encoder = _chat_encoder(told)
-    _refuse_changed(told, encoder.digest)
+    encoder = encoding_of(request).encoder(folder / TRAINED)
+    if encoder.digest != request.get("digest", encoder.digest):
+        raise PrepareError(
+            f"{request['tokenizer']}: has changed since this job began; restore it, or start over with "
+            f"--overwrite"
+        )
     return encoder
 
 
-_KINDS: Mapping[str, Callable[[Mapping[str, Any], Path], Encoder]] = {"text": _text, "chat": _chat}
-
-
-def _chat_encoder(told: Mapping[str, Any]) -> ChatEncoder:
-    dtype = None if told["dtype"] == "auto" else told["dtype"]
-    date = None if told["date"] is None else datetime.date.fromisoformat(told["date"])
-    made = ChatEncoder(told["tokenizer"], told["template"], train_on=told["train_on"], dtype=dtype, date=date)
-    made.check()
-    return made
-
-
-def _digest(column: Column, eod: str | bool) -> str:
-    """All that decides tokens; the own end too, which tokenizer_config.json beside the tokenizer names."""
-    own = eod is True and column.is_text
-    return f"{column.digest} end {column.encoder.end}" if own else column.digest
-
-
-def _refuse_changed(told: Mapping[str, Any], digest: str) -> None:
-    if digest != told["digest"]:
-        raise PrepareError(
-            f"{told['tokenizer']}: has changed since this job began; restore it, or start over with "
-            f"--overwrite"
-        )
-
-
 def _absolute(name: str | None) -> str | None:
-    """A tokenizer's name, the same for a worker that stands elsewhere."""
+    """A tokenizer's name, the same for a worker in another directory."""
     return str(Path(name).absolute()) if name is not None and Path(name).exists() else name
-
-
-def text_encoder(column: Column, *, eod: str | bool, dtype: str) -> TextEncoder:
-    """How text becomes tokens.
-
-    eod: the token that ends each document, as text or number; True for the tokenizer's own, False for none.
-    dtype: of the tokens, one of DTYPES; "auto" for the narrowest that Megatron reads, or bytes.
-
-    Raises PrepareError for a tokenizer that has no such token, or more of them than the dtype holds;
-    StoreError for one that cannot be loaded.
-    """
-    column.check()
-    end = None if eod is False else _end(column, eod)
-    vocab_size = max(column.encoder.vocab_size if column.is_text else 0, 0 if end is None else end + 1)
-    if dtype == "auto":
-        known = best_dtype(vocab_size if column.is_text else None)
-        narrow = np.dtype(np.uint8) if column.is_text and vocab_size <= 256 else known
-        return TextEncoder(column, {"tokens": narrow}, end)
-    if dtype not in DTYPES:
-        raise PrepareError(f"--dtype {dtype}: unknown; it is auto, {', '.join(DTYPES)}")
-    chosen = np.dtype(dtype)
-    holds = np.iinfo(chosen).max + 1
-    if vocab_size > holds:
-        raise PrepareError(
-            f"{column.tokenizer or '--eod-token'}: {vocab_size} tokens, of which {dtype} holds {holds}; take "
-            f"a wider --dtype, or auto"
-        )
-    return TextEncoder(column, {"tokens": chosen}, end)
 
 
 def hash_of(value: Any) -> bytes:

@@ -24,7 +24,7 @@ from meshfeed.errors import ChangedError, PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
-from meshfeed.prepare.encoders import Encoder, columns_of, encoder_of
+from meshfeed.prepare.encoders import Encoder, encoder_of, encoding_of
 from meshfeed.prepare.inputs import Input, facts_of
 from meshfeed.prepare.part_file import write_array
 from meshfeed.prepare.records import RECORD_BYTES, UTF8, Reading
@@ -41,7 +41,7 @@ class Request:
 
     Attributes:
         inputs: in order.
-        encoder: how values become tokens, as JSON-able values; see `Encoding.told`.
+        encoder: how values become tokens, as JSON-able values; see `Text.request`.
         dedup: whether only the first of equal documents stays.
         validation: share of the documents that is set apart, in [0, 1).
         encodings: of text and JSON lines, joined by commas; see `Reading`.
@@ -115,7 +115,7 @@ class Job:
     @property
     def reading(self) -> Reading:
         """How its records are read."""
-        columns = columns_of(self.request.encoder)
+        columns = encoding_of(self.request.encoder).columns
         return Reading(columns, self.request.encodings.split(","), self.limits.max_record_bytes)
 
     def encoder(self) -> Encoder:

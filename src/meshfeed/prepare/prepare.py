@@ -136,7 +136,7 @@ def prepare(
     if found.passed_over:
         on_passed_over(found.passed_over)
     encodings = encodings_of(text_encoding, found.inputs)
-    request = Request(found.inputs, encoding.told(), dedup, validation, encodings)
+    request = Request(found.inputs, encoding.request(), dedup, validation, encodings)
     with held(output):
         output.refuse_existing(request, resume=resume, overwrite=overwrite)
         if not (resume or overwrite):
