@@ -116,7 +116,7 @@ def test_documents_added_together_are_documents_added_alone(tmp_path_factory, do
 def test_documents_added_together_must_be_what_their_lengths_say(tmp_path):
     with pytest.raises(StoreError, match="tokens of shape"), IndexedWriter(tmp_path / "a", "u2") as writer:
         writer.add_documents(np.zeros(3, np.uint16), np.array([1, 1]))
-    with pytest.raises(StoreError, match="token 1 is 70000"), IndexedWriter(tmp_path / "a", "u2") as writer:
+    with pytest.raises(StoreError, match="token 0 is 70000"), IndexedWriter(tmp_path / "a", "u2") as writer:
         writer.add_documents(np.array([1, 70000]), np.array([1, 1]))
     with pytest.raises(StoreError, match="within a document"), IndexedWriter(tmp_path / "a", "u2") as writer:
         writer.add_sequence([1])
