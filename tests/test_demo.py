@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from meshfeed.cli.demo.storage import Manners, Served, SlowStorage
-from meshfeed.report.compare import Run, compare
-from meshfeed.report.demo import balance_of
+from demo.compare import Run, compare
+from demo.page import balance_of
+from demo.storage import Manners, Served, SlowStorage
 
 STEPS, KILL_AT, TOLERANCE = 9, 6, 1e-6
 

@@ -15,7 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXAMPLES = {"train_gpt.py", "gpt.py", "parallel.py"}  # what `meshfeed demo` runs
+EXAMPLES = {"train_gpt.py", "gpt.py", "parallel.py"} | {  # what `meshfeed demo` runs
+    f"demo/{path.name}" for path in (ROOT / "examples" / "demo").iterdir() if path.suffix in (".py", ".html")
+}
 
 
 def built(where: Path, out: Path, kind: str) -> Path:

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from demo.storage import Manners, SlowStorage
 
 from corpus import write_corpus
 from meshfeed import extras
 from meshfeed.cli import machine, storage
-from meshfeed.cli.demo.storage import Manners, SlowStorage
 from meshfeed.cli.main import main
 
 

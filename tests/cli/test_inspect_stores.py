@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from demo.storage import Manners, SlowStorage
 
 import lit
 import meshfeed as mf
 import mosaic
-from meshfeed.cli.demo.storage import Manners, SlowStorage
 from meshfeed.cli.main import main
 from meshfeed.store import IndexedWriter
 

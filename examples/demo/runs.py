@@ -23,14 +23,14 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-import meshfeed
-from meshfeed.cli.demo.corpus import Corpus
+from demo.corpus import Corpus
 from meshfeed.errors import MeshfeedError
 from meshfeed.layout import Layout
 
 CHECKPOINT_EVERY = 5
 _LOOK_EVERY_S = 0.05
 _TAIL = 3000
+_TRAINER = Path(__file__).parents[1] / "train_gpt.py"
 
 
 class Trainer:
@@ -100,7 +100,7 @@ class Trainer:
             for option, value in options.items()
             for part in ([f"--{option}"] if value is True else [f"--{option}", str(value)])
         ]
-        return [*launcher, f"--nproc-per-node={ranks}", str(_example()), *flat]
+        return [*launcher, f"--nproc-per-node={ranks}", str(_TRAINER), *flat]
 
     def _follow(
         self, process: subprocess.Popen[bytes], name: str, told: str, steps: int, kill_at: int | None
@@ -143,14 +143,3 @@ def _last_step(losses: Path) -> int:
     written = losses.read_text().splitlines(keepends=True) if losses.exists() else []
     whole = [line for line in written if line.endswith("\n")]
     return json.loads(whole[-1])["step"] if whole else -1
-
-
-def _example() -> Path:
-    """The trainer: beside the sources in a checkout, inside the package once installed."""
-    package = Path(meshfeed.__file__).resolve().parent
-    for directory in (package / "_examples", package.parents[1] / "examples"):
-        if (directory / "train_gpt.py").exists():
-            return directory / "train_gpt.py"
-    raise MeshfeedError(
-        f"{package}: no examples/train_gpt.py; run the demo from a checkout or a wheel of meshfeed"
-    )

@@ -1,4 +1,4 @@
-"""meshfeed demo: train on eight processes, kill them, go on under another layout, and compare."""
+"""The demo from start to end: train on eight processes, kill them, resume under another layout, compare."""
 
 from __future__ import annotations
 
@@ -11,57 +11,19 @@ from typing import Any
 
 from rich.console import Console
 
-from meshfeed.cli.command import add_command, whole
-from meshfeed.cli.demo.corpus import make_corpus
-from meshfeed.cli.demo.far import train_from_afar
-from meshfeed.cli.demo.runs import Trainer, latest_checkpoint
+from demo.compare import Comparison, Run, compare
+from demo.corpus import make_corpus
+from demo.far import train_from_afar
+from demo.far_page import Far
+from demo.page import balance_of, page
+from demo.runs import Trainer, latest_checkpoint
 from meshfeed.errors import LayoutError, MeshfeedError
 from meshfeed.layout import Layout
-from meshfeed.report.compare import Comparison, Run, compare
-from meshfeed.report.demo import balance_of, page
-from meshfeed.report.far import Far
 
 TOLERANCE = 1e-6
 PACKED = ("in_order", "balanced")
 PACKED_STEPS = 7
 _MOST_RANKS = 16
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add `demo` to argparse's subparsers."""
-    parser = add_command(
-        subparsers,
-        "demo",
-        run,
-        help="train a small GPT on several processes, kill it, go on under another layout",
-        description="Train a small GPT on the Python standard library's source, on real processes, under one "
-        "layout; kill them with SIGKILL; go on under another; compare ledger and losses with an "
-        "uninterrupted single process.",
-        examples="""
-            meshfeed demo
-            meshfeed demo --first tp2-dp2-pp2 --then cp2-dp2 --kill-at 12 --steps 30 --out demo-out
-            meshfeed demo --first pp4 --then tp4 --delivery broadcast
-        """,
-        wrong="the runs do not agree",
-    )
-    parser.add_argument(
-        "--first", default="tp2-dp2-pp2", metavar="LAYOUT", help="layout to start under (tp2-dp2-pp2)"
-    )
-    parser.add_argument("--then", default="cp2-dp2", metavar="LAYOUT", help="layout to go on under (cp2-dp2)")
-    parser.add_argument(
-        "--kill-at",
-        type=whole(1),
-        default=12,
-        metavar="N",
-        help="step after which all ranks are killed (12)",
-    )
-    parser.add_argument("--steps", type=whole(2), default=30, metavar="N", help="steps in all (30)")
-    parser.add_argument(
-        "--delivery", choices=("auto", "direct", "broadcast", "share", "tree"), default="auto", help="(auto)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where everything goes (demo-out)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,9 +10,9 @@ from statistics import median
 from string import Template
 from typing import Any
 
+from demo.compare import Comparison, Run
+from demo.far_page import Far, far_section
 from meshfeed.layout import Layout
-from meshfeed.report.compare import Comparison, Run
-from meshfeed.report.far import Far, far_section
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 300, 56, 34, 14
 
@@ -30,7 +30,7 @@ def page(
     facts: what losses.json holds. corpus: its counts. runs: "reference", "first" and "then". packed: runs
     over the same documents by packing policy. far: the runs from far storage.
     """
-    shell = Template(Path(__file__).with_name("demo.html").read_text())
+    shell = Template(Path(__file__).with_name("page.html").read_text())
     verdict = "The two jobs agree" if found.agree else "The two jobs do NOT agree"
     return shell.substitute(
         verdict=verdict,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import mean
 
-from meshfeed.report.compare import Run
+from demo.compare import Run
 
 WARM_UP = 18
 """Steps at a run's start whose waiting is not counted: storage has yet to get ahead of training."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from meshfeed.cli.demo.corpus import BLOCK_BYTES, Corpus
-from meshfeed.cli.demo.runs import Trainer
-from meshfeed.cli.demo.storage import Manners, Served, SlowStorage
-from meshfeed.report.compare import Run
-from meshfeed.report.far import Far
+from demo.compare import Run
+from demo.corpus import BLOCK_BYTES, Corpus
+from demo.far_page import Far
+from demo.runs import Trainer
+from demo.storage import Manners, Served, SlowStorage
 
 LAYOUT = "tp2"
 STEPS = {"near": 10, "far": 50, "broadcast": 50}  # some 160 requests: the 20th and the 120th are late
