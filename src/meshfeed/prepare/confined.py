@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ import time
 import weakref
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.prepare.conversation import Conversations, Said
@@ -29,7 +28,6 @@ MEMORY_BYTES = 1 << 30
 """Of the process, its Python included."""
 CPU_S = 10
 """Of a conversation: CPU time, so a busy machine changes nothing."""
-_FRAME = struct.Struct(">Q")
 
 try:
     import resource
@@ -52,15 +50,15 @@ class Confined:
 
     def check(self) -> None:
         """See Conversations."""
-        self._asked("check", None)
+        self._ask("check", None)
 
     def said(self, value: Any) -> Said:
         """See Conversations."""
-        told = self._asked("said", value)
-        spans = [(int(begin), int(end)) for begin, end in told["spans"]]
-        return Said(told["text"], spans, told["trims"])
+        response = self._ask("said", value)
+        spans = [(int(begin), int(end)) for begin, end in response["spans"]]
+        return Said(response["text"], spans, response["trims"])
 
-    def _asked(self, what: str, value: Any) -> dict[str, Any]:
+    def _ask(self, what: str, value: Any) -> dict[str, Any]:
         try:
             request = pickle.dumps((what, value))
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
@@ -69,111 +67,95 @@ class Confined:
             if self._process is None or self._process.owner != os.getpid():  # a fork shares its pipes
                 self._process = _Process(self._conversations)
             try:
-                told = self._process.ask(request)
+                response = self._process.ask(request)
             except StoreError:
                 self._process = None
                 raise
-        if "error" in told:
-            raise StoreError(told["error"])
-        return told
+        if "error" in response:
+            raise StoreError(response["error"])
+        return response
 
 
 class _Process:
-    """One such process. owner: the process that started it."""
+    """One such process. Requests are pickles; responses, which it may be made to forge, are lines of JSON.
+
+    Attributes:
+        owner: the process that started it.
+    """
 
     def __init__(self, conversations: Conversations) -> None:
         self.owner, self._where = os.getpid(), conversations.path
-        started = subprocess.Popen(
-            [sys.executable, str(_BARE), __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        if started.stdin is None or started.stdout is None:
-            raise StoreError(f"{self._where}: a process without pipes; start it again")
-        self._process, self._asks, self._answers = started, started.stdin, started.stdout
-        self._end = weakref.finalize(self, _ended, self.owner, started)
+        command = [sys.executable, str(_BARE), __name__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._end = weakref.finalize(self, _end, self.owner, self._process)
         self._setup = pickle.dumps((conversations, MEMORY_BYTES, CPU_S))
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """What it answers. Raises StoreError where it died."""
+        """Its response. Raises StoreError where it died."""
+        requests, responses = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
         try:
-            for frame in (self._setup, request):
-                if frame:
-                    self._asks.write(_FRAME.pack(len(frame)) + frame)
+            requests.write(self._setup + request)
             self._setup = b""
-            self._asks.flush()
-            return json.loads(_received(self._answers))
-        except (BrokenPipeError, EOFError):
+            requests.flush()
+            line = responses.readline()
+            if line.endswith(b"\n"):
+                return json.loads(line)
+            raise BrokenPipeError
+        except BrokenPipeError:
             raise self._died() from None
-        except BaseException:  # an answer may be half read
+        except BaseException:  # a response may be half read
             self._end()
             raise
 
     def _died(self) -> StoreError:
-        self._process.wait()
-        status = self._process.returncode
+        status = self._process.wait()
         self._end()
         if status == -signal.SIGXCPU:
-            what = f"its chat template took more than {CPU_S} s of CPU time"
+            how = f"its chat template took more than {CPU_S} s of CPU time"
         elif status < 0:
-            what = f"the process that renders its chat template died of {signal.Signals(-status).name}"
+            how = f"the process that renders its chat template died of {signal.Signals(-status).name}"
         else:
-            what = f"the process that renders its chat template ended with status {status}, see above"
-        return StoreError(f"{self._where}: {what}; leave the conversation out, or use another template")
+            how = f"the process that renders its chat template ended with status {status}, see above"
+        return StoreError(f"{self._where}: {how}; leave the conversation out, or use another template")
 
 
-def _ended(owner: int, process: subprocess.Popen[bytes]) -> None:
+def _end(owner: int, process: subprocess.Popen[bytes]) -> None:
     if os.getpid() == owner:
         process.kill()
         process.wait()
     for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                continue
-
-
-def _received(stream: IO[bytes]) -> bytes:
-    """The next frame. Raises EOFError where the stream ends."""
-    head = stream.read(_FRAME.size)
-    if len(head) < _FRAME.size:
-        raise EOFError
-    (size,) = _FRAME.unpack(head)
-    body = stream.read(size)
-    if len(body) < size:
-        raise EOFError
-    return body
+        with contextlib.suppress(BrokenPipeError):
+            cast(IO[bytes], pipe).close()
 
 
 # -- in the process of its own ----------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Answer each request on standard input, until there are no more."""
+    """Respond to each request on standard input, until there are no more."""
     requests = sys.stdin.buffer
-    with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # what a template prints is not an answer
-        conversations, memory_bytes, cpu_s = pickle.loads(_received(requests))
+    with os.fdopen(os.dup(1), "w") as responses:
+        os.dup2(2, 1)  # what a template prints is not a response
+        conversations, memory_bytes, cpu_s = pickle.load(requests)
         _limit("RLIMIT_AS", memory_bytes)
         with contextlib.suppress(EOFError):
             while True:
-                request = _received(requests)
+                what, value = pickle.load(requests)
                 _limit("RLIMIT_CPU", math.ceil(time.process_time()) + cpu_s)
-                answer = json.dumps(_answer(conversations, request)).encode()
-                answers.write(_FRAME.pack(len(answer)) + answer)
-                answers.flush()
+                responses.write(_response(conversations, what, value) + "\n")
+                responses.flush()
 
 
-def _answer(conversations: Conversations, request: bytes) -> dict[str, Any]:
+def _response(conversations: Conversations, what: str, value: Any) -> str:
     try:
-        what, value = pickle.loads(request)
         if what == "said":
-            return asdict(conversations.said(value))
+            return json.dumps(asdict(conversations.said(value)))
         conversations.check()
-        return {}
+        return "{}"
     except StoreError as error:
-        return {"error": str(error)}
+        return json.dumps({"error": str(error)})
     except MemoryError:
-        return {"error": "too large to be rendered; leave it out"}
+        return json.dumps({"error": "too large to be rendered; leave it out"})
 
 
 def _limit(name: str, most: int) -> None:

@@ -48,13 +48,13 @@ def encode(job: Job, encoder: Encoder, part: int) -> None:
 
 def refuse_malformed(job: Job, malformed: Sequence[Malformed]) -> None:
     """Raises PrepareError that lists the first, where more records are malformed than the job allows."""
-    if len(malformed) <= job.limits.max_malformed:
+    if len(malformed) <= job.max_malformed:
         return
     shown = [f"{_place(job, each)}: {each.reason}" for each in malformed[:_SHOWN]]
     more = f"\n  and {len(malformed) - _SHOWN} more" if len(malformed) > _SHOWN else ""
     documents = "document" if len(malformed) == 1 else "documents"
     raise PrepareError(
-        f"{len(malformed)} malformed {documents} (limit: --max-errors {job.limits.max_malformed}); fix them, "
+        f"{len(malformed)} malformed {documents} (limit: --max-errors {job.max_malformed}); fix them, "
         f"or rerun with a higher --max-errors and --resume:\n  " + "\n  ".join(shown) + more
     )
 

@@ -1,11 +1,11 @@
-"""What is to be prepared, in a folder that every worker reads: inputs, their parts, and how to encode them.
+"""A job: inputs, their parts, and how to encode them, in a folder that every worker reads.
 
-    job.json    written last: what was asked (`Request`), and how far malformed lines are let pass
-    spans.npy   which spans of which inputs make up which part; see `inputs.cut`
-    parts/      what is done; see `part`
-    meshfeed-prepare.lock   held by the process that runs the job; marks the folder as this tool's own
-
-It is no machine's own: an engine may run the parts wherever the folder and the inputs can be read.
+job.json    written last: what was asked (`Request`), and the limits
+spans.npy   which spans of which inputs make up which part; see `inputs.cut`
+parts/      the parts that are encoded; see `part_file`
+tasks/      who encodes what; see `tasks`
+out/        the output, while it is merged and until it is published
+meshfeed-prepare.lock   held by the process that runs the job; marks the folder as this tool's own
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +42,7 @@ class Request:
         inputs: in order.
         encoder: how values become tokens, as JSON-able values; see `Text.request`.
         dedup: whether only the first of equal documents stays.
-        validation: share of the documents that is set apart, in [0, 1).
+        validation: share of the documents that is for validation, in [0, 1).
         encodings: of text and JSON lines, joined by commas; see `Reading`.
     """
 
@@ -58,27 +57,14 @@ class Request:
         """Whether documents are told apart."""
         return self.dedup or self.validation > 0
 
-    def told(self) -> dict[str, Any]:
-        """As JSON-able values, without passwords: a manifest tells of it."""
-        told = {"version": VERSION} | json.loads(json.dumps(asdict(self)))
-        for each in told["inputs"]:
+    def record(self) -> dict[str, Any]:
+        """As JSON values, without passwords; a manifest has it."""
+        record = {"version": VERSION} | json.loads(json.dumps(asdict(self)))
+        for each in record["inputs"]:
             each["url"] = without_secrets(each["url"])
-        if self.encodings == UTF8:  # as jobs and outputs say that are older than the choice
-            del told["encodings"]
-        return told
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a run lets pass. What comes out does not depend on it, only whether the run finishes.
-
-    Attributes:
-        max_malformed: records that are left out.
-        max_record_bytes: of a record.
-    """
-
-    max_malformed: int
-    max_record_bytes: int
+        if self.encodings == UTF8:  # older jobs and outputs do not name it
+            del record["encodings"]
+        return record
 
 
 @dataclass(frozen=True)
@@ -88,35 +74,31 @@ class Job:
     Attributes:
         folder: of the job.
         request: what was asked.
-        limits: that a run may change when it resumes.
         spans: part, input, begin, end; int64 [num_spans, 4].
+        max_malformed: records that may be left out.
+        max_record_bytes: of a record. Both may change on resume: they decide only whether the run finishes.
     """
 
     folder: Path
     request: Request
-    limits: Limits
     spans: I64
+    max_malformed: int
+    max_record_bytes: int
 
     @property
     def num_parts(self) -> int:
         """How many parts there are."""
         return int(self.spans[-1, 0]) + 1 if len(self.spans) else 0
 
-    @cached_property
-    def first_spans(self) -> I64:
-        """The first span of each part, and their number; int64 [num_parts + 1]."""
-        return np.append(self.spans[:, 0].searchsorted(np.arange(self.num_parts)), len(self.spans))
-
     def spans_of(self, part: int) -> range:
         """The spans of a part."""
-        first, last = self.first_spans[part : part + 2].tolist()
-        return range(first, last)
+        return range(*self.spans[:, 0].searchsorted([part, part + 1]).tolist())
 
     @property
     def reading(self) -> Reading:
         """How its records are read."""
         columns = encoding_of(self.request.encoder).columns
-        return Reading(columns, self.request.encodings.split(","), self.limits.max_record_bytes)
+        return Reading(columns, self.request.encodings.split(","), self.max_record_bytes)
 
     def encoder(self) -> Encoder:
         """What encodes its records, loaded anew. Raises StoreError, PrepareError."""
@@ -128,9 +110,10 @@ class Job:
             (self.folder / "parts").mkdir(parents=True, exist_ok=True)
         with durable_file(self.folder / "spans.npy") as stream:
             write_array(stream, self.spans)
-        inputs = {"inputs": [asdict(each) for each in self.request.inputs]}  # workers need the passwords
-        told = self.request.told() | inputs | asdict(self.limits)
-        write_json(self.folder / "job.json", told, mode=0o600)
+        inputs = [asdict(each) for each in self.request.inputs]  # workers need the passwords
+        limits = {"max_malformed": self.max_malformed, "max_record_bytes": self.max_record_bytes}
+        record = self.request.record() | {"inputs": inputs} | limits
+        write_json(self.folder / "job.json", record, mode=0o600)
 
     def refuse_changed(self) -> None:
         """Raises ChangedError where an input has changed."""
@@ -147,19 +130,19 @@ def job_in(folder: Path) -> Job | None:
     path = folder / "job.json"
     if not path.exists():
         return None
-    with typed_errors(path):
-        told = cast(dict[str, Any], json.loads(path.read_bytes()))
-        if told.get("version") != VERSION:
-            raise PrepareError(
-                f"{path}: written by another version of meshfeed ({told.get('version')}, not {VERSION}); "
-                f"start over with --overwrite"
-            )
+    record = read_json(path)
+    if record.get("version") != VERSION:
+        raise PrepareError(
+            f"{path}: written by another version of meshfeed ({record.get('version')}, not {VERSION}); "
+            f"start over with --overwrite"
+        )
+    with typed_errors(folder):
         spans = np.load(folder / "spans.npy", mmap_mode="r", allow_pickle=False)
-        inputs = tuple(Input(**each) for each in told["inputs"])
-    encodings = told.get("encodings", UTF8)
-    request = Request(inputs, told["encoder"], told["dedup"], told["validation"], encodings)
-    limits = Limits(told["max_malformed"], told.get("max_record_bytes", RECORD_BYTES))
-    return Job(folder, request, limits, spans)
+    inputs = tuple(Input(**each) for each in record["inputs"])
+    encodings = record.get("encodings", UTF8)
+    request = Request(inputs, record["encoder"], record["dedup"], record["validation"], encodings)
+    most = record.get("max_record_bytes", RECORD_BYTES)
+    return Job(folder, request, spans, record["max_malformed"], most)
 
 
 def load_job(folder: Path) -> Job:

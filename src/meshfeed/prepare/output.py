@@ -87,7 +87,7 @@ class Output(ABC):
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The manifest of a finished output, where it is of the same request. Raises StoreError."""
         found = self.manifest()
-        return found if found.get("request") == request.told() else None
+        return found if found.get("request") == request.record() else None
 
     def refuse_existing(self, request: Request, *, resume: bool, overwrite: bool) -> None:
         """Raises PrepareError where something is in the way; with resume, what this job made is not."""

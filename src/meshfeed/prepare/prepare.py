@@ -1,14 +1,14 @@
-"""Text -> token store, by parts that are encoded anywhere and joined in order.
+"""Text -> token store, by parts that are encoded anywhere and merged in order.
 
     OUT.preparing/      until it is done: the job (see `job`), its parts, and `out/`, which becomes OUT
-    OUT/                appears at one moment, whole; in object storage, see `storage`
+    OUT/                appears complete, at one moment; in object storage, see `storage`
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
         origins.npy     which document is from where
         errors.jsonl    malformed records, if any
-        tokenizer.json  where it was trained here
+        tokenizer.json  if it was trained here
         manifest.json   what was asked, and what came out
 
-What comes out is a function of the inputs and of what was asked: not of engine, workers, parts, or kills.
+The output depends on the inputs and on what was asked alone: not on engine, workers, parts, or kills.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from meshfeed.prepare.encoders import TRAINED, Encoding
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.folder import clear, forget_unbegun, held, refuse_unfinished
 from meshfeed.prepare.inputs import cut, find_inputs
-from meshfeed.prepare.job import Job, Limits, Request, job_in, read_json, write_json
+from meshfeed.prepare.job import Job, Request, job_in, read_json, write_json
 from meshfeed.prepare.merge import merge
 from meshfeed.prepare.output import Output
 from meshfeed.prepare.part_file import Malformed, part_path, summary_of_part
@@ -52,16 +52,16 @@ class Progress:
 
     Attributes:
         doing: "encoding", "merging" or "uploading".
-        done_parts, num_parts: in this.
-        num_documents, num_tokens, num_bytes: encoded so far, before this run too; uploaded, bytes alone.
+        done_parts, num_parts: of what it is doing.
+        num_documents, num_tokens, num_bytes: encoded so far, earlier runs included; bytes alone are uploaded.
     """
 
     doing: str
     done_parts: int
     num_parts: int
-    num_documents: int
-    num_tokens: int
-    num_bytes: int
+    num_documents: int = 0
+    num_tokens: int = 0
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +99,28 @@ def prepare(
 ) -> Prepared:
     """Make a token store of files of text; `mf.open(out)` opens it.
 
-    out: a folder to make, or its URL: s3://, gs://, az://.
+    out: the folder to make, or its URL: s3://, gs://, az://.
 
     inputs: files, folders, globs, URLs: .txt and source files are a document each, .jsonl(.gz, .zst) one per
-    line, .parquet one per row. They stay in the order given, those of a folder in that of their names.
+    line, .parquet one per row. They stay in the order given, those of a folder in the order of their names.
     pattern, kind: see `find_inputs`.
-    dedup: of documents with the same text, the first stays.
+    dedup: keep the first of the documents with the same text.
     validation: share of the documents, chosen by their text, that goes to out/validation and not out/train.
-    max_errors: malformed records that are let pass, listed in out/errors.jsonl.
-    max_record_bytes: of a document's line, file or row, uncompressed; a longer one ends the run.
-    text_encoding: of text and JSON lines, as Python calls it; of several, joined by commas, the first that
-    decodes a text file, or a line of JSON, is taken.
+    max_errors: malformed records that may be left out, listed in out/errors.jsonl.
+    max_record_bytes: limit of a document's line, file or row, uncompressed; a longer one ends the run.
+    text_encoding: of text and JSON lines, as Python calls it; of several, separated by commas, the first that
+    decodes a text file, or a line of JSON, is used.
     engine: who encodes; None for a process per core of this machine.
-    resume: go on with what a run of the same job has left, or with nothing; done is done.
-    overwrite: what an earlier run has put at `out` is replaced, once the new one is whole; nothing else is.
-    work: for an output in storage: folder on a disk, seen by all machines of the engine, in which the job has
-    one of its own until all is uploaded; None for one in the node's cache (see `Cache`), with `Local` alone.
-    part_bytes: of input that is encoded as one; None for what suits its size. Nothing that comes out depends
-    on it.
-    on_progress: is told now and then how far it is.
-    on_passed_over: is told at the begin which files of folders are not read, if any: suffix -> how many.
+    resume: continue an earlier run of the same job, if there is one; if it has finished, nothing is done.
+    overwrite: replace what an earlier run put at `out`, and only that, once the new output is complete.
+    work: for an output in storage: a folder on a disk, seen by all machines of the engine, in which the job
+    has its own until all is uploaded; None for one in the node's cache (see `Cache`), with `Local` alone.
+    part_bytes: input per part; None for what suits the input's size. The output does not depend on it.
+    on_progress: called now and then with the progress.
+    on_passed_over: called once, where folders have files that are not read: suffix -> how many.
 
-    Raises PrepareError, StoreError. What was encoded stays for `resume`, whatever happens; a run that ends
-    before anything was leaves nothing.
+    Raises PrepareError, StoreError. Encoded parts are kept for `resume`, whatever happens; a run that ends
+    before there are any leaves nothing.
     """
     if not 0 <= validation < 1:
         raise PrepareError(f"--validation {validation}: a share of all documents, from 0 to less than 1")
@@ -143,7 +142,7 @@ def prepare(
             refuse_unfinished(output.work)
         manifest = output.finished(request) if resume else None
         if manifest is None:
-            limits = Limits(max_errors, max_record_bytes)
+            limits = {"max_malformed": max_errors, "max_record_bytes": max_record_bytes}
             job = _job(output.work, request, encoding, limits, part_bytes, resume=resume)
             manifest = _published(job, output, engine, on_progress, overwrite=overwrite)
         clear(output.work)
@@ -176,81 +175,74 @@ def _output(out: str, work: str | os.PathLike[str] | None, engine: Engine) -> Ou
 def _published(
     job: Job, output: Output, engine: Engine, on_progress: Callable[[Progress], None], *, overwrite: bool
 ) -> dict[str, Any]:
-    """Encode, join and publish what is not yet; the manifest."""
+    """Encode, merge and publish what is left; the manifest."""
     try:
         output.begin()
         _encode(job, engine, on_progress)
         manifest = _merged(job, on_progress)
         output.publish(partial(_uploading, on_progress), overwrite=overwrite)
     except (MeshfeedError, KeyboardInterrupt) as error:
-        told = "finished parts are kept; continue with --resume"
+        kept = "finished parts are kept; continue with --resume"
         if forget_unbegun(job.folder):
-            told = "no part was finished, so nothing is kept; run it again"
-        error.add_note(f"{job.folder}: {told}")
+            kept = "no part was finished, so nothing is kept; run it again"
+        error.add_note(f"{job.folder}: {kept}")
         raise
     return manifest
 
 
 def _uploading(on_progress: Callable[[Progress], None], done_bytes: int, num_bytes: int) -> None:
     done, total = (-(-each // PIECE_BYTES) for each in (done_bytes, num_bytes))
-    on_progress(Progress("uploading", done, total, 0, 0, done_bytes))
+    on_progress(Progress("uploading", done, total, num_bytes=done_bytes))
 
 
 def _job(
-    work: Path, request: Request, encoding: Encoding, limits: Limits, part_bytes: int | None, *, resume: bool
+    work: Path,
+    request: Request,
+    encoding: Encoding,
+    limits: Mapping[str, int],
+    part_bytes: int | None,
+    *,
+    resume: bool,
 ) -> Job:
-    """The job of the folder, which is this one, or a new one."""
+    """The job of the folder, under these limits, or a new one."""
     job = job_in(work) if resume else None
-    if job is None:
+    if job is not None:
+        _refuse_other(work, job.request.record(), request.record())
+        with typed_errors(work):
+            for stale in (work / "parts").glob("*.tmp"):
+                stale.unlink(missing_ok=True)
+        job = replace(job, **limits)
+    else:
         clear(work, lock=False)
-        spans = cut(request.inputs, encoding.columns.names, part_bytes or _part_bytes(request))
-        job = Job(work, request, limits, spans)
+        if part_bytes is None:  # enough parts for all workers, and little lost by a kill
+            total = sum(each.size_bytes for each in request.inputs)
+            part_bytes = min(max(total // _PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
+        job = Job(work, request, cut(request.inputs, encoding.columns.names, part_bytes), **limits)
         if encoding.train_bpe is not None:
-            train_bpe(work / TRAINED, encoding.train_bpe, request.inputs, spans, job.reading)
+            train_bpe(work / TRAINED, encoding.train_bpe, job)
         job.encoder()  # or it is refused now
-        job.save()
-        return job
-    _refuse_other(work, job.request.told(), request.told())
-    with typed_errors(work):
-        for stale in (work / "parts").glob("*.tmp"):
-            stale.unlink(missing_ok=True)
-    if job.limits != limits:
-        job = replace(job, limits=limits)
-        job.save()
+    job.save()
     return job
 
 
-def _part_bytes(request: Request) -> int:
-    """So many that there is work for all, and that what a kill loses is little."""
-    total = sum(each.size_bytes for each in request.inputs)
-    return min(max(total // _PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
-
-
 def _refuse_other(work: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    differ = [name for name in new if old.get(name) != new[name]]
-    if not differ:
+    name = next((name for name in new if old.get(name) != new[name]), None)
+    if name is None:
         return
-    was: Any = old.get(differ[0])
-    is_: Any = new[differ[0]]
-    if differ[0] == "inputs":
-        was, is_ = next((a, b) for a, b in zip_longest(was, is_) if a != b)
-    if isinstance(was, dict) and isinstance(is_, dict):
-        was, is_ = _where_they_differ(was, is_), _where_they_differ(is_, was)
+    was: Any = old.get(name)
+    now: Any = new[name]
+    if name == "inputs":
+        was, now = next((a, b) for a, b in zip_longest(was, now) if a != b)
     raise PrepareError(
-        f"{work}: of another job: {differ[0]} was {was} and is {is_}; resume with the same inputs and "
-        f"options, or start over with --overwrite"
+        f"{work}: of another job: {name} was {was} and is {now}; resume with the same inputs and options, or "
+        f"start over with --overwrite"
     )
 
 
-def _where_they_differ(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of one, what the other has otherwise or not at all; and which file it is of."""
-    return {name: one[name] for name in one if name == "url" or name not in other or one[name] != other[name]}
-
-
 def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -> None:
-    """Have every part encoded that is not there yet."""
+    """Have the missing parts encoded."""
     malformed: list[Malformed] = []
-    progress = Progress("encoding", 0, job.num_parts, 0, 0, 0)
+    progress = Progress("encoding", 0, job.num_parts)
 
     def count(part: int) -> bool:
         """Whether the part is done; if so, it is counted."""
@@ -279,7 +271,7 @@ def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -
 
 
 def _merged(job: Job, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
-    """Join the parts into the folder's `out`, its manifest last, unless that lies there; the manifest."""
+    """Merge the parts into the job's `out`, its manifest last, unless that is done; the manifest."""
     out = job.folder / "out"
     if (out / MANIFEST).exists():
         return read_json(out / MANIFEST)
@@ -287,12 +279,12 @@ def _merged(job: Job, on_progress: Callable[[Progress], None]) -> dict[str, Any]
         if out.exists():
             shutil.rmtree(out)
         out.mkdir()
-    made = merge(job, out, lambda part: on_progress(Progress("merging", part + 1, job.num_parts, 0, 0, 0)))
+    made = merge(job, out, lambda part: on_progress(Progress("merging", part + 1, job.num_parts)))
     trained = job.folder / TRAINED
     if trained.exists():
         with typed_errors(trained):
-            (out / trained.name).write_bytes(trained.read_bytes())
+            shutil.copyfile(trained, out / TRAINED)
     job.refuse_changed()
-    manifest = {"format": FORMAT, "request": job.request.told()} | made
+    manifest = {"format": FORMAT, "request": job.request.record()} | made
     write_json(out / MANIFEST, manifest)
     return manifest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +10,16 @@ from meshfeed.errors import PrepareError
 from meshfeed.extras import install
 from meshfeed.files.durable import durable_file
 from meshfeed.prepare.encoders import END
-from meshfeed.prepare.inputs import I64, Input
-from meshfeed.prepare.records import Reading, records
+from meshfeed.prepare.job import Job
+from meshfeed.prepare.records import records
 
 TRAINED_ON_BYTES = 256 << 20
 """At most: more text hardly changes which pairs are frequent, and costs memory."""
 _LEAST_VOCABULARY = 257  # all bytes, and the end
 
 
-def train_bpe(path: Path, vocab_size: int, inputs: Sequence[Input], spans: I64, how: Reading) -> None:
-    """Train on the text of the inputs, and write a `tokenizers` JSON file to `path`.
+def train_bpe(path: Path, vocab_size: int, job: Job) -> None:
+    """Train on the text of a job's inputs, and write a `tokenizers` JSON file to `path`.
 
     Where there is more text than TRAINED_ON_BYTES, parts evenly spread over the inputs are taken. The same
     inputs, cut the same way, give the same file. Raises PrepareError, StoreError.
@@ -39,16 +39,16 @@ def train_bpe(path: Path, vocab_size: int, inputs: Sequence[Input], spans: I64, 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(inputs, spans, how), trainer)
+    tokenizer.train_from_iterator(_texts(job), trainer)
     with durable_file(path) as stream:
         stream.write(tokenizer.to_str(pretty=True).encode())
 
 
-def _texts(inputs: Sequence[Input], spans: I64, how: Reading) -> Iterator[str]:
+def _texts(job: Job) -> Iterator[str]:
     """Text of evenly spread spans; what is malformed is left to who encodes it."""
-    total = sum(each.size_bytes for each in inputs)
+    total = sum(each.size_bytes for each in job.request.inputs)
     stride = max(-(-total // TRAINED_ON_BYTES), 1)
-    for _, i, begin, end in spans[::stride].tolist():
-        for record in records(inputs[i], begin, end, how):
+    for _, i, begin, end in job.spans[::stride].tolist():
+        for record in records(job.request.inputs[i], begin, end, job.reading):
             if record is not None and record.reason is None and isinstance(record.value, str):
                 yield record.value
