@@ -336,7 +336,7 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
             [USER, {"role": "assistant", "content": [{"type": "text", "text": "x"}]}],
             r"message 1 \(assistant\): ",
         ),
-        ([USER, {"role": "assistant", "content": "\ud800"}], "text that is no Unicode"),
+        ([USER, {"role": "assistant", "content": "\ud800"}], "text is not Unicode"),
     ],
 )
 @pytest.mark.parametrize("kind", ["blocks", "plain"])
@@ -368,8 +368,8 @@ def test_templates_that_do_not_tell(theirs: PreTrainedTokenizerFast, tmp_path: P
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for %}", r"template 'default' of .*, line 1: no template"),
-        ("{% generation %}x", "no template"),
+        ("{% for %}", r"template 'default' of .*, line 1: not a template"),
+        ("{% generation %}x", "not a template"),
         ("{{ strftime_now('%Y') }}{% generation %}x{% endgeneration %}", "today's date: say by date="),
         ("{{ messages[0].nobody.there }}", "'dict object' has no attribute 'nobody'"),
         ("{{ messages.append(1) }}{% generation %}x{% endgeneration %}", "unsafe"),

@@ -127,11 +127,11 @@ def test_what_cannot_be_read_twice_is_refused(tmp_path):
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(tmp_path / "bound.jsonl"))
         for path in (tmp_path / "pipe.jsonl", tmp_path / "bound.jsonl", "/dev/null", str(tmp_path / "p*")):
-            with pytest.raises(PrepareError, match="no file that can be read twice"):
+            with pytest.raises(PrepareError, match="not a file that several processes can read"):
                 prepare([path], tmp_path / "out", BYTES, engine=Here())
     read, write = os.pipe()  # as a shell gives a command the output of another
     try:
-        with pytest.raises(PrepareError, match=f"/fd/{read}: no file that can be read twice"):
+        with pytest.raises(PrepareError, match=f"/fd/{read}: not a file that several processes can read"):
             prepare([f"/proc/self/fd/{read}"], tmp_path / "out", BYTES, kind="jsonl", engine=Here())
     finally:
         os.close(read)
@@ -218,7 +218,7 @@ def test_a_file_of_documents_may_be_called_errors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "said"), [("{% for", "t.jinja, line 1: no template"), (None, "brings no chat template")]
+    ("template", "said"), [("{% for", "t.jinja, line 1: not a template"), (None, "brings no chat template")]
 )
 def test_a_template_that_is_none_is_no_fault_of_the_conversations(tmp_path, template, said):
     """Else all of them would be let pass as malformed."""

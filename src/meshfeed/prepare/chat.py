@@ -22,7 +22,7 @@ from meshfeed.files import typed_errors
 from meshfeed.prepare.chat_files import config_in, special_tokens, templates_in
 from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate
 from meshfeed.prepare.confined import Confined
-from meshfeed.prepare.conversation import Conversations, Said
+from meshfeed.prepare.conversation import Conversations, Rendered
 from meshfeed.store.indexed_writer import best_dtype
 from meshfeed.store.tokenizer import BYTES, TIKTOKEN
 
@@ -37,13 +37,13 @@ class ChatEncoder:
     the text that the template makes of all messages; text that spells a special token becomes it, as in
     transformers.
 
-    The mask is 1 at tokens that the assistant is to say:
+    The mask is 1 at tokens that the assistant generates:
 
-    - Where the template has {% generation %} blocks, these are the characters inside them.
-    - Elsewhere, of each assistant's message k: what the template adds to messages[:k] and a generation prompt
-      to make it messages[:k + 1]. The three texts, and that of all messages, must begin alike, or it is
-      refused: such a template (one that drops earlier thoughts, say) does not tell. White space that follows
-      the last special token of a message is the template's, not the model's, and bears no loss.
+    - If the template has {% generation %} blocks, the characters inside them.
+    - Otherwise, of each assistant's message k, what the template adds to messages[:k] and a generation prompt
+      to make it messages[:k + 1]. The three texts, and that of all messages, must begin alike, or the
+      template is refused (one that drops earlier thoughts, say). White space after the last special token of
+      a message is the template's, not the model's, and bears no loss.
 
     A token bears loss if any of its characters does.
 
@@ -57,13 +57,10 @@ class ChatEncoder:
         date: that the template may ask for; see `ChatTemplate`.
 
     Attributes:
-        names: of the columns of a record in which conversations are looked for.
         columns: name -> dtype of what comes out: tokens, and loss_mask uint8.
 
-    Making one only remembers. Pickled, it takes its files along. All methods raise StoreError.
+    Files are read when they are first needed, and are pickled with it. All methods raise StoreError.
     """
-
-    names: Sequence[str] = ("messages", "conversation")
 
     def __init__(
         self,
@@ -93,11 +90,11 @@ class ChatEncoder:
         """Hex digest of all that decides what comes out."""
         bytes_, config, templates = self._files
         how = [config, templates, self._variables, self._train_on, str(self._date), self._token_dtype.str]
-        told = json.dumps(how, sort_keys=True, default=repr)
-        return hashlib.blake2b(bytes_ + told.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        text = json.dumps(how, sort_keys=True, default=repr)
+        return hashlib.blake2b(bytes_ + text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def check(self) -> None:
-        """Load the tokenizer and compile the templates: what is wrong with them is no conversation's."""
+        """Load the tokenizer and compile the templates, so that their errors are not a conversation's."""
         _ = self.columns
         self._conversations.check()
 
@@ -111,18 +108,18 @@ class ChatEncoder:
         where: what messages call each. Raises StoreError for the first conversation that is none, that its
         template refuses, or in which nothing bears loss.
         """
-        turns: list[Said] = []
+        texts: list[Rendered] = []
         for i, value in enumerate(values):
             try:
-                turns.append(self._conversations.said(value))
-                turns[-1].text.encode()
+                texts.append(self._conversations.render(value))
+                texts[-1].text.encode()
             except UnicodeEncodeError as error:
-                raise StoreError(f"{where(i)}: text that is no Unicode: {error}; write it anew") from error
+                raise StoreError(f"{where(i)}: text is not Unicode: {error}; fix or drop it") from error
             except StoreError as error:
                 raise StoreError(f"{where(i)}: {error}") from error
-        encodings = self._tokenizer.encode_batch([said.text for said in turns], add_special_tokens=False)
+        encodings = self._tokenizer.encode_batch([each.text for each in texts], add_special_tokens=False)
         found: list[Mapping[str, Array]] = [
-            self._columns(encoding, said) for encoding, said in zip(encodings, turns)
+            self._columns(encoding, rendered) for encoding, rendered in zip(encodings, texts)
         ]
         for i, columns in enumerate(found):
             if not columns["loss_mask"].any():
@@ -130,16 +127,16 @@ class ChatEncoder:
                 raise StoreError(f"{where(i)}: none of its {size} tokens bears loss; leave it out")
         return found
 
-    def _columns(self, encoding: Any, said: Said) -> dict[str, Array]:
+    def _columns(self, encoding: Any, rendered: Rendered) -> dict[str, Array]:
         tokens = np.array(encoding.ids, np.int64)
         begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         mask = np.zeros(tokens.size, np.uint8)
-        for begin, end in said.spans:
+        for begin, end in rendered.spans:
             # Every token that has a character of the span.
             first, last = int(ends.searchsorted(begin, "right")), int(begins.searchsorted(end, "left"))
-            if said.trims:
+            if rendered.trims:
                 special = first + np.flatnonzero(np.isin(tokens[first:last], self._special))
-                if special.size and said.text[ends[special[-1]] : end].isspace():
+                if special.size and rendered.text[ends[special[-1]] : end].isspace():
                     last = int(special[-1]) + 1
             mask[first:last] = 1
         return {"tokens": tokens.astype(self._token_dtype), "loss_mask": mask}

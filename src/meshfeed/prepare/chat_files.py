@@ -19,26 +19,26 @@ def config_in(folder: Path) -> dict[str, Any]:
         return {}
     with typed_errors(path):
         try:
-            told: Any = json.loads(path.read_bytes())
+            config: Any = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
             raise StoreError(f"{path}: not valid JSON: {error}; copy it again") from error
-    if not isinstance(told, dict):
-        raise StoreError(f"{path}: a JSON object belongs there; copy it again")
-    return cast(dict[str, Any], told)
+    if not isinstance(config, dict):
+        raise StoreError(f"{path}: not a JSON object; copy it again")
+    return cast(dict[str, Any], config)
 
 
 def templates_in(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Name -> template, of a folder: files before what the config says."""
-    told: Any = config.get("chat_template") or {}
-    if isinstance(told, str):
-        told = {DEFAULT: told}
-    elif isinstance(told, list):
-        told = {str(each["name"]): str(each["template"]) for each in cast(list[Any], told)}
+    named: Any = config.get("chat_template") or {}
+    if isinstance(named, str):
+        named = {DEFAULT: named}
+    elif isinstance(named, list):
+        named = {str(each["name"]): str(each["template"]) for each in cast(list[Any], named)}
     files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     alone = folder / "chat_template.jinja"
     if alone.exists():
         files[DEFAULT] = alone
-    return {name: path.read_text(encoding="utf-8") for name, path in files.items()} or told
+    return {name: path.read_text(encoding="utf-8") for name, path in files.items()} or named
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class ChatTemplate:
         except environment.jinja.TemplateError as error:
             line = getattr(error, "lineno", None)
             raise StoreError(
-                f"{self._where}{f', line {line}' if line else ''}: no template: {error}"
+                f"{self._where}{f', line {line}' if line else ''}: not a template: {error}"
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:

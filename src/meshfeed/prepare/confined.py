@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from meshfeed.errors import StoreError
-from meshfeed.prepare.conversation import Conversations, Said
+from meshfeed.prepare.conversation import Conversations, Rendered
 
 MEMORY_BYTES = 1 << 30
 """Of the process, its Python included."""
@@ -52,11 +52,11 @@ class Confined:
         """See Conversations."""
         self._ask("check", None)
 
-    def said(self, value: Any) -> Said:
+    def render(self, value: Any) -> Rendered:
         """See Conversations."""
-        response = self._ask("said", value)
+        response = self._ask("render", value)
         spans = [(int(begin), int(end)) for begin, end in response["spans"]]
-        return Said(response["text"], spans, response["trims"])
+        return Rendered(response["text"], spans, response["trims"])
 
     def _ask(self, what: str, value: Any) -> dict[str, Any]:
         try:
@@ -148,8 +148,8 @@ def main() -> None:
 
 def _response(conversations: Conversations, what: str, value: Any) -> str:
     try:
-        if what == "said":
-            return json.dumps(asdict(conversations.said(value)))
+        if what == "render":
+            return json.dumps(asdict(conversations.render(value)))
         conversations.check()
         return "{}"
     except StoreError as error:

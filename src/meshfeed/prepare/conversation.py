@@ -1,6 +1,6 @@
 """Conversations -> their text by a chat template, and what of it the assistant says.
 
-No arrays and no tokens: this is what a process of its own runs; see `confined`.
+There are no arrays and no tokens: a process of its own runs this; see `confined`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Rendered:
     """A conversation's text.
 
     Attributes:
         spans: what the assistant says in it: begin and end in characters, ascending.
-        trims: whether white space after a span's last special token is no part of it.
+        trims: whether white space after a span's last special token is left out of it.
     """
 
     text: str
@@ -50,24 +50,24 @@ class Conversations:
         for template in self.templates.values():
             template.check()
 
-    def said(self, value: Any) -> Said:
+    def render(self, value: Any) -> Rendered:
         """The text of a conversation. Raises StoreError."""
         messages, tools = _conversation_of(value)
         turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise StoreError("no message of the assistant, so that nothing bears loss; leave it out")
+            raise StoreError("no message of the assistant, so nothing bears loss; leave it out")
         if self.last_only:
             turns = turns[-1:]
         template = self._template_for(tools)
         text = _whole(template, messages, tools)
         _refuse_printed_parts(messages, text)
         if not template.has_blocks:
-            return Said(text, [_added(template, messages, tools, k, text) for k in turns], trims=True)
+            return Rendered(text, [_added(template, messages, tools, k, text) for k in turns], trims=True)
         blocks, earlier = template.blocks(messages, tools, text), 0
         if self.last_only and turns[0]:
             before = messages[: turns[0]]
             earlier = len(template.blocks(before, tools, template.text(before, tools)))
-        return Said(text, blocks[earlier:], trims=False)
+        return Rendered(text, blocks[earlier:], trims=False)
 
     def _template_for(self, tools: Sequence[Any] | None) -> ChatTemplate:
         name = WITH_TOOLS if tools and WITH_TOOLS in self.templates else DEFAULT
@@ -92,8 +92,8 @@ def _refuse_printed_parts(messages: list[Message], text: str) -> None:
         parts = message.get("content")
         if isinstance(parts, list) and str(cast(list[Any], parts)) in text:
             raise StoreError(
-                f"message {k} ({message['role']}): its content is a list of parts, of which this template "
-                f"knows nothing; join them to one text"
+                f"message {k} ({message['role']}): its content is a list of parts, which this template "
+                f"does not support; join them to one text"
             )
 
 
@@ -114,12 +114,12 @@ def _added(
         turn = template.text(messages[: k + 1], tools)
     except StoreError as error:
         raise StoreError(
-            f"message {k} (assistant): cannot be told from what is before it: {error}"
+            f"message {k} (assistant): cannot be rendered without what follows: {error}"
         ) from error
     if not (turn.startswith(prompt) and text.startswith(turn)):
         apart = "the text before it" if not turn.startswith(prompt) else "its text, once messages follow,"
         raise StoreError(
-            f"message {k} (assistant): {apart} is another, so that the template does not tell what the "
+            f"message {k} (assistant): {apart} is another, so the template does not show what the "
             f"assistant says; give a template with {{% generation %}} blocks, or a conversation for each "
             f"answer and train_on='last'"
         )

@@ -210,8 +210,8 @@ def _absolute(name: str | None) -> str | None:
 
 def hash_of(value: Any) -> bytes:
     """128 bits that tell a document from every other, by its text."""
-    told = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return hashlib.blake2b(told.encode(errors="surrogatepass"), digest_size=16).digest()
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _end(column: Column, eod: str | bool) -> int:

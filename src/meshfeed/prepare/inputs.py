@@ -33,8 +33,8 @@ class Input:
         url: its absolute path, or its URL.
         kind: "text", one document; "jsonl", one in a line; "parquet", one in a row.
         codec: "gz" or "zstd" where it is compressed.
-        size_bytes: as it lies there.
-        modified_ns: when it was last written; 0 where it lies far away.
+        size_bytes: as stored.
+        modified_ns: when it was last written; 0 of a remote file.
     """
 
     url: str
@@ -108,7 +108,7 @@ def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int) -> I64:
 
     What begin and end count is bytes of plain JSON lines (a line is of the span in which it begins), rows of
     Parquet, and nothing elsewhere: 0 and 1. A part has about `part_bytes`, one span at least. A compressed
-    file is one span, since it has to be read from its begin.
+    file is one span, since it has to be read from its beginning.
     """
     spans: list[tuple[int, int, int, int]] = []
     part = size = 0
@@ -147,8 +147,8 @@ def _rows(each: Input, names: Sequence[str], part_bytes: int) -> Iterator[tuple[
             first += count
 
 
-def facts_of(url: str) -> tuple[int, int]:
-    """(bytes, when it was written) of a file, looked at anew. Raises StoreError."""
+def version_of(url: str) -> tuple[int, int]:
+    """(bytes, when it was last written) of a file, now. Raises StoreError."""
     file = _file_of(url)
     if file.is_remote:
         return file.size_bytes, 0
@@ -206,10 +206,8 @@ def _input(url: str, kind: str | None) -> Input:
     kind = kind or _kind_of(url) or "text"
     codec = None if kind == "parquet" else _CODECS.get(Path(url).suffix)
     if not is_remote(url) and Path(url).exists() and not Path(url).is_file():
-        raise PrepareError(
-            f"{url}: no file that can be read twice, by several processes; write it to a disk first"
-        )
-    return Input(url, kind, codec, *facts_of(url))
+        raise PrepareError(f"{url}: not a file that several processes can read; write it to a disk first")
+    return Input(url, kind, codec, *version_of(url))
 
 
 def _file_of(url: str) -> ByteFile:

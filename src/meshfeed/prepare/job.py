@@ -24,7 +24,7 @@ from meshfeed.files import typed_errors
 from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoders import Encoder, encoder_of, encoding_of
-from meshfeed.prepare.inputs import Input, facts_of
+from meshfeed.prepare.inputs import Input, version_of
 from meshfeed.prepare.part_file import write_array
 from meshfeed.prepare.records import RECORD_BYTES, UTF8, Reading
 
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def wants_hashes(self) -> bool:
-        """Whether documents are told apart."""
+        """Whether documents are compared by their hashes."""
         return self.dedup or self.validation > 0
 
     def record(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Job:
         return Reading(columns, self.request.encodings.split(","), self.max_record_bytes)
 
     def encoder(self) -> Encoder:
-        """What encodes its records, loaded anew. Raises StoreError, PrepareError."""
+        """What encodes its records, newly loaded. Raises StoreError, PrepareError."""
         return encoder_of(self.request.encoder, self.folder)
 
     def save(self) -> None:
@@ -118,7 +118,7 @@ class Job:
     def refuse_changed(self) -> None:
         """Raises ChangedError where an input has changed."""
         for each in self.request.inputs:
-            if facts_of(each.url) != (each.size_bytes, each.modified_ns):
+            if version_of(each.url) != (each.size_bytes, each.modified_ns):
                 raise ChangedError(
                     f"{without_secrets(each.url)}: was changed while it was prepared; restore the old one "
                     f"and rerun with --resume, or start over with --overwrite"

@@ -1,4 +1,4 @@
-"""A part's documents in a file of their own: there, whole and on the disk, or not there at all.
+"""A part's documents in a file of their own.
 
 blocks    of documents: each some arrays as NumPy's .npy, one after the other (see Block)
 summary   JSON (see PartSummary)
@@ -32,7 +32,7 @@ _TAIL = struct.Struct("<Q8s")
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A record that is no document.
+    """A record that is not a document.
 
     Attributes:
         span: that it is in; a row of the job's spans.

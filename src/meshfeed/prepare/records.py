@@ -41,7 +41,7 @@ class Record:
         byte: where the line begins, uncompressed; -1 of rows and whole files.
         value: of its column, as its file says it.
         num_bytes: that it took there.
-        reason: why it is no document; None where it may be one.
+        reason: why it is not a document; None where it may be one.
     """
 
     number: int
@@ -207,9 +207,9 @@ def _of_group(
 ) -> Iterator[tuple[int, Any, int]]:
     """(row of the group, value, bytes) of each of its rows."""
     with typed_arrow(f"{url}: row group {group}"):
-        row, facts = 0, parquet.metadata.row_group(group)
+        row, group_ = 0, parquet.metadata.row_group(group)
         # Fewer at once where rows are long, by what the footer says.
-        mean = facts.total_byte_size // max(facts.num_rows, 1)
+        mean = group_.total_byte_size // max(group_.num_rows, 1)
         some = min(max(how.most_bytes // max(mean, 1), 1), _ROWS_TOGETHER)
         for batch in parquet.iter_batches(some, row_groups=[group], columns=list(wanted), use_threads=False):
             share = batch.nbytes // max(batch.num_rows, 1)
