@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,8 +57,10 @@ def merge(job: Job, out: Path, on_part: Callable[[int], None]) -> dict[str, Any]
     if job.request.wants_hashes:
         keep, apart = _chosen(job, (block for _, block in blocks()))
     names = [TRAIN, VALIDATION] if job.request.validation else ["."]
+    stores = {name: _Store(out / name, columns) for name in names}
     with ExitStack() as stack:
-        stores = {name: stack.enter_context(_Store(out / name, columns)) for name in names}
+        for store in stores.values():
+            stack.enter_context(store.writer)
         first = 0
         for part, block in blocks():
             mine = slice(first, first + block.lengths.size)
@@ -68,6 +69,8 @@ def merge(job: Job, out: Path, on_part: Callable[[int], None]) -> dict[str, Any]
                 store.add(block, job.spans[block.spans, 1], bases[block.spans] + block.numbers, chosen)
             first = mine.stop
             on_part(part)
+    for store in stores.values():
+        store.write_origins()
     if malformed:
         _write_malformed(job, out / ERRORS, bases, malformed)
     return {
@@ -99,17 +102,13 @@ def runs_of(inputs: I64, numbers: I64, last: tuple[int, int]) -> I64:
 
 
 class _Store:
-    """A token store being written, and where its documents come from."""
+    """A token store being written, and where its documents come from. writer: to be entered."""
 
     def __init__(self, folder: Path, columns: Mapping[str, np.dtype[Any]]) -> None:
         self._folder = folder
-        self._writer = DatasetWriter(folder, columns)
+        self.writer = DatasetWriter(folder, columns)
         self._origins: list[I64] = []
         self._num_documents, self._last = 0, (-1, -1)
-
-    def __enter__(self) -> Self:
-        self._writer.__enter__()
-        return self
 
     def add(self, block: Block, inputs: I64, numbers: I64, chosen: Mask) -> None:
         """The chosen documents of a block; inputs, numbers: where each of the block's is from; int64 [n]."""
@@ -120,7 +119,7 @@ class _Store:
         if not chosen.all():
             tokens = np.repeat(chosen, block.lengths)
             columns = {name: values[tokens] for name, values in columns.items()}
-        self._writer.add_documents(lengths, **columns)
+        self.writer.add_documents(lengths, **columns)
         starts = runs_of(inputs, numbers, self._last)
         self._origins.append(
             np.stack([self._num_documents + starts, inputs[starts], numbers[starts]], axis=1)
@@ -128,13 +127,10 @@ class _Store:
         self._num_documents += lengths.size
         self._last = int(inputs[-1]), int(numbers[-1])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
-        if kind is None:
-            with durable_file(self._folder / ORIGINS) as stream:
-                write_array(stream, np.concatenate([np.zeros((0, 3), np.int64), *self._origins]))
+    def write_origins(self) -> None:
+        """Write the place of each document's input. Raises StoreError."""
+        with durable_file(self._folder / ORIGINS) as stream:
+            write_array(stream, np.concatenate([np.zeros((0, 3), np.int64), *self._origins]))
 
 
 def _summary(job: Job, part: int) -> PartSummary:

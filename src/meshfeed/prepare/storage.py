@@ -1,10 +1,10 @@
-"""An output in storage: uploaded so that whoever opens it finds all of it, and that a kill loses little.
+"""An output in storage: uploaded so that an incomplete one cannot be opened, and that a kill loses little.
 
-    manifest.json           first a claim, which tells who is at work; at last the manifest
-    *.sums, *.bin, ...      after what lay there is gone; whoever still reads the old store sees other sums
-    *.idx, dataset.json     when all that has come is still what was sent: now stores can be opened
+    manifest.json           first a claim, which names the run at work; at last the manifest
+    *.sums, *.bin, ...      once the old objects are gone; readers of the old store see other sums
+    *.idx, dataset.json     once all before is still what was sent: now stores can be opened
 
-What has come is noted in the job's folder, so a later run sends only the rest.
+The job's folder notes what was uploaded, so a later run sends only the rest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -30,19 +29,6 @@ from meshfeed.prepare.output import FOREIGN, OPENS, OnBytes, Output, manifest_in
 from meshfeed.store.prepared import FORMAT, MANIFEST
 
 _NOTES = "uploads.json"
-
-
-@dataclass
-class Notes:
-    """What a run remembers of its uploads, in the job's folder.
-
-    Attributes:
-        claim: its own word in the manifest's place.
-        sent: name -> bytes and version of what has come.
-    """
-
-    claim: str
-    sent: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
 
 
 class InStorage(Output):
@@ -73,9 +59,9 @@ class InStorage(Output):
             return {}
 
     def is_claimed(self) -> bool:
-        """Whether the claim that lies there is this run's, or of one before it in the same folder."""
-        notes = self._notes()
-        return notes is not None and self.manifest().get("claim") == notes.claim
+        """Whether the claim there is this run's, or that of an earlier one in the same folder."""
+        claim = self._notes()["claim"]
+        return claim is not None and self.manifest().get("claim") == claim
 
     def begin(self) -> None:
         """Where nothing lies, claim it: a user who may not write there hears it before the work is done."""
@@ -106,21 +92,16 @@ class InStorage(Output):
                 done += sizes[name]
         on_bytes(done, total)
 
-    def _notes(self) -> Notes | None:
-        """Those in the folder; None where no run from there has come to claim the place."""
+    def _notes(self) -> dict[str, Any]:
+        """What the job noted in its folder: its claim, and [bytes, version] of each object that it sent."""
         path = self.work / _NOTES
-        if not path.exists():
-            return None
-        found = read_json(path)
-        return Notes(found["claim"], {name: (size, tag) for name, (size, tag) in found["sent"].items()})
-
-    def _note(self, notes: Notes) -> None:
-        write_json(self.work / _NOTES, asdict(notes))
+        return read_json(path) if path.exists() else {"claim": None, "sent": {}}
 
     def _claim(self) -> None:
-        notes = self._notes() or Notes(secrets.token_hex(16))
-        self._note(notes)  # first, or a kill would leave a claim that nobody knows
-        claim = {"claim": notes.claim, "host": socket.gethostname(), "folder": str(self.work)}
+        notes = self._notes()
+        notes["claim"] = notes["claim"] or secrets.token_hex(16)
+        write_json(self.work / _NOTES, notes)  # first, or a kill would leave a claim that nobody knows
+        claim = {"claim": notes["claim"], "host": socket.gethostname(), "folder": str(self.work)}
         text = json.dumps({"format": f"{FORMAT}, not finished"} | claim)
         self._writer.put(self._prefix + MANIFEST, text.encode())
 
@@ -132,25 +113,24 @@ class InStorage(Output):
             return {each.relative_to(out).as_posix(): each.stat().st_size for each in files}
 
     def _is_sent(self, name: str, size: int) -> bool:
-        """Whether an object that lies there is what this run, or one before it, has sent."""
-        notes = self._notes()
-        noted = None if notes is None else notes.sent.get(name)
+        """Whether an object there is what this job has sent."""
+        noted = self._notes()["sent"].get(name)
         if noted is None or noted[0] != size:
             return False
         try:
             found = self._writer.stat(self._prefix + name)
         except MissingError:
             return False
-        return noted == (found.size_bytes, found.tag)
+        return noted == [found.size_bytes, found.tag]
 
     def _upload(self, name: str, on_bytes: Callable[[int], None]) -> None:
         found = self._writer.upload(self._prefix + name, self.work / "out" / name, on_bytes)
-        notes = self._notes() or Notes("")
-        notes.sent[name] = found.size_bytes, found.tag
-        self._note(notes)
+        notes = self._notes()
+        notes["sent"][name] = [found.size_bytes, found.tag]
+        write_json(self.work / _NOTES, notes)
 
     def _refuse_taken(self, sizes: Mapping[str, int]) -> None:
-        """Raise where what lies there of files of some sizes is not what this run alone has written."""
+        """Raises ChangedError where an object is not what this job sent, or the claim is gone."""
         changed = [name for name, size in sizes.items() if not self._is_sent(name, size)]
         if changed or not self.is_claimed():
             raise ChangedError(
