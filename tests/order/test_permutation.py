@@ -108,6 +108,13 @@ def test_inverse_at_any_size(size: int, key: int, data: st.DataObject) -> None:
     assert np.array_equal(unpermute(out, size=size, key=key), places)
 
 
+def test_sizes_side_by_side_are_shuffled_as_each_alone() -> None:
+    sizes = np.array([1, 2, 5, 10, 17, 50, 101, 10_001, 10_000, 9_999, 10**12 + 1])  # squares, and one more
+    places = sizes - 1
+    alone = [int(permute(np.array([place]), size=int(size), key=7)[0]) for place, size in zip(places, sizes)]
+    assert permute(places, size=sizes, key=np.full(sizes.size, 7, np.uint64)).tolist() == alone
+
+
 def test_a_large_size_is_a_bijection_on_what_is_asked() -> None:
     out = permute(np.arange(1_000_000), size=1_000_003, key=1)
     assert np.unique(out).size == 1_000_000
