@@ -24,9 +24,9 @@ _PIECES = (4, 16, 64)  # into how many equal sequences a pack is cut
 
 
 _KEYS = {
-    "alpha, alpha_by_flops": "linear over quadratic cost: as measured, and as the layer's shape has it",
-    "overhead": "of a pack, in the same unit as pairs of tokens",
-    "median_error, packs": "of the fit, and how many packs were timed",
+    "alpha, alpha_by_flops": "linear over quadratic cost: as measured, and by the FLOPs of the shape",
+    "overhead": "cost of a pack by itself, in pairs of tokens",
+    "median_error, packs": "error of the fit; number of packs timed",
     "out": "the CSV",
 }
 
@@ -38,8 +38,8 @@ def add_parser(subparsers: Any) -> None:
         "calibrate",
         calibrate,
         help="time a transformer layer and fit the planner's cost model",
-        description="Times one layer, forward and backward, on packs of several shapes, writes a CSV, and "
-        "fits the cost of a token against that of a pair of tokens. The defaults are a Llama-8B layer.",
+        description="Time one layer, forward and backward, on packs of several shapes. Write the times to a "
+        "CSV and fit the cost of a token against that of a pair. The defaults are a Llama-8B layer.",
         examples="""
             meshfeed calibrate --device cuda --out layer_cost.csv
             meshfeed calibrate --hidden 2048 --heads 16 --kv-heads 4 --ffn 8192 --out cost.csv
@@ -52,7 +52,7 @@ def add_parser(subparsers: Any) -> None:
         ("--heads", 32, "query heads"),
         ("--kv-heads", 8, "key and value heads"),
         ("--ffn", 14_336, "width of the gated feed-forward"),
-        ("--rounds", 5, "runs of a shape; their median counts"),
+        ("--rounds", 5, "runs per shape, of which the median is taken"),
     ):
         parser.add_argument(option, type=whole(1), default=default, metavar="N", help=f"{help} ({default})")
     parser.add_argument(
@@ -60,13 +60,15 @@ def add_parser(subparsers: Any) -> None:
         type=numbers(1),
         default=(8192, 16_384, 32_768),
         metavar="N,...",
-        help="tokens of a pack (8192,16384,32768)",
+        help="tokens per pack (8192,16384,32768)",
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, metavar="NAME", help=f"({device})")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(bfloat16)")
+    parser.add_argument("--device", default=device, metavar="NAME", help=f"device to time ({device})")
     parser.add_argument(
-        "--seed", type=whole(0), default=0, metavar="N", help="of the mixed packs' lengths (0)"
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the layer (bfloat16)"
+    )
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, metavar="N", help="seed of the mixed packs' lengths (0)"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
 

@@ -15,10 +15,10 @@ from meshfeed.store.index import DTYPES
 from meshfeed.store.mds_sample import DTYPE_CODES
 
 _KEYS = {
-    "source, destination, format": "what was read and what was written",
-    "num_documents, num_tokens, columns": "of both",
+    "source, destination, format": "what was read, and what was written",
+    "num_documents, num_tokens, columns": "what both hold",
     "dropped": "columns that were left behind",
-    "size_bytes, elapsed_s": "of the destination, and seconds of this run",
+    "size_bytes, elapsed_s": "size of the destination; seconds that this run took",
 }
 
 
@@ -41,27 +41,29 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("source", metavar="PATH", help="path or URL, of any format that mf.open reads")
     parser.add_argument("destination", metavar="OUT", help="path to write: a prefix, or a folder for columns")
-    parser.add_argument("--column", metavar="NAME", help="of the tokens, where the source has several")
+    parser.add_argument(
+        "--column", metavar="NAME", help="the column that holds the tokens, where there are several"
+    )
     parser.add_argument(
         "--source-dtype",
         choices=tuple(DTYPE_CODES.values()),
         metavar="DTYPE",
-        help="of the tokens, in a column of plain bytes in MDS",
+        help="dtype of tokens in an MDS column of plain bytes",
     )
     parser.add_argument(
         "--dtype",
         choices=[dtype.name for dtype in DTYPES.values()],
         metavar="DTYPE",
-        help="of the tokens to write, which must hold each: uint16, int32 ...; the source's by default",
+        help="dtype to write, such as uint16; it must hold every token (default: the source's)",
     )
     parser.add_argument(
         "--drop",
         action="append",
         default=[],
         metavar="NAME",
-        help="a column to leave behind (also: sequences, modes, of .bin/.idx); may be given again",
+        help="leave this column out (of .bin/.idx also: sequences, modes); may be repeated",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the destination, if it is a store")
+    parser.add_argument("--overwrite", action="store_true", help="replace the destination if it is a store")
     add_storage_options(parser)
 
 

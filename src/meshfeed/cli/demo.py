@@ -1,4 +1,4 @@
-"""meshfeed demo: train on eight processes, kill them, go on under another layout, and compare."""
+"""meshfeed demo: train on eight processes, kill them, resume under a different layout, and compare."""
 
 from __future__ import annotations
 
@@ -19,34 +19,43 @@ def add_parser(subparsers: Any) -> None:
         subparsers,
         "demo",
         run,
-        help="train a small GPT on several processes, kill it, go on under another layout",
-        description="Train a small GPT on the Python standard library's source, on real processes, under one "
-        "layout; kill them with SIGKILL; go on under another; compare ledger and losses with an "
+        help="train a small GPT on several processes, kill it, resume it under a different layout",
+        description="Train a small GPT on the source of Python's standard library, on real processes. Kill "
+        "them with SIGKILL, resume under a different layout, and compare losses and sample ledger with an "
         "uninterrupted single process.",
         examples="""
             meshfeed demo
             meshfeed demo --first tp2-dp2-pp2 --then cp2-dp2 --kill-at 12 --steps 30 --out demo-out
             meshfeed demo --first pp4 --then tp4 --delivery broadcast
         """,
-        wrong="the runs do not agree",
+        wrong="the runs differ",
     )
     parser.add_argument(
-        "--first", default="tp2-dp2-pp2", metavar="LAYOUT", help="layout to start under (tp2-dp2-pp2)"
+        "--first", default="tp2-dp2-pp2", metavar="LAYOUT", help="layout of the first job (tp2-dp2-pp2)"
     )
-    parser.add_argument("--then", default="cp2-dp2", metavar="LAYOUT", help="layout to go on under (cp2-dp2)")
+    parser.add_argument(
+        "--then", default="cp2-dp2", metavar="LAYOUT", help="layout of the resumed job (cp2-dp2)"
+    )
     parser.add_argument(
         "--kill-at",
         type=whole(1),
         default=12,
         metavar="N",
-        help="step after which all ranks are killed (12)",
+        help="kill all ranks after this step (12)",
     )
-    parser.add_argument("--steps", type=whole(2), default=30, metavar="N", help="steps in all (30)")
+    parser.add_argument("--steps", type=whole(2), default=30, metavar="N", help="total number of steps (30)")
     parser.add_argument(
-        "--delivery", choices=("auto", "direct", "broadcast", "share", "tree"), default="auto", help="(auto)"
+        "--delivery",
+        choices=("auto", "direct", "broadcast", "share", "tree"),
+        default="auto",
+        help="how bytes reach the ranks (auto)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where everything goes (demo-out)"
+        "--out",
+        type=Path,
+        default=Path("demo-out"),
+        metavar="DIR",
+        help="folder for the corpus, logs and report (demo-out)",
     )
 
 

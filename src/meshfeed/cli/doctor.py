@@ -19,11 +19,11 @@ _COLOURS = {"ok": "green", "note": "yellow", "bad": "red"}
 _WIDTH = 140
 
 _KEYS = {
-    "findings": "one object for each thing looked at, of the keys below",
-    "topic": "what",
-    "verdict": "ok; note: works, but differently; bad: will fail",
+    "findings": "one object per check, with the keys below",
+    "topic": "what was checked",
+    "verdict": "ok; note (works, but differently); bad (will fail)",
     "says": "what was found, and what follows",
-    "figures": "measured, name with unit -> number; null where nothing was",
+    "figures": "measurements, name with unit -> number; null where there are none",
 }
 
 
@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
         run,
         help="what this machine offers: deliveries, limits, packages, memory, storage",
         description="Look at this machine as a training rank would: versions, optional packages, deliveries, "
-        "limits, shared memory, page-locking, the cache folder, disks, and stores near or far.",
+        "limits, shared memory, page-locking, the cache folder, disks, and stores, local or remote.",
         examples="""
             meshfeed doctor
             meshfeed doctor --layout tp8-cp2-dp4-pp2 --ranks-per-node 8
@@ -46,14 +46,26 @@ def add_parser(subparsers: Any) -> None:
         keys=_KEYS,
     )
     parser.add_argument(
-        "paths", nargs="*", metavar="PATH", help="stores, near or far: can they be read, how fast"
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help="stores, local or remote: check that they can be read, and how fast",
     )
-    parser.add_argument("--layout", metavar="LAYOUT", help="also tell which delivery it would take")
     parser.add_argument(
-        "--ranks-per-node", type=whole(1), default=8, metavar="N", help="of --layout: ranks of a machine (8)"
+        "--layout", metavar="LAYOUT", help="also show the delivery that this layout would use"
     )
     parser.add_argument(
-        "--dir", type=Path, metavar="DIR", help="measure the disk of this folder (the temporary one)"
+        "--ranks-per-node",
+        type=whole(1),
+        default=8,
+        metavar="N",
+        help="ranks that share a machine, for --layout (8)",
+    )
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="measure the disk that holds this folder (the temporary folder)",
     )
     recipes.add_storage_options(parser)
 

@@ -60,7 +60,7 @@ _UNASKED = (
 
 _KEYS = {
     "path, format, fingerprint": "where it is, what it is, digest of its content",
-    "dtype, num_tokens, num_documents": "of the whole store",
+    "dtype, num_tokens, num_documents": "what the whole store holds",
     "num_shards, shard_documents": "where it has shards; documents per shard: min, median, max",
     "columns, ...": "what else its format says of it",
     "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
@@ -77,7 +77,7 @@ def add_parser(subparsers: Any) -> None:
         run,
         help="what a token store holds, and whether it is whole",
         description="Show format, counts, fingerprint, document lengths and texts of a token store: "
-        ".bin/.idx, a folder with dataset.json, MDS, litdata, JSONL or Parquet, on a disk or far away.",
+        ".bin/.idx, a folder with dataset.json, MDS, litdata, JSONL or Parquet, local or remote.",
         examples="""
             meshfeed inspect corpus
             meshfeed inspect corpus --show 3 --tokenizer tokenizer.json --html corpus.html
@@ -94,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--show", type=whole(1), metavar="N", help="show how N documents begin, decoded by --tokenizer"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page of all this")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the same as an HTML page")
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -103,7 +103,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--write-checksums",
         action="store_true",
-        help="write PATH.sums, by which the bytes of a .bin/.idx pair are checked when they come from afar",
+        help="write PATH.sums, checksums that remote reads of a .bin/.idx pair are compared with",
     )
 
 

@@ -20,13 +20,13 @@ _OF_PACKS = ("policy", "oversize", "alpha", "cost", "microbatches", "align_seque
 
 def add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     """Layout and packing. required: --layout and --capacity must be given."""
-    group = parser.add_argument_group("layout and packing, as the job has them")
+    group = parser.add_argument_group("layout and packing of the job")
     group.add_argument(
         "--layout",
         required=required,
         default=None if required else "dp1",
         metavar="LAYOUT",
-        help="such as tp2-cp2-dp8-pp2" + ("" if required else " (dp1)"),
+        help="layout, such as tp2-cp2-dp8-pp2" + ("" if required else " (dp1)"),
     )
     group.add_argument(
         "--vpp", type=whole(1), default=1, metavar="N", help="virtual stages per pipeline rank (1)"
@@ -40,23 +40,30 @@ def add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
     group.add_argument(
         "--oversize",
         choices=get_args(Oversize),
-        help=f"what becomes of sequences that are too long ({_DEFAULT.oversize})",
+        help=f"what to do with sequences that are too long ({_DEFAULT.oversize})",
     )
     cost = group.add_mutually_exclusive_group()
     cost.add_argument(
         "--alpha", type=positive, metavar="X", help=f"linear over quadratic cost ({_DEFAULT.cost.alpha:.0f})"
     )
     cost.add_argument(
-        "--cost", type=Path, metavar="FILE", help="instead: layer times, as `meshfeed calibrate` writes"
+        "--cost",
+        type=Path,
+        metavar="FILE",
+        help="instead of --alpha: layer times that `meshfeed calibrate` wrote",
     )
     group.add_argument(
         "--microbatches",
         type=whole(1),
         metavar="N",
-        help="at least so many; else the fewest that hold a step",
+        help="use at least N (default: the fewest that hold a step)",
     )
-    group.add_argument("--align-sequence", type=whole(1), metavar="N", help="pad sequences to multiples (1)")
-    group.add_argument("--align-pack", type=whole(1), metavar="N", help="pad a rank's packs to multiples (1)")
+    group.add_argument(
+        "--align-sequence", type=whole(1), metavar="N", help="pad sequences to multiples of N (1)"
+    )
+    group.add_argument(
+        "--align-pack", type=whole(1), metavar="N", help="pad a rank's packs to multiples of N (1)"
+    )
 
 
 def packing_of(args: argparse.Namespace) -> Packing | None:

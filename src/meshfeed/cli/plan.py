@@ -33,14 +33,14 @@ from meshfeed.report.words import counted
 from meshfeed.stepping import GlobalBatch
 
 _KEYS = {
-    "steps": "one object a step, of the keys below; with --lengths the object itself",
+    "steps": "one object per step, with the keys below; with --lengths, that object alone",
     "step, sequences, tokens, sum_sq, pairs": "what the step holds",
-    "microbatches, padding": "how many, and which part of all places is padding",
+    "microbatches, padding": "number of microbatches; share of tokens that is padding",
     "E, max_over_mean": "work over time of all ranks, and the busiest rank's work over the mean",
     "objective, lower_bound, objective_over_bound": "time of the step, and the least that any plan can have",
-    "largest_load, largest_rank_tokens": "of one rank in one microbatch",
-    "oversize, empty": "places of sequences that are too long; how many have no token",
-    "planning_s": "seconds",
+    "largest_load, largest_rank_tokens": "largest of one rank in one microbatch",
+    "oversize, empty": "indices of sequences that are too long; number of sequences without a token",
+    "planning_s": "seconds that planning took",
     "sources": "name -> sequences and epochs that a mixture has given when the step is done",
 }
 
@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
         run,
         help="balance, padding, microbatches of packed steps, as a table and a picture",
         description="Plan the packed steps of a recipe, of a token store's documents, or of bare lengths. "
-        "Nothing is read but the index.",
+        "Reads the index alone.",
         examples="""
             meshfeed plan corpus --layout tp2-cp2-dp8 --capacity 16384 --sequences 512 --steps 0:4
             meshfeed plan corpus --layout dp64 --capacity 8192 --policy dynamic_cp --html plan.html
@@ -64,15 +64,18 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=recipes.HELP)
     parser.add_argument(
-        "--lengths", type=Path, metavar="FILE", help="instead: a file of lengths, one per line, as one step"
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        help="instead of a recipe: a file of lengths, one per line, planned as one step",
     )
-    parser.add_argument("--first", type=whole(1), metavar="N", help="only the first N of --lengths")
-    parser.add_argument("--steps", type=span, metavar="A:B", help="which steps of a recipe, as 0:4 (0:1)")
+    parser.add_argument("--first", type=whole(1), metavar="N", help="use only the first N of --lengths")
+    parser.add_argument("--steps", type=span, metavar="A:B", help="steps of a recipe, such as 0:4 (0:1)")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="draw the first step's ranks over time into this file"
+        "--html", type=Path, metavar="FILE", help="draw the first step into this file, rank by rank over time"
     )
     parser.add_argument(
-        "--dump", type=Path, metavar="FILE", help="write the first step's plan as JSON: who holds what"
+        "--dump", type=Path, metavar="FILE", help="write the first step's plan as JSON: which rank holds what"
     )
     packing.add_options(parser, required=True)
     recipes.add_options(parser, windows=False)

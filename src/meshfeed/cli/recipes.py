@@ -24,12 +24,15 @@ OF_STORE = ("sequences", "seed", "window", "column", "dtype", "tokenizer", "cach
 
 def add_options(parser: argparse.ArgumentParser, *, windows: bool = True) -> None:
     """Options of a store that is given without a recipe. windows: whether it may be cut into them."""
-    group = parser.add_argument_group("of a store given by its path; a recipe says these itself")
+    group = parser.add_argument_group("for a store given by its path (a recipe sets these itself)")
     group.add_argument("--sequences", type=whole(1), metavar="N", help="sequences per step (256)")
-    group.add_argument("--seed", type=whole(0), metavar="N", help="of the shuffle (0)")
+    group.add_argument("--seed", type=whole(0), metavar="N", help="seed of the shuffle (0)")
     if windows:
         group.add_argument(
-            "--window", type=whole(1), metavar="N", help="sequences of so many tokens, instead of documents"
+            "--window",
+            type=whole(1),
+            metavar="N",
+            help="cut sequences of N tokens, instead of whole documents",
         )
     parser.set_defaults(window=None)
     add_store_options(group)
@@ -38,12 +41,12 @@ def add_options(parser: argparse.ArgumentParser, *, windows: bool = True) -> Non
 def add_store_options(parser: Any) -> None:
     """Options of `mf.open`."""
     parser.add_argument(
-        "--column", metavar="NAME", help="which column holds tokens or text, where there are several"
+        "--column", metavar="NAME", help="the column that holds tokens or text, where there are several"
     )
     parser.add_argument(
-        "--dtype", metavar="TYPE", help="of tokens in an MDS column of plain bytes, such as uint16"
+        "--dtype", metavar="TYPE", help="dtype of tokens in an MDS column of plain bytes, such as uint16"
     )
-    parser.add_argument("--tokenizer", metavar="FILE", help=f"of a text column: {KNOWN}")
+    parser.add_argument("--tokenizer", metavar="FILE", help=f"tokenizer of a text column: {KNOWN}")
     add_storage_options(parser)
 
 

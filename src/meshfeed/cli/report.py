@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
         run,
         help="one page of a run: who waited for what and when, mixture, traffic, resumes",
         description="Write one self-contained HTML page of a run log, which Feed(..., metrics=RunLog(DIR)) "
-        "makes. The run may be over or still under way.",
+        "makes. The run may be finished or live.",
         examples="""
             meshfeed report runs/7b
             meshfeed report runs/7b --out 7b.html
@@ -42,9 +42,9 @@ def add_parser(subparsers: Any) -> None:
         """,
         keys=_KEYS,
     )
-    parser.add_argument("log", metavar="DIR", help="the run log")
+    parser.add_argument("log", metavar="DIR", help="folder of the run log")
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="the page (report.html)"
+        "--out", type=Path, default=Path("report.html"), metavar="FILE", help="page to write (report.html)"
     )
 
 

@@ -17,13 +17,13 @@ from meshfeed.sequence import Windows
 _MOST_ROWS = 64
 
 _KEYS = {
-    "layout, delivery": "as text; what --delivery auto came to",
-    "ranks": "one object a rank, of the keys below",
+    "layout, delivery": "as text; the delivery that --delivery auto chose",
+    "ranks": "one object per rank, with the keys below",
     "rank, coord, node": "which, where in tp, cp, dp and pp, and on which node",
     "reads, source, from": "whether it opens storage, whose bytes it has, and who hands them to it",
-    "peers, nodes, group, ...": "the delivery group that it is in",
-    "fields": "what it is given",
-    "read_bytes, received_bytes, network_bytes": "of a step: from storage, from peers, of that by network",
+    "peers, nodes, group, ...": "its delivery group",
+    "fields": "what it receives",
+    "read_bytes, received_bytes, network_bytes": "per step: from storage; from peers; of that, by network",
 }
 
 
@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
         "roles",
         run,
         help="who opens storage, who receives what from whom, bytes per step",
-        description="Print the role of every rank of a layout. Nothing is opened and no rank is asked.",
+        description="Print the role of every rank of a layout. Opens nothing and contacts no rank.",
         examples="""
             meshfeed roles tp2-cp2-dp2-pp2
             meshfeed roles tp8-cp4-dp32-pp16 --ranks-per-node 8 --delivery share
@@ -43,13 +43,16 @@ def add_parser(subparsers: Any) -> None:
         keys=_KEYS,
     )
     parser.add_argument(
-        "layout", metavar="LAYOUT", help="such as tp2-cp2-dp2-pp2, the first dimension varying fastest"
+        "layout", metavar="LAYOUT", help="layout, such as tp2-cp2-dp2-pp2; the first dimension varies fastest"
     )
     parser.add_argument(
         "--ranks-per-node", type=whole(1), default=8, metavar="N", help="ranks that share a machine (8)"
     )
     parser.add_argument(
-        "--delivery", choices=("auto", "direct", "broadcast", "share", "tree"), default="auto", help="(auto)"
+        "--delivery",
+        choices=("auto", "direct", "broadcast", "share", "tree"),
+        default="auto",
+        help="how bytes reach the ranks (auto)",
     )
     parser.add_argument(
         "--vpp", type=whole(1), default=1, metavar="N", help="virtual stages per pipeline rank (1)"
@@ -72,8 +75,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--token-bytes", type=whole(1), default=2, metavar="N", help="bytes of a stored token (2)"
     )
-    parser.add_argument("--rank", type=whole(0), metavar="N", help="this rank only")
-    parser.add_argument("--all", action="store_true", help=f"every rank, however many (else {_MOST_ROWS})")
+    parser.add_argument("--rank", type=whole(0), metavar="N", help="show this rank only")
+    parser.add_argument("--all", action="store_true", help=f"show every rank (default: {_MOST_ROWS})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ _NOWHERE = {"tokens": None, "microbatch": None, "ranks": list[int]()}
 
 _KEYS = {
     "step, place": "the step, and which of its sequences; null where a document never comes",
-    "source, epoch, index": "which sequence it is; source '' in a store alone",
+    "source, epoch, index": "which sequence it is; source is '' for a single store",
     "document, tokens": "which document of the source, and which of its tokens, as first:stop",
-    "microbatch": "of the step; null where nothing tells how sequences are packed",
+    "microbatch": "which of the step's; null where the packing is not known",
     "ranks": "global ranks whose context-parallel slice has some of these tokens, all of tp and pp",
 }
 
@@ -43,8 +43,8 @@ def add_parser(subparsers: Any) -> None:
         "trace",
         run,
         help="which documents a step and rank saw, or where a document went",
-        description="Tell what a job sees from its recipe alone, whether it has run or not. With --json one "
-        "object a line, of one piece of a document each.",
+        description="Work out from the recipe alone what a job sees, whether it has run or not. --json "
+        "prints one object per line, each a piece of a document.",
         examples="""
             meshfeed trace recipe.py --step 1200
             meshfeed trace recipe.py --step 1200 --layout tp2-dp4 --rank 5
@@ -55,20 +55,22 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("recipe", metavar="RECIPE", help=recipes.HELP)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", type=whole(0), metavar="N", help="the documents of this step")
+    what.add_argument("--step", type=whole(0), metavar="N", help="show the documents of this step")
     what.add_argument(
         "--document",
         action="append",
         metavar="NAME:N",
-        help="where document N of source NAME went, or N in a store alone; may be repeated",
+        help="show where document N of source NAME went (N alone for a single store); may be repeated",
     )
-    parser.add_argument("--epochs", type=span, metavar="A:B", help="of --document, such as 0:2 (0:1)")
-    parser.add_argument("--rank", type=whole(0), metavar="N", help="only what this rank holds")
+    parser.add_argument(
+        "--epochs", type=span, metavar="A:B", help="epochs to search for --document, such as 0:2 (0:1)"
+    )
+    parser.add_argument("--rank", type=whole(0), metavar="N", help="show only what this rank holds")
     parser.add_argument(
         "--micro-batch-size",
         type=whole(1),
         metavar="N",
-        help="where sequences are of one length (1)",
+        help="sequences per microbatch, where all have one length (1)",
     )
     parser.add_argument(
         "--cp-split",

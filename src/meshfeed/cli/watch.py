@@ -29,14 +29,14 @@ _KEYS = {
     "num_starts, start": "how often the job has started; the last: time, step, layout, world_size, ...",
     "step, step_s, tokens_per_s": "the foremost rank's last step; of the median rank, see below",
     "straggler": "rank, stage, does (waits or works), seconds a step, usual_s, num_others; or null",
-    "ranks": "one object for each rank of the last start, worst first, of the keys below",
+    "ranks": "one object per rank of the last start, worst first, with the keys below",
     "rank, coord, host, step, behind": "who; its last step; steps behind the foremost",
-    "wait_s, work_s": "stage -> seconds a step, the mean of the last --steps",
+    "wait_s, work_s": "stage -> seconds per step, averaged over the last --steps",
     "step_s, tokens_per_s": "seconds a step; tokens of the whole job at this rank's pace, not to be summed",
     "bytes_per_s, queue_depth": "bytes that it reads itself; steps that are ready",
     "padding, quiet_s, silent_s": "null if not packed; seconds since it was heard of; null if not silent",
-    "stages": "in which some rank waits",
-    "missing, silent": "ranks that have not told of this start; that have long told nothing",
+    "stages": "stages in which some rank waits",
+    "missing, silent": "ranks that have not logged this start; ranks that have stopped logging",
     "mixture": "name, realised, asked of each source",
 }
 
@@ -48,8 +48,8 @@ def add_parser(subparsers: Any) -> None:
         "watch",
         run,
         help="a live run in the terminal: who waits, for which stage, how fast, who is silent",
-        description="Show a run as it goes, from the log that mf.metrics.RunLog(DIR) writes: every rank, "
-        "worst first, and the one that holds the others up. Until Ctrl-C; once where stdout is no terminal.",
+        description="Follow a live run by the log that mf.metrics.RunLog(DIR) writes: every rank, worst "
+        "first, and which one holds up the others. Ctrl-C stops. Prints once without a terminal.",
         examples="""
             meshfeed watch runs/7
             meshfeed watch runs/7 --steps 100 --every 5
@@ -59,22 +59,22 @@ def add_parser(subparsers: Any) -> None:
         keys=_KEYS,
     )
     parser.add_argument("path", metavar="DIR", type=Path, help="the folder of the run log")
-    parser.add_argument("--once", action="store_true", help="print how it stands now, and end")
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
     parser.add_argument(
-        "--steps", type=whole(1), default=20, metavar="N", help="take means over the last N steps (20)"
+        "--steps", type=whole(1), default=20, metavar="N", help="average over the last N steps (20)"
     )
     parser.add_argument(
         "--every",
         type=positive,
         default=1.0,
         metavar="SECONDS",
-        help="look again after so long (1); --json prints a line each time",
+        help="time between updates (1); --json prints a line for each",
     )
     parser.add_argument(
         "--silent",
         type=positive,
         metavar="SECONDS",
-        help="a rank is silent after so long (30, or five of its steps)",
+        help="call a rank silent after this time (30, or five of its steps)",
     )
     parser.add_argument(
         "--rows", type=whole(1), metavar="N", help=f"ranks to show (what fits; {_MOST_ROWS} into a file)"
