@@ -10,21 +10,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
-from meshfeed.extras import install
 from meshfeed.files import typed_errors
-from meshfeed.prepare.chat_files import config_in, special_tokens, templates_in
 from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate
 from meshfeed.prepare.confined import Confined
 from meshfeed.prepare.conversation import Conversations, Rendered
 from meshfeed.store.indexed_writer import best_dtype
-from meshfeed.store.tokenizer import BYTES, TIKTOKEN
+from meshfeed.store.tokenizer import TokenizerFile, fast_tokenizer, tokenizer_file
 
 TrainOn = Literal["assistant", "last"]
 
@@ -88,10 +86,10 @@ class ChatEncoder:
     @cached_property
     def digest(self) -> str:
         """Hex digest of all that decides what comes out."""
-        bytes_, config, templates = self._files
+        file, config, templates = self._files
         how = [config, templates, self._variables, self._train_on, str(self._date), self._token_dtype.str]
         text = json.dumps(how, sort_keys=True, default=repr)
-        return hashlib.blake2b(bytes_ + text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        return hashlib.blake2b(file.content + text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def check(self) -> None:
         """Load the tokenizer and compile the templates, so that their errors are not a conversation's."""
@@ -144,31 +142,20 @@ class ChatEncoder:
     # -- what lies in the files -------------------------------------------------------------------------
 
     @cached_property
-    def _files(self) -> tuple[bytes, dict[str, Any], dict[str, str]]:
-        """The tokenizer's JSON, its special tokens by name, and templates by name."""
-        with typed_errors(self._path):
-            name = str(self._path)
-            if name in (BYTES, "none") or name.startswith(TIKTOKEN):
-                raise StoreError(
-                    f"{name}: has no chat template; give a transformers directory that brings one, or a "
-                    f"tokenizers JSON file with template= (--chat-template)"
-                )
-            if not self._path.is_dir():
-                return self._path.read_bytes(), {}, self._given_template()
-            found = self._path / "tokenizer.json"
-            if not found.exists():
-                raise StoreError(
-                    f"{self._path}: no tokenizer.json; let transformers' save_pretrained write one"
-                )
-            config = config_in(self._path)
-            templates = self._given_template() or templates_in(self._path, config)
-            return found.read_bytes(), special_tokens(config), templates
-
-    def _given_template(self) -> dict[str, str]:
-        if self._template is None:
-            return {}
-        with typed_errors(self._template):
-            return {DEFAULT: self._template.read_text(encoding="utf-8")}
+    def _files(self) -> tuple[TokenizerFile, dict[str, Any], dict[str, str]]:
+        """The tokenizer, its special tokens by name, and templates by name."""
+        file = tokenizer_file(str(self._path))
+        if file.kind != "tokenizers":
+            raise StoreError(
+                f"{self._path}: has no chat template; give a transformers directory with tokenizer.json, or "
+                f"a tokenizers JSON file with template= (--chat-template)"
+            )
+        with typed_errors(self._template or self._path):
+            if self._template is None:
+                templates = _templates_in(self._path, file.settings)
+            else:
+                templates = {DEFAULT: self._template.read_text(encoding="utf-8")}
+        return file, _special_tokens(file.settings), templates
 
     @cached_property
     def _conversations(self) -> Confined:
@@ -187,23 +174,10 @@ class ChatEncoder:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        try:
-            tokenizers = importlib.import_module("tokenizers")
-        except ImportError as missing:
-            raise StoreError(
-                f"{self._path}: a tokenizer needs the package tokenizers: {install('prepare')}"
-            ) from missing
-        try:
-            made = tokenizers.Tokenizer.from_buffer(self._files[0])
-        except StoreError:
-            raise
-        except Exception as error:  # the package raises Exception itself
-            raise StoreError(f"{self._path}: no tokenizer: {error}; give its tokenizer.json") from error
-        made.no_padding()
-        made.no_truncation()
+        tokenizer = fast_tokenizer(self._files[0])
         # All it could do without special tokens is to trim offsets, and these tell characters from tokens.
-        made.post_processor = tokenizers.processors.Sequence([])
-        return made
+        tokenizer.post_processor = importlib.import_module("tokenizers").processors.Sequence([])
+        return tokenizer
 
     @cached_property
     def _special(self) -> npt.NDArray[np.int64]:
@@ -226,3 +200,27 @@ class ChatEncoder:
         return {
             name: value for name, value in vars(self).items() if name not in ("_tokenizer", "_conversations")
         }
+
+
+def _templates_in(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> template, of a folder: files before what the config says."""
+    named: Any = config.get("chat_template") or {}
+    if isinstance(named, str):
+        named = {DEFAULT: named}
+    elif isinstance(named, list):
+        named = {str(each["name"]): str(each["template"]) for each in cast(list[Any], named)}
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    alone = folder / "chat_template.jinja"
+    if alone.exists():
+        files[DEFAULT] = alone
+    return {name: path.read_text(encoding="utf-8") for name, path in files.items()} or named
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
+    """bos_token and the like, as text."""
+    found: dict[str, Any] = {}
+    for name, token in config.items():
+        text = cast(Any, token).get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found

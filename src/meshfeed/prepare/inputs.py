@@ -48,27 +48,16 @@ class Input:
         return _file_of(self.url)
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What some paths came to.
-
-    Attributes:
-        inputs: in order.
-        passed_over: suffix -> files in folders whose names tell of nothing to read; "" where there is none.
-    """
-
-    inputs: tuple[Input, ...]
-    passed_over: Mapping[str, int]
-
-
 def find_inputs(
     given: Sequence[str], *, pattern: str | Sequence[str] | None = None, kind: str | None = None
-) -> Found:
-    """The files of some paths, globs, folders and URLs, in the order given; those of a folder by name.
+) -> tuple[tuple[Input, ...], Mapping[str, int]]:
+    """The files of some paths, globs, folders and URLs, in the order given, those of a folder by name.
 
     pattern: of names to take from folders, such as "*.py", or several; None for .txt, .jsonl and .parquet.
     Names that begin with a dot are left out, and links to folders are not followed. kind: one of KINDS; None
-    goes by the suffix, text where that says nothing.
+    goes by the suffix, and takes other files for text.
+
+    Also returns how many files in folders are not read, by suffix; "" is for names without one.
 
     Raises PrepareError where there is nothing, a file comes twice, or a .json that was named may be lines or
     one document; StoreError where it cannot be read.
@@ -100,7 +89,7 @@ def find_inputs(
                 f"{without_secrets(each.url)}: given twice; every document would be in it twice"
             )
         seen.add(each.url)
-    return Found(tuple(found), passed_over)
+    return tuple(found), passed_over
 
 
 def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int) -> I64:

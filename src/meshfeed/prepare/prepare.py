@@ -131,11 +131,11 @@ def prepare(
         )
     engine = engine or Local(os.cpu_count() or 1)
     output = _output(os.fspath(out), work, engine)
-    found = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
-    if found.passed_over:
-        on_passed_over(found.passed_over)
-    encodings = encodings_of(text_encoding, found.inputs)
-    request = Request(found.inputs, encoding.request(), dedup, validation, encodings)
+    files, passed_over = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
+    if passed_over:
+        on_passed_over(passed_over)
+    encodings = encodings_of(text_encoding, files)
+    request = Request(files, encoding.request(), dedup, validation, encodings)
     with held(output):
         output.refuse_existing(request, resume=resume, overwrite=overwrite)
         if not (resume or overwrite):

@@ -1,4 +1,4 @@
-"""Spans of inputs -> records, one for each document that may be there, malformed ones too."""
+"""Spans of inputs -> records, one for each document that may be there, malformed ones included."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Columns:
 
     Attributes:
         names: to look for; the first that is there counts.
-        beside: that go with it where a record has them: its value is then an object of all these.
-        called: what the first is called there.
+        beside: further ones; where a record has one, its value is an object of all of them.
+        called: the key of the first in that object.
     """
 
     names: Sequence[str]
@@ -88,7 +88,7 @@ class Reading:
 
 
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
-    """The records of a span of an input, in order; None for what is none but counts, as an empty line.
+    """The records of a span of an input, in order; None for an empty line, which counts but is not a record.
 
     Raises StoreError where a file cannot be read or uncompressed, and PrepareError for a record that is too
     long. No more of such a record than `most_bytes` is kept in memory, whatever it is compressed to.
@@ -112,7 +112,7 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
 
 
 def reason_of(error: StoreError) -> str:
-    """What an error says beside the place."""
+    """What an error says, without the place."""
     return str(error).removeprefix(f"{HERE}: ")
 
 
@@ -133,23 +133,21 @@ def _of_line(number: int, byte: int, line: bytes, how: Reading) -> Record:
 
 def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
     if codec is None:
-        if file.size_bytes > how.most_bytes:
-            raise _too_long(file.url, how)
-        raw = read_bytes(file, 0, file.size_bytes)
+        pieces = iter([read_bytes(file, 0, min(file.size_bytes, how.most_bytes + 1))])
     else:
-        whole = bytearray()
-        for piece in _unpacked(file, codec):
-            whole += piece
-            if len(whole) > how.most_bytes:
-                raise _too_long(file.url, how)
-        raw = bytes(whole)
+        pieces = _unpacked(file, codec)
+    raw = bytearray()
+    for piece in pieces:
+        raw += piece
+        if len(raw) > how.most_bytes:
+            raise _too_long(file.url, how)
     try:
         return Record(0, -1, _decoded(raw, how.encodings), len(raw))
     except StoreError as error:
         return Record(0, -1, None, len(raw), reason_of(error))
 
 
-def _decoded(raw: bytes, encodings: Sequence[str], inside: str = "") -> str:
+def _decoded(raw: bytes | bytearray, encodings: Sequence[str], inside: str = "") -> str:
     """Bytes as text, without a byte order mark. inside: what the bytes are part of, for the message."""
     bad = list[str]()
     for encoding in encodings:

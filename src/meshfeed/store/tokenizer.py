@@ -77,6 +77,17 @@ class TokenizerFile:
             return self.name
         return hashlib.blake2b(self.content, digest_size=16).hexdigest()
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What tokenizer_config.json says. Raises StoreError."""
+        try:
+            found: Any = json.loads(self.config or b"{}")
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"{self.name}: tokenizer_config.json: not valid JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise StoreError(f"{self.name}: tokenizer_config.json: not a JSON object; copy it again")
+        return cast(dict[str, Any], found)
+
     def load(self) -> Tokenizer:
         """The tokenizer. Raises StoreError for a damaged one, or a package that is missing."""
         return _loaded(self)
@@ -128,15 +139,21 @@ class _Bytes:
         return raw[0] if len(raw) == 1 else None
 
 
+def fast_tokenizer(file: TokenizerFile) -> Any:
+    """A `tokenizers.Tokenizer`, which neither pads nor truncates. Raises StoreError."""
+    package = _package("tokenizers", file.name)
+    with _made(file.name, "give a JSON file as `tokenizers` saves it"):
+        found = package.Tokenizer.from_buffer(file.content)
+        found.no_padding()
+        found.no_truncation()
+        return found
+
+
 class _Tokenizers:
     """Of the package `tokenizers`."""
 
     def __init__(self, file: TokenizerFile) -> None:
-        package = _package("tokenizers", file.name)
-        with _made(file.name, "give a JSON file as `tokenizers` saves it"):
-            self._own = package.Tokenizer.from_buffer(file.content)
-            self._own.no_padding()
-            self._own.no_truncation()
+        self._own = fast_tokenizer(file)
         self.vocab_size = 1 + max(self._own.get_vocab(with_added_tokens=True).values(), default=-1)
         end = _configured(file, "eos_token")
         self.end = None if end is None else self.id_of(end)
@@ -264,11 +281,8 @@ def _ranks(file: TokenizerFile) -> dict[str, Any]:
 
 
 def _configured(file: TokenizerFile, name: str) -> str | None:
-    try:
-        told = json.loads(file.config or b"{}").get(name)
-    except (ValueError, AttributeError) as error:
-        raise StoreError(f"{file.name}: tokenizer_config.json: not a JSON object: {error}") from error
-    return cast(dict[str, Any], told).get("content") if isinstance(told, dict) else told
+    value = file.settings.get(name)
+    return cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
 
 
 def _package(name: str, tokenizer: str) -> Any:
