@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import meshfeed as mf
+from services.needs import needs, program_path
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -137,13 +139,33 @@ def test_pictures_are_what_the_functions_say() -> None:
         assert (DOCS / "pictures" / f"{name}.svg").read_text() == draw()
 
 
-def test_the_site_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strictly: a page, link, anchor or name that is not there fails it. Nothing is loaded from elsewhere."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built strictly: a page, link, anchor or name that is not there fails."""
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
 
-    monkeypatch.chdir(ROOT)
-    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
-    home = (tmp_path / "index.html").read_text()
+    folder = tmp_path_factory.mktemp("site")
+    with contextlib.chdir(ROOT):
+        build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder)))
+    return folder
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    home = (site / "index.html").read_text()
     assert not re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="(?:https?:)?//[^"]+', home)
-    assert 'id="meshfeed.Feed.load_state_dict"' in (tmp_path / "api.html").read_text()
+    assert 'id="meshfeed.Feed.load_state_dict"' in (site / "api.html").read_text()
+
+
+def test_the_search_works_from_a_folder(site: Path) -> None:
+    needs("chromium")
+    from playwright.sync_api import sync_playwright
+
+    options = {"executable_path": program_path("chromium"), "args": ["--no-sandbox"]}
+    with sync_playwright() as playwright, playwright.chromium.launch(**options) as browser:
+        tab = browser.new_page()
+        tab.goto((site / "start.html").as_uri())
+        tab.click("input[name=query]")
+        tab.keyboard.type("valid_tokens")
+        tab.wait_for_selector(".md-search-result__item", state="attached")
+        assert "valid_tokens" in tab.inner_text(".md-search-result__list")
