@@ -24,9 +24,9 @@ RECIPE = mf.Recipe(data=mf.Lengths(np.ones(64, int)), sequence=mf.Documents(), b
         ({"layout": (2, 2)}, mf.LayoutError, "is a tuple; give a mf.Layout"),
         ({"delivery": "fast"}, mf.RoleError, "delivery='fast': choose one of auto, direct, broadcast, share"),
         ({"delivery": None}, mf.RoleError, "delivery=None"),
-        ({"device": "cdua"}, mf.RecipeError, "device='cdua' is no device"),
-        ({"device": 1.5}, mf.RecipeError, "device=1.5 is no device"),
-        ({"device": "mps"}, mf.RecipeError, "tensors are put on 'cpu' or 'cuda'"),
+        ({"device": "cdua"}, mf.RecipeError, "device='cdua' is not a device"),
+        ({"device": 1.5}, mf.RecipeError, "device=1.5 is not a device"),
+        ({"device": "mps"}, mf.RecipeError, "give 'cpu' or 'cuda'"),
     ],
 )
 def test_both_refuse(options: dict[str, Any], kind: type[Exception], says: str) -> None:

@@ -77,4 +77,6 @@ def test_ranks_that_saved_different_steps_do_not_go_on(corpus: str, delivery: st
         assert {kind for kind, _ in world.run(resume, 4, corpus, layout, delivery, [5] * 4)} == {"went on"}
         told = world.run(resume, 4, corpus, layout, delivery, [5, 5, 5, 6])
         refused = [text for kind, text in told if kind == "StateError"]
-        assert refused and all("step 5" in text and "step 6" in text and "torn" in text for text in refused)
+        assert refused and all(
+            "step 5" in text and "step 6" in text and "inconsistent" in text for text in refused
+        )

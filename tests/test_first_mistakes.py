@@ -45,7 +45,7 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
             r"takes a mf\.Recipe, not a Squares; .*mf\.Mapped\(mf\.Same",
         ),
         (lambda: mf.Feed([1, 2]), mf.OptionError, r"not a list; .*mf\.Samples"),
-        (lambda: mf.Feed(STORE), mf.OptionError, r"not a \w+; of a store: mf\.Recipe\(data=store"),
+        (lambda: mf.Feed(STORE), mf.OptionError, r"not a \w+; for a store: mf\.Recipe\(data=store"),
         (lambda: mf.Feed("corpus"), mf.OptionError, r"not a str; .*mf\.open\('corpus'\)"),
         (lambda: recipe_with(data="corpus"), mf.RecipeError, r"data='corpus': .*; here mf\.open\('corpus'\)"),
         (lambda: recipe_with(data=Squares()), mf.RecipeError, r"data=.*mf\.Mapped\(mf\.SameEveryEpoch"),
@@ -149,10 +149,10 @@ def test_a_dataset_that_hangs_is_not_called_storage() -> None:
     with mf.Feed(recipe, timeout_s=0.2) as feed, pytest.raises(mf.DeliveryError) as late:
         for step in feed:
             list(step.microbatches)
-    assert "Mapped(Fatal, 8 items) has not given it; look at what the dataset does" in str(late.value)
+    assert "Mapped(Fatal, 8 items) has not returned it; check what the dataset does" in str(late.value)
     given = (each for each in iter(waiting, None))
     with mf.Exchange(given, packing=PACKING, prefetch=1, timeout_s=0.2) as exchange:
-        with pytest.raises(mf.DeliveryError, match="its own iterator has not given it"):
+        with pytest.raises(mf.DeliveryError, match="its own iterator has not returned it"):
             next(iter(exchange))
         GO_ON.set()
 

@@ -243,7 +243,7 @@ def test_a_real_device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> N
         (lambda: mf.Layout(dp=4).check_world(8), "needs 4 ranks, the job has 8"),
         (lambda: mf.Layout(dp=2, table=(1, 8)).check_world(8), "names rank 8, the job has 8"),
         (lambda: mf.Layout.from_device_mesh(mesh((2,), None)), "no mesh_dim_names"),
-        (lambda: mf.Layout.from_device_mesh(mesh((2,), ("stage",))), "'stage' is not known"),
+        (lambda: mf.Layout.from_device_mesh(mesh((2,), ("stage",))), "'stage' is unknown"),
     ],
 )
 def test_what_does_not_fit_is_refused(make: object, says: str) -> None:
@@ -253,7 +253,7 @@ def test_what_does_not_fit_is_refused(make: object, says: str) -> None:
 
 def test_names_of_ones_own_mesh_dimensions() -> None:
     assert mf.Layout.from_device_mesh(mesh((2, 2), ("stage", "tp")), names={"stage": "pp"}).pp == 2
-    with pytest.raises(mf.LayoutError, match="'stage' is not known"):
+    with pytest.raises(mf.LayoutError, match="'stage' is unknown"):
         mf.Layout.from_device_mesh(mesh((2,), ("stage",)), names={"stage": "ep"})
 
 

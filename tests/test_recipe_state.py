@@ -86,13 +86,13 @@ def test_every_part_of_a_recipe_is_in_its_fingerprint(corpus: Path, tmp_path: Pa
         ({}, {"epochs": 3}, "keep", 59, "now '3'"),
         ({"epochs": 2}, {"epochs": 1}, "keep", 19, None),
         ({"epochs": 2}, {"epochs": 1}, "keep", 20, "now '1'"),
-        ({"epochs": 2}, {"epochs": 1}, "keep", 21, "step 21, and the recipe ends after 20 steps"),
+        ({"epochs": 2}, {"epochs": 1}, "keep", 21, "step 21, but the recipe ends after 20 steps"),
         ({"epochs": 1}, {"epochs": 1}, "keep", 20, None),
         ({"epochs": 1, "steps": 20}, {"epochs": 1, "steps": 30}, "keep", 20, None),
         ({"epochs": 2, "steps": 20}, {"epochs": 3, "steps": 30}, "keep", 20, None),
         ({"steps": 20}, {"steps": 30}, "keep", 20, None),
         ({"steps": 20}, {"steps": 10}, "keep", 10, None),
-        ({"steps": 20}, {"steps": 10}, "keep", 11, "step 11, and the recipe ends after 10 steps"),
+        ({"steps": 20}, {"steps": 10}, "keep", 11, "step 11, but the recipe ends after 10 steps"),
         ({"epochs": 1}, {"epochs": 2, "seed": 7}, "drop", 5, "seed: saved '5', now '7'"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_step_past_the_end_is_refused(corpus: Path) -> None:
     feed = mf.Feed(recipe_of(corpus, epochs=1))
     assert feed.num_steps == 20
     feed.load_state_dict(mf.State(recipe=feed.recipe.summary(until=20), step=20).to_json())
-    with pytest.raises(mf.StateError, match="step 21, and the recipe ends after 20 steps"):
+    with pytest.raises(mf.StateError, match="step 21, but the recipe ends after 20 steps"):
         feed.load_state_dict(mf.State(recipe=feed.recipe.summary(until=21), step=21).to_json())
     assert feed.state_dict()["step"] == 20 and list(feed) == [], "a job that is done ends at once"
 

@@ -76,9 +76,9 @@ def test_an_iteration_from_before_a_load_is_refused(corpus: Path) -> None:
         steps = iter(feed)
         step = next(steps)
         feed.load_state_dict(feed.state_dict())
-        with pytest.raises(mf.StateError, match="iterate anew"):
+        with pytest.raises(mf.StateError, match="start a new one"):
             next(step.microbatches)
-        with pytest.raises(mf.StateError, match="iterate anew"):
+        with pytest.raises(mf.StateError, match="start a new one"):
             next(steps)
 
 
@@ -91,7 +91,7 @@ def test_steps_may_be_left_half_taken(corpus: Path) -> None:
         assert next(first.microbatches).draws.index.tolist() == whole[0][:2]
         second = next(steps)
         assert [i for m in second.microbatches for i in m.draws.index.tolist()] == whole[1]
-        with pytest.raises(mf.StateError, match="belong to a step that is over"):
+        with pytest.raises(mf.StateError, match="belong to a finished step"):
             next(first.microbatches)
 
 

@@ -1,8 +1,8 @@
-"""Steps planned and announced to storage before their turn: one ahead, or as far as a budget of bytes goes.
+"""Plans steps ahead and announces them to storage: one step, or as many as a byte budget allows.
 
-The order is known, so a store that is far away can fetch what coming steps need while a step is trained. What
-was announced and is not read yet is bounded in bytes, and the steps that are planned for it in number. The
-first step is handed over before any other is planned; after that every portion read makes room for one more.
+The order is known, so a remote store can fetch the data of later steps while a step is trained. Announced
+data that are not read yet are limited in bytes, and planned steps in number. The first step is returned
+before any other is planned; after that every portion read may allow one more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshfeed.sequence import Portion
 from meshfeed.stepping import GlobalBatch, Stepping
 
 MOST_STEPS = 64
-"""Steps that are planned ahead at most, however small they are."""
+"""The most steps planned ahead, however small they are."""
 
 Planned = tuple[GlobalBatch, list[Portion]]
 
@@ -27,15 +27,15 @@ Planned = tuple[GlobalBatch, list[Portion]]
 class Ahead:
     """The steps of one rank from `start` on, with its portions of them; each is announced once, in order.
 
-    Call `have_read` after each portion: it plans and announces on.
+    Call `have_read` after each portion: it plans and announces further steps.
 
     Args:
-        stepping: what the steps are.
-        coord, served: whose portions; see `Stepping.portions`.
+        stepping: computes the steps.
+        coord, served: the rank's portions; see `Stepping.portions`.
         reads: whether this rank reads. If not, nothing is announced.
-        clock: told of the stages "plan" and "read".
-        budget_bytes: announce further steps while less than this is announced and not read. At least one step
-            ahead is announced, and never more where no store `wants_ahead`.
+        clock: measures the stages "plan" and "read".
+        budget_bytes: announce further steps while fewer bytes are announced and unread. At least one step is
+            announced ahead, and only one if no store `wants_ahead`.
     """
 
     def __init__(
@@ -51,10 +51,10 @@ class Ahead:
     ) -> None:
         self._stepping, self._coord, self._served, self._clock = stepping, coord, served, clock
         self._reads, self._budget_bytes = reads, budget_bytes
-        self._is_far = reads and any(
+        self._is_remote = reads and any(
             getattr(store, "wants_ahead", False) for store in stepping.recipe.sources
         )
-        self._most_steps = MOST_STEPS if self._is_far else 1
+        self._most_steps = MOST_STEPS if self._is_remote else 1
         self._next: int | None = start
         self._planned: deque[Planned] = deque()
         self._unread_bytes = 0
@@ -64,34 +64,34 @@ class Ahead:
         self._plan()
         while self._planned:
             yield self._planned.popleft()
-            self._plan_on(besides=1)  # the next step, which goes; while it is read, one is announced
+            self._plan_more(besides=1)  # besides the next step: one is announced while it is read
         if self._error is not None:
             raise self._error
 
     def have_read(self, portion: Portion) -> None:
-        """A portion is out of storage: plan a step more if there is room."""
+        """A portion has been read: plan another step if the budget allows."""
         self._unread_bytes -= self._num_bytes(portion)
-        self._plan_on()
+        self._plan_more()
 
-    def _plan_on(self, besides: int = 0) -> None:
+    def _plan_more(self, besides: int = 0) -> None:
         ahead = len(self._planned) - besides
         if ahead < 1 or (ahead < self._most_steps and self._unread_bytes < self._budget_bytes):
             self._plan()
 
     def _plan(self) -> None:
-        """Plan the next step and announce it; nothing past the end of the stream."""
+        """Plan and announce the next step; does nothing past the end of the stream."""
         if self._next is None:
             return
         try:
             with self._clock.stage("plan"):
                 step = self._planned_step(self._next)
-        except Exception as error:  # raised in its turn: the steps before can be trained
+        except Exception as error:  # raised after the earlier steps, which can be trained
             step, self._error = None, error
         if step is None:
             self._next = None
             return
         if self._reads:
-            # Only advice: what is wrong with a file comes up again in `load`, which tells the peers.
+            # Announcing is only advice: `load` meets the same error again and sends it to the peers.
             with self._clock.stage("read"), contextlib.suppress(StoreError):
                 self._stepping.rule.announce(self._stepping.recipe, step[1])
         self._unread_bytes += sum(map(self._num_bytes, step[1]))
@@ -105,11 +105,11 @@ class Ahead:
         return batch, self._stepping.portions(batch, self._coord, self._served)
 
     def _num_bytes(self, portion: Portion) -> int:
-        return self._stepping.rule.num_bytes(self._stepping.recipe, portion) if self._is_far else 0
+        return self._stepping.rule.num_bytes(self._stepping.recipe, portion) if self._is_remote else 0
 
 
 def forget(stores: Sequence[Any]) -> None:
-    """Tell stores that what was announced to them and is not read yet will not be."""
+    """Tell stores to drop announced data that have not been read."""
     for store in stores:
         if hasattr(store, "forget_needs"):
             store.forget_needs()

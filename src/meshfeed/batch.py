@@ -1,4 +1,4 @@
-"""What a training loop is handed: steps of microbatches of tensors."""
+"""What a training loop receives: steps of microbatches of tensors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Value = torch.Tensor | Sequence[torch.Tensor | None] | Sequence[bytes | None]
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Microbatch(Mapping[str, Any]):
-    """Field name -> tensor (or a list of tensors, or of bytes, where shapes vary), for one rank.
+    """Field name -> tensor (or a list of tensors or of bytes, if shapes vary), for one rank.
 
     Attributes:
-        index: which microbatch of its step, from 0.
-        draws: the sequences in it, in row order; fewer than the rows, or none, where the batch ran out.
+        index: of the microbatch in its step, from 0.
+        draws: the sequences in it, in row order; fewer than the rows, or none, if the batch ran out.
         cp_ranks: global ranks of the context-parallel group that splits its sequences, in the order of their
             slices.
-        cp_rank: this rank's place among them.
+        cp_rank: this rank's index among them.
         fields: the tensors by name.
     """
 
@@ -41,7 +41,7 @@ class Microbatch(Mapping[str, Any]):
 
     @property
     def is_dummy(self) -> bool:
-        """Whether it holds no sequence: zero loss, zero tokens, there to keep ranks in step."""
+        """Whether it holds no sequence: no loss, no tokens; it keeps ranks in step."""
         return len(self.draws) == 0
 
     def __getitem__(self, name: str) -> Any:
@@ -70,8 +70,8 @@ class Microbatches(Iterator[Microbatch]):
     def __iter__(self) -> Self:
         if self._is_over:
             raise StateError(
-                "the microbatches of this step were taken already, and are not kept; list(step.microbatches) "
-                "keeps them"
+                "the microbatches of this step were taken already and are not kept; use "
+                "list(step.microbatches) to keep them"
             )
         return self
 
@@ -85,29 +85,28 @@ class Microbatches(Iterator[Microbatch]):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Step:
-    """One training step: its microbatches, and what is known of the whole global batch beforehand.
+    """One training step: its microbatches, and totals of the whole global batch.
 
     Attributes:
         index: the step, from 0.
-        num_microbatches: how many this rank gets; the same on all ranks of the step.
+        num_microbatches: of this rank; the same on all ranks of the step.
         tokens: tokens of the global batch, without padding.
-        valid_tokens: those of them that bear loss: the denominator of per-token loss, on any split.
+        valid_tokens: its loss-bearing tokens: the denominator of a per-token loss, for any split.
         sum_sq: sum of squared sequence lengths of the global batch.
-        stats: what the step has cost this rank so far; complete once its microbatches are consumed.
-            exposed_wait_s: seconds that the loop was kept waiting, by stage; work_s: seconds that the
-            producer spent, waited for or not, by stage. Stages are start (joining the peers), plan (that of
-            a later step), read (storage, or a user's iterator), exchange, deliver (waiting for peers
-            included), build, copy, verify and other.
-            queue_depth: reads that lay ready, of at most `prefetch`, when the loop asked for the step.
-            bytes_read: from storage; bytes_fetched: brought from far away on its account; opens: of data
+        stats: costs of the step on this rank so far; complete once its microbatches are consumed.
+            exposed_wait_s: seconds that the loop waited, by stage; work_s: seconds that the producer worked,
+            by stage. Stages are start (joining the peers), plan (of a later step), read (storage, or a user's
+            iterator), exchange, deliver (including waits for peers), build, copy, verify and other.
+            queue_depth: reads that were ready, of at most `prefetch`, when the loop asked for the step.
+            bytes_read: from storage; bytes_fetched: from remote storage, by this process; opens: of data
             files; collectives; delivered_bytes: sent or received.
-            Where sequences are packed, of the whole global batch: efficiency, objective_over_bound,
-            max_over_mean, padding, and the (source, epoch, index) of those that were oversize or empty.
-            Where there are several sources, arrays: source_drawn and source_epochs, how far each has come
-            with this step; source_asked, its share of this step as the recipe has it.
-            Under `metrics=`, metrics_lost: steps that some sink has not taken so far, though it should.
+            With packing, of the whole global batch: efficiency, objective_over_bound, max_over_mean, padding,
+            and the (source, epoch, index) of oversize and empty sequences.
+            With several sources, arrays: source_drawn and source_epochs, totals up to this step;
+            source_asked, the recipe's share of each in this step.
+            With `metrics=`, metrics_lost: steps that a sink has failed to take so far.
         plan: which sequence goes where, for the whole job.
-        microbatches: handed out once, in order.
+        microbatches: each is handed out once, in order.
     """
 
     index: int
@@ -126,5 +125,5 @@ class Step:
         )
 
     def flops(self, shape: ModelShape, *, backward: bool = True) -> int:
-        """FLOPs of a model on the step's real tokens, all ranks together; exact, from the plan alone."""
+        """FLOPs of a model on the step's real tokens, over all ranks; exact, from the plan alone."""
         return flops(self.plan, shape, backward=backward)

@@ -1,4 +1,4 @@
-"""What passes from storage to the ranks, and what it becomes there: names for shapes of data."""
+"""Types of data on the way from storage to the ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,15 +16,15 @@ Arrays = dict[str, Array | Sequence[Array] | Sequence[bytes]]
 
 
 class Constant(np.ndarray[Any, np.dtype[Any]]):
-    """A read-only array that is the same in every microbatch: it is built once, and tensors may share it."""
+    """A read-only array that is the same in every microbatch: built once, and shared by tensors."""
 
     @classmethod
     def of(cls, array: Array) -> "Constant":
-        """An array that nobody writes any more."""
+        """Make an array read-only."""
         made = array.view(cls)
         made.setflags(write=False)
         return made
 
 
 Allocate = Callable[[tuple[int, ...], str], Array]
-"""(shape, dtype name) -> an uninitialised array; page-locked when it is bound for a GPU."""
+"""(shape, dtype name) -> an uninitialised array; page-locked if its data go to a GPU."""

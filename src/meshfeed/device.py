@@ -1,4 +1,4 @@
-"""Arrays -> tensors where the model is."""
+"""Arrays -> tensors on the model's device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from meshfeed.sequence import Portion
 
 _MOST_KEPT = 128
 _MOST_CONSTANTS = 16
-_FREE = 2  # references to an array that only its deque holds: the deque's, and the question's own
+_FREE = 2  # sys.getrefcount of an array that only its deque holds: the deque's reference and the call's
 
 
 class Placer(Protocol):
-    """Takes a microbatch's arrays to their device."""
+    """Moves a microbatch's arrays to their device."""
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """An uninitialised array to build a field in."""
@@ -38,22 +38,22 @@ class Placer(Protocol):
 
 
 def placer_of(device: str | torch.device) -> Placer:
-    """The placer for a device. Raises RecipeError for one that is not here."""
-    place = torch.device(device)
-    if place.type != "cuda":
+    """The placer for a device. Raises RecipeError for one that this machine lacks."""
+    wanted = torch.device(device)
+    if wanted.type != "cuda":
         return OnHost()
-    if (place.index or 0) >= (count := torch.cuda.device_count()):
+    if (wanted.index or 0) >= (count := torch.cuda.device_count()):
         raise RecipeError(
-            f"device={str(place)!r}: torch sees {count} CUDA devices here; give one of them, or 'cpu'"
+            f"device={str(wanted)!r}: torch sees {count} CUDA devices here; give one of them, or 'cpu'"
         )
-    return OnCuda(place)
+    return OnCuda(wanted)
 
 
 class OnHost:
-    """Tensors that are the arrays themselves, and whose memory is used again once nobody holds them.
+    """Tensors that share the arrays' memory, which is reused once nothing refers to it.
 
-    Fresh memory costs a page fault per 4 KiB, several times what filling it does. Packs are seldom of one
-    size, so what is kept are bytes, of a few sizes, that every array and tensor made of them holds.
+    New memory costs a page fault per 4 KiB, several times the cost of filling it. Packs differ in size, so
+    the pool holds byte buffers of a few sizes. Every array and tensor made from a buffer refers to it.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class OnHost:
         self._constants = _Constants(torch.tensor)
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """See Placer. Memory comes back into use in the order in which it was given out."""
+        """See Placer. Memory is reused in the order of allocation."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         room = _room_for(num_bytes)
         made = self._made.setdefault(room, deque())
@@ -78,14 +78,14 @@ class OnHost:
         return [{name: self._placed(value) for name, value in arrays.items()} for arrays in built], None
 
     def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
-        """Nothing is under way."""
+        """No copy is in flight."""
 
     def _placed(self, value: Any) -> Value:
         return _shared(self._constants.of(value)) if isinstance(value, Constant) else _tensors(value)
 
 
 class OnCuda:
-    """Copies from page-locked memory on a stream of its own, so that they overlap with training."""
+    """Copies from page-locked memory on a separate stream, so copies overlap with training."""
 
     def __init__(self, device: torch.device) -> None:
         current = torch.device("cuda", torch.cuda.current_device())
@@ -94,7 +94,7 @@ class OnCuda:
         self._constants = _Constants(lambda array: torch.tensor(array).pin_memory())
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Page-locked; PyTorch takes it back only once the copy from it is done."""
+        """Page-locked; PyTorch reuses it only after the copy from it is done."""
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
     def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
@@ -124,14 +124,14 @@ class OnCuda:
 
 
 class _Constants:
-    """The tensors of constants that were seen lately."""
+    """The tensors of recently used constants."""
 
     def __init__(self, make: Callable[[Array], torch.Tensor]) -> None:
         self._make = make
         self._known: OrderedDict[int, tuple[Constant, torch.Tensor]] = OrderedDict()
 
     def of(self, array: Constant) -> torch.Tensor:
-        """Its tensor, made at most once; not to be written."""
+        """The constant's tensor, made once; do not write to it."""
         if id(array) not in self._known:
             self._known[id(array)] = array, self._make(array.view(np.ndarray))
             if len(self._known) > _MOST_CONSTANTS:
@@ -140,14 +140,14 @@ class _Constants:
 
 
 def _room_for(num_bytes: int) -> int:
-    """At most a quarter more, of four sizes between a power of two and the next."""
+    """Round up, by at most a quarter, to one of four sizes per power of two."""
     grain = 1 << max((num_bytes - 1).bit_length() - 3, 6)
     return -(-num_bytes // grain) * grain
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same memory, until either is written: then it gets a copy of its own."""
-    lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: copy on write has no other name yet
+    """A copy-on-write clone."""
+    lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
     return cast(torch.Tensor, lazy_clone(tensor))
 
 
@@ -164,6 +164,6 @@ def microbatches_of(
 
 def _tensors(value: Any) -> Value:
     if isinstance(value, np.ndarray):
-        # What may not be written is a column passed through: a view of a buffer that is used again.
+        # A read-only array is a column passed through: a view of a buffer that is reused.
         return torch.from_numpy(value if value.flags.writeable else value.copy())
     return cast(Value, [_tensors(v) if isinstance(v, np.ndarray) else v for v in value])

@@ -2,22 +2,22 @@
 
 MeshfeedError
 ├── LayoutError       ranks, dimensions, stage maps, meshes
-├── RoleError         nobody can feed a rank that needs data
+├── RoleError         no rank can feed a rank that needs data
 ├── RecipeError       a recipe that cannot make a stream
 │   └── OptionError   a wrong argument; also a StoreError, for `mf.open`
 ├── PlanError         lengths that cannot be packed as asked
 ├── StateError        a state of another recipe, or a damaged one
-├── StoreError        a file that is not what it says
+├── StoreError        a missing or invalid file
 │   ├── MissingError      no such object
 │   ├── AccessError       no permission, expired credentials, another region
-│   ├── ChangedError      an object that was replaced under the run
-│   ├── ChecksumError     bytes that are not those that were written, though fetched again
-│   ├── UnavailableError  storage that goes on failing
-│   └── CacheError        a cache folder that is full, too small, or not to be written
+│   ├── ChangedError      an object that was replaced during the run
+│   ├── ChecksumError     bytes with a wrong checksum, even after fetching again
+│   ├── UnavailableError  storage that keeps failing
+│   └── CacheError        a cache folder that is full, too small or not writable
 ├── PrepareError      text that cannot be prepared as asked
 ├── MetricsError      a run log that cannot be written or read, or a sink that failed
 └── DeliveryError     bytes that did not reach a rank
-    ├── PeerError     a rank that is missing, late or gone
+    ├── PeerError     a rank that is missing, late or dead
     └── VerifyError   ranks that should agree and do not
 
 Each message says what is wrong, where (file and offset, rank, position or argument) and what to do.
@@ -35,7 +35,7 @@ class LayoutError(MeshfeedError, ValueError):
 
 
 class RoleError(MeshfeedError, ValueError):
-    """Some rank needs data that no rank may or can give it."""
+    """A rank needs data that no rank may or can send it."""
 
 
 class RecipeError(MeshfeedError, ValueError):
@@ -55,35 +55,35 @@ class StoreError(MeshfeedError, OSError):
 
 
 class OptionError(RecipeError, StoreError):
-    """A wrong argument: of another type, outside its range, or one that the others leave without effect."""
+    """A wrong argument: a wrong type, out of range, or without effect given the others."""
 
 
 class MissingError(StoreError):
-    """An object or file that is not there."""
+    """An object or file that does not exist."""
 
 
 class AccessError(StoreError):
-    """Storage that refuses: no permission, expired credentials, a bucket of another region."""
+    """Storage that denies access: no permission, expired credentials, a bucket in another region."""
 
 
 class ChangedError(StoreError):
-    """An object that was replaced or cut while a run was reading it."""
+    """An object that was replaced or truncated while a run was reading it."""
 
 
 class ChecksumError(StoreError):
-    """Bytes that are not those that were written, though they were fetched again."""
+    """Bytes with a wrong checksum, even after fetching them again."""
 
 
 class UnavailableError(StoreError):
-    """Storage that goes on failing, however often it is asked."""
+    """Storage that keeps failing after all retries."""
 
 
 class CacheError(StoreError):
-    """A cache folder that is full, smaller than what a step needs, or not to be written."""
+    """A cache folder that is full, smaller than what a step needs, or not writable."""
 
 
 class PrepareError(MeshfeedError, RuntimeError):
-    """Text that cannot be made tokens as asked: malformed lines, an output that exists, a dead worker."""
+    """Text that cannot be tokenized as asked: malformed lines, an output that exists, a dead worker."""
 
 
 class MetricsError(MeshfeedError, OSError):
@@ -95,7 +95,7 @@ class DeliveryError(MeshfeedError, RuntimeError):
 
 
 class PeerError(DeliveryError):
-    """A rank that is missing, late or gone.
+    """A rank that is missing, late or dead.
 
     Attributes:
         ranks: the global ranks at fault, as far as they are known.
@@ -110,7 +110,7 @@ class VerifyError(DeliveryError):
     """Ranks that should hold the same bytes and do not.
 
     Attributes:
-        ranks: the global ranks that differ from the majority; all of the group where there is none.
+        ranks: the global ranks that differ from the majority; all of the group without a majority.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:

@@ -1,6 +1,6 @@
-"""Optional packages: which ones meshfeed's metadata names, and how to install those that are missing.
+"""Optional packages: those in meshfeed's metadata, and the command that installs missing ones.
 
-The hint names the packages themselves: meshfeed is installed from a checkout or a wheel, not from an index.
+The command names the packages themselves, since meshfeed is installed from a checkout or a wheel.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _REQUIREMENT = re.compile(
 
 
 def requirements() -> dict[str, list[tuple[str, str]]]:
-    """Extra -> its packages, each with its least version; "" for what meshfeed always needs."""
+    """Extra -> its packages, each with its minimum version; "" for required packages."""
     needed: dict[str, list[tuple[str, str]]] = {}
     for text in _metadata():
         found = _REQUIREMENT.match(text)
@@ -24,7 +24,7 @@ def requirements() -> dict[str, list[tuple[str, str]]]:
 
 
 def version_of(package: str) -> str | None:
-    """The version that is installed; None where none is."""
+    """The installed version; None if the package is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -32,10 +32,10 @@ def version_of(package: str) -> str | None:
 
 
 def install(extra: str) -> str:
-    """The command that installs the packages of an extra that are missing, or all where none is."""
+    """The command that installs the missing packages of an extra, or all if none is missing."""
     packages = requirements().get(extra, [])
     wanted = [each for each in packages if version_of(each[0]) is None] or packages
-    if not wanted:  # meshfeed is imported from its source without being installed
+    if not wanted:  # meshfeed is imported from source without being installed
         return f"in a checkout of meshfeed, pip install '.[{extra}]'"
     return " ".join(["pip install", *(f"'{name}>={least}'" for name, least in wanted)])
 

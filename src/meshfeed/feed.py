@@ -1,7 +1,7 @@
-"""The virtual dataloader: the same loop on every rank, exactly its own tensors in it.
+"""The virtual dataloader: the same loop on every rank, with exactly the rank's own tensors.
 
-The way of a sequence is `Feed._items`: plan, load, deliver, build, place. It runs ahead on a thread; `run`
-hands what it makes to the training loop, and the rest of this file says who this rank is and where it stands.
+`Feed._items` is the path of a sequence: plan, load, deliver, build, place. It runs ahead on a thread, and
+`run` passes its items to the training loop. The rest of this file handles arguments, state and resources.
 """
 
 from __future__ import annotations
@@ -44,47 +44,47 @@ from meshfeed.store import Mapped
 class Feed(StepSource[Delivery]):
     """One rank's view of the training stream.
 
-    Construction remembers its arguments; entering (`with`, or the first iteration) opens what this
-    rank's role needs, and leaving lets go of it. `iter(feed)` waits for the peers to join and starts to
-    read, so all ranks call it at the same point of their program; `next` waits for data alone.
+    The constructor only stores its arguments. Entering (`with`, or the first iteration) opens what this
+    rank's role needs; leaving closes it. `iter(feed)` waits for the peers to join and starts to read, so all
+    ranks call it at the same point of the program; `next` waits for data alone.
 
     Args:
         recipe: what to train on; equal on every rank.
-        layout: where the ranks stand; None for one process.
+        layout: the arrangement of the ranks; None for one process.
         rank: this process's global rank; None asks torch.distributed, then the launcher.
         delivery: "direct", "broadcast", "share", "tree", or "auto" (see `roles.choose_delivery`).
-        device: where the tensors go.
+        device: of the tensors.
         stage_map: which pipeline stages embed, compute loss, predict further tokens; None for the plain
             pipeline of the layout.
-        reads: ranks that may open storage; None leaves it to meshfeed.
-        micro_batch_size: sequences per microbatch and data-parallel rank, for sequences of one length; 1
-            where it is not given.
-        pad_rows: fill microbatches up with dummy rows, which have no token and bear no loss, where the
-            sequences of a step are not a multiple of micro_batch_size and dp. A mean over rows is wrong then:
-            divide by `step.valid_tokens`. Without it such a step is refused when the feed is entered.
+        reads: ranks that may open storage; None leaves the choice to meshfeed.
+        micro_batch_size: sequences per microbatch and data-parallel rank, for sequences of one length;
+            default 1.
+        pad_rows: fill microbatches with dummy rows, which have no tokens and bear no loss, if the sequences
+            of a step are not a multiple of micro_batch_size x dp. A mean over rows is wrong then: divide by
+            `step.valid_tokens`. Without it such a step is refused when the feed is entered.
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
         cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous".
-        prefetch: reads made ahead, on a thread, each of a microbatch or of several small ones; 0 makes them
-            when they are asked for, but one ahead where pipeline stages get theirs together, since a stage
-            may ask for a microbatch only once another has trained on it.
-        read_ahead_bytes: how much of coming steps to announce to storage that is far away, beside one step
-            that is always announced ahead; per reader.
+        prefetch: reads made ahead on a thread, each of a microbatch or of several small ones; 0 reads on
+            request, except one ahead if pipeline stages share a reader, since a stage may ask for a
+            microbatch only after another has trained on it.
+        read_ahead_bytes: bytes of later steps to announce to remote storage, in addition to the one step that
+            is always announced; per reader.
         verify: compare digests across replicas at the end of every step.
-        timeout_s: how long to wait for peers to join, and for a batch when the loop asks for one.
+        timeout_s: how long to wait for peers to join, and for a batch that the loop asks for.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
             process group.
-        wait_for_all: begin a loop only when all ranks of the layout have, for `timeout_s` at most. Otherwise
-            a rank waits for those alone that it shares reads with; the trainer's first collective waits for
-            the rest, by its own timeout.
-        metrics: where to tell what each step costs, such as a `metrics.RunLog`; a sink or several.
-        name: give one to a feed that only some ranks iterate, or not in the same order among other feeds:
-            whenever a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
+        wait_for_all: begin a loop only when all ranks of the layout have, within `timeout_s`. Otherwise a
+            rank waits only for those it shares reads with; the trainer's first collective waits for the rest,
+            with its own timeout.
+        metrics: one or several sinks for the costs of each step, such as a `metrics.RunLog`.
+        name: needed for a feed that only some ranks iterate, or that ranks iterate in different orders. When
+        a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
 
-    A loop that is left goes on where it was. One after the end of the stream raises StateError (an Exchange
-    begins a new round instead).
+    A loop that is left resumes where it was. A loop after the end of the stream raises StateError (an
+    Exchange restarts its iterators instead).
 
-    Errors are MeshfeedErrors: LayoutError where the job cannot hold the layout, RoleError where a rank
-    cannot be fed, PeerError where a peer is missing or dies, StoreError from storage.
+    Errors are MeshfeedErrors: LayoutError if the job does not fit the layout, RoleError if a rank cannot be
+    fed, PeerError if a peer is missing or dies, StoreError from storage.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Feed(StepSource[Delivery]):
         if packing is not None and (micro_batch_size is not None or pad_rows):
             raise OptionError(
                 f"micro_batch_size={micro_batch_size}, pad_rows={pad_rows} with a packing, which makes the "
-                f"microbatches itself; leave them out (Packing(capacity=...) says how much is in one)"
+                f"microbatches itself; leave them out (Packing(capacity=...) sets their size)"
             )
         _check_recipe(recipe)
         super().__init__(
@@ -154,19 +154,20 @@ class Feed(StepSource[Delivery]):
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole stream, told by the index alone; None where it never ends."""
+        """Steps of the whole stream, from the index alone; None if it is endless."""
         return num_steps(self.recipe)
 
     @property
     def num_sequences(self) -> int | None:
-        """Sequences that these steps take together; None where the stream never ends."""
+        """Sequences in all these steps; None if the stream is endless."""
         return num_positions(self.recipe)
 
     def num_microbatches(self, step: int) -> int | None:
-        """Microbatches of a step for each rank, 0 past the end; None where lengths decide (packing)."""
+        """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on
+        lengths."""
         return replace(self._stepping, layout=self.layout).num_microbatches(step)
 
-    # -- taking and letting go ------------------------------------------------------------------------
+    # -- opening and closing --------------------------------------------------------------------------
 
     def _open(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -186,16 +187,16 @@ class Feed(StepSource[Delivery]):
     def state_dict(self) -> dict[str, Any]:
         """Where to resume: at most 4 KB, JSON-able, equal on every rank.
 
-        It names the first step that was not handed out whole. A step was, when all its microbatches were
-        taken, or when the loop has asked for the next one.
+        It names the first step that was not fully handed out. A step counts as handed out once all its
+        microbatches were taken, or once the loop has asked for the next one.
         """
         return State(recipe=self.recipe.summary(until=self._step), step=self._step).to_json()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a state was taken, under any layout; iterate anew afterwards.
+        """Resume at a state, under any layout; then start a new loop.
 
         Raises StateError for a state of another recipe, a damaged one, or one past the recipe's end; nothing
-        is changed then.
+        changes then.
         """
         state = State.from_json(state_dict)
         state.check(self.recipe)
@@ -209,17 +210,17 @@ class Feed(StepSource[Delivery]):
     def _origin(self) -> str:
         for store in self.recipe.sources:
             if isinstance(store, Mapped):
-                return f"{store} has not given it; look at what the dataset does, or give it workers="
+                return f"{store} has not returned it; check what the dataset does, or give it workers="
         return super()._origin
 
     def _new_run(self, by_stage: StageMap | None) -> Run:
-        # A state may be that of a job that is done. A loop after another would get nothing, silently.
+        # Only a loaded state may be at the end. A second loop here would silently get nothing.
         if self._next_step and self._next_step == self.num_steps and not self._loaded:
             if self._entered_by_loop:
                 self.close()
             raise StateError(
                 f"the stream has ended, all its {self._next_step} steps were handed out; for another pass "
-                f"give the recipe more (epochs=), make a new Feed, or load_state_dict an earlier state"
+                f"give the recipe more epochs (epochs=), make a new Feed, or load_state_dict an earlier state"
             )
         return super()._new_run(by_stage)
 
@@ -264,7 +265,7 @@ class Feed(StepSource[Delivery]):
         return make_delivery(self.delivery, self.role, meeting, num_slots=slots, patience_s=patience_s)
 
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
-        """The way of every sequence, from its place in the stream to the device."""
+        """The path of every sequence, from its position in the stream to the device."""
         fields = [f.name for f in self._rule.fields]
         meter = Meter(self.recipe.sources, delivery.traffic)
         ahead = Ahead(
@@ -298,7 +299,7 @@ class Feed(StepSource[Delivery]):
             yield StepEnd(batch.step, digests, lambda again=portions: self._reread(again))
 
     def _served(self) -> list[int]:
-        """The cp coordinates of the ranks that this rank's reader serves, this rank's own included."""
+        """The cp coordinates of the ranks that this rank's reader serves, including this rank's own."""
         peers = [rank for rank in self.role.peers if self.roles[rank].source is not None]
         return sorted({self.layout.coord(rank).cp for rank in (self.rank, *peers)})
 
@@ -313,7 +314,7 @@ class Feed(StepSource[Delivery]):
             raise tell(delivery, error, self.rank, step, hint) from error.__cause__ or error
 
     def _reread(self, portions: Sequence[Portion]) -> Digests:
-        """The digests that this rank should have had for a step, from storage again."""
+        """The digests of a step, recomputed from storage."""
         digester, host = Digester([f.name for f in self._rule.fields]), OnHost()
         for portion in portions:
             alone = replace(portion, held=portion.own)
@@ -328,14 +329,14 @@ def _check_recipe(given: Any) -> None:
     kind, hint = type(given).__name__, ""
     if isinstance(given, (str, PathLike)):
         hint = (
-            f"; of a store: mf.Recipe(data=mf.open({str(given)!r}), sequence=mf.Windows(4096), "
+            f"; for a store: mf.Recipe(data=mf.open({str(given)!r}), sequence=mf.Windows(4096), "
             f"batch=mf.Batch(sequences=16))"
         )
     elif hasattr(given, "__getitem__") and hasattr(given, "__len__"):
         hint = (
-            "; of a dataset: mf.Recipe(data=mf.Mapped(dataset), sequence=mf.Samples(...), batch=...), and "
-            "mf.Mapped(mf.SameEveryEpoch(dataset)) where its items are indexed by whole numbers"
+            "; for a dataset: mf.Recipe(data=mf.Mapped(dataset), sequence=mf.Samples(...), batch=...), and "
+            "mf.Mapped(mf.SameEveryEpoch(dataset)) if its items are indexed by integers"
         )
     elif hasattr(given, "lengths"):
-        hint = "; of a store: mf.Recipe(data=store, sequence=mf.Windows(4096), batch=mf.Batch(sequences=16))"
+        hint = "; for a store: mf.Recipe(data=store, sequence=mf.Windows(4096), batch=mf.Batch(sequences=16))"
     raise OptionError(f"a Feed takes a mf.Recipe, not a {kind}{hint}")

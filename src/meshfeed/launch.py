@@ -1,4 +1,4 @@
-"""Where this process stands in the job, as torch.distributed or the launcher says, and what it asks for."""
+"""This process's rank and layout, from torch.distributed or the launcher, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LAUNCHERS = (
 
 
 def this_rank(given: int | None, layout: Layout) -> int:
-    """The global rank: the one given, or that of torch.distributed, then of the launcher ($RANK).
+    """The global rank: the one given, or else from torch.distributed, or else from the launcher ($RANK).
 
-    Raises LayoutError where none of them says it, though the layout has several ranks.
+    Raises LayoutError if all of them are missing and the layout has several ranks.
     """
     if given is not None:
         return given
@@ -38,17 +38,17 @@ def this_rank(given: int | None, layout: Layout) -> int:
     if layout.world_size > 1:
         raise LayoutError(
             f"which of the {layout.world_size} ranks of layout {layout} is this process? Neither "
-            f"torch.distributed nor a launcher ($RANK) says; call torch.distributed.init_process_group "
+            f"torch.distributed nor a launcher ($RANK) knows; call torch.distributed.init_process_group "
             f"first, start the job with torchrun, or pass rank="
         )
     return 0
 
 
 def this_layout(given: Layout | None, rank: int | None = None) -> Layout:
-    """The layout, its node size taken from the launcher where it was not given; None for one process.
+    """The layout; an omitted node size comes from the launcher. given: None for one process.
 
-    rank: as the user gave it; who does so may simulate ranks of a job that was never launched.
-    Raises LayoutError where the job cannot hold it, or is more than one process without it.
+    rank: the user's argument; with it, a user may simulate ranks of a job that was never launched.
+    Raises LayoutError if the job does not fit the layout, or has several processes without one.
     """
     layout, size = given or Layout(), num_processes()
     if given is None and size > 1:
@@ -62,50 +62,50 @@ def this_layout(given: Layout | None, rank: int | None = None) -> Layout:
 
 
 def check_arguments(layout: Any, delivery: Any, device: Any, timeout_s: Any, name: Any) -> None:
-    """What a constructor can refuse at once. Raises LayoutError, RoleError or OptionError."""
+    """Checks that a constructor can make at once. Raises LayoutError, RoleError or OptionError."""
     if layout is not None and not isinstance(layout, Layout):
         hint = f"mf.Layout.parse({layout!r})" if isinstance(layout, str) else "a mf.Layout"
         raise LayoutError(f"layout={layout!r} is a {type(layout).__name__}; give {hint}")
     if not isinstance(name, str):
-        raise OptionError(f"name={name!r}: give a text, such as name='validation'")
+        raise OptionError(f"name={name!r}: give a string, such as name='validation'")
     known = ("auto", *get_args(DeliveryName))
     if delivery not in known:
         raise RoleError(f"delivery={delivery!r}: choose one of {', '.join(known)}")
     try:
-        place = torch.device(device)
+        wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise OptionError(f"device={device!r} is no device; give 'cpu', 'cuda' or 'cuda:0'") from error
-    if place.type not in ("cpu", "cuda"):
-        raise OptionError(f"device={device!r}: tensors are put on 'cpu' or 'cuda'; move them on from there")
+        raise OptionError(f"device={device!r} is not a device; give 'cpu', 'cuda' or 'cuda:0'") from error
+    if wanted.type not in ("cpu", "cuda"):
+        raise OptionError(f"device={device!r}: give 'cpu' or 'cuda', and move the tensors on from there")
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
         raise OptionError(f"timeout_s={timeout_s!r}: give seconds, more than 0")
 
 
 def check_counts(least: int, **given: Any) -> None:
-    """Raises OptionError for what is not a whole number from `least` on."""
+    """Raises OptionError for anything but a whole number from `least` on."""
     for name, value in given.items():
         if type(value) is not int or value < least:
             raise OptionError(f"{name}={value!r}: give a whole number, {least} or more")
 
 
 def check_flags(**given: Any) -> None:
-    """Raises OptionError for what is neither True nor False: the text "no" would count as True."""
+    """Raises OptionError for anything but True and False: the string "no" would count as True."""
     for name, value in given.items():
         if type(value) is not bool:
             raise OptionError(f"{name}={value!r}: give True or False")
 
 
 def check_rank(given: int | None) -> None:
-    """Raises LayoutError for another rank than torch.distributed has for this process."""
+    """Raises LayoutError if the given rank is not torch.distributed's for this process."""
     if given is not None and dist.is_available() and dist.is_initialized() and given != dist.get_rank():
         raise LayoutError(
-            f"rank {dist.get_rank()} of torch.distributed was told rank={given}; leave rank out, or pass the "
-            f"rendezvous in which it is {given}"
+            f"rank {dist.get_rank()} of torch.distributed was given rank={given}; leave rank out, or pass "
+            f"the rendezvous in which it is {given}"
         )
 
 
 def num_processes() -> int:
-    """Processes of the job, as torch.distributed or the launcher says; 1 where neither does."""
+    """Processes of the job, from torch.distributed or the launcher; 1 without both."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return next((int(os.environ[size]) for size, _ in _LAUNCHERS if size in os.environ), 1)

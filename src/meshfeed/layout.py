@@ -1,7 +1,7 @@
-"""Where a rank stands: rank <-> (tp, cp, dp, pp) for any order, any mesh, any table.
+"""rank <-> (tp, cp, dp, pp) for any order, any mesh, any table.
 
-A layout is a grid of ranks whose axes are the parallel dimensions. Everything here is a view of that
-grid: a coordinate is a place in it, a group is a line, a plane or a block of it.
+A layout is a grid of ranks whose axes are the parallel dimensions. Everything here is a view of that grid: a
+coordinate is a cell of it, a group is a line, a plane or a box in it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _MESH_DIMS = {
     "dp_replicate": "dp", "dp_shard": "dp", "dp_shard_mod_ep": "dp", "dp_shard_in_ep": "dp",
 }  # fmt: skip
 
-# Our name, that of a ProcessGroupCollection, and where parallel_state has it.
+# Our name, the name in a ProcessGroupCollection, and the getter of parallel_state.
 _MEGATRON_GROUPS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
     ("tp", "tp", lambda state: state.get_tensor_model_parallel_group()),
     ("cp", "cp", lambda state: state.get_context_parallel_group()),
     ("dp", "dp", lambda state: state.get_data_parallel_group()),
     ("pp", "pp", lambda state: state.get_pipeline_model_parallel_group()),
     ("dp-cp", "dp_cp", lambda state: state.get_data_parallel_group(with_context_parallel=True)),
-    ("gtp", "gtp_remat", lambda state: None),  # parallel_state's dp groups hold it already
+    ("gtp", "gtp_remat", lambda state: None),  # already part of parallel_state's dp groups
     ("ep", "ep", lambda state: state.get_expert_model_parallel_group(check_initialized=False)),
 )
 
 
 class Coord(NamedTuple):
-    """A rank's place in the layout, each from 0."""
+    """A rank's coordinate in the layout, each from 0."""
 
     tp: int
     cp: int
@@ -59,12 +59,11 @@ class Layout:
 
     Attributes:
         tp, cp, dp, pp: sizes of the tensor, context, data and pipeline dimensions.
-        ep: expert-parallel size; it folds into tp x cp x dp and does not change who needs what data.
-        order: dimensions, fastest-varying first, as Megatron-core writes it. A dimension of size 1
-            may be left out.
-        ranks_per_node: consecutive global ranks that share a machine; None if not known (a Feed then
-            asks the launcher).
-        table: the global rank of every slot of the grid, fastest dimension first; None for 0, 1, 2, ...
+        ep: expert-parallel size; it divides tp x cp x dp and does not change which rank needs which data.
+        order: dimensions, fastest-varying first, as in Megatron-core. A dimension of size 1 may be omitted.
+        ranks_per_node: consecutive global ranks on one machine; None if unknown (a Feed then asks the
+            launcher).
+        table: the global rank of every cell of the grid, fastest dimension first; None for 0, 1, 2, ...
 
     Raises LayoutError for sizes below 1, an unknown or missing dimension, or a table that does not fit.
     """
@@ -82,7 +81,7 @@ class Layout:
         for dim in (*DIMS, "ep"):
             size = getattr(self, dim)
             if not isinstance(size, int) or size < 1:
-                raise LayoutError(f"{dim}={size!r}: a dimension's size is a whole number from 1")
+                raise LayoutError(f"{dim}={size!r}: the size of a dimension is a whole number from 1")
         node_size = 1 if self.ranks_per_node is None else self.ranks_per_node
         if not isinstance(node_size, int) or node_size < 1:
             raise LayoutError(f"ranks_per_node={node_size!r}: a whole number of ranks, from 1")
@@ -100,7 +99,7 @@ class Layout:
         if self.table is not None and not len(self.table) == len(set(self.table)) == self.world_size:
             raise LayoutError(
                 f"table has {len(self.table)} ranks, {len(set(self.table))} distinct ranks, "
-                f"for {self.world_size} places "
+                f"for {self.world_size} cells "
                 f"(tp{self.tp} x cp{self.cp} x dp{self.dp} x pp{self.pp})"
             )
         if self.table is not None and np.asarray(self.table).dtype.kind != "i":
@@ -108,7 +107,7 @@ class Layout:
         if self.table is not None and min(self.table) < 0:
             raise LayoutError(f"table holds rank {min(self.table)}; ranks count from 0")
 
-    # -- ways to make one ---------------------------------------------------------------------------
+    # -- constructors -------------------------------------------------------------------------------
 
     @classmethod
     def parse(cls, text: str, *, ranks_per_node: int | None = None) -> Layout:
@@ -136,7 +135,7 @@ class Layout:
 
         names: further mesh dimension names -> "tp", "cp", "dp" or "pp". Several mesh dimensions that
         mean dp (hsdp's dp_replicate and dp_shard) become one, in the mesh's order.
-        Raises LayoutError for a mesh without names or with a name that is not known.
+        Raises LayoutError for a mesh without names or with an unknown name.
         """
         ranks = np.asarray(mesh.mesh)
         mesh_dims: Sequence[str] | None = mesh.mesh_dim_names
@@ -146,7 +145,7 @@ class Layout:
         for dim in mesh_dims:
             if meaning.get(dim) not in DIMS:
                 raise LayoutError(
-                    f"DeviceMesh dimension {dim!r} is not known; pass names={{{dim!r}: 'dp'}} or the like"
+                    f"DeviceMesh dimension {dim!r} is unknown; pass names={{{dim!r}: 'dp'}} or similar"
                 )
         slowest_first = DIMS[::-1]
         axes = [[a for a, name in enumerate(mesh_dims) if meaning[name] == dim] for dim in slowest_first]
@@ -160,22 +159,22 @@ class Layout:
     def from_groups(
         cls, groups: Mapping[str, Sequence[int]], *, ep: int = 1, ranks_per_node: int | None = None
     ) -> Layout:
-        """The layout in which one rank has these groups; what a rank knows of a trainer's process groups.
+        """The layout in which one rank has these process groups.
 
-        groups: "tp", "cp", "dp", "pp" -> the global ranks of that rank's group, in order. Further ones, such
-        as "dp-cp", are checked. One rank's view tells all where ranks are evenly spaced along every
-        dimension, as every order of Megatron-core has them, also on a part of the job's ranks. A dimension
-        may be made of several, such as dp of an outer and an inner one.
-        Raises LayoutError where groups are missing, do not meet in one rank, or are not evenly spaced.
+        groups: "tp", "cp", "dp", "pp" -> the global ranks of that rank's group, in order. Others, such as
+        "dp-cp", are checked. One rank's groups determine the layout if ranks are evenly spaced along every
+        dimension, as in every order of Megatron-core, also on a subset of the job's ranks. A dimension may
+        combine several, such as dp an outer and an inner one.
+        Raises LayoutError if groups are missing, do not share exactly one rank, or are not evenly spaced.
         """
-        rank = _meeting_of(groups)
+        rank = _common_rank_of(groups)
         sizes: dict[str, Any] = {dim: len(groups[dim]) for dim in DIMS}
         grid = np.full(1, rank)
         for dim in DIMS:
             grid = np.add.outer(np.array(groups[dim]) - rank, grid).ravel()
         if np.unique(grid).size < grid.size:
             shown = ", ".join(f"{dim} {_shown(groups[dim])}" for dim in DIMS)
-            raise LayoutError(f"the groups {shown} of rank {rank} put some rank at two places of the grid")
+            raise LayoutError(f"the groups {shown} of rank {rank} put a rank into two cells of the grid")
         wide = [dim for dim in DIMS if sizes[dim] > 1]
         in_turn = iter(sorted(wide, key=lambda dim: groups[dim][1] - groups[dim][0]))
         order = [next(in_turn) if dim in wide else dim for dim in MEGATRON_ORDER.split("-")]
@@ -186,18 +185,18 @@ class Layout:
         for dims, ranks in groups.items():
             if sorted(ranks) != sorted(layout.group_of(rank, dims).tolist()):
                 raise LayoutError(
-                    f"rank {rank} has the {dims} group {_shown(ranks)}, but by its tp, cp, dp and pp groups "
-                    f"it is {_shown(layout.group_of(rank, dims).tolist())}; pass groups of one arrangement"
+                    f"rank {rank} has the {dims} group {_shown(ranks)}, but its tp, cp, dp and pp groups "
+                    f"imply {_shown(layout.group_of(rank, dims).tolist())}; pass groups of one arrangement"
                 )
         return layout
 
     @classmethod
     def from_megatron(cls, groups: Any = None, *, ranks_per_node: int | None = None) -> Layout:
-        """The layout of Megatron-core's process groups, as this rank sees them; nobody is asked.
+        """The layout of Megatron-core's process groups, from this rank's groups, without communication.
 
-        groups: a ProcessGroupCollection that has tp, cp, dp and pp; None takes those that
-        `parallel_state.initialize_model_parallel` made. ep folds into tp x cp x dp; gtp_remat, whose ranks
-        have data of their own, is part of dp.
+        groups: a ProcessGroupCollection with tp, cp, dp and pp; None takes those of
+        `parallel_state.initialize_model_parallel`. ep divides tp x cp x dp; gtp_remat, whose ranks have
+        different data, is part of dp.
         Raises MeshfeedError without Megatron-core, LayoutError without such groups; see `from_groups` too.
         """
         try:
@@ -222,17 +221,17 @@ class Layout:
                 ranks = [int(rank) for rank in ranks_of(group)]
             except (KeyError, ValueError, TypeError, AttributeError) as foreign:
                 raise LayoutError(
-                    f"this rank is in no {name!r} group ({foreign!r}); make it a member"
+                    f"this rank is not in a {name!r} group ({foreign!r}); make it a member"
                 ) from None
             found[dims] = ranks
         ep, gtp = len(found.pop("ep", [0])), found.pop("gtp", [])
-        if len(gtp) > 1:  # ranks that share weights and have data of their own: an inner dp
-            rank = _meeting_of(found)
+        if len(gtp) > 1:  # its ranks share weights but have different data: an inner dp
+            rank = _common_rank_of(found)
             found["dp"] = [int(other) for other in np.add.outer(found["dp"], np.array(gtp) - rank).ravel()]
             found.pop("dp-cp", None)
         return cls.from_groups(found, ep=ep, ranks_per_node=ranks_per_node)
 
-    # -- what it says -------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
@@ -250,7 +249,7 @@ class Layout:
         return np.arange(self.world_size) if self.table is None else np.sort(np.array(self.table, np.int64))
 
     def grid(self) -> npt.NDArray[np.int64]:
-        """The ranks as an array whose axes are `dims` reversed, so that C order is slot order."""
+        """The ranks as an array whose axes are `dims` reversed, so that C order is the order of `table`."""
         slots = np.arange(self.world_size) if self.table is None else np.array(self.table, np.int64)
         return slots.reshape([getattr(self, dim) for dim in reversed(self.dims)])
 
@@ -269,21 +268,21 @@ class Layout:
         return found
 
     def coord(self, rank: int) -> Coord:
-        """The coordinate of one rank. Raises LayoutError where it is not in the layout."""
+        """The coordinate of one rank. Raises LayoutError if it is not in the layout."""
         return Coord(*self.coords(rank)[0].tolist())
 
     def rank_of(self, coord: Coord) -> int:
-        """The global rank at a coordinate. Raises LayoutError outside the layout."""
+        """The global rank at a coordinate. Raises LayoutError for a coordinate outside the layout."""
         for dim, at in zip(DIMS, coord):
             if not 0 <= at < getattr(self, dim):
                 raise LayoutError(f"coordinate {coord}: {dim} must be in 0..{getattr(self, dim) - 1}")
-        place = coord._asdict()
-        return int(self.grid()[tuple(place[dim] for dim in reversed(self.dims))])
+        at_dim = coord._asdict()
+        return int(self.grid()[tuple(at_dim[dim] for dim in reversed(self.dims))])
 
     def groups(self, dims: str) -> npt.NDArray[np.int64]:
         """All groups along some dimensions, such as "tp" or "dp-cp"; int64 [num_groups, group_size].
 
-        Order of groups and of ranks within one follows `order`, as Megatron-core's RankGenerator does.
+        Groups, and ranks within a group, follow `order`, as in Megatron-core's RankGenerator.
         Raises LayoutError for an unknown dimension.
         """
         wanted = self._group_dims(dims)
@@ -295,19 +294,19 @@ class Layout:
         return grid.transpose([*across, *inside]).reshape(-1, size)
 
     def group_of(self, rank: int, dims: str) -> npt.NDArray[np.int64]:
-        """The one group along some dimensions that a rank is in; int64 [group_size]."""
+        """The group of a rank along some dimensions; int64 [group_size]."""
         wanted = self._group_dims(dims)
-        place = self.coord(rank)._asdict()
-        at = tuple(slice(None) if dim in wanted else place[dim] for dim in reversed(self.dims))
+        coord = self.coord(rank)._asdict()
+        at = tuple(slice(None) if dim in wanted else coord[dim] for dim in reversed(self.dims))
         return self.grid()[at].ravel()
 
     def node(self, ranks: npt.ArrayLike) -> npt.NDArray[np.int64]:
-        """The node of each rank; int64, the shape of `ranks`. Unknown node size means one node."""
+        """The node of each rank; int64, of the shape of `ranks`. An unknown node size means one node."""
         ranks = np.asarray(ranks, np.int64)
         return np.zeros_like(ranks) if self.ranks_per_node is None else ranks // self.ranks_per_node
 
     def check_world(self, world_size: int) -> None:
-        """Raises LayoutError where a job of `world_size` processes cannot hold this layout."""
+        """Raises LayoutError if a job of `world_size` processes does not fit this layout."""
         if self.table is None and self.world_size != world_size:
             raise LayoutError(
                 f"layout {self} needs {self.world_size} ranks, the job has {world_size}; "
@@ -341,27 +340,27 @@ class Layout:
         return wanted
 
 
-def _meeting_of(groups: Mapping[str, Sequence[int]]) -> int:
-    """The rank where the groups of all dimensions meet. Raises LayoutError for groups of no grid."""
+def _common_rank_of(groups: Mapping[str, Sequence[int]]) -> int:
+    """The one rank in the groups of all dimensions. Raises LayoutError for groups that form no grid."""
     if missing := [dim for dim in DIMS if not groups.get(dim)]:
         raise LayoutError(f"no {missing[0]!r} group among {sorted(groups)}; give tp, cp, dp and pp")
     common = set.intersection(*(set(groups[dim]) for dim in DIMS))
     if len(common) != 1:
         shown = ", ".join(f"{dim} {_shown(groups[dim])}" for dim in DIMS)
         raise LayoutError(
-            f"the groups {shown} meet in {len(common)} ranks; those of one rank meet in that one"
+            f"the groups {shown} share {len(common)} ranks; the groups of one rank share exactly that rank"
         )
     for dim in DIMS:
         if not _is_even(np.array(groups[dim])):
             raise LayoutError(
-                f"the {dim} group {_shown(groups[dim])} is not evenly spaced, so one rank cannot tell where "
-                f"the others stand; pass Layout(..., table=...)"
+                f"the {dim} group {_shown(groups[dim])} is not evenly spaced, so one rank cannot infer the "
+                f"others' coordinates; pass Layout(..., table=...)"
             )
     return common.pop()
 
 
 def _is_even(ranks: npt.NDArray[np.int64]) -> bool:
-    """Whether ranks are evenly spaced, in runs that are evenly spaced themselves: [0 2 8 10]."""
+    """Whether ranks are evenly spaced, or form evenly spaced runs: [0 2 8 10]."""
     apart = np.diff(ranks)
     if not apart.size or (apart == apart[0]).all():
         return True
@@ -373,6 +372,6 @@ def _is_even(ranks: npt.NDArray[np.int64]) -> bool:
 
 
 def _shown(ranks: Sequence[int]) -> str:
-    """A group for the text of an error, not too long."""
+    """A group for an error message, shortened."""
     text = ", ".join(map(str, ranks[:8]))
     return f"[{text}{', ...' if len(ranks) > 8 else ''}]"

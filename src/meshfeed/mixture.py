@@ -21,7 +21,7 @@ _SHARES = ("proportion", "size")
 
 
 class Store(Protocol):
-    """What a recipe must know of a store: who it is, and how long its documents are."""
+    """What a recipe needs of a store: its identity and the lengths of its documents."""
 
     @property
     def fingerprint(self) -> str:
@@ -34,12 +34,12 @@ class Store(Protocol):
 
 
 class Amount(NamedTuple):
-    """How much of one source.
+    """The amount of one source.
 
     Attributes:
-        source: which of the mixture's stores.
-        amount: from 0; a source of 0 rests.
-        by: its unit. Under "size" the store's own size weighs it, amount times.
+        source: index of the store in the mixture.
+        amount: from 0; a source of 0 is not drawn.
+        by: its unit. "size" weighs the source by amount x the store's own size.
     """
 
     source: int
@@ -49,11 +49,11 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a mixture is from some step on.
+    """The amounts of a mixture from a step on.
 
     Attributes:
-        step: its first.
-        amounts: of each source that is named.
+        step: the first.
+        amounts: of each named source.
     """
 
     step: int
@@ -61,33 +61,34 @@ class Part:
 
     @property
     def is_endless(self) -> bool:
-        """Whether the amounts are shares, which never end; either all of them are or none."""
+        """Whether the amounts are shares, which never end; all of them are, or none."""
         return self.amounts[0].by in _SHARES
 
 
 class Mixture:
-    """Several stores as one stream, every one in proportion at every prefix; see `order.interleave`.
+    """Several stores as one stream, each in proportion in every prefix; see `order.interleave`.
 
-    `Mixture({"code": (store, 0.7), "docs": (other, 0.3)})` draws for ever. Without amounts,
-    `Mixture({"code": store, "docs": other})`, each source weighs as many sequences as it has. With
-    by="repeat" the amounts are passes over each store, and with by="count" sequences of each; then the
-    stream ends when all are drawn. A mapping names the unit of each source:
+    `Mixture({"code": (store, 0.7), "docs": (other, 0.3)})` is endless. Without amounts,
+    `Mixture({"code": store, "docs": other})`, each source is weighted by its number of sequences. With
+    by="repeat" the amounts are passes over each store, and with by="count" sequences of each; the stream ends
+    when all are drawn. A mapping gives the unit of each source:
     `Mixture({"code": (store, 2), "docs": (other, 5000)}, by={"code": "repeat", "docs": "count"})`.
 
-    With batches="per_source" each global batch is of one source, and whole batches take turns. Any number of
-    steps after the last change of amounts or of batch size, each source has had its share of these steps,
-    plus or minus less than one. Amounts that end must then make whole batches of one size: Batch(last="drop")
-    leaves out what does not fill a source's last batch, "pad" fills it with what comes next in that source,
-    and "keep" refuses it.
+    With batches="per_source" each global batch has one source, and whole batches alternate. After any number
+    of steps since the last change of amounts or batch size, the number of steps of each source differs from
+    its share by less than one. Finite amounts must then make whole batches of one size: Batch(last="drop")
+    drops sequences that do not fill a source's last batch, "pad" fills it with the source's next sequences,
+    and "keep" raises an error.
 
     Args:
-        sources: name -> (store, amount), or the store alone, which is weighed by its size under "proportion"
-            and else is taken once. The name keys the store's shuffle: keep it. A source of amount 0 rests.
+        sources: name -> (store, amount), or the store alone, which is weighted by its size under "proportion"
+            and otherwise taken once. The name keys the store's shuffle, so keep it. A source of amount 0 is
+            not drawn.
         by: "proportion", "repeat" or "count"; or name -> "repeat" or "count".
         batches: "mixed" or "per_source".
 
-    Raises RecipeError for an amount that is negative or not finite, a count that is not whole, sources of
-    which some have an amount and some have none under "proportion", or no amount above 0.
+    Raises RecipeError for an amount that is negative or not finite, a count that is not an integer, amounts
+    for only some of the sources under "proportion", or no amount above 0.
     """
 
     def __init__(
@@ -112,11 +113,11 @@ class Mixture:
         *,
         by: Unit | Mapping[str, Unit] = "proportion",
     ) -> Mixture:
-        """The same mixture with other amounts from a step on.
+        """The same mixture with different amounts from a step on.
 
-        A source keeps its place: what it gave before is not given again, and nothing of it is left out.
-        sources: name -> amount, or a new store with or without an amount. One that is not named rests from
-        there on.
+        A source keeps its position: no sequence is repeated or skipped.
+        sources: name -> amount, or a new store with or without an amount. Sources not named are not drawn
+        from there on.
         """
         check_next(step, self.parts[-1].step, "Mixture.then")
         changed = copy(self)
@@ -124,8 +125,8 @@ class Mixture:
         return changed
 
     def summary(self, until: int | None = None) -> str:
-        """All that decides the steps before `until` in one line."""
-        told: list[str] = []
+        """One line with everything that determines the steps before `until`."""
+        changes: list[str] = []
         for part in self.parts:
             if is_past(part.step, until):
                 units = list(dict.fromkeys(amount.by for amount in part.amounts))
@@ -133,10 +134,10 @@ class Mixture:
                     f"{self.names[s]} {self.stores[s].fingerprint} {a!r}" + (f" {by}" if units[1:] else "")
                     for s, a, by in part.amounts
                 )
-                told.append(f"from step {part.step} by {' and '.join(units)}: {', '.join(of)}")
+                changes.append(f"from step {part.step} by {' and '.join(units)}: {', '.join(of)}")
         if self.batches != "mixed":
-            told.insert(0, f"batches={self.batches}")
-        return brief("; ".join(told))
+            changes.insert(0, f"batches={self.batches}")
+        return brief("; ".join(changes))
 
     def _add(
         self,
@@ -150,11 +151,11 @@ class Mixture:
                 f'mf.Mixture({{"code": (store, 0.7), "docs": (other, 0.3)}})'
             )
         stores = dict(zip(self.names, self.stores))
-        places = {name: place for place, name in enumerate(self.names)}
+        index_of = {name: index for index, name in enumerate(self.names)}
         amounts: list[Amount] = []
         for name, given in sources.items():
             if type(name) is not str or not name:
-                raise RecipeError(f"source {name!r}: a source has a name")
+                raise RecipeError(f"source {name!r}: give each source a name")
             store, amount = _store_and_amount(given)
             unit = _unit_of(name, amount, by)
             amount = _checked(name, 1 if amount is None else amount, unit)
@@ -165,10 +166,10 @@ class Mixture:
                         f"source {name!r} is new: give (store, amount), as {{{name!r}: (store, 0.5)}}, or a "
                         f"store alone, as mf.open(path) gives it{held}"
                     )
-                stores[name], places[name] = store, len(places)
+                stores[name], index_of[name] = store, len(index_of)
             elif store is not None and store is not stores[name]:
-                raise RecipeError(f"source {name!r} is another store already; call this one by another name")
-            amounts.append(Amount(places[name], amount, unit))
+                raise RecipeError(f"source {name!r} is already another store; give this one another name")
+            amounts.append(Amount(index_of[name], amount, unit))
         _check_units(list(sources), amounts, by)
         self.names, self.stores = tuple(stores), tuple(stores.values())
         self.parts = (*self.parts, Part(step, tuple(amounts)))
@@ -178,14 +179,14 @@ class Mixture:
 
 
 def is_past(first: int, until: int | None) -> bool:
-    """Whether what begins at a step decides any step before `until` (None: all steps)."""
+    """Whether a change at step `first` affects any step before `until` (None: all steps)."""
     return first == 0 or until is None or first < until
 
 
 def check_next(step: int, before: int, where: str) -> None:
-    """Raise RecipeError unless `step` comes after `before`, where the last change is."""
+    """Raise RecipeError unless `step` comes after `before`, the step of the last change."""
     if type(step) is not int or step <= before:
-        raise RecipeError(f"{where}(step={step!r}): a step after {before}, where the last change is")
+        raise RecipeError(f"{where}(step={step!r}): give a step after {before}, the step of the last change")
 
 
 def _store_and_amount(given: float | Store | tuple[Store, float]) -> tuple[Store | None, float | None]:
@@ -223,12 +224,14 @@ def _checked(name: str, amount: float, by: str) -> float:
 def _check_units(names: Sequence[str], amounts: Sequence[Amount], by: Unit | Mapping[str, Unit]) -> None:
     if not any(amount.amount for amount in amounts):
         raise RecipeError("a mixture has at least one source with an amount above 0")
-    strangers = [] if isinstance(by, str) else [name for name in by if name not in names]
-    if strangers:
-        raise RecipeError(f"by names {strangers[0]!r}, which is no source here")
+    unknown = [] if isinstance(by, str) else [name for name in by if name not in names]
+    if unknown:
+        raise RecipeError(f"by names {unknown[0]!r}, which is not a source here")
     units = {amount.by for amount in amounts}
     if {"proportion", "size"} <= units:
         bare = next(name for name, amount in zip(names, amounts) if amount.by == "size")
-        raise RecipeError(f"source {bare!r} has no amount and others have: give every source one, or none")
+        raise RecipeError(f"source {bare!r} has no amount, but others have: give every source one, or none")
     if len(units) > 1 and units & set(_SHARES):
-        raise RecipeError("a proportion never ends, so it mixes with no repeat or count: give one kind")
+        raise RecipeError(
+            "a proportion never ends, so it cannot be combined with repeat or count: use one kind"
+        )

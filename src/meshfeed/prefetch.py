@@ -13,17 +13,18 @@ from meshfeed.errors import DeliveryError, PeerError
 from meshfeed.metrics import Span, StageClock
 
 T = TypeVar("T")
-CalledOff = Callable[[], BaseException | None]
+ErrorOfJob = Callable[[], BaseException | None]
 
 
 class Prefetcher(Generic[T]):
     """Runs an iterator on a thread, at most `depth` items ahead.
 
-    Only items that are `heavy` count. The others go with them, so that the thread need not run between one
-    heavy item and the next: where a loop takes both at once, that would cost it a millisecond.
+    Only `heavy` items count. Light items are queued along with them, so the thread need not run between two
+    heavy
+    items: switching to it would cost a loop that takes both a millisecond.
 
-    Errors come out of `get` in their turn, but a lost peer comes out at once: what is still queued
-    would only lead the trainer into a collective that its peer will never join.
+    `get` raises errors in order, but a lost peer at once: the queued items would lead the trainer into a
+    collective that its peer never joins.
     """
 
     def __init__(
@@ -49,27 +50,28 @@ class Prefetcher(Generic[T]):
 
     @property
     def num_ready(self) -> int:
-        """Heavy items made ahead that nobody has taken yet."""
+        """Heavy items made ahead and not taken yet."""
         return self._num_ready
 
-    def get(self, timeout_s: float, called_off: CalledOff = lambda: None) -> tuple[T, list[Span]]:
-        """The next item, and what the producer did since the one before.
+    def get(self, timeout_s: float, error_of_job: ErrorOfJob = lambda: None) -> tuple[T, list[Span]]:
+        """The next item, and the producer's spans since the previous one.
 
-        called_off: an error that forbids to hand it out; looked at again after each `wake`.
-        Raises StopIteration at the end, TimeoutError after `timeout_s`, the producer's own error, or that.
+        error_of_job: an error to raise instead; asked again after each `wake`.
+        Raises StopIteration at the end, TimeoutError after `timeout_s`, the producer's own error, or the
+        job's.
         """
         if os.getpid() != self._process:
             raise DeliveryError(
-                "this process was forked from the one whose Feed this is, and has no thread that reads; make "
-                "a Feed of its own here"
+                "this Feed belongs to the parent of this forked process, and its reader thread does not run "
+                "here; make a new Feed in this process"
             )
         with self._changed:
-            came = self._changed.wait_for(lambda: self._has_news() or called_off(), timeout_s)
-            if other := called_off():
+            is_ready = self._changed.wait_for(lambda: self._has_news() or error_of_job(), timeout_s)
+            if other := error_of_job():
                 raise other
             if isinstance(self._error, PeerError) or (self._error and not self._queue):
                 raise self._error
-            if not came:
+            if not is_ready:
                 raise TimeoutError
             if not self._queue:
                 raise StopIteration
@@ -79,20 +81,20 @@ class Prefetcher(Generic[T]):
         return item, spans
 
     def wake(self) -> None:
-        """Have a waiting consumer look around."""
+        """Make a waiting consumer ask for the job's error again."""
         with self._changed:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Want no more; the producer goes on until its iterator ends, and what it makes is dropped."""
+        """Stop. The producer runs until its iterator ends; its items are dropped."""
         with self._changed:
             self._stopped = True
             self._queue.clear()
-            self._error = None  # with its frames it would keep alive what they hold, such as memory maps
+            self._error = None  # its traceback would keep its frames' objects alive, such as memory maps
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; False where it has not in time."""
+        """Wait for the thread to end; False after `timeout_s`."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -100,7 +102,7 @@ class Prefetcher(Generic[T]):
         return bool(self._queue) or self._finished or isinstance(self._error, PeerError)
 
     def _has_room(self, heavy: bool) -> bool:
-        # light ones are few, but nothing endless may pile up
+        # there are few light items, but the queue must be bounded
         return self._num_ready < self._depth if heavy else len(self._queue) < 3 * self._depth
 
     def _offer(self, item: T, heavy: bool) -> None:
@@ -125,7 +127,7 @@ class Prefetcher(Generic[T]):
 
 
 class Inline(Generic[T]):
-    """The same without a thread: each item is made when it is asked for."""
+    """The same interface without a thread: each item is made on request."""
 
     def __init__(self, items: Iterator[T], clock: StageClock) -> None:
         self._items, self._clock = items, clock
@@ -138,24 +140,24 @@ class Inline(Generic[T]):
         """Nothing is ever made ahead."""
         return 0
 
-    def get(self, timeout_s: float, called_off: CalledOff = lambda: None) -> tuple[T, list[Span]]:
-        """The next item, all of whose making is waited for; raises as above, but sees `called_off` first."""
-        if other := called_off():
+    def get(self, timeout_s: float, error_of_job: ErrorOfJob = lambda: None) -> tuple[T, list[Span]]:
+        """Make and return the next item; raises as above, but asks `error_of_job` first."""
+        if other := error_of_job():
             raise other
         return next(self._items), self._clock.take()
 
     def wake(self) -> None:
-        """Nobody waits."""
+        """Nothing waits."""
 
     def stop(self) -> None:
         """Nothing runs."""
 
     def join(self, timeout_s: float) -> bool:
-        """Let the iterator end, as its peers expect; False where they have not let it in time."""
+        """Run the iterator to its end, as its peers expect; False after `timeout_s`."""
         ending = threading.Thread(target=self._exhaust, name="meshfeed-ending", daemon=True)
         try:
             ending.start()
-        except RuntimeError:  # the interpreter ends, and begins no thread
+        except RuntimeError:  # the interpreter is exiting and starts no thread
             return False
         ending.join(timeout_s)
         return not ending.is_alive()

@@ -1,7 +1,7 @@
-"""The recipe: all that decides the training stream and its steps, and nothing else.
+"""The recipe: everything that determines the training stream and its steps, and nothing else.
 
-Two jobs with equal recipes see the same global batch k, whatever their layout, delivery, workers or
-storage. Change any part of it and the fingerprint changes, so that a saved state refuses to load.
+Two jobs with equal recipes see the same global batch k, whatever their layout, delivery, workers or storage.
+A change of any part changes the fingerprint, so that a saved state refuses to load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshfeed.summary import brief, digest_of
 Order = Literal["global", "blocks", "none", "replacement"]
 Last = Literal["keep", "drop", "pad"]
 
-_MOST = 2**62
+_MAX = 2**62
 
 _WANTED = {
     "data": "give a store, as mf.open(path) gives it, a mf.Mapped or a mf.Mixture",
@@ -30,7 +30,7 @@ _WANTED = {
 
 
 class Rule(Protocol):
-    """What a recipe must know of a sequence rule: how a store becomes sequences."""
+    """What a recipe needs of a sequence rule, which turns a store into sequences."""
 
     def num_sequences(self, store: Store) -> int:
         """Sequences in one epoch of a store; the same for every epoch."""
@@ -47,8 +47,8 @@ class Batch:
 
     Attributes:
         sequences: sequences in each step.
-        last: what becomes of a last step that the stream does not fill: "keep" makes it short, "drop" ends
-            the stream before it, "pad" fills it with what would come next if the stream went on.
+        last: what to do with a last step that the stream does not fill: "keep" makes it short, "drop" ends
+            the stream before it, "pad" fills it with what would come next if the stream continued.
         stages: (first step, sequences) of each stage of a ramp, which `then` adds to.
     """
 
@@ -70,14 +70,14 @@ class Batch:
         return f"Batch(sequences={self.sequences}{last}){ramp}"
 
     def then(self, step: int, sequences: int) -> Batch:
-        """The same with another size from a step on: `Batch(sequences=64).then(1000, 128)`."""
+        """The same batch with another size from a step on: `Batch(sequences=64).then(1000, 128)`."""
         check_next(step, self.stages[-1][0], "Batch.then")
         if type(sequences) is not int or sequences < 1:
             raise RecipeError(f"Batch.then({step}, {sequences!r}): a whole number of sequences from 1")
         return replace(self, stages=(*self.stages, (step, sequences)))
 
     def position(self, step: int) -> int:
-        """The first position of a step: what all steps before it take."""
+        """The first position of a step: the number of sequences in all steps before it."""
         position = 0
         ends = [first for first, _ in self.stages[1:]]
         for (first, sequences), end in zip(self.stages, [*ends, step]):
@@ -98,7 +98,7 @@ class Batch:
         return step
 
     def summary(self, until: int | None = None) -> str:
-        """All that decides the steps before `until` in one line."""
+        """One line with everything that determines the steps before `until`."""
         (_, first_size), *later = ((first, size) for first, size in self.stages if is_past(first, until))
         ramp = "".join(f", {size} from step {first}" for first, size in later)
         return brief(f"sequences={first_size}{ramp}" + (f"; last={self.last}" if self.last != "keep" else ""))
@@ -106,19 +106,20 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """A shuffle that draws from few shards at a time, for stores that are far away; see `order.blocks`.
+    """A shuffle that draws from few shards at a time, for remote stores; see `order.blocks`.
 
-    The shards of an epoch come in an order of their own, dealt to as many lanes, all of one length. Lanes
-    take turns to give a sequence, and each shuffles so many shards together before it goes on to the next
-    ones. So at most `window * lanes` shards are open at a time, and each is opened once in an epoch, but for
-    those that two lanes share: fewer than there are lanes.
+    Each epoch shuffles the shards and deals them to lanes of equal length. Lanes take turns to give a
+    sequence. Each shuffles `window` shards together before it continues with the next ones. So at most
+    `window * lanes` shards are open at a time, and each is opened once in an epoch, except those that two
+    lanes share, of which there are fewer than lanes.
 
-    Rows of one length reach data-parallel replicas by lanes: where the number of nodes divides both `lanes`
-    and the rows of a step, a shard is read on one node. Packs are balanced by cost instead, and reach any.
+    Rows of one length are assigned to data-parallel replicas by lane: if the number of nodes divides both
+    `lanes` and the rows of a step, each shard is read on one node. Packs are balanced by cost instead and may
+    go to any replica.
 
     Attributes:
-        sequences: consecutive sequences of a shard. A store with shards of its own, whose sequences are its
-            documents, keeps to these.
+        sequences: consecutive sequences of a shard. A store with its own shards, whose sequences are its
+            documents, uses those.
         window: shards that a lane shuffles together.
         lanes: far fewer than a source has shards, and a multiple of any number of nodes that a job may have.
 
@@ -132,7 +133,7 @@ class Blocks:
     def __post_init__(self) -> None:
         for name in ("sequences", "window", "lanes"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= _MOST:
+            if type(value) is not int or not 1 <= value <= _MAX:
                 raise RecipeError(f"Blocks({name}={value!r}): a whole number from 1 to 2**62")
 
     def summary(self) -> str:
@@ -142,20 +143,21 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recipe:
-    """What to train on, in which order, how much at a time.
+    """What to train on, in which order, in which batches.
 
     Attributes:
-        data: the store that is read, or a `Mixture` of several.
-        sequence: how its tokens become sequences, such as `Windows(4096)`.
-        batch: how many of them make a step.
-        seed: keys the shuffle and everything random in a sequence; any int64.
-        epochs: passes over a store; None goes on for ever. A mixture says it by its amounts.
-        steps: end after so many steps; None goes on. Not part of the fingerprint: a job may be prolonged.
-        shuffle: "global" permutes each epoch anew; "blocks", or a `Blocks`, does it some shards at a time;
-            "none" keeps storage order; "replacement" draws as many as an epoch has, each of them any sequence
-            of the store, so that some come several times and some not at all.
+        data: the store to read, or a `Mixture` of several.
+        sequence: how tokens become sequences, such as `Windows(4096)`.
+        batch: how many sequences make a step.
+        seed: of the shuffle and everything random in a sequence; any int64.
+        epochs: passes over a store; None for an endless stream. A mixture sets this by its amounts.
+        steps: end after this many steps; None for no limit. Not part of the fingerprint, so a job may be
+            extended.
+        shuffle: "global" permutes each epoch differently; "blocks", or a `Blocks`, permutes some shards at a
+            time; "none" keeps storage order; "replacement" draws with replacement, as many sequences as an
+            epoch has.
 
-    Raises RecipeError for values outside these.
+    Raises RecipeError for any other value.
     """
 
     data: Store | Mixture
@@ -172,15 +174,15 @@ class Recipe:
         for part, needed in (("data", "lengths"), ("sequence", "num_sequences"), ("batch", "sequences")):
             if not hasattr(getattr(self, part), needed) and not (mixed and part == "data"):
                 given = getattr(self, part)
-                told = reprlib.repr(given)  # a list may be long
-                raise RecipeError(f"{part}={told}: {_WANTED[part]}{_hint(given) if part == 'data' else ''}")
+                shown = reprlib.repr(given)  # a list may be long
+                raise RecipeError(f"{part}={shown}: {_WANTED[part]}{_hint(given) if part == 'data' else ''}")
         for name in ("epochs", "steps"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or not 1 <= value <= _MOST):
+            if value is not None and (type(value) is not int or not 1 <= value <= _MAX):
                 raise RecipeError(f"{name}={value!r}: a whole number from 1 to 2**62, or None for no end")
         if mixed and self.epochs is not None:
             raise RecipeError(
-                f"epochs={self.epochs} with a mixture: say it of each source, "
+                f"epochs={self.epochs} with a mixture: set it for each source, "
                 f'Mixture({{"name": (store, {self.epochs})}}, by="repeat"), or give steps'
             )
         if self.shuffle == "blocks":
@@ -190,7 +192,7 @@ class Recipe:
                 f"shuffle={self.shuffle!r}: 'global', 'blocks', mf.Blocks(...), 'none' or 'replacement'"
             )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
-            raise RecipeError(f"seed={self.seed!r}: a whole number that fits 64 bits")
+            raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
 
     @property
     def sources(self) -> tuple[Any, ...]:
@@ -203,7 +205,7 @@ class Recipe:
         return self.data.names if isinstance(self.data, Mixture) else ("",)
 
     def with_stores(self, stores: Sequence[Store]) -> Recipe:
-        """The same with other stores in the sources' places, such as a column of each."""
+        """The same recipe with other stores for its sources, such as a column of each."""
         if not isinstance(self.data, Mixture):
             return replace(self, data=stores[0])
         data = copy(self.data)
@@ -216,12 +218,12 @@ class Recipe:
         return self.steps == other.steps and self.summary() == other.summary()
 
     def __hash__(self) -> int:
-        return hash((self.seed, self.epochs, self.steps))  # cheap: no store is asked for its fingerprint
+        return hash((self.seed, self.epochs, self.steps))  # cheap: computes no store's fingerprint
 
     def summary(self, until: int | None = None) -> dict[str, str]:
-        """Part -> what it is, of all that decides the steps before `until` (None: all steps).
+        """Name -> value of everything that determines the steps before `until` (None: all steps).
 
-        Two recipes are equal when these are. Fits a state of 4 KB.
+        Two recipes are equal if these are. Fits a state of 4 KB.
         """
         data = self.data.summary(until) if isinstance(self.data, Mixture) else self.data.fingerprint
         return {
@@ -240,12 +242,12 @@ class Recipe:
 
 
 def _hint(data: object) -> str:
-    """What to write instead of data that is no store."""
+    """What to write instead of data that is not a store."""
     if isinstance(data, (str, PathLike)):
         return f"; here mf.open({str(data)!r})"
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return (
-            "; of a dataset whose items are dicts: mf.Mapped(mf.SameEveryEpoch(dataset)), with "
+            "; for a dataset whose items are dicts: mf.Mapped(mf.SameEveryEpoch(dataset)), with "
             "sequence=mf.Samples(...)"
         )
     return ""

@@ -1,7 +1,7 @@
-"""Who opens storage, who needs which field, who gets it from whom: all as a function.
+"""Which ranks open storage, which fields each needs, and which rank sends them: a pure function.
 
-(layout, stage map, fields, delivery) -> one Role per rank. No rank asks another, no environment is
-read, and the table for 16,384 ranks is a few array operations.
+(layout, stage map, fields, delivery) -> one Role per rank. It does not communicate or read the environment,
+and the table for 16,384 ranks takes a few array operations.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Field:
 
     Attributes:
         name: its key in the microbatch.
-        dtype: NumPy name of its element type; "bytes" for byte strings, "any" for whatever comes.
+        dtype: NumPy name of its element type; "bytes" for byte strings, "any" for any type.
         stages: kinds of pipeline stage that need it: "first" (embedding), "last" (loss), "mtp", "all".
         split: whether context parallelism splits it along the sequence.
-        pad: value of what is not real.
-        stored: whether it takes stored bytes; False for what lengths alone decide, such as
+        pad: the value of padding.
+        stored: whether it needs stored bytes; False for fields computed from lengths alone, such as
             cu_seqlens, which every rank computes for itself.
     """
 
@@ -60,7 +60,7 @@ class StageMap:
         vpp: virtual stages per pipeline rank.
         mtp: global stages that hold a multi-token-prediction block.
         layout: Megatron's pipeline layout string instead of vpp and mtp, such as "Et*3|t*4|m|L":
-            stages joined by "|", E embedding, t layer, m MTP, L loss, x*n repeats, "," is decoration.
+            stages joined by "|", E embedding, t layer, m MTP, L loss, x*n repeats, "," is ignored.
 
     Raises LayoutError for a string that cannot be read or does not divide by pp.
     """
@@ -85,7 +85,7 @@ class StageMap:
             raise LayoutError(f"mtp={self.mtp}: stages go from 0 to pp*vpp-1 = {self.num_stages - 1}")
 
     def check(self, layout: Layout) -> None:
-        """Raises RoleError where the layout has another number of pipeline ranks."""
+        """Raises RoleError if the layout has a different number of pipeline ranks."""
         if self.pp != layout.pp:
             raise RoleError(f"the stage map has pp={self.pp}, layout {layout} has pp={layout.pp}")
 
@@ -95,7 +95,7 @@ class StageMap:
         return self.pp * self.vpp
 
     def kinds(self, pp_rank: int, virtual_stage: int) -> frozenset[StageKind]:
-        """What one stage does: "all", and "first", "last", "mtp" where they hold."""
+        """The kinds of one stage: "all", and "first", "last", "mtp" where they apply."""
         stage = virtual_stage * self.pp + pp_rank
         kinds: set[StageKind] = {"all"}
         if stage == 0:
@@ -133,17 +133,17 @@ def _parse_stages(text: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One rank's part.
+    """What one rank reads and receives.
 
     Attributes:
         rank: global rank.
         reads: whether it opens storage.
-        source: the rank that its stored bytes come from (itself where it reads for itself), or None
-            where it needs none.
-        peers: all ranks of its delivery group, the source included; () where it takes part in none.
+        source: the rank that reads its stored bytes (itself if it reads for itself), or None if it needs
+            none.
+        peers: all ranks of its delivery group, including the source; () without one.
         fields: names of the fields that it receives.
-        nodes: under "tree", the same peers node by node, each node's leader first; () otherwise, and where
-            the group takes up one rank.
+        nodes: under "tree", the same peers node by node, each node's leader first; () otherwise, and for a
+            group of one rank.
     """
 
     rank: int
@@ -155,13 +155,14 @@ class Role:
 
     @property
     def giver(self) -> int | None:
-        """The rank that hands it its bytes: its node's leader where it has another, the source otherwise."""
+        """The rank that sends it its bytes: its node's leader if that is another rank, else the source."""
         node = self._node()
         return node[0] if node and node[0] != self.rank else self.source
 
     @property
     def levels(self) -> tuple[Role | None, Role | None]:
-        """Its parts in a tree: among the nodes' leaders, and within its node; None where it plays none."""
+        """Its roles in a tree: among the nodes' leaders, and within its node; None for a level it is not
+        in."""
         node = self._node()
         if not node:
             return None, None
@@ -235,10 +236,10 @@ class Roles:
         """A group's ranks, and the same node by node."""
         if group not in self._members_of_group:
             start, stop = self._group_starts[group : group + 2]
-            places = self._by_group[start:stop]
-            peers: tuple[int, ...] = tuple(self.ranks[places].tolist())
+            indices = self._by_group[start:stop]
+            peers: tuple[int, ...] = tuple(self.ranks[indices].tolist())
             node_of_leader: dict[int, list[int]] = {}
-            for rank, leader in zip(peers, () if self.leader is None else self.leader[places].tolist()):
+            for rank, leader in zip(peers, () if self.leader is None else self.leader[indices].tolist()):
                 node_of_leader.setdefault(leader, [leader])
                 if rank != leader:
                     node_of_leader[leader].append(rank)
@@ -261,10 +262,10 @@ def assign_roles(
     `reads`, the smallest of tp, tp-cp, tp-pp, tp-cp-pp whose every group has a reader. share: one
     reader per node and data-parallel replica. tree: one reader per data-parallel replica, and a leader on
     each of the replica's other nodes.
-    reads: the trainer's own policy, the only ranks that may open storage; None leaves it to meshfeed.
-    shares_packs: whether the cp ranks of a replica always work on one pack; where cp groups change from
-    microbatch to microbatch, each cp rank counts as a replica of its own.
-    Raises RoleError where some rank needs bytes that no allowed reader can bring it.
+    reads: the only ranks that may open storage; None leaves the choice to meshfeed.
+    shares_packs: whether the cp ranks of a replica always work on one pack. If cp groups change from
+    microbatch to microbatch, each cp rank counts as its own replica. Raises RoleError if a rank needs bytes
+    that no allowed reader can send it.
     """
     stage_map.check(layout)
     ranks = layout.ranks()
@@ -300,9 +301,9 @@ def _group_keys(
     has_policy: bool,
     shares_packs: bool,
 ) -> list[npt.NDArray[np.int64]]:
-    """ExchangeDelivery to group the ranks, the closest first: ranks with equal keys may have one reader."""
+    """Alternative groupings of the ranks, the smallest first: ranks with equal keys may share a reader."""
     _, cp, dp, pp = coords.T.astype(np.int64)
-    slices = dp * layout.cp + cp  # who holds the same slices of the same packs
+    slices = dp * layout.cp + cp  # equal for ranks with the same slices of the same packs
     replica = dp if shares_packs else slices
     if delivery == "direct":
         return [np.arange(ranks.size)]
@@ -325,23 +326,23 @@ def _group_readers(
     delivery: DeliveryName,
     has_policy: bool,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(group of each rank, place in `ranks` of that group's reader), the first grouping that works."""
+    """(group of each rank, index in `ranks` of that group's reader), for the first valid grouping."""
     # Without a policy the reader is a rank that needs the bytes anyway.
     candidate = allowed if has_policy else needs
-    place = np.arange(ranks.size)
+    index = np.arange(ranks.size)
     unfed = np.zeros(0, np.int64)
     for key in keys:
         group = np.unique(key, return_inverse=True)[1].reshape(-1)
         first = np.full(int(group.max()) + 1, ranks.size)
-        np.minimum.at(first, group, np.where(candidate, place, ranks.size))
+        np.minimum.at(first, group, np.where(candidate, index, ranks.size))
         if has_policy:  # prefer a reader that needs the bytes itself
             own = np.full(first.size, ranks.size)
-            np.minimum.at(own, group, np.where(candidate & needs, place, ranks.size))
+            np.minimum.at(own, group, np.where(candidate & needs, index, ranks.size))
             first = np.where(own < ranks.size, own, first)
         reader = first[group]
         unfed = np.flatnonzero(needs & (reader == ranks.size))
         if not unfed.size:
-            return group, np.where(reader == ranks.size, place, reader)
+            return group, np.where(reader == ranks.size, index, reader)
     hungry = int(ranks[unfed[0]])
     where = {"direct": "itself", "share": "its node and replica"}.get(delivery, "its replica")
     raise RoleError(
@@ -356,7 +357,7 @@ def _leaders(
     group: npt.NDArray[np.int64],
     is_reader: npt.NDArray[np.bool_],
 ) -> npt.NDArray[np.int64]:
-    """The rank that leads each rank's group on its node: the reader, or else the first; int64 [n]."""
+    """The leader of each rank's group on its node: the reader, or else the first rank; int64 [n]."""
     pair = np.unique(np.stack([group, node]), axis=1, return_inverse=True)[1].reshape(-1)
     # of a group's ranks on one node, the reader sorts first, and then the lowest
     order = np.lexsort((ranks, ~is_reader, pair))
@@ -372,11 +373,11 @@ def choose_delivery(
     *,
     can_share: bool,
 ) -> DeliveryName:
-    """What "auto" means: direct when alone, share within a node, tree or broadcast where it must cross nodes.
+    """The delivery for "auto": direct for single ranks, share within a node, tree or broadcast across nodes.
 
-    tree where sharing spares the network something: some node holds several ranks of a group. broadcast
-    where each rank has its node to itself, or the machine cannot share.
-    can_share: whether this machine has what share needs (memfd and abstract unix sockets).
+    tree if sharing saves network traffic, that is, if some node holds several ranks of a group. broadcast if
+    each rank of a group has its own node, or the machine cannot share.
+    can_share: whether this machine supports share (memfd and abstract Unix sockets).
     """
     policy = None if reads is None else tuple(reads)
     split = layout.node(layout.groups("tp-cp"))

@@ -1,4 +1,4 @@
-"""One run of a feed: what its producer makes, handed to one consumer or to several virtual stages."""
+"""One run of a feed: passes the producer's items to one consumer or to several virtual stages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _JOIN_S = 10.0  # how long a producer may take to end with its peers
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """The producer begins a step. stats: facts of its plan, to which its costs will be added."""
+    """The producer begins a step. stats: those of its plan; the step's costs are added later."""
 
     batch: GlobalBatch
     stats: dict[str, Any]
@@ -32,7 +32,7 @@ class StepStart:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The producer has made some microbatches. counted: what that cost, by counter."""
+    """The producer has made some microbatches. counted: their cost, by counter."""
 
     microbatches: Sequence[Microbatch]
     ticket: Any
@@ -41,7 +41,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """The producer has made all of a step. reread: its digests made from storage again."""
+    """The producer has made all of a step. reread: recomputes its digests from storage."""
 
     step: int
     digests: Digests | None
@@ -57,9 +57,9 @@ def _is_read(item: Item) -> bool:
 
 @dataclass(slots=True)
 class _View:
-    """A consumer's place: fields it does not want, items kept for it, the step it is to get next.
+    """A consumer's position: fields it does not need, items queued for it, its next step.
 
-    whole: the first step that it was not handed whole: all microbatches, or passed over for the next step.
+    whole: the first step it has not completed, by taking all microbatches or by asking for the next step.
     """
 
     hidden: frozenset[str]
@@ -74,13 +74,13 @@ class Run:
 
     Args:
         start: the first step.
-        items: the producer, made once the delivery has met its peers.
-        delivery, verifier: entered at `start`, left at `stop`.
+        items: the producer; it runs once the delivery has met its peers.
+        delivery, verifier: entered at `start`, closed at `stop`.
         meeting: where a rank that fails notifies all others; None for one process.
         compare: called before they are entered; raises if ranks must not begin together.
-        recorder: records what each step costs.
-        views: names of the fields that each consumer does not want. Every one of them gets every step.
-        origin: what of a reader's own is late when its batch is, for the text of an error.
+        recorder: records the costs of each step.
+        views: names of the fields that each consumer does not need. Every consumer gets every step.
+        origin: why a reader's own batch may be late, for error messages.
     """
 
     def __init__(
@@ -119,18 +119,18 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The first step that some view has not been handed whole."""
+        """The first step that some view has not completed."""
         return min(view.whole for view in self._views)
 
     def join(self, view: int, num_views: int) -> bool:
-        """Take a free place; False where there is none, and a new run is due."""
+        """Join as a view; False if that is impossible and a new run must begin."""
         if self._stopped or num_views != len(self._views) or self._views[view].joined:
             return False
         self._views[view].joined = True
         return True
 
     def start(self) -> None:
-        """Meet the peers and begin to produce; the only part of a run that waits for ranks to join."""
+        """Meet the peers and start producing; the only part of a run that waits for ranks to join."""
         try:
             self._start()
         except Exception as failure:
@@ -138,38 +138,38 @@ class Run:
             raise
 
     def steps(self, view: int) -> Iterator[Step]:
-        """The steps of one view. What is left of a step is dropped when the next is asked for."""
-        place = self._views[view]
+        """The steps of one view. Asking for the next step drops the rest of the current one."""
+        consumer = self._views[view]
         while True:
-            if not self._stopped:  # by a failure, say: a step that cannot be gone on with is not passed over
-                place.whole = place.step
+            if not self._stopped:  # after a failure, an unfinished step does not count as completed
+                consumer.whole = consumer.step
             self._num_ready = self._prefetcher.num_ready
-            item = self._take(place)
+            item = self._take(consumer)
             if item is None:
                 return
             if isinstance(item, StepStart):
-                place.step = item.batch.step + 1
+                consumer.step = item.batch.step + 1
                 if not item.batch.plan.num_microbatches:
-                    place.whole = place.step
-                yield self._step(place, item.batch, item.stats)
+                    consumer.whole = consumer.step
+                yield self._step(consumer, item.batch, item.stats)
 
     def record(self, error: Exception) -> None:
         """Record the producer's final error. Call before notifying peers."""
         self._failures.record(error)
 
     def stop(self) -> None:
-        """Let the producer and the peers go. What was not handed out is dropped."""
+        """Stop the producer and disconnect. Items not handed out are dropped."""
         if self._stopped:
             return
         self._stopped = True
         if self._process != os.getpid():
-            return  # a fork that unwinds: the parent goes on
+            return  # in a forked child; the parent's run continues
         self._recorder.over()
         if self._started:
             self._prefetcher.stop()
             self._delivery.interrupt()
             if not self._prefetcher.join(min(_JOIN_S, self._timeout_s)):
-                return  # it hangs on a peer that does not close: its group cannot be taken down under it
+                return  # it waits for a peer that does not close; its group cannot be closed while in use
         self._resources.close()
 
     def _step(self, view: _View, batch: GlobalBatch, stats: dict[str, Any]) -> Step:
@@ -190,7 +190,7 @@ class Run:
             item = self._take(view) if view.step == batch.step + 1 else None
             if not isinstance(item, Microbatch):
                 raise StateError(
-                    "these microbatches belong to a step that is over; take them before the next step"
+                    "these microbatches belong to a finished step; take them before the next step"
                 )
             if taken == num_microbatches:
                 view.whole = view.step
@@ -201,7 +201,7 @@ class Run:
         if self._failure is not None:
             raise self._failure
         if self._stopped:
-            raise StateError("this iteration ended with load_state_dict, close or a new one; iterate anew")
+            raise StateError("load_state_dict, close or a new loop ended this iteration; start a new one")
         while not view.items:
             try:
                 self._pull()
@@ -212,19 +212,19 @@ class Run:
 
     def _fail(self, failure: Exception) -> None:
         self._failure = failure
-        self.stop()  # whoever handles this: peers that wait for this rank must see that it is gone
+        self.stop()  # even if the caller handles the error, peers that wait for this rank must see it leave
 
     def _pull(self) -> None:
-        """The producer's next item, to all views."""
+        """Pass the producer's next item to all views."""
         asked = time.monotonic()
         try:
             with self._recorder.around("wait"):
                 item, spans = self._prefetcher.get(self._timeout_s, self._job_error)
         except StopIteration:
-            self._hand_out(None)
+            self._enqueue(None)
             return
         except EndOfStream as end:
-            self._failures.fail(self._deserted(end), self._due)
+            self._failures.fail(self._source_closed(end), self._due)
         except TimeoutError:
             self._failures.fail(self._late(), self._due)
         except PeerError as lost:
@@ -233,7 +233,7 @@ class Run:
             batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.stats)
             starting, self._starting = self._starting, []
-            for span in starting:  # the loop waited for this too, in `iter`
+            for span in starting:  # the loop waited for these too, in `iter`
                 self._recorder.waited(span.start, span.stop, [span])
         self._recorder.waited(asked, time.monotonic(), spans)
         if isinstance(item, StepEnd):
@@ -244,12 +244,12 @@ class Run:
             self._recorder.counted(item.counted)
             self._placer.receive(item.microbatches, item.ticket)
             for microbatch in item.microbatches:
-                self._hand_out(microbatch)
+                self._enqueue(microbatch)
             self._left -= len(item.microbatches)
             if self._verifier is not None and self._left == 0:
                 self._verifier.taken(self._due)
         else:
-            self._hand_out(item)
+            self._enqueue(item)
 
     def _compare(self, end: StepEnd) -> None:
         if self._verifier is None or end.digests is None:
@@ -264,7 +264,7 @@ class Run:
         return self._failures.error_at(self._due)
 
     def _wake(self) -> None:
-        """Another rank has published a notice: interrupt whatever the loop waits for."""
+        """Another rank has published a notice: interrupt the loop's wait."""
         self._prefetcher.wake()
         if self._verifier is not None:
             self._verifier.wake()
@@ -272,7 +272,7 @@ class Run:
     def _reporting(self, items: Iterator[Item], start: int) -> Iterator[Item]:
         """The producer's items. Its error is published as soon as it is known.
 
-        Except a lost peer: peers may leave while it runs ahead. The loop reports that if it wants more.
+        Except a lost peer: peers may leave while it runs ahead. The loop reports that if it needs more.
         """
         step = start
         try:
@@ -289,7 +289,7 @@ class Run:
                 raise
             self._failures.fail(error, step)
 
-    def _hand_out(self, item: StepStart | Microbatch | None) -> None:
+    def _enqueue(self, item: StepStart | Microbatch | None) -> None:
         for view in self._views:
             if isinstance(item, Microbatch) and view.hidden:
                 wanted = {name: value for name, value in item.fields.items() if name not in view.hidden}
@@ -313,13 +313,13 @@ class Run:
         self._started = True
         self._prefetcher.start()
 
-    def _deserted(self, end: EndOfStream) -> PeerError:
+    def _source_closed(self, end: EndOfStream) -> PeerError:
         ended = end.args or (self._role.source,)
         closed = f"rank {ended[0]} has closed its feed"
         if len(ended) > 1:
             closed = f"ranks {', '.join(map(str, ended))} have closed their feeds"
         return PeerError(
-            f"{closed}, and rank {self._role.rank} wants more; all ranks of a group take the same steps",
+            f"{closed}, but rank {self._role.rank} needs more; all ranks of a group take the same steps",
             [rank for rank in ended if rank is not None],
         )
 
@@ -328,14 +328,14 @@ class Run:
         waited = f"rank {role.rank} waited {self._timeout_s:g} s for its next batch"
         if role.reads and self._clock.now == "deliver":
             others = [peer for peer in role.peers if peer != role.rank]
-            return PeerError(f"{waited}: it is read, but some of ranks {others} take none of theirs", others)
+            return PeerError(f"{waited}: it was read, but some of ranks {others} do not take theirs", others)
         if role.source is None or role.reads:
             return DeliveryError(f"{waited}, and {self._origin}")
         return PeerError(f"{waited} from rank {role.source}, which is alive but sends nothing", [role.source])
 
 
 def views_of(fields: Sequence[Field], by_stage: StageMap | None, pp_rank: int) -> list[frozenset[str]]:
-    """The fields that each virtual stage of a pipeline rank does not want; one view of all without stages."""
+    """The fields that each virtual stage of a pipeline rank does not need; one view of all without stages."""
     if by_stage is None:
         return [frozenset()]
     every = frozenset(field.name for field in fields)
@@ -350,7 +350,7 @@ class VirtualStage:
 
     Args:
         begin: virtual stage -> its steps, of a run that has begun.
-        index: which one this is.
+        index: of this virtual stage.
     """
 
     def __init__(self, begin: Callable[[int], Iterator[Step]], index: int) -> None:

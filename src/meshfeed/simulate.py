@@ -1,4 +1,4 @@
-"""Every rank of any layout in one process: what each would be handed, by the same functions."""
+"""Every rank of any layout in one process: the data that each would receive, from the same functions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class SimulatedStep:
     """One step of one rank.
 
     Attributes:
-        rank, coord: who.
+        rank, coord: the rank and its coordinate.
         batch: the global batch.
-        microbatches: what that rank gets.
+        microbatches: those of that rank.
     """
 
     rank: int
@@ -42,10 +42,10 @@ def simulate(
     packing: Packing | None = None,
     cp_split: CpSplit = "zigzag",
 ) -> Iterator[SimulatedStep]:
-    """What every rank would get, step by step and rank by rank, without processes or delivery.
+    """The data of every rank, step by step and rank by rank, without processes or delivery.
 
-    steps: how many from 0, or which. ranks: only these; None for all. The other arguments are those of
-    `Feed`. Ends with the stream.
+    steps: a number of steps from 0, or the steps. ranks: only these; None for all. The other arguments are
+    those of `Feed`. Ends with the stream.
     """
     stages = stage_map or StageMap(pp=layout.pp)
     stages.check(layout)

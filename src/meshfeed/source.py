@@ -1,4 +1,4 @@
-"""What a Feed and an Exchange have in common: who this rank is, its runs, where it stands between them."""
+"""The common base of Feed and Exchange: this rank's role, its runs, and its step between them."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ D = TypeVar("D", bound=Delivery)
 
 
 class StepSource(abc.ABC, Generic[D]):
-    """One rank's view of a stream of steps. Construction remembers; `iter` acquires.
+    """One rank's view of a stream of steps. The constructor only stores its arguments; `iter` acquires.
 
-    All that waits for other ranks to join happens in `iter`, so call it where all ranks do: never inside a
-    pipeline schedule, where one stage waits for another.
+    Only `iter` waits for other ranks to join. So all ranks call it at the same point of the program, never
+    inside a pipeline schedule, where one stage waits for another.
 
-    A kind of source says which fields there are, what all ranks must agree on, and how an item is made.
+    A subclass defines the fields, what all ranks must agree on, and how an item is made.
 
     Args:
-        name: tells its runs from those of other sources that not all ranks begin in the same order.
-        readers: the ranks that may read, or own an iterator; None where that is not limited.
+        name: distinguishes its runs from those of other sources that ranks begin in different orders.
+        readers: the ranks that may read, or own an iterator; None for no restriction.
         packing: None for rows of one length. The others are those of a `Feed`.
     """
 
@@ -87,34 +87,34 @@ class StepSource(abc.ABC, Generic[D]):
         self.stage_map = stage_map or StageMap(pp=1 if layout is None else layout.pp)
         self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
 
-    # -- what a kind of source says -------------------------------------------------------------------
+    # -- what a subclass defines ----------------------------------------------------------------------
 
     @property
     @abc.abstractmethod
     def _fields(self) -> Sequence[Field]:
-        """All that roles are assigned for."""
+        """The fields that roles are assigned for."""
 
     @property
     @abc.abstractmethod
     def _agreed(self) -> Mapping[str, str]:
-        """What every rank must agree on beside the arguments that all sources have: part -> what it is."""
+        """Further arguments that every rank must agree on: name -> value."""
 
     @abc.abstractmethod
     def _about(self, step: int) -> RunStart:
-        """What sinks of metrics are told of a run that begins with a step."""
+        """The description of a run, from `step` on, for metrics sinks."""
 
     @abc.abstractmethod
     def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> D:
-        """How what is read reaches this rank; its peers are met when it is entered."""
+        """The delivery; entering it meets the peers."""
 
     @abc.abstractmethod
     def _items(self, start: int, delivery: D, placer: Placer, clock: StageClock) -> Iterator[Item]:
-        """The way of everything, up to the device, from a step on; on the producer's thread."""
+        """Everything the producer makes, on the device, from step `start` on; runs on its thread."""
 
     @property
     def _origin(self) -> str:
-        """Where a reader gets what it hands on, for the text of an error: what is late, and where to look."""
-        return "its own storage has not given it; look at the storage"
+        """The cause of a late reader, for an error message: what is late, and what to check."""
+        return "its own storage has not returned it; check the storage"
 
     @property
     def _compared(self) -> Sequence[str]:
@@ -123,10 +123,10 @@ class StepSource(abc.ABC, Generic[D]):
 
     @property
     def _depth(self) -> int:
-        """How far the producer runs ahead; 0 where it runs on the loop's own thread."""
+        """How far the producer runs ahead; 0 if it runs on the loop's own thread."""
         return self._prefetch
 
-    # -- what this rank is ----------------------------------------------------------------------------
+    # -- this rank's role -----------------------------------------------------------------------------
 
     @cached_property
     def rank(self) -> int:
@@ -135,12 +135,12 @@ class StepSource(abc.ABC, Generic[D]):
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout, its node size taken from the launcher where it was not given."""
+        """The layout; an omitted node size comes from the launcher."""
         return this_layout(self._given_layout, self._given_rank)
 
     @cached_property
     def delivery(self) -> DeliveryName:
-        """How what is read reaches this rank; what "auto" came to."""
+        """The delivery's name, with "auto" resolved."""
         if self._given_delivery != "auto":
             return cast(DeliveryName, self._given_delivery)
         return self._chosen_delivery()
@@ -151,7 +151,7 @@ class StepSource(abc.ABC, Generic[D]):
 
     @cached_property
     def roles(self) -> Roles:
-        """Every rank's role; who `reads` opens storage, or takes part in the exchange."""
+        """Every rank's role; a rank that `reads` opens storage or is a member of the exchange."""
         shares_packs = self._packing is None or self._packing.policy != "dynamic_cp"
         return assign_roles(
             self.layout,
@@ -164,16 +164,16 @@ class StepSource(abc.ABC, Generic[D]):
 
     @cached_property
     def role(self) -> Role:
-        """This rank's role. Raises LayoutError where the layout has no such rank."""
+        """This rank's role. Raises LayoutError if the layout does not contain the rank."""
         self.layout.coord(self.rank)
         return self.roles[self.rank]
 
     @cached_property
     def cp_groups(self) -> dict[int, tuple[int, ...]]:
-        """The context-parallel groups that this rank can be in, size -> global ranks in order of slices.
+        """The context-parallel groups that this rank can be in: size -> global ranks in order of slices.
 
-        A trainer makes them once, at its start; `Microbatch.cp_ranks` is always one of them. With a fixed cp
-        there is the one.
+        A trainer creates them once, at its start; `Microbatch.cp_ranks` is always one of them. With a fixed
+        cp there is only one.
         """
         return cp_groups_of(self.layout, self._packing, self.layout.coord(self.rank))
 
@@ -184,7 +184,7 @@ class StepSource(abc.ABC, Generic[D]):
             try:
                 self._open()
             except Exception as error:
-                self._tell(error, self._meeting())
+                self._raise_everywhere(error, self._meeting())
             self._entered = True
         return self
 
@@ -197,15 +197,15 @@ class StepSource(abc.ABC, Generic[D]):
     def __reduce__(self) -> NoReturn:
         kind = type(self).__name__
         raise StateError(
-            f"a {kind} cannot be pickled or copied: it has threads, files and peers of this process; make "
-            f"one in each process, and take its state_dict() along"
+            f"a {kind} cannot be pickled or copied: its threads, files and peers belong to this process; "
+            f"make one in each process, and pass its state_dict()"
         )
 
     def close(self) -> None:
-        """Stop, let the peers go, close what is open. May be iterated again, from the first step that was
-        not handed out whole.
+        """Stop, disconnect from the peers and close all files.
 
-        Raises MetricsError, when all that is done, where a sink of metrics has not got everything.
+        Iterating again resumes at the first step that was not fully handed out. Raises MetricsError, after
+        closing everything, if a metrics sink has not received all data.
         """
         self._close(None)
 
@@ -216,16 +216,16 @@ class StepSource(abc.ABC, Generic[D]):
         self._recorder.close(during)
 
     def __iter__(self) -> Iterator[Step]:
-        """Begin a run: join the peers and start to produce. Raises what keeps this rank from joining."""
+        """Begin a run: join the peers and start to produce. Raises the error that prevents this rank."""
         return self._begin(None)
 
     @property
     def _step(self) -> int:
-        """The first step that has not been handed out whole."""
+        """The first step that has not been fully handed out."""
         return self._run.step if self._run is not None else self._next_step
 
     def _begin(self, virtual_stage: int | None) -> Iterator[Step]:
-        """Begin a run, or join that of the other virtual stages; its steps."""
+        """The steps of a new run, or of the run that other virtual stages have begun."""
         if (worker := get_worker_info()) is not None:
             raise DeliveryError(
                 f"a {type(self).__name__} in worker {worker.id} of a torch DataLoader: each of its "
@@ -238,7 +238,7 @@ class StepSource(abc.ABC, Generic[D]):
         view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
         if self._run is None or not self._run.join(view, num_views):
             self._stop()
-            # A thread that is in torch when the interpreter ends aborts the process.
+            # A thread inside torch when the interpreter exits aborts the process.
             atexit.unregister(self._at_exit)
             atexit.register(self._at_exit)
             self._run = self._new_run(None if virtual_stage is None else self.stage_map)
@@ -248,7 +248,7 @@ class StepSource(abc.ABC, Generic[D]):
 
     def _steps(self, run: Run, view: int, num_views: int) -> Iterator[Step]:
         yield from run.steps(view)
-        # An iterator that is dropped midway leaves its run to the next one, or to close.
+        # An iterator dropped midway leaves its run open for the next one, or for close.
         if num_views == 1:
             self.close() if self._entered_by_loop else self._stop()
 
@@ -272,7 +272,7 @@ class StepSource(abc.ABC, Generic[D]):
                 check_rank(self._given_rank)
             return self._run_of(meeting, by_stage)
         except Exception as error:
-            self._tell(error, meeting)
+            self._raise_everywhere(error, meeting)
 
     def _run_of(self, meeting: Meeting | None, by_stage: StageMap | None) -> Run:
         role, placer = self.role, placer_of(self._device)
@@ -307,21 +307,21 @@ class StepSource(abc.ABC, Generic[D]):
     def _meeting(self) -> Meeting | None:
         store = self._rendezvous or default_store()
         name, num_ranks = self._name, 2
-        with contextlib.suppress(LayoutError):  # others may have one that fits
+        with contextlib.suppress(LayoutError):  # other ranks may have a valid layout
             num_ranks, ranks = self.layout.world_size, self.layout.ranks().tolist()
-            if num_ranks < num_processes() or ranks[-1] >= num_ranks:  # these alone of the job's begin it
+            if num_ranks < num_processes() or ranks[-1] >= num_ranks:  # only these ranks of the job begin it
                 name = f"{name} of {ranks_in_words(ranks)}"
         if store is None or num_ranks == 1:
             return None
         return Meeting(store, self.rank, self._timeout_s, name, self._next_step, num_ranks)
 
     def _all_agreed(self) -> dict[str, str]:
-        places = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not tell its table
+        grid = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not contain its table
         return {
             "version": str(package_version()),
             "kind": type(self).__name__,
             **self._agreed,
-            "layout": f"{self.layout} with ranks {places:08x}",
+            "layout": f"{self.layout} with ranks {grid:08x}",
             "stage_map": str(self.stage_map),
             "packing": str(self._packing),
             "cp_split": self._cp_split,
@@ -333,25 +333,25 @@ class StepSource(abc.ABC, Generic[D]):
         }
 
     def _per_node(self) -> str:
-        """Ranks on a node, where it decides who reads for whom; launchers may start unequal numbers."""
+        """Ranks per node if it determines the readers; launchers may start unequal numbers."""
         if self.delivery not in ("share", "tree"):
             return "any"
         world_size = self.layout.world_size
         return str(min(self.layout.ranks_per_node or world_size, world_size))
 
-    def _tell(self, error: Exception, meeting: Meeting | None) -> NoReturn:
-        """Raise an error that keeps this rank from taking part; its peers hear it instead of waiting."""
+    def _raise_everywhere(self, error: Exception, meeting: Meeting | None) -> NoReturn:
+        """Raise an error that prevents this rank from taking part, here and on its peers."""
         with contextlib.ExitStack() as stack:
             try:
                 failures = stack.enter_context(Failures(meeting, self.rank, lambda: None))
             except DeliveryError as lost:
-                error.add_note(f"rank {self.rank} could not tell the other ranks of this error: {lost}")
+                error.add_note(f"rank {self.rank} could not report this error to the other ranks: {lost}")
                 raise error from None
             failures.fail(error, self._next_step)
 
 
 def _close_at_exit(source: weakref.ref[StepSource[Any]], process: int) -> None:
     left = source()
-    if left is not None and process == os.getpid():  # a fork leaves it to its parent
+    if left is not None and process == os.getpid():  # in a fork, the parent closes it
         with contextlib.suppress(Exception):
             left.close()

@@ -1,6 +1,6 @@
-"""Where a job stands: a step, the same on every rank, good under any layout.
+"""The position of a job: a step, the same on every rank, valid under any layout.
 
-How far each source of a mixture has come follows from the step and the recipe, so it is not kept.
+The position in each source of a mixture follows from the step and the recipe, so it is not saved.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from meshfeed.recipe import Recipe
 from meshfeed.summary import digest_of, same_text
 
 VERSION = 2
-"""2: the fingerprint is that of all the rest. In version 1 it was the recipe's alone."""
+"""2: the fingerprint covers all other entries. In version 1 it covered only the recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class State:
     """The next step to train, and the recipe that gives it meaning.
 
     Attributes:
-        recipe: part -> what it is, as `Recipe.summary(until=step)` tells it: what comes later may be changed.
+        recipe: `Recipe.summary(until=step)`, so later parts of the recipe may change.
         step: the next step, from 0.
     """
 
@@ -41,7 +41,7 @@ class State:
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> State:
-        """Read what `to_json` wrote. Raises StateError where anything is missing, foreign or altered."""
+        """Read what `to_json` wrote. Raises StateError if anything is missing, unknown or altered."""
         try:
             version, step, parts = saved["version"], saved["step"], dict(saved["recipe"])
             saved["fingerprint"]
@@ -57,9 +57,9 @@ class State:
         return cls(recipe=parts, step=step)
 
     def check(self, recipe: Recipe) -> None:
-        """Raises StateError, showing both, where `recipe` has other steps before this one, or ends before it.
+        """Raises StateError if `recipe` has different steps before this one, or ends before it.
 
-        A recipe may differ in what comes later: stages of the batch, amounts of a mixture, epochs and steps.
+        The recipe may differ in later steps: stages of the batch, amounts of a mixture, epochs and steps.
         """
         ours = recipe.summary(until=self.step)
         differ = [part for part in {**ours, **self.recipe} if not self._agrees(part, ours)]
@@ -78,8 +78,8 @@ class State:
         end = num_steps(recipe) if self.step else None
         if end is not None and self.step > end:
             raise StateError(
-                f"this state is that of step {self.step}, and the recipe ends after {end} steps; give it "
-                f"more (epochs=, steps=), or load an earlier state"
+                f"this state is at step {self.step}, but the recipe ends after {end} steps; raise epochs= or "
+                f"steps=, or load an earlier state"
             )
 
     def _agrees(self, part: str, ours: Mapping[str, str]) -> bool:
@@ -87,9 +87,9 @@ class State:
         return saved == now or (saved is not None and now is not None and same_text(saved, now))
 
     def _as_far(self, recipe: Recipe) -> bool:
-        """Whether the steps before this one hold as many sequences under the epochs that were saved.
+        """Whether the steps before this one hold equally many sequences under the saved epochs.
 
-        They do unless the last of them was short, at the end of an epoch that is not the last one now.
+        They do unless the last of them was short, at the end of an epoch that is no longer the last one.
         """
         saved = self.recipe.get("epochs", "")
         if not (saved == "None" or saved.isdecimal()):
@@ -102,19 +102,19 @@ class State:
 
 
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of plain JSON types with the fingerprint of all of it."""
+    """Add a fingerprint to content of plain JSON types."""
     rest = {name: value for name, value in content.items() if name != "fingerprint"}
     return {**rest, "fingerprint": digest_of(rest)}
 
 
 def check_seal(saved: Mapping[str, Any], content: Mapping[str, Any] | None = None) -> None:
-    """Raises StateError where a saved fingerprint is not that of `content`; None for all the rest."""
+    """Raises StateError if a saved fingerprint does not match `content`; None for all other entries."""
     if content is None:
         content = {name: value for name, value in saved.items() if name != "fingerprint"}
     try:
         found = digest_of(content)
     except (TypeError, ValueError) as bad:
-        raise StateError(f"state holds what no state does ({bad}); pass what state_dict() returned") from bad
+        raise StateError(f"state is not plain JSON ({bad}); pass what state_dict() returned") from bad
     if saved["fingerprint"] != found:
         raise StateError(
             f"state is damaged: fingerprint {saved['fingerprint']}, content {found}; pass what state_dict() "
@@ -125,8 +125,8 @@ def check_seal(saved: Mapping[str, Any], content: Mapping[str, Any] | None = Non
 def _hint(differ: list[str]) -> str:
     if differ == ["epochs"]:
         return (
-            " The last step before it was short, for an epoch ended there; to train on after that, use "
-            "Batch(last='drop') or 'pad' from the beginning."
+            " The last step before it was short, since an epoch ended there; to continue after such an end, "
+            "use Batch(last='drop') or 'pad' from the beginning."
         )
     if "batch" in differ:
         return " To change the batch from this step on, keep the old one: Batch(...).then(step, sequences)."

@@ -1,4 +1,4 @@
-"""Step k as one rank needs it: draw, plan, portion. Pure but for the index; feed and simulate share it."""
+"""Step k for one rank: draw, plan, portion. Pure except for the index; used by feed and simulate."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from meshfeed.plan.account import exact_sum
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import Portion, SequenceRule, portions_of, rule_of
 
-_TOKENS_TOGETHER = 1 << 18  # 64 windows of 4,096: beyond, the fixed cost of a read is lost in its size
+_TOKENS_TOGETHER = 1 << 18  # 64 windows of 4,096: above that, the fixed cost of a read is negligible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +47,12 @@ class GlobalBatch:
     Attributes:
         step: from 0.
         draws: the sequences, in order.
-        plan: which of them goes where.
+        plan: the rank of each sequence.
         tokens, valid_tokens, sum_sq: of the whole batch; see `batch.Step`.
-        account: how balanced it is; None where sequences are not packed.
-        drawn: sequences of each source that this step and all before it take, int64 [num_sources], and the
-            same in epochs, float64; None where there is one source.
-        asked: part of this step that is asked of each source, float64 [num_sources]; None likewise.
+        account: its balance; None without packing.
+        drawn: sequences of each source in this step and all before it, int64 [num_sources], and the same in
+            epochs, float64; None for a single source.
+        asked: the recipe's share of each source in this step, float64 [num_sources]; None likewise.
     """
 
     step: int
@@ -66,7 +66,7 @@ class GlobalBatch:
     asked: npt.NDArray[np.float64] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What a step's stats say of its plan: balance, padding, and every sequence not held as it was."""
+        """A step's stats from its plan: balance, padding, and every sequence that was cut or left out."""
         facts: dict[str, Any] = {}
         if self.drawn is not None:
             facts["source_drawn"], facts["source_epochs"] = self.drawn
@@ -74,8 +74,8 @@ class GlobalBatch:
         if self.account is None:
             return facts
 
-        def names(places: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
-            some = self.draws.take(places)
+        def names(sequences: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
+            some = self.draws.take(sequences)
             return list(zip(some.source.tolist(), some.epoch.tolist(), some.index.tolist()))
 
         return facts | {
@@ -93,8 +93,8 @@ class Stepping:
     """How a recipe's stream becomes the steps of a layout.
 
     Attributes:
-        recipe, layout: what, and for whom.
-        micro_batch_size: sequences per microbatch and data-parallel rank, where they are not packed.
+        recipe, layout: the stream and its ranks.
+        micro_batch_size: sequences per microbatch and data-parallel rank, without packing.
         packing: how sequences of different lengths become microbatches; None for rows of one length.
         vpp: virtual stages per pipeline rank.
         cp_split: how context parallelism splits a sequence.
@@ -139,9 +139,9 @@ class Stepping:
         )
 
     def check_filled(self) -> None:
-        """Raises OptionError where the sequences of some step do not fill its microbatches.
+        """Raises OptionError if the sequences of some step do not fill its microbatches.
 
-        Rows alone are looked at: a pack holds what fits in it, and its loss is per token.
+        This concerns rows only: a pack holds what fits in it, and its loss is per token.
         """
         if self.packing is not None:
             return
@@ -153,7 +153,7 @@ class Stepping:
         end = num_positions(self.recipe)
         left = end - batch.position(steps - 1) if steps and end is not None else 0
         if left % rows:
-            cure = "leave it out by Batch(last='drop'), fill it with what would come next by last='pad'"
+            cure = "drop it with Batch(last='drop'), fill it with the next sequences with last='pad'"
             raise self._unfilled(f"step {steps - 1 if steps else 0}, the last,", left, cure)
 
     def _unfilled(self, step: str, size: int, cure: str) -> OptionError:
@@ -165,7 +165,7 @@ class Stepping:
         )
 
     def num_microbatches(self, step: int) -> int | None:
-        """Microbatches of a step, 0 past the end; None where packing decides it by lengths."""
+        """Microbatches of a step, 0 past the end; None with packing, which depends on lengths."""
         if self.packing is not None:
             return None
         return -(-len(draws_of_step(self.recipe, step)) // (self.micro_batch_size * self.layout.dp))
@@ -191,15 +191,15 @@ class Stepping:
         except PlanError as error:
             longest = int(lengths.argmax())
             where = draws.source[longest], draws.epoch[longest], draws.index[longest]
-            told = "the longest is source {}, epoch {}, index {}".format(*where)
-            raise PlanError(f"step {step}: {error} ({told})") from error
+            which = "the longest is source {}, epoch {}, index {}".format(*where)
+            raise PlanError(f"step {step}: {error} ({which})") from error
 
     def _by_lanes(self, step: int, draws: Draws) -> npt.NDArray[np.int64] | None:
-        """An order of a step's rows in which runs are of few lanes; None unless the shuffle is by blocks.
+        """An order of a step's rows that groups them by lane; None unless the shuffle is by blocks.
 
-        Lanes take turns. Of as many rows in succession as dp and the number of lanes have for a common
-        divisor, each has a lane of another class modulo it. So every class has as many rows in a step, and as
-        many replicas.
+        Lanes take turns. Let g be the greatest common divisor of dp and the number of lanes. Any g successive
+        rows have lanes of g different classes modulo g. So every class has equally many rows in a step and
+        equally many replicas.
         """
         lanes = lanes_of_step(self.recipe, step)
         if lanes is None:
@@ -209,7 +209,7 @@ class Stepping:
 
     @property
     def _row_tokens(self) -> int:
-        """Tokens of a row, where the rule pads its sequences to one length; else 1."""
+        """Tokens of a row if the rule pads its sequences to one length; else 1."""
         return getattr(self.rule, "row_tokens", 1)
 
     def _row_align(self) -> Align:
@@ -222,9 +222,9 @@ class Stepping:
         return self.packing is None or self.packing.policy != "dynamic_cp"
 
     def portions(self, batch: GlobalBatch, coord: Coord, served: Sequence[int]) -> list[Portion]:
-        """What the rank at a coordinate takes of each microbatch.
+        """The portion of each microbatch for the rank at a coordinate.
 
-        served: cp coordinates of the ranks that its reader serves, its own included.
+        served: cp coordinates of the ranks that its reader serves, including its own.
         """
         first = coord.dp * self.layout.cp
         return portions_of(
@@ -245,7 +245,7 @@ class Stepping:
     def _together(self, batch: GlobalBatch) -> int:
         """Microbatches to read and deliver at a time; the same on every rank."""
         if self.packing is not None or getattr(self.rule, "reads_singly", False):
-            return 1  # packs are large, and differ; so do items whose size nobody knows
+            return 1  # packs are large and differ in size; so do items of unknown size
         tokens = int(batch.plan.lengths.max(initial=self._row_tokens)) * self.micro_batch_size
         return max(1, _TOKENS_TOGETHER // tokens)
 
@@ -257,15 +257,15 @@ def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[
     if packing is not None and packing.cp_sizes is not None:
         sizes = packing.cp_sizes
     at, beside = coord.dp * cp + coord.cp, ranks_beside(layout, coord)
-    blocks = cp_groups(beside.size, sizes)
-    return {size: tuple(beside[block[at // size]].tolist()) for size, block in blocks.items()}
+    groups = cp_groups(beside.size, sizes)
+    return {size: tuple(beside[group[at // size]].tolist()) for size, group in groups.items()}
 
 
-@lru_cache(maxsize=16)  # asked every step, for one layout
+@lru_cache(maxsize=16)  # called every step, for one layout
 def ranks_beside(layout: Layout, coord: Coord) -> npt.NDArray[np.int64]:
     """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp], read-only."""
     beside = layout.group_of(layout.rank_of(coord), "dp-cp")
-    places = layout.coords(beside)
-    ordered = beside[np.lexsort((places[:, 1], places[:, 2]))]
+    coords = layout.coords(beside)
+    ordered = beside[np.lexsort((coords[:, 1], coords[:, 2]))]
     ordered.flags.writeable = False
     return ordered

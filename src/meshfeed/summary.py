@@ -1,4 +1,4 @@
-"""What decides a stream, as short texts: digested, abbreviated, compared."""
+"""Short texts that identify a recipe: digests, abbreviations, comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def digest_of(summary: Mapping[str, Any]) -> str:
 
 
 def brief(text: str) -> str:
-    """A line of at most some 800 bytes of JSON that still tells two long ones apart."""
+    """A text of at most about 800 bytes of JSON; an abbreviated text carries its digest."""
     if len(json.dumps(text)) <= 802:
         return text
     # a character is up to 12 bytes of JSON
@@ -25,11 +25,11 @@ def brief(text: str) -> str:
 
 
 def same_text(one: str, other: str) -> bool:
-    """Whether two parts of summaries are the same in full, however far each was abbreviated."""
+    """Whether two texts are the same in full, abbreviated or not."""
     return _in_full(one) == _in_full(other)
 
 
 def _in_full(text: str) -> str:
-    """The digest of a text in full, 32 hex digits; of an abbreviated one, what it tells."""
-    told = re.fullmatch(r".*\.\.\. \(in full: ([0-9a-f]{32})\)", text, re.DOTALL)
-    return told[1] if told else hashlib.sha256(text.encode()).hexdigest()[:32]
+    """The digest of the full text, 32 hex digits; an abbreviated text carries it."""
+    abbreviated = re.fullmatch(r".*\.\.\. \(in full: ([0-9a-f]{32})\)", text, re.DOTALL)
+    return abbreviated[1] if abbreviated else hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -542,7 +542,7 @@ def test_an_own_error_is_not_hidden_by_a_lost_store(corpus: str) -> None:
     feed = mf.Feed(recipe_of(corpus), mf.Layout(dp=2), 0, rendezvous=lost, micro_batch_size=7)
     with pytest.raises(mf.RecipeError, match="micro_batch_size") as raised:
         next(iter(feed))
-    assert "could not tell the other ranks" in "".join(raised.value.__notes__)
+    assert "could not report this error to the other ranks" in "".join(raised.value.__notes__)
 
 
 def test_a_rank_logs_whom_it_waits_for(

@@ -70,7 +70,7 @@ def test_stages_with_other_items_do_not_train_a_step_to_its_end() -> None:
         told = {got[what][0] for got in (first, last)} - {""}
         assert min(got[what][1] for got in (first, last)) == 1, what
         assert len(told) == 1, (what, told)
-        pattern = r"\(([01]), ([01])\) rank \1 and rank \2 are of data-parallel rank 0.* at step 1: "
+        pattern = r"\(([01]), ([01])\) rank \1 and rank \2 have data-parallel rank 0.* at step 1: "
         assert re.match(pattern, told.pop()), what
 
 

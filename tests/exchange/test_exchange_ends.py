@@ -166,12 +166,12 @@ def crossed(rank: int) -> str:
 def test_equal_exchanges_in_another_order_are_told_apart_by_name() -> None:
     told = world.run(crossed, 2)
     assert told[0] == told[1] and "'train' on rank" in told[0] and "'valid' on rank" in told[0]
-    with pytest.raises(mf.RecipeError, match="name=3: give a text"):
+    with pytest.raises(mf.RecipeError, match="name=3: give a string"):
         exchange_of(0, mf.Layout(), None, name=3)
 
 
 def test_ranks_that_go_on_from_different_steps_are_refused() -> None:
-    assert all("torn" in told for told in world.run(torn, 2))
+    assert all("inconsistent" in told for told in world.run(torn, 2))
 
 
 # -- errors ------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ BAD = {
     "long": ("PlanError", r"rank {r}: item 5: key 'tokens' has 500 tokens, at step 2.*64.*raise capacity"),
     "mixed": ("StoreError", r"rank \d: item \d.*key 'labels' is .*int"),
     "object": ("StoreError", r"rank {r}: item 5: key 'labels' is an array of Python objects"),
-    "reserved": ("StoreError", r"rank {r}: item 5: key 'position_ids' is made from lengths"),
+    "reserved": ("StoreError", r"rank {r}: item 5: key 'position_ids' is computed from lengths"),
     "no item": ("StoreError", r"rank {r}.*the iterator gave int"),
 }
 
@@ -320,7 +320,7 @@ def differing(rank: int, layout: mf.Layout) -> str:
 
 def test_ranks_of_one_replica_must_give_the_same() -> None:
     for told in world.run(differing, 2, mf.Layout(cp=2)):
-        assert told.startswith("rank 0 and rank(s) [1] are of one data-parallel rank")
+        assert told.startswith("rank 0 and rank(s) [1] have one data-parallel rank")
 
 
 def ownerless(rank: int) -> list[str]:

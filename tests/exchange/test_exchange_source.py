@@ -168,9 +168,9 @@ class Anew:
 def test_what_would_be_replayed_or_lost_is_refused() -> None:
     state = state_after(iter(listed()), 2)
     for source, text in (
-        (Anew(), "after 4 elements .* this Anew would begin anew; give an iterator that stands there"),
+        (Anew(), "after 4 elements .* this Anew would start from the beginning"),
         (listed(3), "after 4 elements, and this list has 3"),
-        (Epochs(9), "after 4 elements .* this Epochs would begin anew"),
+        (Epochs(9), "after 4 elements .* this Epochs would start from the beginning"),
     ):
         with exchange_of(source) as exchange, pytest.raises(mf.StateError, match=text):
             exchange.load_state_dict(state)
@@ -179,7 +179,7 @@ def test_what_would_be_replayed_or_lost_is_refused() -> None:
         for _ in range(2):  # nothing was taken between, so it stands there still
             exchange.load_state_dict(state)
         assert [(step.index, elements(step)) for step in exchange] == [(2, [4, 5]), (3, [6])]
-        with pytest.raises(mf.StateError, match="cannot be set back, has given 10"):
+        with pytest.raises(mf.StateError, match="cannot be reset, has given 10"):
             exchange.load_state_dict(state)
 
 
@@ -269,7 +269,7 @@ def test_an_iterator_is_not_set_back_under_its_thread(monkeypatch: pytest.Monkey
         started = [thread for thread in threading.enumerate() if thread not in others]
         threads = [thread for thread in started if thread.name == "meshfeed-prefetch"]
         assert len(threads) == 1
-        with pytest.raises(mf.StateError, match="still at an item"):
+        with pytest.raises(mf.StateError, match="still producing a prefetched item"):
             exchange.load_state_dict(state)
         assert source.live == {"at": 3}
         source.go_on.set()

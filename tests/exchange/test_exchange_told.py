@@ -89,7 +89,7 @@ def unbuilt(rank: int) -> Any:
     ("how", "size", "kind", "text"),
     [
         (uninvited, 4, "RoleError", r"rank 1 has an iterator, but owners=\[0, 2\]"),
-        (misplaced, 2, "LayoutError", "rank 1 of torch.distributed was told rank=5"),
+        (misplaced, 2, "LayoutError", "rank 1 of torch.distributed was given rank=5"),
         (without_device, 2, "RecipeError", "device='cuda:99'"),
         (not_iterable, 2, "RecipeError", r"rank 1: .*generator is a function.*pass what it returns"),
         (unbuilt, 2, "DeliveryError", "rank 1 ended at step 1"),
@@ -167,7 +167,7 @@ LABELLED = [[item() | {"labels": np.arange(6)}]]
         ({"pulls": 0}, mf.RecipeError, "^pulls=0: give a whole number, 1 or more"),
         ({"prefetch": -1}, mf.RecipeError, "^prefetch=-1: give a whole number, 0 or more"),
         ({"timeout_s": 0}, mf.RecipeError, "^timeout_s=0: "),
-        ({"source": 7}, mf.RecipeError, "int is no iterable of items"),
+        ({"source": 7}, mf.RecipeError, "int is not an iterable of items"),
         ({"source": [item(100)]}, mf.PlanError, "item 0: key 'tokens' has 100 tokens, at step 0; .* 64 "),
         (
             {"source": [{"tokens": torch.zeros(1, 10, dtype=torch.int64)}]},
@@ -177,7 +177,7 @@ LABELLED = [[item() | {"labels": np.arange(6)}]]
         (
             {"source": LABELLED, "keys": Keys(SPLIT["tokens"], SPLIT["lables"])},
             mf.StoreError,
-            "key 'labels' has one entry per token and is not declared",
+            "key 'labels' has one entry per token but is not declared",
         ),
         (
             {"source": [{**item(), "lbels": 1.0}], "keys": Keys(SPLIT["tokens"], SPLIT["labels"])},

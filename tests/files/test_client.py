@@ -277,6 +277,6 @@ def test_a_body_shorter_than_what_was_asked_for_is_asked_again() -> None:
         assert Short.num_short == 0 and client.counts.retries == 2
         Short.num_short = 1_000
         once = Client(f"http://127.0.0.1:{server.server_port}", {}, Patience(attempts=2, hedge=False))
-        with pytest.raises(UnavailableError, match="2450 bytes came of 4900"):
+        with pytest.raises(UnavailableError, match="received 2450 of 4900 bytes"):
             once.read("x", 100, 5_000, tag)
         server.shutdown()

@@ -152,7 +152,7 @@ def test_another_user_in_the_leaders_place_is_told_nothing(server: Nginx, tmp_pa
         finally:
             os._exit(code)
     assert os.read(ready, 1) == b"x"
-    with pytest.raises(CacheError, match="a process of another user answers in its leader's place"):
+    with pytest.raises(CacheError, match="a process of another user answers instead of its leader"):
         _ = CachedFile(f"{server.url}/data.bin", cache).size_bytes
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -210,7 +210,7 @@ def test_each_job_reads_with_its_own_credentials_first() -> None:
     with pytest.raises(AccessError):
         one.read(0, 9, "me")
     one.forget("them")
-    with pytest.raises(StoreError, match="nobody has it open"):
+    with pytest.raises(StoreError, match="no client has it open"):
         one.read(0, 9, "me")
 
 

@@ -104,13 +104,13 @@ def test_no_output_of_a_failing_run_shows_a_password(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr(link, "_SAY_EVERY_S", 0.05)
+    monkeypatch.setattr(link, "_LOG_EVERY_S", 0.05)
     said: list[Any] = []
     with Faults(server.url) as faults:
         url, cache = f"{with_user(faults.url)}/c", Cache(tmp_path / "cache")
         faults.plan = lambda number, method, path: Fault(delay_s=0.2)
         store = mf.open(url, cache=cache)
-        assert "waiting for storage since" in caplog.text
+        assert "waiting for storage for" in caplog.text
         said += [repr(store), store.path, repr(store.facts()), repr(Folder(url, cache, {"password": SECRET}))]
         recipe = mf.Recipe(data=store, sequence=mf.Windows(16), batch=mf.Batch(sequences=4), epochs=1)
         said += [repr(recipe), repr(CachedFile(url, cache))]

@@ -91,19 +91,19 @@ ONE = {"tp": [0], "cp": [0], "dp": [0], "pp": [0]}
     [
         ({"tp": [0, 1]}, "no 'cp' group"),
         (ONE | {"dp": []}, "no 'dp' group"),
-        (ONE | {"tp": [0, 1], "dp": [0, 1]}, "meet in 1 ranks|two places"),
-        (ONE | {"tp": [1, 2]}, "meet in 0 ranks"),
-        ({"tp": [0, 1], "cp": [0, 1], "dp": [0, 1], "pp": [0, 1]}, "meet in 2 ranks"),
+        (ONE | {"tp": [0, 1], "dp": [0, 1]}, "share 1 ranks|two cells"),
+        (ONE | {"tp": [1, 2]}, "share 0 ranks"),
+        ({"tp": [0, 1], "cp": [0, 1], "dp": [0, 1], "pp": [0, 1]}, "share 2 ranks"),
         (ONE | {"dp": [0, 2, 3]}, "not evenly spaced"),
-        (ONE | {"tp": [0, 2], "dp": [0, 2, 4][:1], "cp": [0, 2]}, "two places|meet in"),
+        (ONE | {"tp": [0, 2], "dp": [0, 2, 4][:1], "cp": [0, 2]}, "two cells|share"),
         (ONE | {"tp": [0, 2], "dp": [0, 4], "cp": [0, 6]}, None),
-        (ONE | {"tp": [0, 1, 2], "cp": [0, 2]}, "two places|meet in"),
+        (ONE | {"tp": [0, 1, 2], "cp": [0, 2]}, "two cells|share"),
         (ONE | {"tp": [0, 1], "dp": [0, 2], "dp-cp": [0, 3]}, r"dp-cp group \[0, 3\], but .* \[0, 2\]"),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(groups: dict[str, list[int]], told: str | None) -> None:
     if told is None:  # the eight sums of 0 or 2, 4 and 6 hold 6 twice
-        told = "two places"
+        told = "two cells"
     with pytest.raises(mf.LayoutError, match=told):
         mf.Layout.from_groups(groups)
 
@@ -113,7 +113,7 @@ def test_without_process_groups_it_says_what_to_call() -> None:
         mf.Layout.from_megatron()
     with pytest.raises(mf.LayoutError, match="no 'tp'"):
         mf.Layout.from_megatron(SimpleNamespace())
-    with pytest.raises(mf.LayoutError, match="no 'tp' group"):
+    with pytest.raises(mf.LayoutError, match="not in a 'tp' group"):
         mf.Layout.from_megatron(SimpleNamespace(tp=-100, cp=-100, dp=-100, pp=-100))
 
 

@@ -120,7 +120,7 @@ def test_next_to_nothing_beside_a_lot() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: mf.Mixture({"a": A, "b": (B, 1)}), "'a' has no amount and others have"),
+        (lambda: mf.Mixture({"a": A, "b": (B, 1)}), "'a' has no amount, but others have"),
         (lambda: mf.Mixture({"a": (A, 0), "b": (B, 0)}), "above 0"),
         (lambda: mf.Mixture({"a": (A, 1)}).then(3, {"a": 0}), "above 0"),
         (lambda: mf.Mixture({"a": (A, 1), "b": (B, 1)}, by={"a": "repeat"}), "'b' is not named"),

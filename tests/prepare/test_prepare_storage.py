@@ -203,11 +203,11 @@ def test_where_nobody_may_write_is_said_before_the_work(bucket, tmp_path, monkey
     def run(url):
         prepare([path], url, BYTES, engine=Idle(), work=tmp_path / "work")
 
-    with pytest.raises(MissingError, match=r"nowhere.*: no such bucket or container; make it, or look at"):
+    with pytest.raises(MissingError, match=r"nowhere.*: no such bucket or container; create it, or check"):
         run(bucket.root.replace("made", "nowhere") + "/x")
     forbidden = (403, b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>")
     bucket.faults.plan = lambda number, method, path: Fault(answer=forbidden) if method == "PUT" else NOTHING
-    with pytest.raises(AccessError, match=r"refused/manifest\.json: no permission; look at the credentials"):
+    with pytest.raises(AccessError, match=r"refused/manifest\.json: no permission; check the credentials"):
         run(f"{bucket.root}/refused")
     bucket.faults.plan = nothing_wrong
     assert bucket.objects("refused") == {}
@@ -234,7 +234,7 @@ def test_pieces_that_fail_in_passing_are_sent_again(bucket, tmp_path):
         assert told == sorted(told)
         assert len(seen) >= 4, "each piece was refused once"
         bucket.faults.plan = lambda number, method, path: Fault(answer=(503, b""))
-        with pytest.raises(UnavailableError, match=r"gone: not uploaded: .*503.*; see to the storage"):
+        with pytest.raises(UnavailableError, match=r"gone: not uploaded: .*503.*; check the network"):
             writer.upload("gone", tmp_path / "large", told.append)
         bucket.faults.plan = nothing_wrong
         with pytest.raises(MissingError, match="nothing: missing"):
@@ -254,7 +254,7 @@ def test_a_forked_process_is_refused_and_does_not_hang(azure):
         try:
             Writer(azure.root, azure.options)
         except StoreError as error:
-            os._exit(0 if "start it by spawn" in str(error) else 1)
+            os._exit(0 if "start it with spawn" in str(error) else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

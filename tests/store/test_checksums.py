@@ -218,7 +218,7 @@ def test_a_pair_that_others_wrote_anew_is_not_blamed(
     assert run(prefix, "--json") == 0
     assert json.loads(capsys.readouterr().out)["checksums"] == "of another store"
     assert run(prefix, "--verify") == 1
-    assert "where they are newer than it, make it anew" in capsys.readouterr().err
+    assert "where they are newer than it, recreate it" in capsys.readouterr().err
     assert run(prefix, "--write-checksums", "--verify") == 0
 
 
@@ -275,7 +275,7 @@ def test_a_local_file_that_is_written_during_a_run_is_noticed(tmp_path: Path) ->
         store.read(0, 0, 5)
         flip(f"{prefix}.bin", 30_001)
         os.utime(f"{prefix}.bin")  # times tick every few milliseconds
-        with pytest.raises(ChangedError, match=r"c\.bin: was written, or its time"):
+        with pytest.raises(ChangedError, match=r"c\.bin: was written, or its modification time"):
             store.read(0, 0, 5)
 
 

@@ -386,7 +386,7 @@ def test_a_compressed_chunk_is_bounded_and_noticed_when_damaged(tmp_path: Path) 
     made = tensors(documents())
     grows = lit.written(tmp_path / "grows", made, **WHOLE)
     change(grows, lambda i: chunk(i, 1).update(chunk_bytes=chunk(i, 1)["chunk_bytes"] - 1))
-    with pytest.raises(StoreError, match=r"grows beyond the .* bytes that its index declares"):
+    with pytest.raises(StoreError, match=r"exceeds the .* bytes that its index declares"):
         read_all(grows, tmp_path / "cache")
     hurt = lit.written(tmp_path / "hurt", made, **WHOLE)
     victim = hurt / "chunk-0-1.zstd:3.bin"

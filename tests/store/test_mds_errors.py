@@ -108,7 +108,7 @@ def test_nothing_is_made_as_large_as_an_index_claims(tmp_path: Path) -> None:
 def test_a_shard_that_grows_beyond_its_declared_size(tmp_path: Path) -> None:
     folder = written(tmp_path / "mds", compression="zstd:3")
     change(folder, lambda i: shard(i)["raw_data"].update(bytes=shard(i)["raw_data"]["bytes"] - 1))
-    with pytest.raises(StoreError, match=r"grows beyond the .* bytes that its index declares"):
+    with pytest.raises(StoreError, match=r"exceeds the .* bytes that its index declares"):
         read_all(folder, tmp_path / "cache")
 
 

@@ -1,8 +1,8 @@
-"""Items whose lengths are known only once they are read: gather lengths, plan, reroute, pack.
+"""Items whose lengths are known only after reading: gather lengths, plan, reroute, pack.
 
-Read it in this order: `keys` (what an item holds), `items` (items as bytes), `lengths` (who has which),
-`membership` (who exchanges with whom), `routing` (which bytes go where), `group` (two collectives), `steps`
-(the separate calls), and `loop` (the Exchange that calls them), with `item_source` and `delivery`.
+Read in this order: `keys` (what an item holds), `items` (items as bytes), `lengths` (which rank has which
+items), `membership` (which ranks exchange), `routing` (which bytes go where), `group` (two collectives),
+`steps` (the separate calls), and `loop` (the Exchange that calls them), with `item_source` and `delivery`.
 """
 
 from meshfeed.exchange.group import Group

@@ -1,9 +1,9 @@
 """Check that ranks which should receive identical items did.
 
-Exchanges of several pipeline stages or tp ranks plan apart from each other. Plans that differ would train on
-data that do not belong together. So the first member of each exchange publishes a digest of every step in the
-rendezvous store. Nobody waits: the first digest holds, the others compare with it, and one that differs ends
-the job. That exchange was not handed the step, so no rank can finish it.
+Exchanges of several pipeline stages or tp ranks plan independently. If their plans differed, stages would
+train on data that do not belong together. So the first member of each exchange publishes a digest of every
+step in the rendezvous store. No rank waits: the first digest counts, the others compare with it, and a
+difference ends the job before its exchange hands out the step.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from meshfeed.exchange.lengths import LENGTH, GatheredLengths, Report
 from meshfeed.exchange.membership import Membership
 
 Summary = dict[str, list[Any]]
-"""Data-parallel rank -> [rank that gave its items, how many, tokens, digest]; keys as JSON has them."""
+"""Data-parallel rank, as text -> [rank that gave its items, number of items, tokens, digest]."""
 
 
 class Agreement:
     """Compares the steps of one exchange with those of the others.
 
     Args:
-        rank: this one; the first member speaks for its exchange.
+        rank: this rank; the first member represents its exchange.
         membership: its exchange.
-        meeting: how to reach the others; None if there is no way.
+        meeting: how to reach the others; None without a rendezvous store.
     """
 
     def __init__(self, rank: int, membership: Membership, meeting: Meeting | None) -> None:
@@ -67,23 +67,27 @@ def refuse_different(step: int, here: Summary, there: Summary) -> None:
         ours, theirs = here.get(dp_rank), there.get(dp_rank)
         if ours is not None and theirs is not None and ours[1:] != theirs[1:]:
             raise PeerError(
-                f"rank {ours[0]} and rank {theirs[0]} are of data-parallel rank {dp_rank}, but their "
-                f"iterators gave other items at step {step}: {ours[1]} of {ours[2]} tokens, and {theirs[1]} "
-                f"of {theirs[2]}; give both the same items in the same order, or name only one in owners",
+                f"rank {ours[0]} and rank {theirs[0]} have data-parallel rank {dp_rank}, but their "
+                f"iterators gave different items at step {step}: {ours[1]} of {ours[2]} tokens, and "
+                f"{theirs[1]} of {theirs[2]}; give both the same items in the same order, or name only one "
+                f"in owners",
                 (ours[0], theirs[0]),
             )
         if ours is None or theirs is None:
             one, other = (there[dp_rank][0], here) if ours is None else (ours[0], there)
             raise PeerError(
-                f"rank {one} gives items of data-parallel rank {dp_rank}, but none of those that exchange "
-                f"with rank {next(iter(other.values()))[0]} does; give the same data-parallel ranks an "
-                f"iterator in all stages and tp ranks",
+                f"rank {one} gives items of data-parallel rank {dp_rank}, but none of the ranks that "
+                f"exchange with rank {next(iter(other.values()))[0]} does; give the same data-parallel ranks "
+                f"an iterator in all stages and tp ranks",
                 (one,),
             )
 
 
 def _first(store: Any, key: str, text: str, num_speakers: int) -> str:
-    """The first text written under a key. The last speaker to compare with it deletes the key."""
+    """Write a text under a key unless one is there. Returns the first text written.
+
+    The last of the ranks that compare deletes the key.
+    """
     first = store.compare_set(key, "", text).decode()
     if first != text and store.add(f"{key}/compared", 1) == num_speakers - 1:
         store.delete_key(key)

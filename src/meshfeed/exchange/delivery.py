@@ -1,4 +1,4 @@
-"""Exchange and delivery of one run, taken and let go together."""
+"""Exchange and delivery of one run, opened and closed together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from meshfeed.exchange.steps import gather_reports
 
 
 class ExchangeDelivery:
-    """A Delivery that first meets the members of an exchange, where this rank is one.
+    """A Delivery that, on a member of an exchange, first meets the other members.
 
-    All members leave together: one that is interrupted says so in the next gathering of lengths, where the
-    others hear it. So no collective is left half-done.
+    All members leave together: an interrupted member announces the end in the next gathering of lengths. So
+    no collective is left half-done.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ExchangeDelivery:
 
     @property
     def interrupted(self) -> bool:
-        """Whether this rank wants no more."""
+        """Whether `interrupt` was called."""
         return self._interrupted.is_set()
 
     def __enter__(self) -> Self:
@@ -98,7 +98,7 @@ class ExchangeDelivery:
         self._delivery.interrupt()
 
     def over(self) -> None:
-        """The members have been through their last collective; nobody is left to be told."""
+        """Record that the members have finished their last collective."""
         self._is_over = True
 
     def leave(self) -> None:
@@ -107,7 +107,7 @@ class ExchangeDelivery:
         gather_reports(Given(Report(status=END, rows=np.zeros((0, 4), np.int64)), ()), self.group)
 
     def end(self, end: EndOfStream) -> NoReturn:
-        """Members leave: tell the peers that get their items from this one. Raises EndOfStream."""
+        """Members leave: end the delivery to the peers that this rank serves. Raises EndOfStream."""
         self._delivery.interrupt()
         with contextlib.suppress(EndOfStream):
             self._delivery.deliver({}, 0)

@@ -1,4 +1,4 @@
-"""Element types by name: those that NumPy has, and those of torch that travel as plain integers."""
+"""Element types by name: NumPy's, and torch types that are sent as plain integers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CARRIED = {
     "float8_e5m2fnuz": "uint8",
     "float8_e8m0fnu": "uint8",
 }
-"""Types that torch has and NumPy has not -> the integers that hold their bits."""
+"""Types of torch that NumPy lacks -> integers of the same width."""
 
 BYTES = "bytes"
 
 
 def carrier(dtype: str) -> str:
-    """The NumPy name of what holds elements of a type."""
+    """The NumPy type that holds elements of a type."""
     return "uint8" if dtype == BYTES else CARRIED.get(dtype, dtype)
 
 

@@ -1,4 +1,4 @@
-"""The two collectives of an exchange, on bytes of any number."""
+"""The two collectives of an exchange, on any number of bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshfeed.deliver import Traffic
 from meshfeed.errors import PeerError
 from meshfeed.exchange.lengths import Bytes
 
-_SIZE = 8  # before each message stands how long it is
+_SIZE = 8  # bytes of the length in front of each message
 _ROOM = 4096
 _NO_TIMEOUT = timedelta(days=30)
 
@@ -24,10 +24,10 @@ class Group:
     """The members of an exchange.
 
     Args:
-        process_group: a torch ProcessGroup, or a backend of one, that takes tensors on the CPU (gloo); None
-            for a single member, who needs none.
-        patience_s: how long to wait for a member; None for ever, since a dead one is noticed.
-        ranks: the members' global ranks, for the text of errors.
+        process_group: a torch ProcessGroup, or a backend of one, for CPU tensors (gloo); None for a single
+            member.
+        patience_s: how long to wait for a member; None waits without limit, since a dead one is detected.
+        ranks: the members' global ranks, for error messages.
 
     Attributes:
         traffic: counters of this rank.
@@ -53,7 +53,7 @@ class Group:
         self._group, self._closed = process_group, lost
 
     def leave(self) -> None:
-        """Use none any more."""
+        """Stop using the process group."""
         self._group = None
 
     @property
@@ -63,19 +63,19 @@ class Group:
 
     @property
     def member(self) -> int:
-        """This rank's place among them."""
+        """This rank's index among the members."""
         return 0 if self._group is None else int(self._group.rank())
 
     def buffer(self, name: str, num_bytes: int) -> Bytes:
-        """Bytes to fill and send, the same again for the same name; results are never in them."""
+        """A reusable send buffer of this name; results are never in it."""
         if self._kept[name].size < num_bytes:
             self._kept[name] = np.empty(num_bytes * 5 // 4, np.uint8)
         return self._kept[name][:num_bytes]
 
     def all_gather(self, message: bytes) -> list[Bytes]:
-        """Every member's message, in order; one collective where none is much longer than those before.
+        """Every member's message, in order; one collective unless a message is much longer than before.
 
-        The results own their memory. Raises PeerError where a member is gone.
+        The results own their memory. Raises PeerError if a member is lost.
         """
         if self.size == 1:
             return [np.frombuffer(message, np.uint8)]
@@ -83,16 +83,16 @@ class Group:
         rows = self._gather_room(framed)
         sizes = rows[:, :_SIZE].copy().view(np.int64)[:, 0]
         if _SIZE + int(sizes.max()) > self._room:
-            # all see the same sizes, so all make the same room and ask again
+            # all members see the same sizes, so all enlarge the buffer equally and gather again
             self._room = -(-(_SIZE + int(sizes.max()) * 5 // 4) // _ROOM) * _ROOM
             rows = self._gather_room(framed)
         return [row[_SIZE : _SIZE + size].copy() for row, size in zip(rows, sizes.tolist())]
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> Bytes:
-        """What the members send to this one, one after the other, in memory of its own; one collective.
+        """The bytes that members send to this one, concatenated, in new memory; one collective.
 
-        outgoing: what goes to each, one after the other. out_sizes, in_sizes: bytes to and from each member.
-        Raises PeerError where a member is gone.
+        outgoing: the bytes for each member, concatenated. out_sizes, in_sizes: bytes to and from each member.
+        Raises PeerError if a member is lost.
         """
         if self.size == 1:
             return outgoing.copy()
@@ -101,7 +101,7 @@ class Group:
     def _gather_room(self, framed: Bytes) -> Bytes:
         row = self.buffer("row", self._room * self.size).reshape(self.size, self._room)
         row[:, : framed.size] = framed[: self._room]
-        # gloo's all-gather passes a ring, hop after hop; its all-to-all has all members send at once
+        # gloo's all-gather is a ring of sequential hops; in its all-to-all all members send at once
         sizes = [self._room] * self.size
         rows = self.buffer("rows", self._room * self.size)
         return self._collective(row.reshape(-1), sizes, rows, sizes).reshape(self.size, self._room)
@@ -127,13 +127,13 @@ class Group:
         if closed := self._closed():
             which = f"rank {closed[0]}" if len(closed) == 1 else f"ranks {list(closed)}"
             return PeerError(
-                f"{here} {which}: the connection is closed, by its death or by a loop that was left without "
-                f"closing its Exchange (use it in `with`): {broken}",
+                f"{here} {which}: the connection is closed; it died, or left its loop without closing its "
+                f"Exchange (use it in `with`): {broken}",
                 closed,
             )
         others = [rank for member, rank in enumerate(ranks) if member != self.member]
         return PeerError(
-            f"{here} ranks {others}, and one of them is dead, stands still, or has left its loop without "
-            f"closing its Exchange (use it in `with`): {broken}",
+            f"{here} ranks {others}, and one of them died, hangs, or has left its loop without closing its "
+            f"Exchange (use it in `with`): {broken}",
             others,
         )

@@ -1,4 +1,4 @@
-"""Pulling from a user's iterator, step by step, and knowing where it stood after each."""
+"""Pulls items from a user's iterator step by step and records its state after each step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from meshfeed.state import check_seal
 from meshfeed.summary import digest_of
 
 _MOST_BYTES = 2048
-_VERSION = 2  # of a state; 1 had no fingerprint
+_VERSION = 2  # of a state; version 1 had no fingerprint
 
 
 @dataclass(frozen=True, slots=True)
 class _Pulled:
-    """What was pulled for a step, and where the iterator stood thereafter; see `ItemSource.state`."""
+    """The items of a step, and the iterator's state after it; see `ItemSource.state`."""
 
     given: Given
     state: Any
@@ -34,10 +34,10 @@ class _Pulled:
 
 
 class ItemSource:
-    """One rank's iterator. Steps that were pulled ahead and not handed out are kept for the next run.
+    """One rank's iterator. Steps pulled ahead and not handed out are kept for the next run.
 
     Args:
-        source: an iterable of items or lists of items; None gives none.
+        source: an iterable of items or lists of items; None for a rank without one.
         pulls: elements per step.
     """
 
@@ -45,10 +45,10 @@ class ItemSource:
         self._source, self._keys, self._pulls = source, keys, pulls
         self._iterator: Iterator[Any] | None = None
         self._pulled: dict[int, _Pulled] = {}
-        # elements of a step that is not kept yet; its next try begins with them
+        # elements of an unfinished step; a retry begins with them
         self._waiting: list[Any] = []
         self._taken, self._at, self._ended = 0, 0, False
-        self._anew: tuple[int, _Pulled] | None = None
+        self._restarted: tuple[int, _Pulled] | None = None
 
     @property
     def owns(self) -> bool:
@@ -56,15 +56,15 @@ class ItemSource:
         return self._source is not None
 
     def pull(self, step: int, rank: int, wanted: frozenset[str], handed_out: int) -> Given:
-        """What this rank gives to a step; an error of the iterator as a report that tells it.
+        """The items that this rank gives to a step. If the iterator fails, the report carries its error.
 
-        wanted: see `encode`. handed_out: the first step that the loop has not been handed; those before the
-        one before it are forgotten.
+        wanted: see `encode`. handed_out: the first step not handed to the loop; steps before `handed_out` - 1
+        are discarded.
         """
         for old in [old for old in self._pulled if old < min(handed_out, step) - 1]:
             del self._pulled[old]
         if step not in self._pulled:
-            if step - 1 not in self._pulled:  # a loop that is ahead of its first step has not been handed it
+            if step - 1 not in self._pulled:  # keep the state before a run's first step
                 self._pulled[step - 1] = self._now()
             try:
                 given = self._next(rank, wanted)
@@ -76,26 +76,26 @@ class ItemSource:
         return self._pulled[step].given
 
     def restart(self, step: int) -> None:
-        """All iterators have ended before a step: whoever iterates again begins it with them anew."""
+        """All iterators have ended before `step`: iterating again begins it with restarted iterators."""
         self._pulled.pop(step, None)
         self._iterator, self._at, self._ended = None, 0, False
-        self._anew = step, self._now()
+        self._restarted = step, self._now()
 
     def handed_end(self) -> None:
-        """The loop has been handed the end: a state taken now is that of the iterators begun anew.
+        """The loop has received the end: a state taken now is that of the restarted iterators.
 
-        Not before: who runs ahead has met the end sooner than others, and their states must agree.
+        Not earlier: a rank that reads ahead meets the end before others, and their states must agree.
         """
-        if self._anew is not None:
-            step, now = self._anew
+        if self._restarted is not None:
+            step, now = self._restarted
             last = self._pulled.get(step - 1, now)
             self._pulled[step - 1] = replace(now, given=last.given)
 
     def state(self, step: int) -> dict[str, Any]:
-        """The step, and where the iterator stood before it.
+        """The step, and the position of the iterator before it.
 
-        Its own state; items taken so far; elements pulled since it was begun; whether it had ended. The
-        fingerprint is of all but the iterator's own, which need not be plain JSON.
+        iterator: its own state. taken: items so far. pulled: elements since its start. ended: whether it had
+        ended. The fingerprint excludes the iterator's own state, which need not be plain JSON.
         """
         after = self._pulled.get(step - 1) or self._now()
         made = {
@@ -109,7 +109,7 @@ class ItemSource:
         return {**made, "fingerprint": digest_of(_own(made))}
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raises StateError for what `state` did not give, or where this iterator cannot stand there."""
+        """Raises StateError for anything but a result of `state`, or if this iterator cannot resume there."""
         try:
             version, step, taken, pulled, _ = (
                 saved[name] for name in ("version", "step", "taken", "pulled", "ended")
@@ -129,62 +129,62 @@ class ItemSource:
             check_seal(saved, _own(saved))
         if state is not None and not hasattr(self._source, "load_state_dict"):
             raise StateError(
-                f"the state holds an iterator's own, but {type(self._source).__name__} has no "
+                f"the state holds the state of an iterator, but {type(self._source).__name__} has no "
                 f"load_state_dict; give the same kind of iterator"
             )
-        if state is None and self._source is not None and not self._keeps(saved):
+        if state is None and self._source is not None and not self._has_kept(saved):
             self._check_reaches(taken, pulled)
 
-    def _keeps(self, saved: Mapping[str, Any]) -> bool:
-        """Whether all that was pulled since a state is kept, so that an iterator need not go back to it."""
+    def _has_kept(self, saved: Mapping[str, Any]) -> bool:
+        """Whether all steps pulled since a state are kept, so the iterator need not go back to it."""
         after = self._pulled.get(saved["step"] - 1)
         there = after is not None and (after.taken, after.pulled) == (saved["taken"], saved["pulled"])
-        before_end = self._anew is None or saved["step"] < self._anew[0]
+        before_end = self._restarted is None or saved["step"] < self._restarted[0]
         return there and before_end and not _is_indexed(self._source)
 
     def _check_reaches(self, taken: int, pulled: int) -> None:
-        """Whether an iterator that tells no state can be where so much was pulled of it."""
+        """Check that an iterator without a state of its own can continue after `pulled` elements."""
         source: Any = self._source
         kind = type(source).__name__
         if _is_indexed(source):
             if len(source) < pulled:
                 raise StateError(
                     f"the state was taken after {pulled} elements, and this {kind} has {len(source)}; give "
-                    f"the one that it was taken of"
+                    f"the same data"
                 )
         elif not isinstance(source, Iterator) or _has_state(source):
             if not pulled:
                 return
             raise StateError(
-                f"the state was taken after {pulled} elements of an iterator that tells no state, and this "
-                f"{kind} would begin anew; give an iterator that stands there, or one with state_dict and "
-                f"load_state_dict"
+                f"the state was taken after {pulled} elements of an iterator without a state_dict, and this "
+                f"{kind} would start from the beginning; give an iterator that is already at that position, "
+                f"or one with state_dict and load_state_dict"
             )
-        elif (self._iterator or self._anew) and (taken, pulled) != (self._taken, self._at):
+        elif (self._iterator or self._restarted) and (taken, pulled) != (self._taken, self._at):
             raise StateError(
-                f"the state was taken after {taken} items, and this {kind}, which cannot be set back, has "
-                f"given {self._taken}; give a new Exchange one that stands there, or one with state_dict and "
-                f"load_state_dict"
+                f"the state was taken after {taken} items, and this {kind}, which cannot be reset, has given "
+                f"{self._taken}; give a new Exchange an iterator that is already at that position, or one "
+                f"with state_dict and load_state_dict"
             )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Stand where a checked state was taken. Nobody may be pulling."""
-        if saved["iterator"] is None and self._keeps(saved):
+        """Resume at a checked state. No thread may be pulling."""
+        if saved["iterator"] is None and self._has_kept(saved):
             return
         if saved["iterator"] is not None:
             self._source.load_state_dict(copy.deepcopy(saved["iterator"]))  # type: ignore
-        self._iterator, self._pulled, self._waiting, self._anew = None, {}, [], None
+        self._iterator, self._pulled, self._waiting, self._restarted = None, {}, [], None
         self._taken, self._at, self._ended = saved["taken"], saved["pulled"], bool(saved["ended"])
 
     def _now(self) -> _Pulled:
-        """Where the iterator stands after the last step that was kept."""
+        """The iterator's state after the last step that was kept."""
         return _Pulled(nothing(), _state_of(self._source), self._taken, self._at, self._ended)
 
     def _next(self, rank: int, wanted: frozenset[str]) -> Given:
         if self._source is None:
             return nothing()
         if self._iterator is None:
-            self._iterator = _begun(self._source, self._at)
+            self._iterator = _iterator_of(self._source, self._at)
         while len(self._waiting) < self._pulls and not self._ended:
             try:
                 self._waiting.append(next(self._iterator))
@@ -199,7 +199,7 @@ def _own(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_indexed(source: Any) -> bool:
-    """Whether it is a list or a data set, which any element can be asked of, and tells no state."""
+    """Whether it is a list or an indexed dataset, without a state of its own."""
     return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not _has_state(source)
 
 
@@ -207,25 +207,26 @@ def _has_state(source: Any) -> bool:
     return hasattr(source, "state_dict") or hasattr(source, "load_state_dict")
 
 
-def _begun(source: Any, at: int) -> Iterator[Any]:
-    """Its elements; of one that can be asked for any, from `at` on. Raises RecipeError where it has none."""
+def _iterator_of(source: Any, at: int) -> Iterator[Any]:
+    """An iterator over the elements; of an indexed source, from `at` on. Raises RecipeError for other
+    types."""
     if _is_indexed(source) and (at or not hasattr(source, "__iter__")):
-        return (source[place] for place in range(at, len(source)))
+        return (source[index] for index in range(at, len(source)))
     if callable(source) and not hasattr(source, "__iter__"):
         name: str = getattr(source, "__name__", type(source).__name__)
         raise RecipeError(f"{name} is a function, not an iterator; pass what it returns: {name}(...)")
     if not hasattr(source, "__iter__") and not hasattr(source, "__getitem__"):
-        raise RecipeError(f"{type(source).__name__} is no iterable of items; pass an iterator, or a list")
+        raise RecipeError(f"{type(source).__name__} is not an iterable of items; pass an iterator or a list")
     return iter(cast(Iterable[Any], source))
 
 
 def _state_of(source: Any) -> Any:
-    """Its own copy: many iterators hand out the very dict that they go on changing."""
+    """A copy of its state: many iterators return a dict that they keep changing."""
     return copy.deepcopy(source.state_dict()) if hasattr(source, "state_dict") else None
 
 
 def _items_in(elements: Iterable[Any]) -> int:
-    """How many items these are, up to the first that is none."""
+    """How many items these are, up to the first invalid element."""
     count = 0
     with contextlib.suppress(StoreError):
         for element in elements:
@@ -238,5 +239,5 @@ def _failed(error: Exception, rank: int, step: int, taken: int) -> Given:
     if not cause.text.startswith("rank "):
         text = f"rank {rank}: its iterator failed at step {step}, after {taken} items: {cause.text}"
         cause = ErrorRecord(cause.kind, text, cause.ranks)
-    told = cause.encode(_MOST_BYTES)
-    return Given(Report(status=ERROR, rows=np.zeros((0, 4), np.int64), cause=told), (), error)
+    encoded = cause.encode(_MOST_BYTES)
+    return Given(Report(status=ERROR, rows=np.zeros((0, 4), np.int64), cause=encoded), (), error)

@@ -1,4 +1,4 @@
-"""Users' items -> bytes, and arrays back -> tensors of every type that torch has."""
+"""Items of a user's iterator -> bytes; arrays -> tensors of any torch type."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from meshfeed.store.mapped import plain
 
 _Kinds = tuple[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[tuple[str, str, int], ...]]  # of a Schema
 _NOTHING = np.zeros(0, np.uint8)
-_LOOKED_AT = (
-    64  # numbers of an item that its digest is made of: all would cost what a checksum of the batch does
-)
-# complex ones go by way of `plain`, which resolves what torch keeps as a flag
+_SAMPLED = 64  # numbers of an item in its digest: all of them would cost as much as a checksum of the batch
+# complex types go through `plain`, which resolves torch's lazy conjugation
 _NAME_OF_TYPE = {
     getattr(torch, name): name
     for name in (*NUMBERS, *CARRIED)
@@ -39,9 +37,9 @@ class Given:
     """The items that one rank gives to a step.
 
     Attributes:
-        report: what the others must know of them.
-        encoded: their bytes, views of what the user gave as far as possible.
-        error: why there are none; what the report tells is the rest of the job's version of it.
+        report: the lengths and schemas that all members need.
+        encoded: their bytes; views of the user's arrays where possible.
+        error: the exception that prevented them; the report carries its message for the other ranks.
     """
 
     report: Report
@@ -58,16 +56,16 @@ def encode(
     wanted: frozenset[str] | None = None,
     rank: int = 0,
 ) -> Given:
-    """Measure some items, and take them apart into bytes.
+    """Measure items and encode them as bytes.
 
-    first: number of the first one. ended: whether no more will come. wanted: the declared keys that any
-    receiver needs; None for all. rank: whose items they are, for the text of errors.
-    Raises StoreError naming rank, item and key: without the length key, of an unequal number of tokens, of
-    another type than declared, or of none that can travel.
+    first: number of the first item. ended: whether these are the last. wanted: the declared keys that any
+    receiver needs; None for all. rank: the rank that gives them, for error messages.
+    Raises StoreError naming rank, item and key if the length key is missing, keys differ in their number of
+    tokens, or a type is not the declared one or cannot be sent.
     """
     rows: list[tuple[int, int, int, int]] = []
     schemas: dict[_Kinds, int] = {}
-    orders: dict[tuple[str, ...], list[tuple[str, Field | None]]] = {}  # few: most items have the same keys
+    orders: dict[tuple[str, ...], list[tuple[str, Field | None]]] = {}  # most items have the same keys
     encoded: list[Encoded] = []
     declared, content = keys.by_name(), 0
     for number, item in enumerate(items, first):
@@ -81,18 +79,19 @@ def encode(
         content = zlib.crc32(_some_of(tokens), content)
         rows.append((its_bytes.length, valid, its_bytes.rest.size, schemas.setdefault(kinds, len(schemas))))
     table = np.array(rows, np.int64).reshape(len(rows), 4)
-    told = tuple(Schema(*kinds) for kinds in schemas)
-    report = Report(first=first, rows=table, schemas=told, ended=ended, content=content)
+    distinct = tuple(Schema(*kinds) for kinds in schemas)
+    report = Report(first=first, rows=table, schemas=distinct, ended=ended, content=content)
     return Given(report, tuple(encoded))
 
 
 def nothing() -> Given:
-    """What a rank without an iterator gives."""
+    """The items of a rank without an iterator."""
     return Given(Report(rows=np.zeros((0, 4), np.int64), owns=False), ())
 
 
 def elements_of(element: Any) -> list[Mapping[str, Any]]:
-    """What an iterator gave, as a list of items. Raises StoreError for neither an item nor several."""
+    """An iterator's element as a list of items. Raises StoreError for anything but an item or a list of
+    them."""
     if isinstance(element, Mapping):
         return [cast(Mapping[str, Any], element)]
     if isinstance(element, Sequence) and all(issubclass(kind, Mapping) for kind in set(map(type, element))):
@@ -105,9 +104,9 @@ def elements_of(element: Any) -> list[Mapping[str, Any]]:
 def _order_of(
     names: tuple[str, ...], declared: Mapping[str, Field], wanted: frozenset[str] | None
 ) -> list[tuple[str, Field | None]]:
-    """The keys that travel, of an item that has these, and how they are declared."""
+    """The keys of an item that are sent, and how they are declared."""
     if not all(isinstance(name, str) for name in names):
-        raise StoreError(f"keys {list(names)} are not all text; name them")
+        raise StoreError(f"keys {list(names)} are not all of type str; use names")
     unwanted = frozenset[str]() if wanted is None else declared.keys() - wanted
     return [(name, declared.get(name)) for name in sorted(names) if name not in unwanted]
 
@@ -118,13 +117,13 @@ def _encoded(
     for name in (keys.length, keys.valid):
         if name is not None and item.get(name) is None:
             there = sorted(str(each) for each, value in item.items() if value is not None)
-            raise StoreError(f"key {name!r} is missing, there are only {there}; give it in every item")
+            raise StoreError(f"key {name!r} is missing, the item has only {there}; give it in every item")
     length_value = value_of(keys.length, item[keys.length])
     if length_value[1].ndim != 1:
         raise StoreError(
-            f"key {keys.length!r} has shape {length_value[1].shape}, and what tells the length has one "
-            f"dimension; give a dict for each sequence (do not collate), or name a key with one number per "
-            f"token as Keys(..., length=...)"
+            f"key {keys.length!r} has shape {length_value[1].shape}, but the key that gives the length has "
+            f"one dimension; give a dict for each sequence (do not collate), or name a key with one number "
+            f"per token as Keys(..., length=...)"
         )
     length = length_value[1].size
     split: list[tuple[str, str, tuple[int, ...]]] = []
@@ -137,21 +136,21 @@ def _encoded(
         if value is None:
             continue
         if name in RESERVED:
-            raise StoreError(f"key {name!r} is made from lengths; leave it out, or name yours otherwise")
+            raise StoreError(f"key {name!r} is computed from lengths; leave it out or rename it")
         dtype, array = length_value if name == keys.length else value_of(name, value)
         if field is not None and field.dtype not in (ANY, dtype):
-            raise StoreError(f"key {name!r} is {dtype}, declared {field.dtype}; make them one")
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # of a view, such as x[::2] or x.T
+            raise StoreError(f"key {name!r} is {dtype}, declared {field.dtype}; make them equal")
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # copies a view such as x[::2] or x.T
         if field is not None and field.split:
             if dtype == BYTES or array.shape[:1] != (length,):
                 has = f"{array.shape[0]} tokens" if array.ndim else "a single number"
                 has = "bytes" if dtype == BYTES else has
-                raise StoreError(f"key {name!r} has {has}, {keys.length!r} {length} tokens; make them agree")
+                raise StoreError(f"key {name!r} has {has}, {keys.length!r} {length} tokens; make them equal")
             split.append((name, dtype, array.shape[1:]))
             entries.append(flat)
         elif field is None and name in USUAL and array.shape[:1] == (length,):
             raise StoreError(
-                f"key {name!r} has one entry per token and is not declared, so nobody would cut it; add "
+                f"key {name!r} has one entry per token but is not declared, so it would not be split; add "
                 f"Field(name={name!r}, dtype={dtype!r}, split=True) to Keys, or the plain name for a list"
             )
         else:
@@ -164,7 +163,7 @@ def _encoded(
 
 
 def value_of(name: str, value: Any) -> tuple[str, Array]:
-    """(type, array that holds the bits) of a value. Raises StoreError for what cannot travel."""
+    """(type, array that holds the bits) of a value. Raises StoreError for values that cannot be sent."""
     if isinstance(value, torch.Tensor):
         dtype = _NAME_OF_TYPE.get(value.dtype)
         if dtype is not None and value.layout == torch.strided:
@@ -172,7 +171,7 @@ def value_of(name: str, value: Any) -> tuple[str, Array]:
             bits = value if carried is None else value.detach().resolve_neg().view(carried)
             return dtype, bits.numpy(force=True)
         value = value.detach().cpu()
-    elif isinstance(value, np.ndarray) and value.dtype.name in CARRIED:  # of the package ml_dtypes
+    elif isinstance(value, np.ndarray) and value.dtype.name in CARRIED:  # from the ml_dtypes package
         return value.dtype.name, value.view(carrier(value.dtype.name))
     made = plain(value)
     if isinstance(made, Refused):
@@ -181,29 +180,29 @@ def value_of(name: str, value: Any) -> tuple[str, Array]:
 
 
 def _some_of(tokens: Array) -> bytes:
-    """Evenly spaced numbers of an item, the last one among them."""
-    return tokens[:: -max(tokens.size // _LOOKED_AT, 1)].tobytes()
+    """Evenly spaced numbers of an item, including the last one."""
+    return tokens[:: -max(tokens.size // _SAMPLED, 1)].tobytes()
 
 
 def num_nonzero(value: Any) -> int:
-    """Entries other than zero."""
-    if isinstance(value, np.ndarray):  # torch takes none of negative strides
+    """Number of nonzero entries."""
+    if isinstance(value, np.ndarray):  # torch refuses negative strides
         return int(np.count_nonzero(value))
     return int(torch.count_nonzero(torch.as_tensor(value)))
 
 
 def tensor_of(array: Array, dtype: str) -> torch.Tensor:
-    """An array's tensor, of the type whose bits it holds."""
-    return seen_as(torch.from_numpy(array), dtype)
+    """The tensor of type `dtype` whose bits an array holds."""
+    return viewed_as(torch.from_numpy(array), dtype)
 
 
-def seen_as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The same bits as another type, where NumPy could not hold that."""
+def viewed_as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    """The same bits viewed as a type that NumPy lacks."""
     return tensor.view(getattr(torch, dtype)) if dtype in CARRIED else tensor
 
 
 def bits_of(value: float, dtype: str) -> Any:
-    """A number of some type, as a NumPy scalar that has its bits."""
+    """A NumPy scalar with the bits of a number of type `dtype`."""
     if dtype not in CARRIED:
         return np.array(value).astype(dtype)
     return torch.tensor([value], dtype=getattr(torch, dtype)).view(getattr(torch, carrier(dtype))).numpy()[0]

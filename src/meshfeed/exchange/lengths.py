@@ -1,12 +1,12 @@
-"""Who has which items, and how large they are: exact integers, gathered once a step.
+"""Which member has which items, and their sizes: exact integers, gathered once a step.
 
-Each member reports on its own items in one message:
+Each member reports its own items in one message:
 
     0   eight int64: magic, status, items, number of the first, owns, ended, bytes of the text, content
-    64  a row of int64 per item: length, loss-bearing tokens, bytes beside its tokens, schema
+    64  a row of int64 per item: length, loss-bearing tokens, bytes of its unsplit keys, schema
         text: its schemas as JSON, or the cause of an error
 
-A *schema* is what an item's keys are: names, types and shapes, as far as items have them in common.
+A *schema* describes an item's keys: names, types, and the dimensions that items share.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ class Schema:
 
     @cached_property
     def entry_bytes(self) -> tuple[int, ...]:
-        """Bytes that one token has of each split key."""
+        """Bytes of one token of each split key."""
         return tuple(int(np.prod(shape)) * item_bytes(dtype) for _, dtype, shape in self.split)
 
     @classmethod
-    def from_json(cls, told: Any) -> Self:
-        """Read what `json.dumps` of the two attributes gives."""
-        split, rest = told
+    def from_json(cls, parsed: Any) -> Self:
+        """A schema from parsed JSON of its two attributes."""
+        split, rest = parsed
         return cls(
             tuple((str(name), str(dtype), tuple(int(n) for n in shape)) for name, dtype, shape in split),
             tuple((str(name), str(dtype), int(ndim)) for name, dtype, ndim in rest),
         )
 
 
-# All members tell the same, step after step.
+# usually equal for all members and steps
 @lru_cache(maxsize=64)
 def _text_of(schemas: tuple[Schema, ...]) -> bytes:
     return json.dumps([[schema.split, schema.rest] for schema in schemas], separators=(",", ":")).encode()
@@ -71,22 +71,22 @@ def _text_of(schemas: tuple[Schema, ...]) -> bytes:
 
 @lru_cache(maxsize=64)
 def _schemas_of(text: bytes) -> tuple[Schema, ...]:
-    told: Any = json.loads(text)
-    return tuple(Schema.from_json(each) for each in told)
+    parsed: Any = json.loads(text)
+    return tuple(Schema.from_json(each) for each in parsed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one member tells.
+    """One member's message about its items.
 
     Attributes:
-        status: ITEMS; ERROR where it could not pull, and ends; END where its loop wants no more.
+        status: ITEMS; ERROR if it could not pull and ends; END if its loop has ended.
         first: number of its first item of this step, counted from the start of its iterator.
-        rows: length, loss-bearing tokens, bytes beside tokens, schema of each item; int64 [n, 4].
-        schemas: what the last column counts.
+        rows: length, loss-bearing tokens, bytes of unsplit keys, schema of each item; int64 [n, 4].
+        schemas: those that the last column refers to.
         owns: whether it has an iterator.
-        ended: whether that has come to its end.
-        content: a digest of what the items are, from some of the numbers of their length key.
+        ended: whether the iterator is exhausted.
+        content: a digest of the items, from some of the numbers of their length key.
         cause: an encoded `deliver.ErrorRecord`, under ERROR.
     """
 
@@ -101,13 +101,13 @@ class Report:
 
     @property
     def digest(self) -> str:
-        """What must be equal where others give the same items: lengths, loss-bearing tokens, content, end."""
+        """Equal for members that give the same items: lengths, loss-bearing tokens, content, end."""
         measured = np.ascontiguousarray(self.rows[:, [LENGTH, VALID]]).tobytes()
-        told = f"{self.first} {self.ended} {self.content} {zlib.crc32(measured):x}"
-        return f"{zlib.crc32(told.encode()):08x}"
+        text = f"{self.first} {self.ended} {self.content} {zlib.crc32(measured):x}"
+        return f"{zlib.crc32(text.encode()):08x}"
 
     def encode(self) -> bytes:
-        """The message."""
+        """The report as a message."""
         text = self.cause if self.status == ERROR else _text_of(self.schemas)
         head = [
             _MAGIC,
@@ -123,7 +123,7 @@ class Report:
 
     @classmethod
     def decode(cls, message: Bytes) -> tuple[Self, int]:
-        """The report at the start of some bytes, and where it ends. Raises DeliveryError."""
+        """The report at the start of some bytes, and its size. Raises DeliveryError."""
         try:
             magic, status, count, first, owns, ended, size, content = (
                 message[:_HEADER].view(np.int64).tolist()
@@ -138,7 +138,7 @@ class Report:
                 raise ValueError(f"{len(schemas)} schemas")
         except (ValueError, TypeError, RecursionError) as foreign:
             raise DeliveryError(
-                f"no report of lengths ({foreign}); is every rank of one version?"
+                f"not a report of lengths ({foreign}); do all ranks run one version?"
             ) from foreign
         cause = text if status == ERROR else b""
         return cls(
@@ -155,17 +155,17 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredLengths:
-    """The items of a step, those of data-parallel rank 0 first.
+    """The items of a step, ordered by data-parallel rank.
 
     Attributes:
-        lengths, valid: tokens, and those that bear loss, of each item; int64 [n].
-        rest_bytes: bytes of each item beside its split keys; int64 [n].
-        schema: which of `schemas` each item has; int64 [n].
-        schemas: without repetition.
-        draws: where each item is from: data-parallel rank, 0, number in its iterator.
+        lengths, valid: tokens and loss-bearing tokens of each item; int64 [n].
+        rest_bytes: bytes of each item's unsplit keys; int64 [n].
+        schema: index of each item's schema in `schemas`; int64 [n].
+        schemas: the distinct schemas.
+        draws: origin of each item: data-parallel rank, 0, number in its iterator.
         holders: members that hold the items of each data-parallel rank.
         short: data-parallel ranks whose iterator could not fill its part of the step.
-        num_owners: data-parallel ranks with an iterator.
+        num_owners: number of data-parallel ranks with an iterator.
     """
 
     lengths: Longs
@@ -183,21 +183,21 @@ class GatheredLengths:
 
     @property
     def ended(self) -> bool:
-        """Whether no iterator has more."""
+        """Whether all iterators are exhausted."""
         return len(self.short) == self.num_owners
 
     @property
     def token_bytes(self) -> Longs:
-        """Bytes of one token of each item, all its split keys together; int64 [n]."""
+        """Bytes of one token of each item, over all split keys; int64 [n]."""
         each = np.array([sum(schema.entry_bytes) for schema in self.schemas] or [0], np.int64)
         return each[self.schema]
 
     @classmethod
     def of(cls, reports: Sequence[Report], membership: Membership) -> Self:
-        """Put the members' reports together.
+        """Combine the members' reports.
 
-        Raises PeerError where members of one data-parallel rank report different items, StoreError where a
-        key is not of one type in all items, RoleError where no member has an iterator.
+        Raises PeerError if members of one data-parallel rank report different items, StoreError if a key has
+        different types in different items, RoleError if no member has an iterator.
         """
         holders = membership.holders([report.owns for report in reports])
         schemas: dict[Schema, int] = {}
@@ -207,11 +207,11 @@ class GatheredLengths:
                 continue
             report = reports[members[0]]
             _refuse_different(reports, members, membership)
-            places = np.array(
+            schema_of = np.array(
                 [schemas.setdefault(schema, len(schemas)) for schema in report.schemas], np.int64
             )
             number = report.first + np.arange(len(report.rows))
-            parts.append((report.rows, places[report.rows[:, SCHEMA]], number, dp_rank))
+            parts.append((report.rows, schema_of[report.rows[:, SCHEMA]], number, dp_rank))
         rows = np.concatenate([part[0] for part in parts])
         gathered = cls(
             lengths=rows[:, LENGTH].copy(),
@@ -237,35 +237,35 @@ class GatheredLengths:
         keys = [(*schema.split, *schema.rest) for schema in self.schemas]
         return frozenset(name for schema in keys for name, _, _ in schema)
 
-    def item(self, place: int, membership: Membership) -> str:
-        """An item in words."""
-        dp_rank = int(self.draws.source[place])
+    def item(self, index: int, membership: Membership) -> str:
+        """An item, for error messages."""
+        dp_rank = int(self.draws.source[index])
         rank = membership.ranks[self.holders[dp_rank][0]]
-        return f"rank {rank}: item {self.draws.index[place]}"
+        return f"rank {rank}: item {self.draws.index[index]}"
 
 
 def _refuse_different(reports: Sequence[Report], members: tuple[int, ...], membership: Membership) -> None:
     first, *others = members
-    told = reports[first].encode()
-    differ = [membership.ranks[member] for member in others if reports[member].encode() != told]
+    expected = reports[first].encode()
+    differ = [membership.ranks[member] for member in others if reports[member].encode() != expected]
     if differ:
         raise PeerError(
-            f"rank {membership.ranks[first]} and rank(s) {differ} are of one data-parallel rank, but their "
-            f"iterators gave items of other lengths, keys or tokens; give all its ranks the same items, or "
-            f"only one of them an iterator",
+            f"rank {membership.ranks[first]} and rank(s) {differ} have one data-parallel rank, but their "
+            f"iterators gave items of different lengths, keys or tokens; give them the same items, or only "
+            f"one of them an iterator",
             differ,
         )
 
 
 def _refuse_mixed(gathered: GatheredLengths, membership: Membership) -> None:
     seen: dict[str, tuple[Any, int]] = {}
-    for place, schema in enumerate(gathered.schemas):
+    for index, schema in enumerate(gathered.schemas):
         kinds: list[tuple[str, Any]] = [(name, (dtype, list(shape))) for name, dtype, shape in schema.split]
         kinds += [(name, (dtype,)) for name, dtype, _ in schema.rest]
         for name, kind in kinds:
-            other, at = seen.setdefault(name, (kind, place))
+            other, at = seen.setdefault(name, (kind, index))
             if other != kind:
-                here, there = (int(np.flatnonzero(gathered.schema == p)[0]) for p in (place, at))
+                here, there = (int(np.flatnonzero(gathered.schema == p)[0]) for p in (index, at))
                 raise StoreError(
                     f"{gathered.item(here, membership)}: key {name!r} is {kind}, but {other} in "
                     f"{gathered.item(there, membership)}; give it one type in all items of a step"

@@ -1,7 +1,7 @@
-"""A user's own iterator on every rank of an N-D-parallel job: lengths gathered, planned, rerouted, delivered.
+"""A user's own iterator on every rank of an N-D-parallel job: gather lengths, plan, reroute, deliver.
 
-The way of an item is `Exchange._made`: pull, gather, plan, reroute, deliver, build, place. From the plan
-on, all is what a `Feed` does with lengths from an index, by the same functions.
+`Exchange._made` is the path of an item: pull, gather, plan, reroute, deliver, build, place. From the plan on,
+it calls the same functions as a `Feed` with lengths from an index.
 """
 
 from __future__ import annotations
@@ -37,54 +37,53 @@ from meshfeed.source import StepSource
 from meshfeed.stepping import GlobalBatch
 
 Uneven = Literal["drain", "drop", "error"]
-"""drain: who has come to an end gives nothing more; the steps go on, smaller, until all have.
-drop: the first step that some iterator cannot fill is the end; what was pulled for it is told in `left_over`.
+"""drain: continue with smaller steps until all iterators are exhausted.
+drop: end at the first step that an iterator cannot fill; `left_over` counts the items pulled for it.
 error: iterators that end in different steps are an error."""
 
 
 class Exchange(StepSource[ExchangeDelivery]):
-    """One rank's view of what iterators of data-parallel ranks give; lengths are known only once they are
-    read.
+    """Microbatches from iterators of the data-parallel ranks, whose lengths are known only after reading.
 
-    Every rank makes one with equal arguments but for its iterator. Step by step, each owner of an iterator
-    pulls its items; all learn their lengths, plan, and send each item to where the plan has it. Equal items
-    in equal order make the very microbatches that a `Feed` makes of them.
+    Every rank makes an Exchange with equal arguments, except its iterator. In each step, each owner of an
+    iterator pulls its items. All ranks learn the lengths, plan, and send each item to the ranks of the plan.
+    The same items in the same order make the same microbatches as a `Feed`.
 
-    Use it in a `with`: a loop that is left by `break` keeps its place for the next one, and its peers wait
-    for that, until the `with` ends or `close` lets them go. A loop after the end of another begins a new
-    round of what can be iterated again, such as a list, and steps go on counting; a generator has no more.
+    Use it in a `with`. A loop left by `break` keeps its position for the next loop, and its peers wait for
+    that until the `with` ends or `close` is called. After the end, iterating again restarts a list; a
+    generator is exhausted. Step numbers continue.
 
     Args:
-        iterator: what this rank gives: an iterable of items (see `Keys`) or of lists of them; None where it
-            gives none. Ranks of one data-parallel rank that all have one must give the same items; their
-            lengths and some of their numbers are compared every step.
-        layout: where the ranks stand; None for one process.
+        iterator: an iterable of items (see `Keys`) or of lists of items; None for a rank without one. If
+            several ranks of one data-parallel rank have one, they must give the same items; lengths and
+            some of the numbers are compared every step.
+        layout: None for one process.
         rank: this process's global rank; None asks torch.distributed, then the launcher.
         packing: how items become microbatches.
         keys: what items hold.
         pulls: elements of its iterator, items or lists, that each owner pulls for a step.
-        uneven: what becomes of iterators that do not end together; see `Uneven`.
-        owners: the ranks that have an iterator, such as tp rank 0 of the first and last stage; the others
-            get theirs by `delivery` from one of them, as do owners that another one can serve. None where
-            each rank that needs items has its own, and nothing is delivered.
-        delivery: how, "broadcast", "share", "tree" or "auto"; without owners, "direct".
-        name: tells it from another with equal arguments, so that ranks which begin them in different orders
+        uneven: what to do when iterators end at different steps; see `Uneven`.
+        owners: the ranks that have an iterator, such as tp rank 0 of the first and last stage. The other
+            ranks, and owners that another one can serve, get their items by `delivery`. None: each rank
+            that needs items has its own iterator, and nothing is delivered.
+        delivery: "broadcast", "share", "tree" or "auto"; without owners, "direct".
+        name: distinguishes exchanges with equal arguments, so that ranks which begin them in different orders
             are refused.
-        prefetch: microbatches made ahead on a thread, which then pulls from the iterator; 0 pulls when a
-            step is asked for, on the caller's thread.
+        prefetch: microbatches made ahead by a thread, which then pulls from the iterator; 0 pulls on the
+            caller's thread when a step is requested.
 
     The other arguments are those of a `Feed`.
 
     Attributes:
-        left_over: data-parallel rank -> items that were pulled and are in no step; under uneven="drop", at
-            the end.
+        left_over: data-parallel rank -> items that were pulled but are in no step; set at the end under
+            uneven="drop".
 
-    A microbatch's `draws` tell data-parallel rank (`source`) and number in its iterator (`index`) of each
-    item. An item without a token is in no microbatch, whatever else it holds; a step's `stats["empty"]` names
-    it as (data-parallel rank, 0, number). Errors are MeshfeedErrors, the same on every rank: DeliveryError
-    where an iterator raises (its own error is the cause, on its own rank), StoreError for an item that cannot
-    be, PlanError for one that is too long, RoleError where nobody has an iterator or one is not asked for,
-    PeerError for a lost rank and for ranks whose items differ and must not, VerifyError by `verify`.
+    A microbatch's `draws` hold the data-parallel rank (`source`) and number in its iterator (`index`) of each
+    item. An item without tokens is in no microbatch, whatever else it holds; a step's `stats["empty"]` lists
+    it as (data-parallel rank, 0, number). Errors are MeshfeedErrors, the same on every rank: DeliveryError if
+    an iterator raises (on its own rank, the iterator's error is the cause), StoreError for an invalid item,
+    PlanError for one that is too long, RoleError if no rank has an iterator or an iterator is unused,
+    PeerError for a lost rank or ranks whose items differ, VerifyError by `verify`.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Exchange(StepSource[ExchangeDelivery]):
         super().__init__(
             layout,
             rank,
-            name="(exchange)",  # all ranks wait for each other, so they begin all exchanges in one order
+            name="(exchange)",  # ranks wait for each other, so all of them begin all exchanges in one order
             delivery=delivery,
             device=device,
             stage_map=stage_map,
@@ -144,29 +143,28 @@ class Exchange(StepSource[ExchangeDelivery]):
         }
         self.left_over: dict[int, int] = {}
         self._puller = ItemSource(iterator, self._keys, pulls)
-        self._at_rest = threading.Event()  # no producer is in the iterator
-        self._at_rest.set()
+        self._idle = threading.Event()  # set while no producer uses the iterator
+        self._idle.set()
 
-    # -- what this rank is ----------------------------------------------------------------------------
+    # -- this rank's role -----------------------------------------------------------------------------
 
     @cached_property
     def roles(self) -> Roles:
-        """Every rank's role. Raises RoleError where its owners cannot serve all ranks."""
+        """Every rank's role. Raises RoleError if the owners cannot serve all ranks."""
         try:
             return super().roles
         except RoleError as unserved:
             if self._readers is None:
                 raise
             raise RoleError(
-                f"owners={sorted(self._readers)} do not serve all ranks: a delivery goes to ranks of the "
-                f"owner's own data-parallel rank alone (under 'share' of its node, under 'dynamic_cp' of its "
-                f"cp rank); name an owner for each, whose iterator may be None, or give every rank its own "
-                f"and owners=None"
+                f"owners={sorted(self._readers)} do not serve all ranks: an owner delivers only to its own "
+                f"data-parallel rank (under 'share' on its node, under 'dynamic_cp' to its cp rank); name an "
+                f"owner for each, whose iterator may be None, or give every rank its own and owners=None"
             ) from unserved
 
     @cached_property
     def role(self) -> Role:
-        """This rank's role. Raises RoleError where it has an iterator that nobody asks for."""
+        """This rank's role. Raises RoleError if it has an iterator that is not used."""
         if self._puller.owns and self._readers is not None and self.rank not in self._readers:
             raise RoleError(
                 f"rank {self.rank} has an iterator, but owners={sorted(self._readers)}; name it, or pass None"
@@ -175,7 +173,7 @@ class Exchange(StepSource[ExchangeDelivery]):
         if self._puller.owns and self._readers is None and not role.reads:
             raise RoleError(
                 f"rank {self.rank} has an iterator, but would get its items from rank {role.source} by "
-                f"{self.delivery!r}; name the ranks that have one as `owners`, or pass None there"
+                f"{self.delivery!r}; list the ranks that have one in `owners`, or pass None here"
             )
         return role
 
@@ -185,7 +183,7 @@ class Exchange(StepSource[ExchangeDelivery]):
 
     @property
     def _origin(self) -> str:
-        return "its own iterator has not given it; look at what the iterator waits for"
+        return "its own iterator has not returned it; check what the iterator waits for"
 
     @property
     def _compared(self) -> Sequence[str]:
@@ -200,7 +198,7 @@ class Exchange(StepSource[ExchangeDelivery]):
 
     @cached_property
     def _membership(self) -> Membership:
-        """The exchange that this rank takes part in, or gets its items from."""
+        """The exchange that this rank is a member of, or gets its items from."""
         source = self.role.source
         membership = Membership.of(self.layout, self.roles, self.rank if source is None else source)
         if membership is None:
@@ -217,28 +215,28 @@ class Exchange(StepSource[ExchangeDelivery]):
     # -- the training loop's side ---------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The first step that was not handed out whole (see `Feed.state_dict`), and the iterator's own state.
+        """The first step that was not fully handed out (see `Feed.state_dict`), and the iterator's own state.
 
-        That is its `state_dict()` where it has one, as it was after the last item before that step. It
-        differs from rank to rank and is good under the same layout.
+        The latter is the iterator's `state_dict()`, if it has one, after the last item before that step. It
+        differs between ranks and is valid for the same layout.
         """
         return self._puller.state(self._step)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a state was taken; iterate anew afterwards.
+        """Resume at a state; then start a new loop.
 
-        An iterator without `load_state_dict` must be handed over standing there. Raises StateError for what
-        `state_dict` did not give, and where the iterator does not return from its current item; it is
-        not touched then.
+        An iterator without `load_state_dict` must already be at that position. Raises StateError for anything
+        but a result of `state_dict`, or if the iterator does not return from its current item; the iterator
+        is unchanged then.
         """
         self._puller.check(state_dict)
         self._stop()
-        if not self._at_rest.is_set():
+        if not self._idle.is_set():
             raise StateError(
-                f"rank {self.rank}: the iterator is still at an item that was asked for ahead, and cannot be "
-                f"set back under it; load the state again once it has returned"
+                f"rank {self.rank}: the iterator is still producing a prefetched item and cannot be reset; "
+                f"load the state again once it has returned"
             )
-        self._puller.check(state_dict)  # again: it may have run on to its end before it stopped
+        self._puller.check(state_dict)  # again: it may have reached its end before it stopped
         self._puller.load(state_dict)
         self._next_step, self._loaded = state_dict["step"], True
 
@@ -258,24 +256,24 @@ class Exchange(StepSource[ExchangeDelivery]):
     def _items(
         self, start: int, delivery: ExchangeDelivery, placer: Placer, clock: StageClock
     ) -> Iterator[Item]:
-        self._at_rest = at_rest = threading.Event()
-        at_rest.set()
-        return _telling(self._made(start, delivery, placer, clock), at_rest)
+        self._idle = idle = threading.Event()
+        idle.set()
+        return _with_idle_event(self._made(start, delivery, placer, clock), idle)
 
     def _made(
         self, start: int, delivery: ExchangeDelivery, placer: Placer, clock: StageClock
     ) -> Iterator[Item]:
-        """The way of every item, from the iterator to the device."""
+        """The path of every item, from the iterator to the device."""
         meter, step, ended = Meter([], delivery.group.traffic, delivery.traffic), start, False
         while not ended:
-            told, planned = None, None
+            message, planned = None, None
             if self.role.reads:
-                told, planned = self._exchanged(step, delivery, clock)
+                message, planned = self._exchanged(step, delivery, clock)
             with clock.stage("deliver"):
-                columns = delivery.deliver(told, 0)
-            if told is None:
+                columns = delivery.deliver(message, 0)
+            if message is None:
                 with clock.stage("plan"):
-                    planned = self._told(step, columns)
+                    planned = self._received(step, columns)
             if planned is None:
                 break
             batch, received = planned
@@ -292,7 +290,7 @@ class Exchange(StepSource[ExchangeDelivery]):
     def _exchanged(
         self, step: int, delivery: ExchangeDelivery, clock: StageClock
     ) -> tuple[Columns, tuple[GlobalBatch, Received] | None]:
-        """A step among the members: what peers must be told; the plan and the bytes, None at the end."""
+        """A step among the members: the message for the peers; the plan and the bytes, None at the end."""
         try:
             if delivery.interrupted:
                 delivery.leave()
@@ -306,11 +304,11 @@ class Exchange(StepSource[ExchangeDelivery]):
             with clock.stage("plan"):
                 gathered = GatheredLengths.of(reports, self._membership)
             served = reports if self.role.peers else ()
-            told = np.frombuffer(b"".join(report.encode() for report in served), np.uint8)
+            message = np.frombuffer(b"".join(report.encode() for report in served), np.uint8)
             if self._is_end(gathered):
                 delivery.over()
                 delivery.agreement.check(step, gathered, reports)
-                return {"reports": told}, None
+                return {"reports": message}, None
             with clock.stage("plan"):
                 batch = self._plan(gathered, step)
             with clock.stage("exchange"):
@@ -319,23 +317,22 @@ class Exchange(StepSource[ExchangeDelivery]):
                 )
                 if gathered.ended:
                     delivery.over()
-                delivery.agreement.check(
-                    step, gathered, reports
-                )  # last, so that no collective is left half-done
+                # last, so that no collective is left half-done
+                delivery.agreement.check(step, gathered, reports)
         except EndOfStream as end:
             delivery.end(end)
         except Exception as error:
             delivery.fail(error, 0)
             raise
-        return {"reports": told, "data": received.data}, (batch, received)
+        return {"reports": message, "data": received.data}, (batch, received)
 
-    def _told(self, step: int, columns: Columns) -> tuple[GlobalBatch, Received] | None:
-        """The same on a rank that another one serves, out of what that one has delivered."""
+    def _received(self, step: int, columns: Columns) -> tuple[GlobalBatch, Received] | None:
+        """The same on a rank that another one serves, from the message that was delivered."""
         membership, at = self._membership, 0
         reports: list[Report] = []
-        told = cast(Bytes, np.asarray(columns["reports"]))
-        while at < told.size:
-            report, size = Report.decode(told[at:])
+        message = cast(Bytes, np.asarray(columns["reports"]))
+        while at < message.size:
+            report, size = Report.decode(message[at:])
             reports.append(report)
             at += size
         gathered = GatheredLengths.of(reports, membership)
@@ -363,11 +360,11 @@ class Exchange(StepSource[ExchangeDelivery]):
         )
 
     def _made_plan(self, gathered: GatheredLengths) -> StepPlan | None:
-        """The plan, where it is not left to the planner."""
+        """A finished plan; None calls the planner."""
         return None
 
     def _is_end(self, gathered: GatheredLengths) -> bool:
-        """Whether this is no step but the end. Raises RecipeError where iterators must not end like this."""
+        """Whether this is the end and not a step. Raises RecipeError if uneven="error" forbids this end."""
         if self._uneven == "error" and gathered.short and not gathered.ended:
             first = self._membership.ranks[gathered.holders[gathered.short[0]][0]]
             raise RecipeError(
@@ -390,13 +387,13 @@ def _check_kinds(**given: tuple[object, type]) -> None:
 
 
 def _not_again() -> Digests:
-    raise DeliveryError("an iterator gives its items once, so they cannot be read again")
+    raise DeliveryError("an iterator gives each item once, so items cannot be read again")
 
 
-def _telling(items: Iterator[Item], at_rest: threading.Event) -> Iterator[Item]:
-    """The same items; the event is clear from when the first is asked for until their making has ended."""
-    at_rest.clear()
+def _with_idle_event(items: Iterator[Item], idle: threading.Event) -> Iterator[Item]:
+    """The same items; clears the event while they are being produced."""
+    idle.clear()
     try:
         yield from items
     finally:
-        at_rest.set()
+        idle.set()

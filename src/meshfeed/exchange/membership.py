@@ -1,4 +1,4 @@
-"""Who exchanges with whom, and for which places each of them takes. Pure."""
+"""Which ranks exchange items, and which dp_cp ranks each of them serves. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Membership:
 
     Attributes:
         ranks: their global ranks.
-        served: the dp_cp ranks that each takes for: itself and those that get theirs from it. Each dp_cp
-            rank is served by one member, all of a member's are of one data-parallel rank.
+        served: the dp_cp ranks that each member receives items for: its own and those it delivers to. Each
+            dp_cp rank is served by one member; all of a member's belong to one data-parallel rank.
         cp: the layout's context-parallel size.
-        speakers: the first member of each exchange of the same items, this one's among them: those of
-            several stages or tp ranks are not in one.
+        speakers: the first member of each exchange of the same items, including this one. Different stages
+            or tp ranks are in different exchanges.
     """
 
     ranks: tuple[int, ...]
@@ -34,48 +34,48 @@ class Membership:
 
     @classmethod
     def all_of(cls, ranks: Sequence[int], *, cp: int = 1) -> Self:
-        """Every dp_cp rank is a member and takes for itself. ranks: their global ranks, in that order."""
+        """Every dp_cp rank is a member and serves itself. ranks: their global ranks, in that order."""
         return cls(tuple(ranks), tuple((at,) for at in range(len(ranks))), cp)
 
     @classmethod
     def of(cls, layout: Layout, roles: Roles, rank: int) -> Self | None:
-        """The exchange that a rank is a member of; None where it gets its items from another.
+        """The exchange that a rank is a member of; None if it gets its items from another rank.
 
-        Readers that serve the same places (those of several pipeline stages, say) are in exchanges of their
-        own, and each exchange covers all places. Raises RoleError where readers cannot be matched so.
+        Readers that serve the same dp_cp ranks, such as those of several pipeline stages, are in different
+        exchanges; each exchange covers all dp_cp ranks. Raises RoleError if readers cannot be matched so.
         """
         if not roles[rank].reads:
             return None
         coords = layout.coords(roles.ranks)
-        place = coords[:, 2].astype(np.int64) * layout.cp + coords[:, 1]
+        dp_cp_rank = coords[:, 2].astype(np.int64) * layout.cp + coords[:, 1]
         served: dict[int, set[int]] = {}
-        for source, at in zip(roles.source.tolist(), place.tolist()):
+        for source, at in zip(roles.source.tolist(), dp_cp_rank.tolist()):
             served.setdefault(source, set()).add(at)
         served.pop(-1, None)
         readers_of: dict[tuple[int, ...], list[int]] = {}
         for reader in sorted(served):
             readers_of.setdefault(tuple(sorted(served[reader])), []).append(reader)
-        places = sorted(readers_of)
-        covered = sorted(at for each in places for at in each)
+        groups = sorted(readers_of)
+        covered = sorted(at for each in groups for at in each)
         counts = {len(readers) for readers in readers_of.values()}
         if covered != list(range(layout.dp * layout.cp)) or len(counts) > 1:
             raise RoleError(
-                f"the ranks that own iterators cannot exchange: they serve the places {places} of "
+                f"the ranks that own iterators cannot exchange: they serve the dp_cp ranks {groups} of "
                 f"{layout.dp * layout.cp}, each by {sorted(counts)} of them; let the same tp and pp of every "
                 f"dp and cp own one, or choose delivery 'broadcast'"
             )
         turn = readers_of[tuple(sorted(served[rank]))].index(rank)
-        ranks = tuple(readers_of[each][turn] for each in places)
-        return cls(ranks, tuple(places), layout.cp, tuple(readers_of[places[0]]))
+        ranks = tuple(readers_of[each][turn] for each in groups)
+        return cls(ranks, tuple(groups), layout.cp, tuple(readers_of[groups[0]]))
 
     def dp_rank(self, member: int) -> int:
-        """The data-parallel rank that a member is of."""
+        """The data-parallel rank of a member."""
         return self.served[member][0] // self.cp
 
     def holders(self, owns: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
         """The members that hold the items of each data-parallel rank.
 
-        owns: whether each member has an iterator. Raises RoleError where none has.
+        owns: whether each member has an iterator. Raises RoleError if none has.
         """
         if not any(owns):
             raise RoleError(
@@ -88,8 +88,8 @@ class Membership:
                 held[self.dp_rank(member)].append(member)
         return tuple(map(tuple, held))
 
-    def member_of_place(self) -> npt.NDArray[np.int64]:
-        """The member that takes for each dp_cp rank; int64 [num_ranks]."""
+    def member_of_dp_cp(self) -> npt.NDArray[np.int64]:
+        """The member that serves each dp_cp rank; int64 [num_ranks]."""
         members = np.zeros(sum(map(len, self.served)), np.int64)
         for member, served in enumerate(self.served):
             members[list(served)] = member
@@ -101,9 +101,9 @@ class Membership:
         dp_ranks: npt.NDArray[np.integer],
         members: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.int64]:
-        """Who sends the items of some data-parallel ranks to some members; int64, the shape of both.
+        """The member that sends the items of each of `dp_ranks` to each of `members`; int64, of their shape.
 
-        The holder of the same cp, where there is one for each.
+        It is the holder with the same cp rank if every cp rank has one.
         """
         counts = np.array([len(held) for held in holders])
         table = np.zeros((counts.size, max(counts.max(initial=1), 1)), np.int64)

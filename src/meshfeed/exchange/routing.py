@@ -1,8 +1,8 @@
-"""Which bytes of which item go where, and where they lie on arrival. Pure.
+"""Which bytes of which item go where, and their offsets on arrival. Pure.
 
-A *piece* is what one member takes of one row of the plan: all that is beside the item's tokens, then of
+A *piece* is the part of one row of the plan that one member receives: the keys that are not split, then of
 each split key the tokens that the member's ranks hold. Both sides compute the same pieces from the gathered
-lengths and the plan, so only their bytes are sent, each member's in the order of its microbatches.
+lengths and the plan. So only their bytes are sent, each member's in the order of its microbatches.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Encoded:
     """An item as bytes.
 
     Attributes:
-        rest: all that is beside its tokens.
+        rest: the keys that are not split.
         split: each split key, in the order of its schema; uint8 [tokens x bytes of an entry].
-        length: its tokens.
+        length: in tokens.
     """
 
     rest: Bytes
@@ -41,13 +41,13 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shipment:
-    """Pieces, member by member, microbatch by microbatch, in the order of the packs.
+    """Pieces, ordered by member, microbatch and position in the pack.
 
     Attributes:
         item: index of each piece's item in the gathered lengths; int64 [n].
-        source, member: who sends it, and who takes it; int64 [n].
-        microbatch: in which it is; int64 [n].
-        start, stop: its token ranges of the item, some of them empty; int64 [n, runs].
+        source, member: its sender and its receiver; int64 [n].
+        microbatch: int64 [n].
+        start, stop: its token ranges in the item, some of them empty; int64 [n, runs].
         num_bytes: of each; int64 [n].
     """
 
@@ -71,9 +71,9 @@ class Shipment:
         member: int,
         split: CpSplit | None,
     ) -> Self:
-        """All that a member takes, sources one after the other on arrival.
+        """All pieces that a member receives; on arrival they are ordered by source.
 
-        split: how context parallelism cuts; None takes rows whole.
+        split: how context parallelism splits rows; None leaves them whole.
         """
         served = np.zeros(plan.num_ranks + 1, np.int64)
         served[np.array(membership.served[member]) + 1] = 1
@@ -91,7 +91,7 @@ class Shipment:
         member: int,
         split: CpSplit | None,
     ) -> Self:
-        """All that a member sends."""
+        """All pieces that a member sends."""
         holds = np.array([member in held for held in gathered.holders])
         mine = holds[gathered.draws.source[plan.sequence]]
         rows = np.flatnonzero((plan.microbatch >= 0) & mine)
@@ -130,21 +130,21 @@ class Shipment:
         return (self.stop - self.start).sum(axis=1)
 
     def sizes(self, members: Longs, num_members: int) -> list[int]:
-        """Bytes by source, or by member."""
+        """Total bytes for each value of `members`: of `source` or `member`."""
         sums = np.zeros(num_members, np.int64)
         np.add.at(sums, members, self.num_bytes)
         return sums.tolist()
 
     def offsets(self) -> Longs:
-        """Where each piece lies on arrival; int64 [n]."""
+        """Byte offset of each piece on arrival; int64 [n]."""
         offset, order = np.empty_like(self.num_bytes), np.argsort(self.source, kind="stable")
         offset[order] = np.cumsum(self.num_bytes[order]) - self.num_bytes[order]
         return offset
 
     def tokens_at(self, pieces: Longs, first: Longs) -> Longs:
-        """How many tokens a piece has before token `first` of its item, which it has; int64 [n].
+        """Number of tokens in a piece before token `first` of its item, which the piece holds; int64 [n].
 
-        pieces: places in this shipment; int64 [n].
+        pieces: indices into this shipment; int64 [n].
         """
         start, stop = self.start[pieces], self.stop[pieces]
         sizes = stop - start
@@ -155,16 +155,16 @@ class Shipment:
 
 
 def takers(plan: StepPlan, membership: Membership, rows: Longs) -> tuple[Longs, Longs]:
-    """(row, member) for every member that takes some of these rows, by member, microbatch and row."""
+    """(row, member) for every member that receives some of these rows, by member, microbatch and row."""
     size = plan.cp_size[rows].astype(np.int64)
     row = np.repeat(rows, size)
-    place = np.arange(row.size) - np.repeat(np.cumsum(size) - size, size)
-    member = membership.member_of_place()[plan.first_rank[row] + place]
+    index = np.arange(row.size) - np.repeat(np.cumsum(size) - size, size)
+    member = membership.member_of_dp_cp()[plan.first_rank[row] + index]
     order = np.lexsort((row, plan.microbatch[row], member))
     row, member = row[order], member[order]
-    fresh = np.ones(row.size, bool)  # a member that serves several ranks of the group takes a row once
-    fresh[1:] = (row[1:] != row[:-1]) | (member[1:] != member[:-1])
-    return row[fresh], member[fresh]
+    is_first = np.ones(row.size, bool)  # a member that serves several ranks of the group takes a row once
+    is_first[1:] = (row[1:] != row[:-1]) | (member[1:] != member[:-1])
+    return row[is_first], member[is_first]
 
 
 def ranges_of(
@@ -172,7 +172,7 @@ def ranges_of(
 ) -> tuple[Longs, Longs]:
     """The real tokens of each row that a member's ranks hold: start and stop, int64 [n, runs].
 
-    Those of `plan.slices_of`, for rows of any packs at once.
+    The same as `plan.slices_of`, for rows of many packs at once.
     """
     lengths = plan.lengths[rows]
     if split is None or (plan.cp_size[rows] == 1).all():
@@ -195,9 +195,9 @@ def ranges_of(
 
 
 def _padding(plan: StepPlan, *, whole: bool) -> tuple[Longs, Longs, Longs]:
-    """Of each row: its padded tokens, where it begins in what is cut into chunks, and the tokens of that.
+    """Of each row: its padded tokens, its start in the unit that is cut into chunks, and the unit's tokens.
 
-    whole: packs are cut, not rows.
+    whole: the unit is a pack, not a row.
     """
     placed = np.flatnonzero(plan.microbatch >= 0)
     order = placed[np.lexsort((placed, plan.first_rank[placed], plan.microbatch[placed]))]
@@ -222,11 +222,11 @@ def _padding(plan: StepPlan, *, whole: bool) -> tuple[Longs, Longs, Longs]:
 
 
 def write_pieces(buffer: Bytes, shipment: Shipment, encoded: Mapping[int, Encoded]) -> None:
-    """Lay out what one member sends, receiver by receiver. encoded: items by index in the lengths."""
+    """Write what one member sends, receiver by receiver. encoded: items by index in the lengths."""
     parts = [buffer[:0]]
     rows = zip(shipment.item.tolist(), shipment.start.tolist(), shipment.stop.tolist())
-    for place, starts, stops in rows:
-        item = encoded[place]
+    for index, starts, stops in rows:
+        item = encoded[index]
         if item.rest.size:
             parts.append(item.rest)
         if starts == [0] and stops == [item.length]:
@@ -240,9 +240,9 @@ def write_pieces(buffer: Bytes, shipment: Shipment, encoded: Mapping[int, Encode
 
 
 def read_rest(data: Bytes, ndims: Sequence[int], sizes: Sequence[int]) -> list[tuple[tuple[int, ...], Bytes]]:
-    """(shape, bytes) of each key beside the tokens of a piece.
+    """(shape, bytes) of each key of a piece that is not split.
 
-    data: the piece, of which they are the beginning. ndims, sizes: dimensions of each, bytes of an element.
+    data: the piece, which starts with them. ndims, sizes: dimensions and bytes of an element of each key.
     """
     at, values = 8 * sum(ndims), list[tuple[tuple[int, ...], Bytes]]()
     dims = data[:at].copy().view(np.int64).tolist()

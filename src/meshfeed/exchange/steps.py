@@ -1,6 +1,6 @@
 """The steps of an exchange as separate calls: gather lengths, plan, reroute, pack.
 
-A framework that keeps its own loop uses them one by one; `Exchange` is nothing but their sequence.
+A framework with its own loop calls them one by one; `Exchange` calls them in sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import PlanError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier, item_bytes
 from meshfeed.exchange.group import Group
-from meshfeed.exchange.items import Given, bits_of, seen_as, tensor_of
+from meshfeed.exchange.items import Given, bits_of, tensor_of, viewed_as
 from meshfeed.exchange.keys import ANY, Keys
 from meshfeed.exchange.lengths import END, ERROR, Bytes, GatheredLengths, Report
 from meshfeed.exchange.membership import Membership
@@ -36,9 +36,9 @@ _OTHERS = "(keys that are not declared)"
 
 
 def gather_reports(given: Given, group: Group) -> list[Report]:
-    """What every member reports; one collective. given: this one's.
+    """Every member's report; one collective. given: this member's items.
 
-    Raises the error that a member reports, EndOfStream with the members that want no more.
+    Raises the error that a member reports, or EndOfStream with the members that have ended.
     """
     reports = [Report.decode(message)[0] for message in group.all_gather(given.report.encode())]
     for each in reports:
@@ -50,9 +50,9 @@ def gather_reports(given: Given, group: Group) -> list[Report]:
 
 
 def gather_lengths(given: Given, membership: Membership, group: Group) -> GatheredLengths:
-    """Who has which items, and how long they are: one collective, exact integers.
+    """Which member has which items, and their lengths: one collective, exact integers.
 
-    given: this rank's own, by `encode`. Raises MeshfeedErrors; see `GatheredLengths.of`.
+    given: this rank's items, from `encode`. Raises MeshfeedErrors; see `GatheredLengths.of`.
     """
     return GatheredLengths.of(gather_reports(given, group), membership)
 
@@ -68,10 +68,10 @@ def plan(
     length: str = "tokens",
     made: StepPlan | None = None,
 ) -> GlobalBatch:
-    """Which item goes where: a pure function, equal on every rank, and that of a Feed for the same lengths.
+    """Plan which item goes where: a pure function, equal on every rank and to a Feed's for the same lengths.
 
-    made: the plan, where it is not left to the planner. length: the key that told the lengths, for the text
-    of errors. Raises PlanError naming rank, item and key.
+    made: a finished plan; None calls the planner. length: the key that gave the lengths, for error messages.
+    Raises PlanError naming rank, item and key.
     """
     most, longest = room_of(packing, dp=layout.dp, cp=layout.cp).longest, int(gathered.lengths.max(initial=0))
     if packing.oversize == "error" and longest > most:
@@ -90,7 +90,7 @@ def plan(
     if packing.oversize == "truncate" and made.oversize.size and (gathered.valid != gathered.lengths).any():
         raise PlanError(
             f"{gathered.item(int(made.oversize[0]), membership)} is cut to {lengths.max()} tokens, and "
-            f"its loss-bearing tokens are known of the whole only; cut it in the iterator, or set "
+            f"only its total of loss-bearing tokens is known; cut it in the iterator, or set "
             f"oversize='split' or 'drop'"
         )
     valid = gathered.valid if (gathered.valid != gathered.lengths).any() else None
@@ -107,12 +107,12 @@ def plan(
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What one member has of a step.
+    """The part of a step that one member has received.
 
     Attributes:
-        gathered, shipment: what it is.
-        data: its bytes, one source after the other; uint8 [n].
-        offsets: where each piece of the shipment lies in them; int64 [n].
+        gathered, shipment: what the data are.
+        data: the bytes, ordered by source; uint8 [n].
+        offsets: byte offset of each piece of the shipment in `data`; int64 [n].
     """
 
     gathered: GatheredLengths
@@ -125,11 +125,11 @@ class Received:
         object.__setattr__(self, "offsets", self.shipment.offsets())
 
     def rows(self, microbatch: int) -> Longs:
-        """Places in the shipment of a microbatch's pieces, in the order of its pack; int64 [k]."""
+        """Indices into the shipment of a microbatch's pieces, in the order of its pack; int64 [k]."""
         return np.flatnonzero(self.shipment.microbatch == microbatch)
 
     def begins(self, name: str) -> tuple[Longs, int]:
-        """Where in `data` a split key begins in each piece, -1 where it is not; and bytes of one entry."""
+        """Offset in `data` of a split key in each piece, -1 if absent; and the bytes of one entry."""
         if name not in self._begins:
             self._begins[name] = self._begins_of(name)
         return self._begins[name]
@@ -147,7 +147,7 @@ class Received:
         return np.where(prefix < 0, -1, begin), entry
 
     def rest(self, piece: int) -> list[tuple[str, str, Array | bytes]]:
-        """(name, type, value) of every key of a piece that is not split; arrays of their own."""
+        """(name, type, value) of every unsplit key of a piece; copies."""
         its, gathered = self.shipment, self.gathered
         schema = gathered.schemas[int(gathered.schema[its.item[piece]])]
         if not schema.rest:
@@ -164,7 +164,7 @@ class Received:
         ]
 
     def items(self, microbatch: int) -> list[tuple[int, dict[str, torch.Tensor | bytes]]]:
-        """(index in the gathered lengths, item) of a microbatch: what was rerouted of what its owner gave."""
+        """(index in the gathered lengths, item) of a microbatch, with the tokens that were rerouted here."""
         rows, its = self.rows(microbatch), self.shipment
         found = [(int(its.item[row]), dict[str, torch.Tensor | bytes]()) for row in rows]
         types = {
@@ -192,14 +192,14 @@ def reroute(
     *,
     split: CpSplit | None = "zigzag",
 ) -> Received:
-    """Send every item, or its slices, to where the plan has it: one collective on one buffer, for all keys.
+    """Send every item, or its slices, to the ranks of the plan: one collective and one buffer for all keys.
 
-    split: how context parallelism cuts; None sends rows whole to each rank of a cp group.
+    split: how context parallelism splits rows; None sends whole rows to each rank of a cp group.
     """
     member = group.member
     coming = Shipment.to(gathered, step_plan, membership, member, split)
     if not gathered.rest_bytes.any() and not (gathered.token_bytes * gathered.lengths).any():
-        return Received(gathered, coming, np.zeros(0, np.uint8))  # nobody needs a byte, and all know it
+        return Received(gathered, coming, np.zeros(0, np.uint8))  # no member needs a byte, and all know it
     going = Shipment.by(gathered, step_plan, membership, member, split)
     out_sizes = going.sizes(going.member, group.size)
     mine = np.array([member in held for held in gathered.holders])[gathered.draws.source]
@@ -222,8 +222,8 @@ def pack(
 ) -> list[Microbatch]:
     """The microbatches of one rank, from what its member has received.
 
-    split: as it was rerouted. names: the fields to make; None for all. placer: where to; None leaves them
-    here.
+    split: as in `reroute`. names: the fields to make; None for all. placer: the target device; None for host
+    memory.
     """
     placer = placer or OnHost()
     made: list[Microbatch] = []
@@ -233,7 +233,7 @@ def pack(
 
 
 def portions(batch: GlobalBatch, layout: Layout, rank: int, split: CpSplit) -> list[Portion]:
-    """What one rank works on, microbatch by microbatch."""
+    """One rank's portion of each microbatch."""
     coord = layout.coord(rank)
     at = coord.dp * layout.cp + coord.cp
     return portions_of(
@@ -258,7 +258,7 @@ def packed(
 ) -> tuple[list[Microbatch], Any]:
     """The one microbatch of a portion on its device, and the placer's ticket for it.
 
-    digester: is told the fields, under the names of `compared`.
+    digester: receives the fields, under the names of `compared`.
     """
     types: dict[str, str] = {}
     arrays = fields_of_pack(received, portion, keys, names, placer.allocate, types)
@@ -277,22 +277,22 @@ def fields_of_pack(
     allocate: Allocate,
     types: dict[str, str],
 ) -> Arrays:
-    """The fields of a portion's one pack; see `Keys`. types: filled with the type of each key's numbers."""
+    """The fields of a portion's one pack; see `Keys`. types: receives the type of each key."""
     gathered = received.gathered
     rows = received.rows(portion.microbatches.start)
     split_keys = {name: (dtype, shape) for schema in gathered.schemas for name, dtype, shape in schema.split}
     types |= {name: dtype for name, (dtype, _) in split_keys.items()}
     types |= {name: dtype for schema in gathered.schemas for name, dtype, _ in schema.rest}
     own = Pieces.of(portion)
-    places = _Places.of(portion, own, rows, received.shipment)
+    runs = _TokenRuns.of(portion, own, rows, received.shipment)
     arrays: Arrays = {}
     for key in keys.declared:
         if not key.split or (names is not None and key.name not in names):
             continue
         dtype, shape = split_keys.get(key.name, (key.dtype, ()))
-        if dtype != ANY:  # else no item of the step has it, and nobody said what it would be
+        if dtype != ANY:  # otherwise no item of the step has it and its type is unknown
             out = allocate((1, own.num_tokens, *shape), carrier(dtype))
-            _fill(out, bits_of(key.pad, dtype), key.name, received, places)
+            _fill(out, bits_of(key.pad, dtype), key.name, received, runs)
             arrays[key.name] = out
     arrays |= _rest(received, rows, keys, names)
     every = [each.name for each in PLAN_FIELDS]
@@ -300,14 +300,14 @@ def fields_of_pack(
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Where a rank's own real tokens lie, run by run: in the shipment, and in its pack.
+class _TokenRuns:
+    """A rank's own real tokens as runs, located in the shipment and in its pack.
 
     Attributes:
         piece: of the shipment; int64 [n].
         before: tokens of that piece before the run; int64 [n].
-        at, size: the run's first place in the pack, and its tokens; int64 [n].
-        num_tokens: of the pack, padding included.
+        at, size: the run's start in the pack, and its tokens; int64 [n].
+        num_tokens: of the pack, including padding.
     """
 
     piece: Longs
@@ -317,7 +317,7 @@ class _Places:
     num_tokens: int
 
     @classmethod
-    def of(cls, portion: Portion, own: Pieces, rows: Longs, shipment: Shipment) -> _Places:
+    def of(cls, portion: Portion, own: Pieces, rows: Longs, shipment: Shipment) -> _TokenRuns:
         """rows: the pieces of the portion's pack, in its order."""
         slices, some = own.own, np.flatnonzero(own.real > 0)
         sequence = slices.sequence[some]
@@ -326,22 +326,22 @@ class _Places:
         return cls(piece, shipment.tokens_at(piece, first), at, own.real[some], own.num_tokens)
 
 
-def _fill(out: Array, pad: Any, name: str, received: Received, places: _Places) -> None:
-    """The own tokens of a split key, of the sequences that have it; `pad` elsewhere."""
+def _fill(out: Array, pad: Any, name: str, received: Received, runs: _TokenRuns) -> None:
+    """Fill a split key with the rank's own tokens of sequences that have it, and with `pad` elsewhere."""
     begins, entry = received.begins(name)
-    begins = begins[places.piece]
-    size = np.where(begins < 0, 0, places.size)
-    if int(size.sum()) < places.num_tokens:
+    begins = begins[runs.piece]
+    size = np.where(begins < 0, 0, runs.size)
+    if int(size.sum()) < runs.num_tokens:
         out[:] = pad
-    begin, to, size = begins + places.before * entry, places.at * entry, size * entry
-    # slices of memoryviews are half the price of an array's, and there are many short ones
+    begin, to, size = begins + runs.before * entry, runs.at * entry, size * entry
+    # slicing a memoryview costs half as much as slicing an array, and there are many short runs
     whole, data = out.reshape(-1).view(np.uint8).data, received.data.data
     for a, b, c, d in zip(to.tolist(), (to + size).tolist(), begin.tolist(), (begin + size).tolist()):
         whole[a:b] = data[c:d]
 
 
 def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str] | None) -> dict[str, Any]:
-    """One value per sequence of every key that is not split."""
+    """One value per sequence of every unsplit key."""
     declared = keys.by_name()
     values: dict[str, list[Any]] = {
         key.name: [None] * rows.size
@@ -357,7 +357,7 @@ def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str] | No
 
 
 def compared(keys: Keys) -> list[str]:
-    """What digests are made of: the declared fields, all others together, and those that lengths decide."""
+    """Names for digests: the declared fields, all others together, and the fields computed from lengths."""
     return [*(field.name for field in keys.declared), _OTHERS, *(field.name for field in PLAN_FIELDS)]
 
 
@@ -378,8 +378,8 @@ def _retyped(fields: Any, types: dict[str, str]) -> dict[str, Value]:
     return {
         name: value
         if name not in types
-        else seen_as(value, types[name])
+        else viewed_as(value, types[name])
         if isinstance(value, torch.Tensor)
-        else [seen_as(each, types[name]) if isinstance(each, torch.Tensor) else each for each in value]
+        else [viewed_as(each, types[name]) if isinstance(each, torch.Tensor) else each for each in value]
         for name, value in fields.items()
     }

@@ -1,9 +1,9 @@
-"""Files, here or far away: bytes at random places, each fetched once per node.
+"""Local and remote files: bytes at random offsets, each fetched once per node.
 
-Start at byte_file, the contract. local is a file of this machine. cached is a remote object in the node's
-cache: it asks the leader through link, and reads what the table says is there. The leader (leader, and fetch
-and shelf below it) is a light process of its own, which alone reads from storage (client); writer is for
-whoever writes there. Nothing here imports torch.
+Start at byte_file, the interface. local is a file on this machine. cached is a remote object in the node's
+cache: it sends requests to the leader through link, and reads the blocks that the table marks valid. The
+leader (leader, with fetch and shelf) is a light process; only it reads from storage (client). writer writes
+to storage. Nothing here imports torch.
 """
 
 from meshfeed.files.byte_file import ByteFile, Content, FileStats, Vector

@@ -1,4 +1,4 @@
-"""An object as the leader knows it, and its bytes off the wire, checked before anybody sees them."""
+"""An object in the leader, and fetching its bytes, which are verified before they are served."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from meshfeed.files.sums import FileSums, Sums, parse
 from meshfeed.files.table import Blocks
 
 RANGE_BYTES = 16 << 20
-"""The most that one request asks for."""
+"""The largest range of one request."""
 _ATTEMPTS = 3
 
 
 @dataclass(eq=False)
 class CachedObject:
-    """An object as the leader knows it.
+    """An object in the leader.
 
     Attributes:
         key: of its folder.
-        url: as messages name it.
+        url: for messages.
         blocks: its data and table.
-        path, tag: where its bytes come from, and which version.
+        path, tag: its path in storage, and its version.
         readers: by holder and credentials.
-        stored_bytes: its size there.
-        content: what must hold of it; None where nobody says. Then it is not fetched as a whole.
-        sums: what must hold of each part of it; None where nobody says.
-        doubted: blocks that an earlier leader left, to be verified first.
+        stored_bytes: its size in storage.
+        content: its declared size and hashes, with which it is fetched as a whole; None if unknown.
+        sums: checksums of its blocks; None if unknown.
+        doubted: blocks of an earlier leader, to verify before use.
     """
 
     key: str
@@ -48,14 +48,14 @@ class CachedObject:
     readers: dict[tuple[Hashable, str], Reader] = field(default_factory=dict)
 
     def forget(self, holder: Hashable) -> None:
-        """A holder is gone, and with it its credentials."""
+        """Remove a holder and its credentials."""
         for key in [key for key in self.readers if key[0] is holder]:
             del self.readers[key]
 
     def read(self, begin: int, end: int, holder: Hashable) -> memoryview:
         """Stored bytes [begin, end), with a holder's own credentials if it has any here. Raises StoreError.
 
-        Where these are refused, those of another may do: it is all one user.
+        If these are refused, it tries those of other holders, which belong to the same user.
         """
         by_holder = sorted(dict(self.readers).items(), key=lambda item: item[0][0] is not holder)
         readers = list(dict.fromkeys(reader for _, reader in by_holder))
@@ -63,19 +63,19 @@ class CachedObject:
             with contextlib.suppress(AccessError):
                 return memoryview(reader.read(self.path, begin, end, self.tag)).cast("B")
         if not readers:
-            raise StoreError(f"{self.url}: nobody has it open any more")
+            raise StoreError(f"{self.url}: no client has it open any more")
         return memoryview(readers[-1].read(self.path, begin, end, self.tag)).cast("B")
 
 
 class Budget:
-    """Memory for objects that are brought as wholes: so much at a time, or one that is larger."""
+    """A memory budget for objects fetched as a whole; a single larger object may exceed it."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most, self._taken, self._changed = most_bytes, 0, threading.Condition()
 
     @contextlib.contextmanager
     def room_for(self, num_bytes: int) -> Generator[None, None, None]:
-        """Wait until there is room."""
+        """Wait until the bytes fit, and hold them."""
         with self._changed:
             self._changed.wait_for(lambda: not self._taken or self._taken + num_bytes <= self._most)
             self._taken += num_bytes
@@ -88,9 +88,9 @@ class Budget:
 
 
 def part_of(one: CachedObject, begin: int, end: int, holder: Hashable) -> tuple[memoryview, int]:
-    """Bytes [begin, end), which are whole blocks of its checksums, and how many were fetched for them.
+    """Bytes [begin, end), which are whole blocks of its checksums, and the number of bytes fetched.
 
-    Raises StoreError; ChecksumError where they are wrong again and again.
+    Raises StoreError; ChecksumError if they stay wrong after retries.
     """
     data, fetched = one.read(begin, end, holder), end - begin
     wrong = [] if one.sums is None else one.sums.wrong(data, begin)
@@ -104,17 +104,17 @@ def part_of(one: CachedObject, begin: int, end: int, holder: Hashable) -> tuple[
         wrong = one.sums.wrong(data, begin)
     for low, high in wrong:
         raise ChecksumError(
-            f"{one.url}: bytes {low}..{high} are not those that its .sums has a checksum of (fetched "
-            f"{_ATTEMPTS} times); copy the file again, or, where it was written anew since, make the .sums "
-            f"anew with `meshfeed inspect --write-checksums`"
+            f"{one.url}: bytes {low}..{high} do not match the checksum in its .sums (fetched {_ATTEMPTS} "
+            f"times); copy the file again, or, if it was rewritten since, recreate the .sums with "
+            f"`meshfeed inspect --write-checksums`"
         )
     return data, fetched
 
 
 def whole_of(one: CachedObject, content: Content, holder: Hashable) -> tuple[memoryview, int]:
-    """An object's bytes, checked and uncompressed, and how many were fetched for it.
+    """An object's bytes, verified and uncompressed, and the number of bytes fetched.
 
-    Raises StoreError; ChecksumError where they are wrong again and again.
+    Raises StoreError; ChecksumError if they stay wrong after retries.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -131,12 +131,12 @@ def whole_of(one: CachedObject, content: Content, holder: Hashable) -> tuple[mem
 
 
 def sums_at(reader: Reader, path: str, url: str) -> Sums:
-    """The file of checksums at a path of storage. Raises StoreError where it stays damaged, or is another."""
+    """The file of checksums at a path in storage. Raises StoreError if it stays invalid after retries."""
     stat = reader.stat(path)
     for attempt in range(1, _ATTEMPTS + 1):
-        told = _joined(stat.size_bytes, lambda begin, end: reader.read(path, begin, end, stat.tag))
+        text = _joined(stat.size_bytes, lambda begin, end: reader.read(path, begin, end, stat.tag))
         try:
-            return parse(url, told)
+            return parse(url, text)
         except StoreError as error:
             if attempt == _ATTEMPTS:
                 raise type(error)(f"{error} (fetched {attempt} times)") from error
@@ -144,6 +144,6 @@ def sums_at(reader: Reader, path: str, url: str) -> Sums:
 
 
 def _joined(size: int, read: Callable[[int, int], Any]) -> bytes:
-    """All bytes of an object of some size."""
+    """All bytes of an object of `size` bytes."""
     spans = ((begin, min(begin + RANGE_BYTES, size)) for begin in range(0, size, RANGE_BYTES))
     return b"".join(bytes(read(begin, end)) for begin, end in spans)

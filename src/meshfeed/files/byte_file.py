@@ -1,4 +1,4 @@
-"""What a store asks of the bytes that it lies in, on a disk of this machine or far away."""
+"""The interface of a store to its bytes, on a local disk or in remote storage."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(slots=True)
 class FileStats:
-    """What reading has cost so far; peeks are not counted.
+    """Costs of reading so far; peeks are not counted.
 
     Attributes:
         opens: times a file was opened.
         reads: ranges read.
         bytes_read: bytes of those ranges.
-        bytes_fetched: bytes brought from remote storage because this process was the first of its node to
-            want them.
+        bytes_fetched: bytes fetched from remote storage because this process was the first of its node to
+            request them.
     """
 
     opens: int = 0
@@ -44,17 +44,17 @@ class FileStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What must hold of an object's bytes before anybody sees them, where an index elsewhere tells.
+    """Size, codec and hashes that an index declares for an object.
 
-    An object with any of these is fetched as a whole, checked, and only then served.
+    Such an object is fetched as a whole and checked before any of it is served.
 
     Attributes:
-        codec: how it is compressed: "zstd", "gz", "bz2", "br", "snappy", or "litdata" for a
-            chunk of litdata with zstd inside; None where it is not.
-        stored_bytes: its size as it lies in storage; None where nobody says.
-        raw_bytes: its size uncompressed, which it must have exactly; needed with a codec.
-        stored_hashes, raw_hashes: algorithm, of hashlib or xxhash -> hex digest of the bytes as they are
-            stored, and of those uncompressed.
+        codec: how it is compressed: "zstd", "gz", "bz2", "br", "snappy", or "litdata" for a chunk of litdata
+            with zstd inside; None if it is not.
+        stored_bytes: its size in storage; None if unknown.
+        raw_bytes: its exact uncompressed size; needed with a codec.
+        stored_hashes, raw_hashes: algorithm, of hashlib or xxhash -> hex digest of the stored bytes, and of
+            the uncompressed bytes.
     """
 
     codec: str | None = None
@@ -65,59 +65,59 @@ class Content:
 
 
 class Vector(Protocol):
-    """Equal-sized entries somewhere in a file; a NumPy array is one."""
+    """Entries of equal size in a file; a NumPy array is a Vector."""
 
     @property
     def size(self) -> int:
-        """Entries."""
+        """Number of entries."""
         ...
 
     def __getitem__(self, places: Any, /) -> Any:
-        """Entries at a whole number, a slice or an int64 array, as NumPy gives them; not to be written."""
+        """Entries at an integer, a slice or an int64 array, as in NumPy; read-only."""
         ...
 
 
 class ByteFile(Protocol):
-    """Bytes that are read at random places. All may raise StoreError, naming the file and the bytes.
+    """Bytes that are read at random offsets. All calls may raise StoreError, naming the file and the bytes.
 
-    Making one only remembers. `size_bytes` and `peek` work at once; the rest wants `with file:`. Threads may
-    share one. Pickled, it arrives not entered.
+    The constructor only stores its arguments. `size_bytes` and `peek` work at once; the rest needs `with
+    file:`. Threads may share one. A pickled copy arrives not entered.
     """
 
     @property
     def url(self) -> str:
-        """Path or URL, as messages name it."""
+        """Path or URL, for messages."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """Its size, uncompressed, when it was first looked at; an object that changes later is refused."""
+        """Its uncompressed size when it was first used; an object that changes later is refused."""
         ...
 
     @property
     def is_remote(self) -> bool:
-        """Whether reads should be announced as early as possible, not just before."""
+        """Whether reads should be announced as early as possible instead of just before."""
         ...
 
     @property
     def stats(self) -> FileStats:
-        """What reading has cost so far."""
+        """Costs of reading so far."""
         ...
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """A few short pieces [begin, end), at once and exactly; shorter where the file ends."""
+        """A few short ranges [begin, end), read at once and exactly; shorter at the end of the file."""
         ...
 
     @property
     def guarded_by(self) -> str | None:
-        """Fingerprint of the store with whose checksums its blocks are compared as they come, if any.
+        """Fingerprint of the store whose checksums verify its blocks as they arrive, if any.
 
-        What is peeked is not compared.
+        Peeked ranges are not verified.
         """
         ...
 
     def look_again(self) -> None:
-        """Ask storage anew for what was peeked; others that peeked may have been told something else."""
+        """Drop cached peeks and ask storage again; peeks before may have seen another version."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -125,20 +125,20 @@ class ByteFile(Protocol):
     def __exit__(self, *exc: object) -> None: ...
 
     def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
-        """Bring `sizes` bytes from each of `begins` to each of `places` of `out`; int64 [m] each, uint8.
+        """Read `sizes` bytes from each of `begins` to each of `places` in `out`; int64 [m] each, uint8.
 
-        places: None lays the ranges back to back, and then they fill `out`.
+        places: None writes the ranges back to back, filling `out`.
         """
         ...
 
     def will_need(self, begins: I64, ends: I64) -> None:
-        """Announce byte ranges that will be read, each once; int64 [m] twice. Returns at once."""
+        """Announce byte ranges that will be read, each once; int64 [m] each. Returns at once."""
         ...
 
     def forget_needs(self) -> None:
-        """What was announced and is not read yet will not be."""
+        """Cancel announced ranges that have not been read."""
         ...
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """Entries looked up in place: (NumPy dtype, byte of the first, how many) each; needs no entering."""
+        """Entries looked up in place: (NumPy dtype, byte of the first, count) each; works before entering."""
         ...

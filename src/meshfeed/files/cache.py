@@ -1,4 +1,4 @@
-"""Where a node keeps what it has fetched."""
+"""The cache folder of a node."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from meshfeed.files.own_folder import refuse_swappable
 from meshfeed.files.url import without_secrets
 
 _MIB = 1 << 20
-_checked: dict[Path, tuple[int, int]] = {}  # a job of 10,000 sources asks for its folder as often
+_checked: dict[Path, tuple[int, int]] = {}  # a job with 10,000 sources asks 10,000 times
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
     """A folder on a disk of the node, for blocks of remote objects.
 
-    Processes and jobs may share one; so may users, where root made it as /tmp is (mode 1777): each user has a
-    part of it, which others do not see. It is made if missing, for this user alone; what lies there already
-    and is not meshfeed's is left alone. Refused is a folder that another user could swap, or a parent of it.
+    Processes and jobs may share one. So may users, if root created it with mode 1777 like /tmp: each user has
+    a private part. It is created if missing, for this user alone; files in it that are not meshfeed's are
+    left alone. A folder is refused if another user could replace it or one of its parents.
 
     Attributes:
         folder: None takes $MESHFEED_CACHE, else meshfeed-cache-UID in the system's temporary folder.
-        limit_bytes: that a user's part may hold; of several jobs' limits the largest counts. It must hold the
-            blocks that are needed at one time. None takes what the folder was last given, else 64 GiB.
-        block_bytes: what is fetched and dropped as one; a multiple of 4096.
+        limit_bytes: of a user's part; the largest limit of several jobs applies. It must be large enough for
+            the blocks that are needed at one time. None takes the folder's last limit, else 64 GiB.
+        block_bytes: the unit of fetching and eviction; a multiple of 4096.
 
-    Raises CacheError for sizes that cannot be.
+    Raises CacheError for invalid sizes.
     """
 
     folder: str | os.PathLike[str] | None = None
@@ -67,14 +67,14 @@ class Cache:
         return self.path / f"u{os.getuid()}"
 
     def kept(self) -> Path:
-        """`kept_path`, in a folder that is made if missing. Raises CacheError."""
+        """`kept_path`, created if missing. Raises CacheError."""
         self.make()
         self.kept_path.mkdir(mode=0o700, exist_ok=True)
         return self.kept_path
 
     @property
     def kept_path(self) -> Path:
-        """What is worked out of files and kept, in this user's part: lengths of documents, and the like."""
+        """The folder for derived data in this user's part, such as lengths of documents."""
         return self.own_path / "kept"
 
     def make(self) -> Path:
@@ -97,7 +97,7 @@ class Cache:
 
     @contextlib.contextmanager
     def anew(self) -> Generator[Cache, None, None]:
-        """An empty one on the same disk, removed in the end, or by the next where this process is killed.
+        """A temporary, empty cache on the same disk, removed on exit; after a kill, the next call removes it.
 
         Raises CacheError.
         """
@@ -117,6 +117,6 @@ class Cache:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """While it stays the same, so do the folder's owner and its place: see `refuse_swappable`."""
+    """(device, inode). While it is unchanged, so are the folder's owner and path: see `refuse_swappable`."""
     found = os.stat(folder)  # noqa: PTH116 - a third of Path.stat's time
     return found.st_dev, found.st_ino

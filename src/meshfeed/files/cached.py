@@ -1,4 +1,4 @@
-"""A remote object, read through the node's cache as if it lay on a disk here."""
+"""A remote object, read through the node's cache like a local file."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from meshfeed.files.byte_file import I64, Bytes, Content, FileStats, Vector
 from meshfeed.files.cache import Cache
 from meshfeed.files.descriptors import Descriptor
 from meshfeed.files.entries import EntriesOf
-from meshfeed.files.facts import told_of
+from meshfeed.files.facts import open_request
 from meshfeed.files.link import Link, LostError, Session, link_of, retried
 from meshfeed.files.local import fill
 from meshfeed.files.mapping import mapped
 from meshfeed.files.table import DATA, Entries, is_valid, map_table, num_blocks_of
 from meshfeed.files.url import without_secrets
 
-_RELEASED_TOGETHER, _RELEASED_BYTES = 64, 16 << 20  # of what was read, said to the leader at once
+_RELEASED_TOGETHER, _RELEASED_BYTES = 64, 16 << 20  # blocks released in one message
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """What the leader said of the object; the folder stays good when that leader is gone."""
+    """The leader's answer about the object; the folder stays valid after that leader dies."""
 
     folder: Path
     size_bytes: int
@@ -42,7 +42,7 @@ class _Opened:
     birth: int
 
     def same_version(self, other: _Opened) -> bool:
-        """Whether another leader has the same object, though maybe in a folder that it had to make anew."""
+        """Whether another leader has the same object, possibly in a recreated folder."""
         return replace(self, birth=0) == replace(other, birth=0)
 
 
@@ -50,11 +50,11 @@ class CachedFile:
     """A ByteFile over an object that a node fetches once.
 
     Args:
-        url: of the object; of a local file, where `content` says that it is compressed.
-        cache: where its blocks are kept.
-        options: for the storage client, beside the environment's.
-        content: what must hold of its bytes; then it is fetched and checked as a whole.
-        sums: URL of the checksums of its blocks, beside it, and which of two files there it is; see `sums`.
+        url: of the object; or of a compressed local file, with `content`.
+        cache: for its blocks.
+        options: of the storage client, in addition to the environment's.
+        content: its declared size and hashes; then it is fetched and checked as a whole.
+        sums: URL of the checksums of its blocks, and the index of this file there; see `sums`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CachedFile:
         _files.add(self)
 
     def forget_parent(self) -> None:
-        """In a forked child: what the parent told its leader, the child's does not know."""
+        """In a forked child: the child's leader connection does not know the parent's requests."""
         self._lock = threading.RLock()
         self._session = None
         self._wished, self._read = Counter(), []
@@ -94,7 +94,7 @@ class CachedFile:
 
     @property
     def tag(self) -> str:
-        """Of the version that was opened, such as its ETag."""
+        """Identifies the version that was opened, such as its ETag."""
         return self._opened.tag
 
     @property
@@ -104,10 +104,10 @@ class CachedFile:
 
     def look_again(self) -> None:
         """See ByteFile."""
-        self._tell("look again")
+        self._notify("look again")
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ByteFile. Exact, and asked of storage once for all processes of the node."""
+        """See ByteFile. Storage is asked once for all processes of the node."""
         if self._content is not None:
             return [self._whole(begin, min(end, self.size_bytes)) for begin, end in ranges]
         answer, payload = self._ask("peek", ranges=[list(span) for span in ranges])
@@ -115,12 +115,12 @@ class CachedFile:
         return [payload[end - size : end] for end, size in zip(ends, answer["sizes"])]
 
     def within(self, cache: Cache) -> CachedFile:
-        """The same object as storage has it now, read through another cache."""
+        """The same object in its current version, read through another cache."""
         return CachedFile(self._given, cache, self._options, self._content, self._sums)
 
     @property
     def cache(self) -> Cache:
-        """Where its blocks are kept."""
+        """The cache of its blocks."""
         return self._cache
 
     def __enter__(self) -> Self:
@@ -134,7 +134,7 @@ class CachedFile:
         with self._lock:
             self._depth -= 1
             if not self._depth:
-                self._let_go()
+                self._drop_mappings()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -156,14 +156,14 @@ class CachedFile:
         if not self._depth:
             raise StoreError(f"{self.url}: not entered; read from it inside `with`")
         blocks = self._blocks_of(begins, begins + sizes)
-        self._steadily(blocks, lambda: self._fill(out, begins, sizes, places))
+        self._read_stable(blocks, lambda: self._fill(out, begins, sizes, places))
         with self._lock:
             self.stats.reads += sizes.size
             self.stats.bytes_read += int(sizes.sum())
         self._note_read(begins, sizes)
 
     def will_need(self, begins: I64, ends: I64) -> None:
-        """See ByteFile. What is announced first is fetched first."""
+        """See ByteFile. Ranges are fetched in the order of announcement."""
         some = ends > begins
         begins, ends = begins[some], ends[some]
         if not begins.size:
@@ -171,51 +171,53 @@ class CachedFile:
         touched = self._each_block(begins, ends)
         with self._lock:
             self._wished.update(touched.tolist())
-        self._tell("wish", blocks=np.unique(touched).tolist())
+        self._notify("wish", blocks=np.unique(touched).tolist())
 
     def forget_needs(self) -> None:
         """See ByteFile."""
         with self._lock:
-            told = bool(self._wished or self._read)
+            has_needs = bool(self._wished or self._read)
             self._wished.clear()
             self._read.clear()
-        if told:
-            self._tell("forget")
+        if has_needs:
+            self._notify("forget")
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """See ByteFile. Looking entries up brings their blocks here first, and copies them out."""
+        """See ByteFile. Looking up entries fetches their blocks first and copies them."""
         return [EntriesOf(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
 
     def gathered(self, dtype: np.dtype[Any], begin: int, places: I64) -> npt.NDArray[Any]:
-        """Entries of `dtype` that lie one after the other from byte `begin` on, at some places."""
+        """Entries at the indices `places` of an array of `dtype` that starts at byte `begin`."""
         if not places.size:
             return np.zeros(0, dtype)
         at = begin + places * dtype.itemsize
         blocks = self._blocks_of(at, at + dtype.itemsize)
-        return self._steadily(blocks, lambda: self._entries(dtype, begin)[places])
+        return self._read_stable(blocks, lambda: self._entries(dtype, begin)[places])
 
     def between(self, dtype: np.dtype[Any], begin: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Entries start..stop of `dtype` that lie one after the other from byte `begin` on."""
+        """Entries start..stop of an array of `dtype` that starts at byte `begin`."""
         if stop <= start:
             return np.zeros(0, dtype)
         ends = np.array([begin + start * dtype.itemsize]), np.array([begin + stop * dtype.itemsize])
-        return self._steadily(self._blocks_of(*ends), lambda: self._entries(dtype, begin)[start:stop].copy())
+        return self._read_stable(
+            self._blocks_of(*ends), lambda: self._entries(dtype, begin)[start:stop].copy()
+        )
 
     def _entries(self, dtype: np.dtype[Any], begin: int) -> npt.NDArray[Any]:
         return np.frombuffer(self._pages, dtype, (self.size_bytes - begin) // dtype.itemsize, begin)
 
     # -- the blocks ---------------------------------------------------------------------------------------
 
-    def _steadily(self, blocks: I64, read: Any) -> Any:
-        """`read()` while all of the blocks are there, from before to after."""
+    def _read_stable(self, blocks: I64, read: Any) -> Any:
+        """The result of `read()`, repeated until all blocks are valid and unchanged from before to after."""
         while True:
             generations = self._table["generation"]
             before = generations[blocks]
-            # all of them: those that are there must stay while the others come
+            # request all of them: valid ones must stay while the others are fetched
             needed: list[int] = [] if is_valid(before).all() else blocks.tolist()
             if needed:
                 self._need(needed)
-                generations = self._table["generation"]  # of a folder that a new leader may have made anew
+                generations = self._table["generation"]  # a new leader may have recreated the folder
                 before = generations[blocks]
             try:
                 if is_valid(before).all():
@@ -224,23 +226,23 @@ class CachedFile:
                         return result
             finally:
                 if needed:
-                    self._tell("release", needs=needed, wishes=[])
+                    self._notify("release", needs=needed, wishes=[])
 
     def _need(self, blocks: list[int]) -> None:
-        """Wait until blocks are there; they stay until they are released."""
+        """Wait until blocks are valid; they stay until released."""
         try:
             self._ask("need", blocks=blocks)
         except StoreError:
             raise
-        except BaseException:  # interrupted, and nobody will read what comes
-            self._tell("abandon", blocks=blocks)
+        except BaseException:  # interrupted: the blocks will not be read
+            self._notify("abandon", blocks=blocks)
             raise
 
     def _blocks_of(self, begins: I64, ends: I64) -> I64:
         return np.unique(self._each_block(begins, ends))
 
     def _each_block(self, begins: I64, ends: I64) -> I64:
-        """The blocks of every range, one after the other: those that several ranges share come again."""
+        """The blocks of every range, concatenated; blocks in several ranges are repeated."""
         first = begins // self._opened.block_bytes
         counts = (ends - 1) // self._opened.block_bytes - first + 1
         if (counts == 1).all():
@@ -250,7 +252,7 @@ class CachedFile:
         return first.repeat(counts) + inside
 
     def _note_read(self, begins: I64, sizes: I64) -> None:
-        """What was announced and is read now need not be kept; said of several blocks together."""
+        """Release announced blocks that have been read, several in one message."""
         some = sizes > 0
         with self._lock:
             if not self._wished:
@@ -265,7 +267,7 @@ class CachedFile:
             if len(self._read) < few and self._wished:
                 return
             read, self._read = self._read, []
-        self._tell("release", needs=[], wishes=read)
+        self._notify("release", needs=[], wishes=read)
 
     def _whole(self, begin: int, end: int) -> bytes:
         out = np.empty(max(end - begin, 0), np.uint8)
@@ -289,50 +291,51 @@ class CachedFile:
         return known
 
     def _open(self) -> tuple[Session, int]:
-        """(session, number) of this object with today's leader."""
+        """(session, number) of this object with the current leader."""
         session = self._link.connected()
         with self._lock:
             if session == self._session:
                 return session, self._number
-        told = told_of(self._given, self._cache.block_bytes, self._options, self._content, self._sums)
-        answer, _ = self._link.ask(session, do="open", **told)
+        request = open_request(self._given, self._cache.block_bytes, self._options, self._content, self._sums)
+        answer, _ = self._link.ask(session, do="open", **request)
         answer["folder"] = Path(answer["folder"])
-        told = _Opened(**{each.name: answer[each.name] for each in fields(_Opened)})
+        opened = _Opened(**{each.name: answer[each.name] for each in fields(_Opened)})
         with self._lock:
-            if self._known is not None and not self._known.same_version(told):
+            if self._known is not None and not self._known.same_version(opened):
                 raise ChangedError(
-                    f"{self.url}: version {told.tag}, {told.size_bytes} bytes, was {self._known.tag} of "
-                    f"{self._known.size_bytes} when this run opened it; put the old one back, or start anew"
+                    f"{self.url}: version {opened.tag}, {opened.size_bytes} bytes, was {self._known.tag} of "
+                    f"{self._known.size_bytes} when this run opened it; restore the old one, or start a new "
+                    "run"
                 )
-            if self._known is not None and self._known.birth != told.birth:
-                self._let_go()
-            self._known = told
+            if self._known is not None and self._known.birth != opened.birth:
+                self._drop_mappings()
+            self._known = opened
             if self._session != session:
                 self._session, self._number = session, answer["object"]
                 self._link.listen(session, self._number, self._count_fetched)
             return session, self._number
 
-    def _let_go(self) -> None:
-        """Look at the folder anew, when it is needed."""
+    def _drop_mappings(self) -> None:
+        """Unmap the folder's files; they are opened again when needed."""
         for name in ("_table", "_pages"):
             self.__dict__.pop(name, None)
         self._file_id = None
         self._file.close()
 
-    def _ask(self, do: str, **said: Any) -> tuple[dict[str, Any], bytes]:
+    def _ask(self, do: str, **request: Any) -> tuple[dict[str, Any], bytes]:
         def ask() -> tuple[dict[str, Any], bytes]:
             session, number = self._open()
-            return self._link.ask(session, do=do, object=number, **said)
+            return self._link.ask(session, do=do, object=number, **request)
 
         return retried(self._cache, ask)
 
-    def _tell(self, do: str, **said: Any) -> None:
-        """What is good to know but not needed; a new leader has nothing to forget or release."""
+    def _notify(self, do: str, **request: Any) -> None:
+        """Send a message that needs no answer. If the leader has died, a new one has nothing to release."""
         try:
             if do == "wish":
                 self._open()
             if self._session is not None:
-                self._link.say(self._session, do=do, object=self._number, **said)
+                self._link.notify(self._session, do=do, object=self._number, **request)
         except LostError:
             pass
 
@@ -348,7 +351,7 @@ class CachedFile:
             return map_table(known.folder, num_blocks_of(known.size_bytes, known.block_bytes), write=False)
         except (OSError, ValueError) as error:
             raise CacheError(
-                f"{known.folder}: {error}; was the cache folder cleared under this run?"
+                f"{known.folder}: {error}; was the cache folder cleared during this run?"
             ) from error
 
     @cached_property
@@ -359,7 +362,7 @@ class CachedFile:
                 return mapped(stream.fileno())
         except (OSError, ValueError) as error:
             raise CacheError(
-                f"{known.folder}: {error}; was the cache folder cleared under this run?"
+                f"{known.folder}: {error}; was the cache folder cleared during this run?"
             ) from error
 
     def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None) -> None:
@@ -371,7 +374,7 @@ class CachedFile:
                 self._file.release()
 
     def _open_data(self) -> int:
-        """See Descriptor. The table stays mapped all the time, so the data must stay the same file, too."""
+        """See Descriptor. The table stays mapped, so the data must stay the same file."""
         folder = self._opened.folder
         try:
             fd = os.open(folder / DATA, os.O_RDONLY | os.O_CLOEXEC)
@@ -381,7 +384,7 @@ class CachedFile:
         file_id = found.st_dev, found.st_ino
         if self._file_id not in (None, file_id):
             os.close(fd)
-            raise CacheError(f"{folder}: made anew; was the cache folder cleared under this run?")
+            raise CacheError(f"{folder}: was recreated; was the cache folder cleared during this run?")
         self._file_id = file_id
         self.stats.opens += 1
         return fd

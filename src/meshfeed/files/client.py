@@ -1,10 +1,10 @@
-"""The storage client: stat, ranges and listing over obstore, with patience of its own.
+"""The storage client: stat, ranges and listing over obstore, with hedging and retries.
 
-A request that takes far longer than its like have lately is asked again on another thread, and the first
-good answer counts (hedging; Dean and Barroso, "The Tail at Scale", 2013). What fails in passing is
-tried again after a random pause that doubles. What fails for good is one of the errors of `meshfeed.errors`.
+A request that takes far longer than similar recent ones is sent again on another thread, and the first good
+answer counts (hedging; Dean and Barroso, "The Tail at Scale", 2013). Transient failures are retried after a
+random pause that doubles. A permanent failure raises one of the errors of `meshfeed.errors`.
 
-Used by the leader, and to write (`writer`): obstore's runtime does not survive a fork.
+Used by the leader, and for writing (`writer`): obstore's runtime does not survive a fork.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ T = TypeVar("T")
 _log = logging.getLogger("meshfeed")
 
 _THREADS = 48
-_RECENT = 64  # requests whose time tells what is slow
+_RECENT = 64  # requests whose times define what is slow
 _ENOUGH = 8
 _SLOW = 3.0  # times the ninth decile
-_LEAST_S = 0.25
-_HEDGED_SHARE, _HEDGED_BYTES = 0.015, 128 << 10  # of the bytes that came, and what is free of it at first
+_MIN_SLOW_S = 0.25
+_HEDGED_SHARE, _HEDGED_BYTES = 0.015, 128 << 10  # share of the bytes fetched, and an initial allowance
 _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What storage says of an object.
+    """Size and version of an object in storage.
 
     Attributes:
         size_bytes: its size.
-        tag: tells this version from any other, such as an ETag.
+        tag: identifies this version, such as an ETag.
     """
 
     size_bytes: int
@@ -61,13 +61,13 @@ class Stat:
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long storage is given.
+    """Timeouts and retries of storage requests.
 
     Attributes:
-        timeout_s: to one request, its body included.
-        give_up_s: to all attempts of a request together, from the first on.
-        attempts: how many there are at most; None for as many as fit into that time.
-        hedge: whether slow requests are asked a second time.
+        timeout_s: of one request, including its body.
+        give_up_s: of all attempts of a request together.
+        attempts: the most attempts; None for as many as fit into that time.
+        hedge: whether slow requests are sent a second time.
     """
 
     timeout_s: float = 30.0
@@ -78,7 +78,7 @@ class Patience:
 
 @dataclass(slots=True)
 class Counts:
-    """What was asked of storage: requests, those of them that were hedges or retries, bytes that came."""
+    """Counters: requests, how many of them were hedges or retries, and bytes received."""
 
     requests: int = 0
     hedges: int = 0
@@ -89,7 +89,7 @@ class Counts:
 
 
 class Reader(Protocol):
-    """What fetches, from afar or from a disk. Threads share one."""
+    """Reads objects from remote storage or from a disk. Threads share one."""
 
     def stat(self, path: str) -> Stat:
         """Size and version. Raises MissingError, or another StoreError."""
@@ -113,9 +113,9 @@ class Client:
 
     Args:
         root: such as s3://bucket or https://host.
-        options: obstore's names: `endpoint`, `region`, `skip_signature`, credentials and so on; what they
-            leave open, the cloud's usual chain decides.
-        patience: with storage that is slow or fails.
+        options: obstore's names: `endpoint`, `region`, `skip_signature`, credentials and so on; the cloud's
+            usual credential chain supplies the rest.
+        patience: timeouts and retries.
     """
 
     def __init__(self, root: str, options: Mapping[str, str], patience: Patience | None = None) -> None:
@@ -139,7 +139,7 @@ class Client:
                 found = obstore.get(self._store, path, options={"range": (0, 1)}).meta
             return Stat(found["size"], _tag_of(found))
 
-        return self._patiently(head, path, self._name(path))
+        return self._retry(head, path, self._name(path))
 
     def read(self, path: str, begin: int, end: int, tag: str) -> Any:
         """See Reader."""
@@ -148,7 +148,7 @@ class Client:
         import obstore
 
         where = f"{self._name(path)}: bytes {begin}..{end}"
-        # A weak tag never matches (RFC 9110, 13.1.1); it is compared when the answer is there.
+        # A weak tag never matches (RFC 9110, 13.1.1); it is compared with the answer's.
         condition = {} if tag.startswith(("modified ", "W/")) else {"if_match": tag}
 
         def get() -> Any:
@@ -158,12 +158,12 @@ class Client:
                 raise ChangedError(f"{where}: {_REPLACED}")
             body = answer.bytes()
             if len(body) != end - begin:
-                raise ConnectionError(f"{len(body)} bytes came of {end - begin}")
+                raise ConnectionError(f"received {len(body)} of {end - begin} bytes")
             with self._lock:
                 self.counts.bytes_fetched += len(body)
             return body
 
-        return self._patiently(lambda: self._hedged(get, end - begin), path, where)
+        return self._retry(lambda: self._hedged(get, end - begin), path, where)
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
         """See Reader."""
@@ -175,16 +175,16 @@ class Client:
             pages = obstore.list(self._store, prefix)
             return sorted((item["path"], item["size"]) for page in pages for item in page)
 
-        return self._patiently(listed, prefix, self._name(prefix))
+        return self._retry(listed, prefix, self._name(prefix))
 
     def close(self) -> None:
         """Start no more requests."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    # -- patience -------------------------------------------------------------------------------------
+    # -- retries and hedging --------------------------------------------------------------------------
 
-    def _patiently(self, ask: Callable[[], T], path: str, where: str) -> T:
-        """Ask until there is an answer, or a refusal, or no patience left."""
+    def _retry(self, ask: Callable[[], T], path: str, where: str) -> T:
+        """Ask until there is an answer, a permanent error, or no time left."""
         began, pause_s, attempt = time.monotonic(), _PAUSE_S, 0
         while True:
             attempt += 1
@@ -204,15 +204,15 @@ class Client:
                 if attempt == self._patience.attempts or rest_s < 0:
                     raise UnavailableError(
                         f"{where}: failed {attempt} times in {time.monotonic() - began:.0f} s, last: "
-                        f"{reason(error)}; see to the storage, the network or the URL"
+                        f"{reason(error)}; check the URL, the network and the storage service"
                     ) from error
                 time.sleep(random.uniform(pause_s / 2, pause_s))
 
     def _refuse(self, error: Exception, path: str, where: str) -> None:
-        """Raise what no further attempt will change."""
+        """Raise permanent errors; return for transient ones."""
         match meaning_of(error, path):
             case "missing":
-                raise MissingError(f"{where}: no such object; look at the URL") from error
+                raise MissingError(f"{where}: no such object; check the URL") from error
             case "changed":
                 raise ChangedError(f"{where}: {_REPLACED}") from error
             case "refused":
@@ -223,7 +223,7 @@ class Client:
                 return
 
     def _hedged(self, ask: Callable[[], T], num_bytes: int) -> T:
-        """The first good answer of one request, or of two where the first is slow among those of its size."""
+        """The answer of a request, or the first of two if it is slow for its size."""
         recent = self._recent[num_bytes.bit_length()]
         first = self._pool.submit(self._timed, ask, recent)
         slow_s = self._slow_s(recent)
@@ -249,15 +249,15 @@ class Client:
         return answer
 
     def _slow_s(self, recent: deque[float]) -> float | None:
-        """Seconds after which a request is slow; None while too few have told."""
+        """Seconds after which a request is slow; None after too few requests."""
         with self._lock:
             times = sorted(recent)
         if not self._patience.hedge or len(times) < _ENOUGH:
             return None
-        return max(_SLOW * times[len(times) * 9 // 10], _LEAST_S)
+        return max(_SLOW * times[len(times) * 9 // 10], _MIN_SLOW_S)
 
     def _may_hedge(self, num_bytes: int) -> bool:
-        """Whether a body may come twice: bytes fetched stay within two per cent of those that are needed."""
+        """Whether a body may be requested twice: hedging adds at most two per cent of bytes."""
         with self._lock:
             hedged = self.counts.hedged_bytes + num_bytes
             if hedged > max(_HEDGED_BYTES, _HEDGED_SHARE * self.counts.bytes_fetched):
@@ -272,7 +272,7 @@ class Client:
 
 
 class LocalReader:
-    """A Reader of files of this machine, whose paths are given whole."""
+    """A Reader of local files, by absolute path."""
 
     def __init__(self) -> None:
         self.counts = Counts()
@@ -282,7 +282,7 @@ class LocalReader:
         try:
             found = Path(path).stat()
         except FileNotFoundError as error:
-            raise MissingError(f"{path}: no such file; look at the path") from error
+            raise MissingError(f"{path}: no such file; check the path") from error
         except PermissionError as error:
             raise AccessError(f"{path}: {error.strerror}; let this user read it") from error
         except (OSError, ValueError) as error:
@@ -312,11 +312,11 @@ class LocalReader:
             raise StoreError(f"{prefix}: {error}") from error
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing to close."""
 
 
 _REPLACED = (
-    "it was replaced after this run had opened it; put the old one back, or start anew with the new one"
+    "it was replaced after this run opened it; restore the old one, or start a new run with the new one"
 )
 
 
@@ -327,13 +327,13 @@ def _tag_of(meta: Any) -> str:
 def store_of(
     root: str, options: Mapping[str, str], patience: Patience, retries: Mapping[str, Any] | None = None
 ) -> Any:
-    """obstore's store of a root. retries: its own, in its words; None for none. Raises StoreError."""
+    """obstore's store of a root. retries: obstore's retry_config; None for none. Raises StoreError."""
     global _process
     _process = _process or os.getpid()
     if _process != os.getpid():
         raise StoreError(
-            f"{root}: this process was forked from one that has used object storage; no request would ever "
-            f"end here; start it by spawn"
+            f"{root}: this process was forked from one that has used object storage, so requests would hang "
+            f"here; start it with spawn"
         )
     try:
         from obstore.store import from_url
@@ -353,14 +353,14 @@ def store_of(
     try:
         retry: Any = retries or {"max_retries": 0}
         return from_url(root, config=given or None, client_options=client, retry_config=retry)
-    except BaseException as error:  # where it does not know an option, it panics
+    except BaseException as error:  # it panics on unknown options
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise StoreError(f"{root}: {reason(error)}; look at the URL and the storage options") from error
+        raise StoreError(f"{root}: {reason(error)}; check the URL and the storage options") from error
 
 
 _process: int | None = None
-"""That has used obstore."""
+"""The process that has used obstore."""
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Compressed objects and digests: bounded decompression, and the hashes that shard formats record."""
+"""Bounded decompression, and the hashes that shard formats record."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _SLICE_BYTES = 1 << 16
 
 
 def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -> bytes:
-    """`data` uncompressed, exactly `raw_bytes` of it; no more than some MiB beyond are ever made.
+    """Decompress `data` to exactly `raw_bytes`; it never produces more than some MiB beyond that.
 
-    codec: one of `Content`. Raises StoreError for another one, a package that is missing, or data that grows
-    beyond its declared size; ChecksumError for data that is damaged.
+    codec: one of `Content`. Raises StoreError for another codec, a missing package, or data that exceed the
+    declared size; ChecksumError for damaged data.
     """
     if codec not in _STREAMS:
         raise StoreError(f"{url}: codec {codec!r} is unknown; known are {', '.join(_STREAMS)}")
@@ -34,17 +34,17 @@ def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -
             size += len(piece)
             if size > raw_bytes:
                 raise StoreError(
-                    f"{url}: grows beyond the {raw_bytes} bytes that its index declares; one of them is "
-                    f"damaged or not to be trusted"
+                    f"{url}: exceeds the {raw_bytes} bytes that its index declares; one of the two is "
+                    f"damaged or malicious"
                 )
             pieces.append(piece)
     except ImportError as missing:
         raise StoreError(f"{url}: {codec} needs {missing.name}: {install('mds')}") from missing
     except StoreError:
         raise
-    except Exception as error:  # each codec has its own
+    except Exception as error:  # each codec raises its own
         raise ChecksumError(
-            f"{url}: {codec} data that cannot be uncompressed: {error}; copy it again"
+            f"{url}: the {codec} data cannot be decompressed: {error}; copy it again"
         ) from error
     if size != raw_bytes:
         raise ChecksumError(f"{url}: {size} bytes uncompressed, {raw_bytes} declared; copy it again")
@@ -52,7 +52,7 @@ def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -
 
 
 def check_hashes(data: memoryview | bytes, hashes: Mapping[str, str], url: str) -> None:
-    """Raises ChecksumError for bytes that have another digest, StoreError for an unknown algorithm."""
+    """Raises ChecksumError for bytes with a wrong digest, StoreError for an unknown algorithm."""
     for algorithm, expected in hashes.items():
         found = digest_of(algorithm, data, url)
         if found != expected.lower():
@@ -60,12 +60,12 @@ def check_hashes(data: memoryview | bytes, hashes: Mapping[str, str], url: str) 
 
 
 def digest_of(algorithm: str, data: memoryview | bytes, url: str) -> str:
-    """Hex digest, by hashlib or xxhash. url: what messages name. Raises StoreError for one unknown."""
+    """Hex digest, by hashlib or xxhash. url: for messages. Raises StoreError for an unknown algorithm."""
     if algorithm in hashlib.algorithms_available and not algorithm.startswith("shake"):
         return hashlib.new(algorithm, data, usedforsecurity=False).hexdigest()
     if algorithm not in ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"):
         raise StoreError(
-            f"{url}: hash {algorithm!r} is unknown; make its index with one of hashlib or xxhash"
+            f"{url}: hash {algorithm!r} is unknown; create its index with one of hashlib or xxhash"
         )
     try:
         xxhash = importlib.import_module("xxhash")
@@ -85,9 +85,9 @@ def _zstd(data: bytes, raw_bytes: int) -> Iterator[bytes]:
 
 
 def _stream(made: Callable[[], Any], data: bytes) -> Iterator[bytes]:
-    """From a decompressor of the standard library's kind, member after member, fed in small slices.
+    """Decompress with a class of the standard library, member by member, in small slices.
 
-    What a decompressor has not used it gives back as a copy, which a slice bounds.
+    A decompressor copies its unused input; slices keep that copy small.
     """
     view, at = memoryview(data), 0
     while at < len(view):
@@ -101,8 +101,8 @@ def _stream(made: Callable[[], Any], data: bytes) -> Iterator[bytes]:
 
 
 def _fed(one: Any, data: memoryview) -> tuple[bytes, int]:
-    """(what comes out, bytes used of what goes in), a step at most."""
-    if isinstance(one, bz2.BZ2Decompressor):  # it keeps what it has not used
+    """(output, bytes of input used); the output is at most one step."""
+    if isinstance(one, bz2.BZ2Decompressor):  # it keeps its unused input
         if not one.needs_input:
             data = data[:0]
         piece = one.decompress(data, _STEP_BYTES)
@@ -126,13 +126,13 @@ def _brotli(data: bytes, raw_bytes: int) -> Iterator[bytes]:
 def _snappy(data: bytes, raw_bytes: int) -> Iterator[bytes]:
     raw: Any = importlib.import_module("cramjam").snappy
     if raw.decompress_raw_len(data) > raw_bytes:
-        yield b"\0" * (raw_bytes + 1)  # its own header says that it would grow
+        yield b"\0" * (raw_bytes + 1)  # its own header declares too many
         return
     yield bytes(raw.decompress_raw(data))
 
 
 def _litdata(data: bytes, raw_bytes: int) -> Iterator[bytes]:
-    """A chunk of litdata as it would be had its items not been compressed, some at a time, inside it.
+    """A chunk of litdata with compressed frames of items, as if it were uncompressed.
 
     "LDFZ01" 0 0 | u16 version, flags | u32 items, items of a frame, frames |
     u32 offsets[items + 1] | table | frames

@@ -1,9 +1,9 @@
-"""How many files stay open to be read: a recipe may have more of them than a process may have descriptors.
+"""Limits the number of open files: a recipe may have more files than a process may have descriptors.
 
-Half of the descriptors that the system allows are for them. Whoever opens one more closes another first, that
-nobody is reading or has read for long; it is opened again when it is read again. They stand in a ring: a
-second read leaves a mark, and who looks for a victim goes round, taking marks away, to the first file without
-one (Corbató, "A Paging Experiment with the Multics System", 1968). So a read costs a mark, and no waiting.
+Files use at most half of the allowed descriptors. Opening one more first closes another that is not being
+read and was not read recently; it is opened again when needed. The CLOCK algorithm chooses the victim:
+reading an open file marks it, and the search goes round the ring, clearing marks, to the first unmarked file
+(Corbató, "A Paging Experiment with the Multics System", 1968). So a read costs one mark and never waits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from meshfeed.errors import StoreError
 
 
 class Descriptor:
-    """A file that is open while it is read, and may be closed when it is not.
+    """A file that is open while it is read, and may be closed otherwise.
 
     Args:
-        opens: opens it. Called again where it was closed meanwhile, under a lock that all files share.
+        opens: opens it; called again if it was closed meanwhile, under a lock that all files share.
 
     Attributes:
-        lock: of its state. Whoever has the file may use it for short work of their own.
+        lock: of its state. The owner of the file may use it for other short work.
     """
 
     def __init__(self, opens: Callable[[], int]) -> None:
@@ -36,7 +36,7 @@ class Descriptor:
         _all.add(self)
 
     def acquire(self) -> int:
-        """The open file, which stays open until `release`. Raises what opening it raises."""
+        """The open file, which stays open until `release`. Raises the errors of opening it."""
         with self.lock:
             if self._fd is not None:
                 self._num_readers += 1
@@ -51,7 +51,7 @@ class Descriptor:
             self._close()
 
     def close(self) -> None:
-        """Close it, or have the last one close it who is reading it now."""
+        """Close it, or let its last current reader close it."""
         _ring.remove(self)
         with self.lock:
             self._is_over = self._num_readers > 0
@@ -59,14 +59,14 @@ class Descriptor:
                 self._close()
 
     def hold(self, fd: int | None = None) -> int | None:
-        """For the ring: the open file, for one more reader. fd: it was opened just now."""
+        """For the ring: add a reader; the open file, if any. fd: the file, newly opened."""
         with self.lock:
             self._fd = self._fd if fd is None else fd
             self._num_readers += self._fd is not None
             return self._fd
 
     def give_up(self, *, marked: bool) -> bool:
-        """For the ring: close it, unless somebody reads it. A mark spares it once, but where `marked`."""
+        """For the ring: close it unless it is being read. A mark spares it once, except if `marked`."""
         with self.lock:
             spared = self._num_readers > 0 or (self._is_marked and not marked)
             self._is_marked = False
@@ -75,7 +75,7 @@ class Descriptor:
             return not spared
 
     def forget_threads(self) -> None:
-        """In a forked child: no thread of the parent holds the lock here, or reads."""
+        """In a forked child: the parent's threads do not hold the lock or read here."""
         self.lock = threading.Lock()
         self._num_readers = 0
 
@@ -86,9 +86,9 @@ class Descriptor:
 
 
 class _Ring:
-    """The files that are open. Its lock is taken before a file's, never after.
+    """The open files. Its lock is taken before a file's lock, never after.
 
-    Its holder may find itself in `remove`: wherever Python collects garbage, it may close what that had open.
+    The lock is reentrant: garbage collection may close a file, and so call `remove`, at any point.
     """
 
     def __init__(self) -> None:
@@ -96,10 +96,10 @@ class _Ring:
         self._files: OrderedDict[Descriptor, None] = OrderedDict()
 
     def opened(self, file: Descriptor) -> int:
-        """Open a file for one more reader, in the place of others where there are many."""
+        """Open a file for one more reader; close others if too many are open."""
         with self.lock:
             fd = file.hold()
-            if fd is not None:  # by another thread, just now
+            if fd is not None:  # another thread has just opened it
                 return fd
             most = most_open()
             while len(self._files) >= most and self._give_up_one():
@@ -110,7 +110,7 @@ class _Ring:
             return fd
 
     def remove(self, file: Descriptor) -> None:
-        """It will be closed."""
+        """Remove a file that will be closed."""
         with self.lock:
             self._files.pop(file, None)
 
@@ -118,13 +118,13 @@ class _Ring:
         while True:
             try:
                 return file.opens()
-            except StoreError as error:  # others have taken the other half, too
+            except StoreError as error:  # other code has used up the other half
                 reason = getattr(error.__cause__, "errno", None)
                 if reason not in (errno.EMFILE, errno.ENFILE) or not self._give_up_one():
                     raise
 
     def _give_up_one(self) -> bool:
-        """Close the first file round the ring that may be; False where all are being read."""
+        """Close the first file in the ring that may be closed; False if all are being read."""
         for marked in (False, True):
             for _ in range(len(self._files)):
                 if not self._files:  # garbage was collected meanwhile
@@ -157,7 +157,7 @@ def _forget_threads() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # no fork while a file is between two states
+    # hold the lock during a fork, so that no file is in an intermediate state
     os.register_at_fork(
         before=_ring.lock.acquire, after_in_parent=_ring.lock.release, after_in_child=_forget_threads
     )

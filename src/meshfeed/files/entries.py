@@ -1,4 +1,4 @@
-"""An index's entries in a file whose blocks may not be here yet."""
+"""An index's entries in a file whose blocks may not have been fetched yet."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from meshfeed.files.byte_file import I64
 
 
 class Gathers(Protocol):
-    """A file that finds entries by their places."""
+    """A file that returns entries by index."""
 
     url: str
 
     def gathered(self, dtype: np.dtype[Any], begin: int, places: I64) -> npt.NDArray[Any]:
-        """Entries of `dtype` that lie one after the other from byte `begin` on, at some places."""
+        """Entries at the indices `places` of an array of `dtype` that starts at byte `begin`."""
         ...
 
     def between(self, dtype: np.dtype[Any], begin: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Those of them from place `start` to `stop`."""
+        """Entries start..stop of that array."""
         ...
 
 
 class EntriesOf:
-    """A Vector in such a file. Looking entries up brings their blocks here first, and copies them out."""
+    """A Vector in such a file. Looking up entries fetches their blocks first and copies them."""
 
     def __init__(self, file: Gathers, dtype: np.dtype[Any], begin: int, count: int) -> None:
         self._file, self._dtype, self._begin, self.size = file, dtype, begin, count
@@ -42,6 +42,6 @@ class EntriesOf:
             array = np.flatnonzero(array) if array.ndim else np.array(operator.index(places))
         wrapped = np.where(array < 0, array + self.size, array).astype(np.int64)
         if wrapped.size and not 0 <= wrapped.min() <= wrapped.max() < self.size:
-            raise IndexError(f"{self._file.url}: an entry of {self.size} that is not there")
+            raise IndexError(f"{self._file.url}: an index out of range for {self.size} entries")
         found = self._file.gathered(self._dtype, self._begin, wrapped.ravel()).reshape(wrapped.shape)
         return found[()] if array.ndim == 0 else found

@@ -1,4 +1,4 @@
-"""What is said of an object: to open it, and what tells it from any other and so names its folder."""
+"""Requests that open an object, and the facts that identify it and so name its cache folder."""
 
 from __future__ import annotations
 
@@ -17,30 +17,32 @@ from meshfeed.files.sums import ANEW, Sums
 from meshfeed.files.url import credentials_of, is_remote, local_path, split, without_secrets
 
 
-def name_of(said: dict[str, Any]) -> str:
-    """The URL that a client asks for, as messages show it."""
-    return without_secrets(f"{said['root']}/{said['path']}") if said["root"] else said["path"]
+def name_of(request: dict[str, Any]) -> str:
+    """The requested URL, for messages."""
+    return without_secrets(f"{request['root']}/{request['path']}") if request["root"] else request["path"]
 
 
-def facts_of(said: dict[str, Any], stat: Stat, content: Content | None, sums: Sums | None) -> dict[str, Any]:
-    """What the folder says of the object. Raises StoreError for one of another size than is said of it.
+def facts_of(
+    request: dict[str, Any], stat: Stat, content: Content | None, sums: Sums | None
+) -> dict[str, Any]:
+    """The facts stored in an object's folder. Raises StoreError if its size differs from the declared one.
 
-    said: what a client that opens it asks. What was fetched unchecked is another object than what is checked.
+    request: the client's request to open it. Unchecked and checked contents count as different objects.
     """
-    size, block_bytes = stat.size_bytes, said["block_bytes"]
+    size, block_bytes = stat.size_bytes, request["block_bytes"]
     if content is not None:
         if content.stored_bytes not in (None, size):
             raise StoreError(
-                f"{name_of(said)}: {size} bytes, its index says {content.stored_bytes}; copy it again"
+                f"{name_of(request)}: {size} bytes, its index says {content.stored_bytes}; copy it again"
             )
         size = size if content.raw_bytes is None else content.raw_bytes
         block_bytes = max(size, 1)
-    facts: dict[str, Any] = {"url": name_of(said), "tag": stat.tag, "size_bytes": size}
+    facts: dict[str, Any] = {"url": name_of(request), "tag": stat.tag, "size_bytes": size}
     if sums is not None:
-        guard = sums.files[said["sums"][1]]
+        guard = sums.files[request["sums"][1]]
         if guard.size_bytes != size:
             raise StoreError(
-                f"{name_of(said)}: {size} bytes, its .sums was made for {guard.size_bytes}; copy the file "
+                f"{name_of(request)}: {size} bytes, its .sums was made for {guard.size_bytes}; copy the file "
                 f"again; as for the .sums, {ANEW}"
             )
         block_bytes = -(-block_bytes // guard.block_bytes) * guard.block_bytes  # whole checksums
@@ -48,14 +50,14 @@ def facts_of(said: dict[str, Any], stat: Stat, content: Content | None, sums: Su
     return facts | {"block_bytes": block_bytes, "content": None if content is None else _plain(content)}
 
 
-def told_of(
+def open_request(
     url: str,
     block_bytes: int,
     options: Mapping[str, str],
     content: Content | None,
     sums: tuple[str, int] | None,
 ) -> dict[str, Any]:
-    """What a client says to open an object, its environment's credentials included. Raises StoreError."""
+    """A client's request to open an object, with its environment's credentials. Raises StoreError."""
     told: dict[str, Any] = {
         "block_bytes": block_bytes,
         "content": None if content is None else _plain(content),
@@ -71,9 +73,9 @@ def told_of(
     }
 
 
-def key_of(said: dict[str, Any], facts: dict[str, Any]) -> str:
-    """The name of its folder."""
-    secret = [said["options"].get("endpoint"), said["path"]]  # a query may tell objects apart, too
+def key_of(request: dict[str, Any], facts: dict[str, Any]) -> str:
+    """The name of an object's folder."""
+    secret = [request["options"].get("endpoint"), request["path"]]  # objects may differ only in these
     text = json.dumps([facts, secret], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -1,8 +1,9 @@
-"""Who wants which block, and the threads that bring them: each block once, what is needed now first.
+"""Schedules and fetches blocks: each block once, urgent ones first.
 
-A *need* is a reader that waits. It is admitted when the cache can hold all of its blocks at once beside those
-that other readers wait for; from then on its blocks stay until it is done. A *wish* is a block that will be
-needed: fetched when nothing is needed, given up when room is.
+A *need* is a reader that waits for blocks. It is admitted once the cache can hold all of its blocks together
+with those of the other admitted needs; its blocks then stay until it is done. A *wish* is a block that will
+be needed
+later: it is fetched when nothing is urgent, and evicted when space is needed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Done = Callable[[MeshfeedError | None], None]
 
 
 class _DiskFullError(CacheError):
-    """The disk took no more of a run."""
+    """The disk is full."""
 
 
 @dataclass(eq=False)
@@ -43,10 +44,10 @@ class _Need:
 
 
 class Fetcher:
-    """Brings blocks onto the shelf with some threads of its own; `close` ends them.
+    """Fetches blocks into the cache with its own threads; `close` ends them.
 
-    fetched: called with (holder, object, bytes) after each range, for whoever asked first. Neither it nor a
-    need's `done` may wait for anything: some are called under the lock.
+    fetched: called with (holder, object, bytes) after each range, for the first holder that asked. Neither it
+    nor a need's `done` may block: they may be called under the lock.
     """
 
     def __init__(self, shelf: Shelf, fetched: Callable[[Hashable, CachedObject, int], None]) -> None:
@@ -57,13 +58,13 @@ class Fetcher:
         self._needs: dict[Block, list[_Need]] = {}
         self._urgent: deque[Block] = deque()
         self._wished: deque[Block] = deque()
-        self._asked_by: dict[Block, Hashable] = {}  # every block that is queued or under way
+        self._asked_by: dict[Block, Hashable] = {}  # every block that is queued or in flight
         self._flying = shelf.busy
-        self._ahead = 0  # requests for wishes under way
+        self._ahead = 0  # requests for wishes in flight
         self._pace = Pace(RANGE_BYTES)
         self._wholes = Budget(_MOST_WHOLE_BYTES)
         self._closed = False
-        self._disk_says = ""  # why less is held than limit_bytes allows; empty where the disk has room
+        self._disk_error = ""  # why less than limit_bytes is held; empty if the disk has space
         self._threads = [
             threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True)
             for i in range(_THREADS)
@@ -72,7 +73,7 @@ class Fetcher:
             thread.start()
 
     def add(self, one: CachedObject, doubted: Iterable[int]) -> None:
-        """An object, and the blocks of it that may be there from before."""
+        """Add an object. doubted: its blocks from an earlier leader, which may be valid."""
         with self._changed:
             self._objects[one.key] = one
             one.doubted = set(doubted)
@@ -80,14 +81,14 @@ class Fetcher:
                 self._shelf.add((one.key, block), one.blocks.num_bytes(block))
 
     def need(self, holder: Hashable, one: CachedObject, blocks: Sequence[int], done: Done) -> None:
-        """Call `done` once all blocks are there, or with what went wrong; until `release` they stay."""
+        """Call `done` once all blocks are valid, or with the error; they stay until `release`."""
         sizes = {(one.key, block): one.blocks.num_bytes(block) for block in blocks}
         with self._changed:
             self._waiting.append(_Need(holder, one, sizes, done))
             self._admit()
 
     def abandon(self, holder: Hashable, one: CachedObject, blocks: Sequence[int]) -> None:
-        """The reader of a need was interrupted: release it, whether it was let in already or not."""
+        """The reader of a need was interrupted: release the need, admitted or not."""
         with self._changed:
             for need in self._waiting:
                 if need.holder == holder and need.sizes.keys() == {(one.key, block) for block in blocks}:
@@ -96,14 +97,14 @@ class Fetcher:
         self.release(holder, one, blocks, firm=True)
 
     def limit(self, limit_bytes: int) -> None:
-        """Hold at most so much from now on."""
+        """Change the limit."""
         with self._changed:
-            self._shelf.limit_bytes, self._disk_says = limit_bytes, ""
+            self._shelf.limit_bytes, self._disk_error = limit_bytes, ""
             self._admit()
             self._changed.notify_all()
 
     def wish(self, holder: Hashable, one: CachedObject, blocks: Sequence[int]) -> None:
-        """Blocks that will be needed, in this order."""
+        """Announce blocks that will be needed, in this order."""
         with self._changed:
             sizes = {(one.key, block): one.blocks.num_bytes(block) for block in blocks}
             self._shelf.pin(holder, sizes, firm=False)
@@ -115,14 +116,14 @@ class Fetcher:
             self._changed.notify_all()
 
     def release(self, holder: Hashable, one: CachedObject, blocks: Sequence[int], *, firm: bool) -> None:
-        """Blocks that were needed or wished for, and are no more; as often as they were."""
+        """Release needed or wished blocks, once for each time they were pinned."""
         with self._changed:
             self._shelf.release(holder, [(one.key, block) for block in blocks], firm=firm)
             self._admit()
             self._changed.notify_all()
 
     def forget(self, holder: Hashable, one: CachedObject | None = None) -> None:
-        """A holder wishes for nothing of an object any more; without one, it is gone, with all its needs."""
+        """Drop a holder's wishes for an object; without one, all its wishes and needs."""
         with self._changed:
             self._shelf.release_all(holder, firm=False, of=None if one is None else one.key)
             if one is None:
@@ -132,18 +133,18 @@ class Fetcher:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the threads; what is under way is dropped."""
+        """End the threads; blocks in flight are dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    # -- who goes first, under the lock -------------------------------------------------------------------
+    # -- scheduling, under the lock -----------------------------------------------------------------------
 
     def _valid(self, one: CachedObject, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:
         return list(zip(blocks, one.blocks.valid([number for _, number in blocks])))
 
     def _admit(self) -> None:
-        """Let waiting needs in, in their order, while the cache can hold them all."""
+        """Admit waiting needs in order, while the cache can hold them all."""
         shelf = self._shelf
         while self._waiting:
             need = self._waiting[0]
@@ -168,9 +169,9 @@ class Fetcher:
             self._changed.notify_all()
 
     def _too_large(self, need: _Need) -> CacheError:
-        if self._disk_says:
+        if self._disk_error:
             return CacheError(
-                f"{need.of.url}: {sum(need.sizes.values())} bytes are needed at one time; {self._disk_says}"
+                f"{need.of.url}: {sum(need.sizes.values())} bytes are needed at one time; {self._disk_error}"
             )
         return CacheError(
             f"{need.of.url}: {sum(need.sizes.values())} bytes in {len(need.sizes)} blocks are needed at one "
@@ -179,15 +180,15 @@ class Fetcher:
         )
 
     def _next_run(self) -> tuple[list[Block], bool] | None:
-        """(neighbouring blocks to bring next, whether they are needed now), with room made for them.
+        """(adjacent blocks to fetch next, whether they are urgent), after evicting others for them.
 
-        None where there is nothing to do.
+        None if there is nothing to do.
         """
         for queue, urgent in ((self._urgent, True), (self._wished, False)):
             while queue and (urgent or self._ahead < self._pace.at_once):
                 first = queue[0]
                 if first in self._flying or first not in self._asked_by:
-                    queue.popleft()  # somebody has it, or had it
+                    queue.popleft()  # already fetched, or in flight
                     continue
                 if not self._shelf.is_wanted(first):
                     queue.popleft()
@@ -255,7 +256,7 @@ class Fetcher:
                 self._bring(run)
             except MeshfeedError as known:
                 error = known
-            except BaseException as unknown:  # a thread that dies would leave its readers waiting for ever
+            except BaseException as unknown:  # if the thread died, its readers would wait endlessly
                 error = StoreError(f"{self._objects[run[0][0]].url}: {type(unknown).__name__}: {unknown}")
             self._finish(run, urgent, error)
 
@@ -269,7 +270,7 @@ class Fetcher:
                 if error is not None:
                     self._drop_failed(block)
                 if again and block in self._needs and not self._is_there(block):
-                    self._urgent.append(block)  # by itself it may fit
+                    self._urgent.append(block)  # alone it may fit
                     continue
                 self._asked_by.pop(block, None)
                 for need in self._needs.pop(block, []):
@@ -277,26 +278,26 @@ class Fetcher:
                     if (error is not None and not again) or not need.missing:
                         ended.append(need)
             if again:
-                self._pace = Pace(RANGE_BYTES)  # which begins with single blocks
+                self._pace = Pace(RANGE_BYTES)  # starts again with single blocks
                 error = None
             if error is not None:
                 for need in ended:
-                    self._give_up(need)
+                    self._fail_need(need)
             self._admit()
             self._changed.notify_all()
         for need in dict.fromkeys(ended):
             need.done(error)
 
     def _drop_failed(self, block: Block) -> None:
-        if not self._is_there(block):  # those of its run that came before may be
+        if not self._is_there(block):  # earlier blocks of its run may be valid
             self._shelf.remove(block)
-            with contextlib.suppress(OSError):  # there is an error to tell already
+            with contextlib.suppress(OSError):  # the first error is reported
                 self._objects[block[0]].blocks.drop(block[1])
 
     def _is_there(self, block: Block) -> bool:
         return self._objects[block[0]].blocks.valid([block[1]])[0]
 
-    def _give_up(self, need: _Need) -> None:
+    def _fail_need(self, need: _Need) -> None:
         for block in need.missing:
             others = [other for other in self._needs.get(block, []) if other is not need]
             if others:
@@ -343,26 +344,26 @@ class Fetcher:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
                 if not full:
                     raise CacheError(
-                        f"{one.blocks.folder}: {error.strerror or error}; was the cache folder cleared under "
-                        f"this run, or is its disk broken?"
+                        f"{one.blocks.folder}: {error.strerror or error}; was the cache folder cleared "
+                        f"during this run, or is its disk faulty?"
                     ) from error
                 late = time.monotonic() - began > _DISK_PATIENCE_S
                 if late or not self._shelf.is_wanted((one.key, number)):
                     raise _DiskFullError(self._full_disk(one, error)) from error
-                self._disk_says = self._full_disk(one, error)
+                self._disk_error = self._full_disk(one, error)
                 self._shrink(len(data))
 
     def _full_disk(self, one: CachedObject, error: OSError) -> str:
         return (
             f"{one.blocks.folder}: {error.strerror or error} with {self._shelf.held_bytes} bytes held, below "
-            f"limit_bytes of the cache; free room on this disk, or give a cache folder on another"
+            f"limit_bytes of the cache; free space on this disk, or give a cache folder on another"
         )
 
     def _shrink(self, num_bytes: int) -> None:
-        """The disk is full before the limit is reached: hold less from now on, and give something back."""
+        """The disk is full below the limit: lower the limit and evict blocks."""
         with self._changed:
             shelf = self._shelf
             self._drop(shelf.to_free(num_bytes, over_wishes=True))
             shelf.limit_bytes = min(shelf.limit_bytes, max(shelf.held_bytes, num_bytes))
             self._admit()
-            self._changed.wait(_DISK_PAUSE_S)  # others bring blocks too, and may take the room first
+            self._changed.wait(_DISK_PAUSE_S)  # other threads may use the freed space first

@@ -1,6 +1,6 @@
-"""Started by path, as a process of its own: `python lead.py FOLDER` becomes the leader of a cache folder.
+"""Script, started by path: `python lead.py FOLDER` becomes the leader of a cache folder.
 
-The package's own `__init__` would bring torch, which a leader has no use for; an empty one stands in for it.
+The package's own `__init__` would import torch, which a leader does not need; an empty module replaces it.
 """
 
 import sys

@@ -1,8 +1,9 @@
-"""The leader: the one process of a node and user that fetches, and that owns a cache folder.
+"""The leader: the cache server of a node and user, which owns a cache folder and is the only process that
+fetches.
 
-Whoever finds none starts one. The kernel's lock on a file of the folder says who leads, and is free the
-moment the leader dies; then a client starts the next. It speaks over an abstract unix socket, which leaves
-nothing behind, to processes of its own user alone, and ends some seconds after the last of them.
+A client that finds no leader starts one. A leader holds the kernel's lock on a file in the folder. The lock
+is released the moment the leader dies; then a client starts the next. It serves processes of its own user
+over an abstract Unix socket, which leaves nothing behind, and exits some seconds after the last of them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def socket_name(folder: Path) -> str:
 
 @dataclass(eq=False)
 class _Client:
-    """A process that is connected, and what it has open."""
+    """A connected process, and its open objects."""
 
     link: socket.socket
     limit_bytes: int | None = None
@@ -61,7 +62,7 @@ class _Client:
     outgoing: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
 
     def send(self, say: dict[str, Any], payload: bytes = b"") -> None:
-        """Say something, in turn, without waiting for the other to listen."""
+        """Queue a message; does not wait for the other end."""
         self.outgoing.put(message.encode(say, payload))
 
     def send_all(self) -> None:
@@ -77,7 +78,7 @@ class Leader:
     def __init__(self, folder: Path, listener: socket.socket) -> None:
         self._folder, self._listener = folder, listener
         self._shelf = Shelf(self._last_limit())
-        self._fetcher = Fetcher(self._shelf, self._tell_fetched)
+        self._fetcher = Fetcher(self._shelf, self._notify_fetched)
         self._objects: dict[str, CachedObject] = {}
         self._readers: dict[str, Reader] = {}
         self._stats = Once[Stat](_STATS_KEPT_S)
@@ -89,8 +90,8 @@ class Leader:
         self._peekers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-peek")
 
     def serve(self) -> None:
-        """Serve until nobody has been there for some seconds."""
-        threading.Thread(target=self._find_leftovers, daemon=True).start()
+        """Serve until no client has been connected for some seconds."""
+        threading.Thread(target=self._adopt_leftovers, daemon=True).start()
         self._listener.settimeout(_LINGER_S)
         while True:
             try:
@@ -100,7 +101,7 @@ class Leader:
                     if not self._clients:
                         return
                 continue
-            except OSError:  # no descriptor is free just now
+            except OSError:  # no free descriptor at the moment
                 time.sleep(_PAUSE_S)
                 continue
             if not message.same_user(link):
@@ -116,8 +117,8 @@ class Leader:
 
     def _listen(self, client: _Client) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, StoreError):
-            while (heard := message.receive(client.link)) is not None:
-                self._hear(client, heard[0])
+            while (received := message.receive(client.link)) is not None:
+                self._handle(client, received[0])
         client.outgoing.put(None)
         self._fetcher.forget(client)
         with self._lock:
@@ -129,45 +130,45 @@ class Leader:
                 self._readers.pop(unused).close()
             self._set_limit()
             if not self._clients:
-                self._ask_again()  # who comes next may find another version
+                self._forget_answers()  # the next client may find another version
         client.link.close()
 
-    def _ask_again(self) -> None:
+    def _forget_answers(self) -> None:
         for known in (self._stats, self._sums, self._peeked):
             known.forget()
 
-    def _hear(self, client: _Client, said: dict[str, Any]) -> None:
-        one = client.opened.get(said.get("object", -1))
-        match said["do"]:
+    def _handle(self, client: _Client, request: dict[str, Any]) -> None:
+        one = client.opened.get(request.get("object", -1))
+        match request["do"]:
             case "hello":
-                self._greet(client, said)
+                self._hello(client, request)
             case "need" if one is not None:
-                self._fetcher.need(client, one, said["blocks"], self._answer_to(client, said))
+                self._fetcher.need(client, one, request["blocks"], self._answer_to(client, request))
             case "abandon" if one is not None:
-                self._fetcher.abandon(client, one, said["blocks"])
+                self._fetcher.abandon(client, one, request["blocks"])
             case "wish" if one is not None:
-                self._fetcher.wish(client, one, said["blocks"])
+                self._fetcher.wish(client, one, request["blocks"])
             case "release" if one is not None:
-                self._fetcher.release(client, one, said["needs"], firm=True)
-                self._fetcher.release(client, one, said["wishes"], firm=False)
+                self._fetcher.release(client, one, request["needs"], firm=True)
+                self._fetcher.release(client, one, request["wishes"], firm=False)
             case "forget" if one is not None:
                 self._fetcher.forget(client, one)
             case "look again" if one is not None:
                 self._peeked.forget(lambda key: key[0] == one.key)
             case _:
-                self._answerers.submit(self._reply, client, said)
+                self._answerers.submit(self._reply, client, request)
 
-    def _answer_to(self, client: _Client, said: dict[str, Any]) -> Callable[[MeshfeedError | None], None]:
+    def _answer_to(self, client: _Client, request: dict[str, Any]) -> Callable[[MeshfeedError | None], None]:
         def done(error: MeshfeedError | None) -> None:
             if isinstance(error, ChangedError):
-                self._ask_again()
-            told = {} if error is None else {"error": message.told(error)}
-            client.send({"id": said["id"], **told})
+                self._forget_answers()
+            error_field = {} if error is None else {"error": message.error_to_json(error)}
+            client.send({"id": request["id"], **error_field})
 
         return done
 
-    def _reply(self, client: _Client, said: dict[str, Any]) -> None:
-        """What has to ask storage first, or to read the disk."""
+    def _reply(self, client: _Client, request: dict[str, Any]) -> None:
+        """Answer requests that need storage or the disk."""
         answers: dict[str, Callable[[_Client, dict[str, Any]], tuple[dict[str, Any], bytes]]] = {
             "open": self._open,
             "exists": self._exists,
@@ -176,29 +177,31 @@ class Leader:
             "counts": self._counts,
         }
         try:
-            answer, payload = answers[said["do"]](client, said)
-            client.send({"id": said["id"], **answer}, payload)
+            answer, payload = answers[request["do"]](client, request)
+            client.send({"id": request["id"], **answer}, payload)
         except MeshfeedError as error:
-            self._answer_to(client, said)(error)
-        except BaseException as error:  # said to the client, which else would wait for ever
+            self._answer_to(client, request)(error)
+        except BaseException as error:  # sent to the client, which would otherwise wait endlessly
             text = f"{self._folder}: the leader failed: {type(error).__name__}: {error}"
-            client.send({"id": said["id"], "error": message.told(StoreError(text))})
+            client.send({"id": request["id"], "error": message.error_to_json(StoreError(text))})
 
-    def _greet(self, client: _Client, said: dict[str, Any]) -> None:
-        if said["version"] != message.VERSION:
+    def _hello(self, client: _Client, request: dict[str, Any]) -> None:
+        if request["version"] != message.VERSION:
             error = CacheError(
-                f"{self._folder}: its leader, process {os.getpid()}, is of another version of meshfeed "
-                f"({message.VERSION}, here {said['version']}); let its jobs end, or use another cache folder"
+                f"{self._folder}: its leader, process {os.getpid()}, runs another version of meshfeed "
+                f"({message.VERSION}, here {request['version']}); let its jobs end, or use another cache "
+                "folder"
             )
-            client.send({"id": said["id"], "error": message.told(error)})
+            client.send({"id": request["id"], "error": message.error_to_json(error)})
             return
         with self._lock:
-            client.limit_bytes = said["limit_bytes"]
+            client.limit_bytes = request["limit_bytes"]
             self._set_limit()
-        client.send({"id": said["id"], "pid": os.getpid()})
+        client.send({"id": request["id"], "pid": os.getpid()})
 
     def _set_limit(self) -> None:
-        """The largest of what those who are here say; nobody's job ends for another's sake."""
+        """Apply the largest limit of the connected clients, so that no job fails because of another's
+        limit."""
         last = self._last_limit()
         limit = max(
             (each.limit_bytes for each in self._clients if each.limit_bytes is not None), default=last
@@ -209,12 +212,12 @@ class Leader:
         self._fetcher.limit(limit)
 
     def _last_limit(self) -> int:
-        """What the folder was limited to last."""
+        """The last limit of the folder."""
         with contextlib.suppress(OSError, ValueError):
             return int((self._folder / LIMIT).read_text())
         return _DEFAULT_LIMIT_BYTES
 
-    def _tell_fetched(self, holder: Any, one: CachedObject, num_bytes: int) -> None:
+    def _notify_fetched(self, holder: Any, one: CachedObject, num_bytes: int) -> None:
         if isinstance(holder, _Client):
             number = holder.numbers.get(one.key)
             if number is not None:
@@ -222,10 +225,10 @@ class Leader:
 
     # -- answers ------------------------------------------------------------------------------------------
 
-    def _open(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        content = None if said["content"] is None else Content(**said["content"])
-        sums = self._sums_of(client, said)
-        one = self._object_of(client, said, content, sums)
+    def _open(self, client: _Client, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        content = None if request["content"] is None else Content(**request["content"])
+        sums = self._sums_of(client, request)
+        one = self._object_of(client, request, content, sums)
         with self._lock:
             number = len(client.opened)
             client.opened[number] = one
@@ -242,18 +245,18 @@ class Leader:
         }, b""
 
     def _object_of(
-        self, client: _Client, said: dict[str, Any], content: Content | None, sums: Sums | None
+        self, client: _Client, request: dict[str, Any], content: Content | None, sums: Sums | None
     ) -> CachedObject:
-        reader, stat = self._stat_of(client, said)
-        facts = facts_of(said, stat, content, sums)
-        key = key_of(said, facts)
+        reader, stat = self._stat_of(client, request)
+        facts = facts_of(request, stat, content, sums)
+        key = key_of(request, facts)
         with self._lock:
             if key not in self._objects:
                 one = CachedObject(
                     key=key,
-                    url=name_of(said),
+                    url=name_of(request),
                     blocks=self._blocks_of(key, facts),
-                    path=said["path"],
+                    path=request["path"],
                     tag=stat.tag,
                     stored_bytes=stat.size_bytes,
                     content=content,
@@ -261,18 +264,18 @@ class Leader:
                 self._objects[key] = one
                 self._fetcher.add(one, one.blocks.doubt_all())
             one = self._objects[key]
-            one.readers[client, json.dumps(said["options"], sort_keys=True)] = reader
-            one.path, one.stored_bytes = said["path"], stat.size_bytes  # an earlier leader's had none
-            one.sums = None if sums is None else sums.files[said["sums"][1]]
+            one.readers[client, json.dumps(request["options"], sort_keys=True)] = reader
+            one.path, one.stored_bytes = request["path"], stat.size_bytes  # an earlier leader's had none
+            one.sums = None if sums is None else sums.files[request["sums"][1]]
             return one
 
-    def _sums_of(self, client: _Client, said: dict[str, Any]) -> Sums | None:
-        """The checksums of the object and its neighbour."""
-        if said["sums"] is None:
+    def _sums_of(self, client: _Client, request: dict[str, Any]) -> Sums | None:
+        """The checksums of the store that the object belongs to."""
+        if request["sums"] is None:
             return None
-        reader, options = self._reader_of(client, said)
-        path = said["sums"][0]
-        url = name_of(said | {"path": path})
+        reader, options = self._reader_of(client, request)
+        path = request["sums"][0]
+        url = name_of(request | {"path": path})
         return self._sums.answer((path, options), lambda: sums_at(reader, path, url))
 
     def _blocks_of(self, key: str, facts: dict[str, Any]) -> Blocks:
@@ -293,41 +296,41 @@ class Leader:
             raise
         except (OSError, ValueError) as error:
             raise CacheError(
-                f"{folder}: {getattr(error, 'strerror', None) or error}; see to the disk, or choose another "
+                f"{folder}: {getattr(error, 'strerror', None) or error}; check the disk, or choose another "
                 f"cache folder"
             ) from error
 
-    def _stat_of(self, client: _Client, said: dict[str, Any]) -> tuple[Reader, Stat]:
-        """Asked once by all ranks of a job that starts; a later one may find another version."""
-        reader, options = self._reader_of(client, said)
-        path = said["path"]
+    def _stat_of(self, client: _Client, request: dict[str, Any]) -> tuple[Reader, Stat]:
+        """The object's size and version, asked once for all ranks of a job that starts."""
+        reader, options = self._reader_of(client, request)
+        path = request["path"]
         return reader, self._stats.answer((path, options), lambda: reader.stat(path))
 
-    def _reader_of(self, client: _Client, said: dict[str, Any]) -> tuple[Reader, str]:
-        options = json.dumps([said["root"], said["options"]], sort_keys=True)
+    def _reader_of(self, client: _Client, request: dict[str, Any]) -> tuple[Reader, str]:
+        options = json.dumps([request["root"], request["options"]], sort_keys=True)
         with self._lock:
             client.readers.add(options)
             if options not in self._readers:
                 self._readers[options] = (
-                    Client(said["root"], said["options"]) if said["root"] else LocalReader()
+                    Client(request["root"], request["options"]) if request["root"] else LocalReader()
                 )
             return self._readers[options], options
 
-    def _exists(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    def _exists(self, client: _Client, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         try:
-            self._stat_of(client, said)
+            self._stat_of(client, request)
         except MissingError:
             return {"exists": False}, b""
         return {"exists": True}, b""
 
-    def _list(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        return {"found": self._reader_of(client, said)[0].list(said["path"])}, b""
+    def _list(self, client: _Client, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        return {"found": self._reader_of(client, request)[0].list(request["path"])}, b""
 
-    def _peek(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        one = client.opened[said["object"]]
+    def _peek(self, client: _Client, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        one = client.opened[request["object"]]
         if one.content is not None:
-            raise StoreError(f"{one.url}: is checked as a whole, so no part of it is to be had before")
-        ranges = [(begin, max(begin, min(end, one.stored_bytes))) for begin, end in said["ranges"]]
+            raise StoreError(f"{one.url}: is checked as a whole, so no part of it can be read before")
+        ranges = [(begin, max(begin, min(end, one.stored_bytes))) for begin, end in request["ranges"]]
         begins, ends = zip(*ranges)
         pieces = list(
             self._peekers.map(self._piece, [client] * len(ranges), [one] * len(ranges), begins, ends)
@@ -337,7 +340,7 @@ class Leader:
     def _piece(self, client: _Client, one: CachedObject, begin: int, end: int) -> bytes:
         return self._peeked.answer((one.key, begin, end), lambda: bytes(one.read(begin, end, client)))
 
-    def _counts(self, client: _Client, said: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    def _counts(self, client: _Client, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         names = ("limit_bytes", "held_bytes", "firm_bytes", "num_wished")
         counts = {"clients": len(self._clients)} | {name: int(getattr(self._shelf, name)) for name in names}
         for reader in self._readers.values():
@@ -347,15 +350,15 @@ class Leader:
 
     # -- the folder ---------------------------------------------------------------------------------------
 
-    def _find_leftovers(self) -> None:
-        """Objects of earlier leaders: nobody reads them now, but they take room."""
+    def _adopt_leftovers(self) -> None:
+        """Add the objects of earlier leaders: they are unused, but take space."""
         found: list[tuple[float, Path]] = []
         with contextlib.suppress(OSError):
             found = [(each.stat().st_mtime, each) for each in self._folder.iterdir() if each.is_dir()]
         for _, folder in sorted(found):
             with self._lock, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 if folder.name in self._objects:
-                    continue  # somebody has it open already
+                    continue  # already open
                 facts = json.loads((folder / OBJECT).read_text())
                 blocks = Blocks(folder, facts["size_bytes"], facts["block_bytes"])
                 content = None if facts["content"] is None else Content(**facts["content"])
@@ -377,7 +380,7 @@ class Leader:
 
 
 def main(folder: Path) -> None:
-    """Lead, in a process of its own, unless somebody does; returns in this one once that is decided."""
+    """Fork a leader unless there is one; this process returns once that is decided."""
     os.umask(0o077)
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""A process's connection to the leader of a cache folder; one for all its files, made when it is needed."""
+"""A process's connection to the leader of a cache folder; one for all its files, opened on first use."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ Session = tuple[int, int]
 
 _START_S = 60.0
 _PAUSE_S = 0.01
-_SAY_EVERY_S = 10.0
+_LOG_EVERY_S = 10.0
 _log = logging.getLogger("meshfeed")
 
 
 class LostError(Exception):
-    """The leader is gone, and with it what it knew of this process; ask the next one anew."""
+    """The leader has died, and with it what it knew of this process; send the request to the next leader."""
 
 
 class Link:
-    """Requests to the leader, from any thread. Raises CacheError where no leader can be had.
+    """Requests to the leader, from any thread. Raises CacheError if no leader can be reached or started.
 
     Attributes:
-        session: (process, how many leaders it has met); what one was told, the next does not know, and a
-            forked child knows nothing.
+        session: (process, number of leaders so far). A new leader does not know what the last one was sent,
+            and a forked child has no leader yet.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -53,7 +53,7 @@ class Link:
     def _reset(self) -> None:
         self.session: Session = (os.getpid(), 0)
         self._connecting = threading.Lock()
-        # Garbage that Python collects here may say something itself: that it needs no more of some file.
+        # Reentrant: garbage collection at any point may send a notification itself.
         self._sending, self._lock = threading.RLock(), threading.RLock()
         self._socket: socket.socket | None = None
         self._ids = itertools.count()
@@ -61,14 +61,15 @@ class Link:
         self._listeners: dict[tuple[Session, int], weakref.WeakMethod[Callable[[int], None]]] = {}
 
     def connected(self) -> Session:
-        """The session, a new one where the last leader is gone. Raises LostError where it goes at once."""
+        """The session; a new one if the last leader has died. Raises LostError if the new one dies at
+        once."""
         with self._connecting:
             if self._socket is None:
                 self._connect()
             return self.session
 
-    def ask(self, session: Session, **said: Any) -> Answer:
-        """An answer of the leader of one session. Raises LostError where it is gone, or its own error."""
+    def ask(self, session: Session, **request: Any) -> Answer:
+        """Send a request to the leader of a session; its answer. Raises LostError, or the leader's error."""
         future: Future[Answer] = Future()
         number = next(self._ids)
         with self._lock:
@@ -76,44 +77,44 @@ class Link:
             if session != self.session or link is None:
                 raise LostError
             self._futures[number] = future
-        self._send(link, {"id": number, **said})
-        answer, payload = self._awaited(future, said)
+        self._send(link, {"id": number, **request})
+        answer, payload = self._awaited(future, request)
         if "error" in answer:
-            raise message.untold(answer["error"])
+            raise message.error_from_json(answer["error"])
         return answer, payload
 
-    def say(self, session: Session, **said: Any) -> None:
-        """Something that has no answer; nothing where that leader is gone."""
+    def notify(self, session: Session, **request: Any) -> None:
+        """Send a message without an answer; does nothing if that leader has died."""
         with self._lock:
             link = self._socket if session == self.session else None
         if link is not None:
             with contextlib.suppress(LostError):
-                self._send(link, said)
+                self._send(link, request)
 
     def listen(self, session: Session, number: int, fetched: Callable[[int], None]) -> None:
-        """Call the method `fetched` with bytes that were fetched of an object, while its owner lives."""
+        """Call the method `fetched` with the number of bytes fetched of an object, while its owner exists."""
         self._listeners[session, number] = weakref.WeakMethod(fetched)
 
     def close(self) -> None:
-        """Let the leader go; asking again connects anew."""
+        """Disconnect from the leader; the next request connects again."""
         link = self._socket
         if link is not None:
-            _shut(link)
+            _shut_down(link)
 
     # -- below --------------------------------------------------------------------------------------------
 
-    def _awaited(self, future: Future[Answer], said: dict[str, Any]) -> Answer:
-        """An answer; tells the user, now and then, that storage keeps everybody waiting."""
+    def _awaited(self, future: Future[Answer], request: dict[str, Any]) -> Answer:
+        """Wait for an answer; logs a warning from time to time."""
         began = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
-                return future.result(_SAY_EVERY_S)
+                return future.result(_LOG_EVERY_S)
             waited_s = time.monotonic() - began
-            what = name_of(said) if "path" in said else f"blocks; see {self._folder / LOG}"
-            _log.warning("waiting for storage since %.0f s: %s", waited_s, what)
+            what = name_of(request) if "path" in request else f"blocks; see {self._folder / LOG}"
+            _log.warning("waiting for storage for %.0f s: %s", waited_s, what)
 
-    def _send(self, link: socket.socket, said: dict[str, Any]) -> None:
-        encoded = message.encode(said)
+    def _send(self, link: socket.socket, request: dict[str, Any]) -> None:
+        encoded = message.encode(request)
         with self._sending:
             try:
                 link.sendall(encoded)
@@ -123,16 +124,16 @@ class Link:
 
     def _connect(self) -> None:
         self._cache.make()
-        link = _met_leader(self._folder)
-        weakref.finalize(self, _shut, link)
+        link = _connect_to_leader(self._folder)
+        weakref.finalize(self, _shut_down, link)
         future: Future[Answer] = Future()
         number = next(self._ids)
         with self._lock:
             self.session = (os.getpid(), self.session[1] + 1)
             self._socket = link
             self._futures[number] = future
-        hears = threading.Thread(target=_hear, args=(weakref.ref(self), link), daemon=True)
-        hears.start()
+        receiver = threading.Thread(target=_receive_loop, args=(weakref.ref(self), link), daemon=True)
+        receiver.start()
         hello = {"do": "hello", "version": message.VERSION, "limit_bytes": self._cache.limit_bytes}
         try:
             self._send(link, {"id": number, **hello})
@@ -144,10 +145,10 @@ class Link:
             ) from late
         if "error" in answer:
             self.lost(link)
-            raise message.untold(answer["error"])
+            raise message.error_from_json(answer["error"])
 
-    def heard(self, answer: dict[str, Any], payload: bytes) -> None:
-        """Hand an answer to who waits for it."""
+    def on_message(self, answer: dict[str, Any], payload: bytes) -> None:
+        """Pass an answer to the thread that waits for it."""
         if "fetched" in answer:
             listener = self._listeners.get((self.session, answer["object"]))
             fetched = None if listener is None else listener()
@@ -159,7 +160,7 @@ class Link:
             future.set_result((answer, payload))
 
     def lost(self, link: socket.socket) -> None:
-        """The leader is gone: tell everybody who waits."""
+        """The leader has died: raise LostError in all waiting threads."""
         link.close()
         with self._lock:
             if self._socket is not link:
@@ -177,7 +178,7 @@ _making = threading.Lock()
 
 
 def link_of(cache: Cache) -> Link:
-    """This process's link for a cache, shared by all that hold on to it."""
+    """This process's link for a cache, shared by all its users."""
     with _making:
         link = _by_cache.get(cache)
         if link is None:
@@ -185,31 +186,31 @@ def link_of(cache: Cache) -> Link:
         return link
 
 
-def _shut(link: socket.socket) -> None:
+def _shut_down(link: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        link.shutdown(socket.SHUT_RDWR)  # which ends the thread that listens
+        link.shutdown(socket.SHUT_RDWR)  # this ends the receiving thread
 
 
-def _hear(of: weakref.ref[Link], link: socket.socket) -> None:
-    """The thread that listens to a leader, until either end is gone."""
+def _receive_loop(of: weakref.ref[Link], link: socket.socket) -> None:
+    """The thread that receives from a leader, until either end closes."""
     try:
-        while (heard := message.receive(link)) is not None:
+        while (received := message.receive(link)) is not None:
             one = of()
             if one is None:
                 break
-            one.heard(*heard)
+            one.on_message(*received)
             del one
     except OSError:
         pass
-    finally:  # whatever went wrong: nobody may wait for what will not be heard
+    finally:  # whatever went wrong, no thread may wait for an answer that never comes
         one = of()
         if one is not None:
             one.lost(link)
         link.close()
 
 
-def _met_leader(folder: Path) -> socket.socket:
-    """A connection to the folder's leader, started if there is none."""
+def _connect_to_leader(folder: Path) -> socket.socket:
+    """Connect to the folder's leader; start one if there is none."""
     began, started = time.monotonic(), ""
     while True:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -219,30 +220,30 @@ def _met_leader(folder: Path) -> socket.socket:
             link.close()
             if time.monotonic() - began > _START_S:
                 raise CacheError(
-                    f"{folder}: no leader answers ({error}; {started or 'started'}); is it held from another "
-                    f"container or network namespace? See {folder / LOG}, or give each its own cache folder"
+                    f"{folder}: no leader answers ({error}; {started or 'started'}); does another container "
+                    f"or network namespace use it? See {folder / LOG}, or give each its own cache folder"
                 ) from error
         else:
             if message.same_user(link):
                 return link
             link.close()
             raise CacheError(
-                f"{folder}: a process of another user answers in its leader's place; tell your "
+                f"{folder}: a process of another user answers instead of its leader; tell your "
                 f"administrator, and use another cache folder"
             )
         started = _start_leader(folder)
-        time.sleep(_PAUSE_S)  # one that is ending still holds the lock for a moment
+        time.sleep(_PAUSE_S)  # a leader that is exiting holds the lock a moment longer
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
 def _start_leader(folder: Path) -> str:
-    """Start a process that leads unless somebody does; returns what it said of a failure."""
+    """Start a leader unless there is one; returns a message if that failed."""
     script = Path(__file__).with_name("lead.py")
     path = os.pathsep.join(each for each in sys.path if each)
-    with open(folder / LOG, "ab", opener=_private) as log:
+    with open(folder / LOG, "ab", opener=_open_private) as log:
         try:
             done = subprocess.run(
                 [sys.executable, str(script), str(folder)],
@@ -259,7 +260,7 @@ def _start_leader(folder: Path) -> str:
 
 
 def _forget_links() -> None:
-    """In a forked child: its parent's connections are not its own, nor what threads of the parent held."""
+    """In a forked child: drop the parent's connections and locks."""
     global _making
     _making = threading.Lock()
     for link in list(_links):
@@ -274,7 +275,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def retried(cache: Cache, ask: Callable[[], Any]) -> Any:
-    """`ask()` again and again while leaders die under it. Raises what it raises, but LostError."""
+    """Call `ask` again each time a leader dies. Raises its errors, except LostError."""
     for _ in range(_MOST_LEADERS):
         try:
             return ask()

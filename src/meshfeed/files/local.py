@@ -41,12 +41,12 @@ class LocalFile:
             with typed_errors(self.url):
                 path = Path(self.url)
                 if path.is_dir():
-                    raise StoreError(f"{self.url}: a directory, where a store has a file")
+                    raise StoreError(f"{self.url}: is a directory; give a file")
                 self._size_bytes = path.stat().st_size
         return self._size_bytes
 
     def look_again(self) -> None:
-        """Peeks look each time."""
+        """Nothing to do: peeks are not cached."""
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See ByteFile."""
@@ -94,7 +94,7 @@ class LocalFile:
     def will_need(self, begins: I64, ends: I64) -> None:
         """Ask the system to fetch the ranges; does nothing on systems without such advice."""
         advise = getattr(os, "posix_fadvise", None)
-        # To the system a length of 0 means all the rest of the file.
+        # A length of 0 would mean the rest of the file.
         begins, ends = begins[ends > begins], ends[ends > begins]
         if advise is None or not begins.size:
             return
@@ -112,16 +112,16 @@ class LocalFile:
                 self._file.release()
 
     def forget_needs(self) -> None:
-        """Advice needs no taking back."""
+        """Nothing to do: advice cannot be withdrawn."""
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """The entries. Looking them up reads their pages: a map ends the process where the file is cut."""
+        """The entries. Lookups read pages instead of a map, which would kill the process on truncation."""
         with typed_errors(self.url):
             self._refuse_resized(Path(self.url).stat())
         return [EntriesOf(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
 
     def between(self, dtype: np.dtype[Any], begin: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Entries start..stop of `dtype` that lie one after the other from byte `begin` on."""
+        """Entries start..stop of an array of `dtype` that starts at byte `begin`."""
         found = np.empty(max(stop - start, 0), dtype)
         self._look_up(
             found.view(np.uint8), np.array([begin + start * dtype.itemsize]), np.array([found.nbytes])
@@ -129,7 +129,7 @@ class LocalFile:
         return found
 
     def gathered(self, dtype: np.dtype[Any], begin: int, places: I64) -> npt.NDArray[Any]:
-        """Entries of `dtype` that lie one after the other from byte `begin` on, at some places."""
+        """Entries at the indices `places` of an array of `dtype` that starts at byte `begin`."""
         size = dtype.itemsize
         at = begin + places * size
         pages = np.unique(np.concatenate((at // _PAGE_BYTES, (at + size - 1) // _PAGE_BYTES)))
@@ -137,7 +137,7 @@ class LocalFile:
         sizes = np.minimum(begins + _PAGE_BYTES, self.size_bytes) - begins
         held = np.empty(sizes.sum(), np.uint8)
         self._look_up(held, begins, sizes)
-        # where each entry's first byte lies in what is held: its page's place there, and its own in the page
+        # offset of each entry in `held`: that of its page, plus the offset inside the page
         inside = pages.searchsorted(at // _PAGE_BYTES) * _PAGE_BYTES + at % _PAGE_BYTES
         return held[inside[:, None] + np.arange(size)].view(dtype)[:, 0]
 
@@ -149,13 +149,13 @@ class LocalFile:
                 fill(stream.fileno(), out, begins, sizes, None, self.url)
 
     def _opened(self) -> int:
-        """The file, opened by the first to ask; to be released."""
+        """The open file; the caller releases it."""
         self._refuse_not_entered()
         return self._file.acquire()
 
     def _open(self) -> int:
-        """See Descriptor: the first time within `with`, or again after it had to make room."""
-        self._refuse_not_entered()  # or left just now: nobody would close it
+        """See Descriptor: called for the first read inside `with`, and after an eviction."""
+        self._refuse_not_entered()  # another thread may have left `with`, and nothing would close the file
         with typed_errors(self.url):
             fd = os.open(self.url, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -171,7 +171,7 @@ class LocalFile:
             raise StoreError(f"{self.url}: not entered; read from it inside `with`")
 
     def _check_version(self, found: os.stat_result) -> None:
-        """Raise ChangedError for another file than was opened, or where anybody wrote to it since."""
+        """Raise ChangedError if it is another file than was opened, or has been written since."""
         self._refuse_resized(found)
         version = found.st_dev, found.st_ino, found.st_mtime_ns
         known = self._version or version
@@ -182,10 +182,10 @@ class LocalFile:
         self._version = version
 
     def _allow_written(self, modified_ns: int) -> None:
-        """Raise ChangedError for a time of modification that is not the one when it was opened."""
+        """Raise ChangedError for a changed modification time."""
         raise ChangedError(
-            f"{self.url}: was written, or its time of modification was set, after this run had opened it; "
-            f"where its bytes are the same, resume the run; else restore them, or start a new run"
+            f"{self.url}: was written, or its modification time was set, after this run opened it; if its "
+            f"bytes are unchanged, resume the run; else restore them, or start a new run"
         )
 
     def _refuse_resized(self, found: os.stat_result) -> None:
@@ -198,33 +198,33 @@ class LocalFile:
 
 @contextlib.contextmanager
 def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
-    """Turn what the system says of a file into a StoreError that names it."""
+    """Turn OSErrors into StoreErrors that name the file."""
     try:
         yield
     except StoreError:
         raise
     except FileNotFoundError as error:
-        raise MissingError(f"{path}: missing; look at the path, and whether this node has it") from error
+        raise MissingError(f"{path}: missing; check the path and that it exists on this node") from error
     except PermissionError as error:
-        raise AccessError(f"{path}: {error.strerror}; this user may not do that here") from error
+        raise AccessError(f"{path}: {error.strerror}; check the permissions of this user") from error
     except (OSError, ValueError) as error:
         raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> None:
-    """What `ByteFile.read_into` does, from an open file. Raises StoreError naming `url`."""
+    """`ByteFile.read_into` from an open file. Raises StoreError naming `url`."""
     places = sizes.cumsum() - sizes if places is None else places
     preadv, buffer, begin = os.preadv, out.data, 0
     try:
         for begin, size, at in zip(begins.tolist(), sizes.tolist(), places.tolist()):
             end = at + size
             got = preadv(fd, (buffer[at:end],), begin)
-            while got != size:  # cut short, past 2 GiB or at a signal
+            while got != size:  # a partial read, above 2 GiB or after a signal
                 more = preadv(fd, (buffer[at + got : end],), begin + got)
                 if more == 0:
                     raise ChangedError(
-                        f"{url}: byte {begin + got}: the file ends within a read of {size} bytes; it was cut "
-                        f"after it was opened"
+                        f"{url}: byte {begin + got}: the file ends within a read of {size} bytes; it was "
+                        f"truncated after it was opened"
                     )
                 got += more
     except StoreError:

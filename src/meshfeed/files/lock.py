@@ -1,4 +1,4 @@
-"""One process of a node at a time."""
+"""A lock between the processes of a node."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def locked(path: Path, mode: int = 0o600, *, wait: bool = True) -> Generator[None, None, None]:
-    """Hold the system's lock (flock) on a folder, or on a file, which is made if missing.
+    """Hold the system's lock (flock) on a folder, or on a file, which is created if missing.
 
-    mode: of the file. wait: as long as it takes; else a lock that is held raises BlockingIOError. A signal
-    such as Ctrl-C still comes through, and a holder that dies frees it. Raises OSError.
+    mode: of the file. wait: without limit; otherwise a held lock raises BlockingIOError. A signal such as
+    Ctrl-C interrupts the wait, and a dead holder releases the lock. Raises OSError.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
@@ -22,6 +22,6 @@ def locked(path: Path, mode: int = 0o600, *, wait: bool = True) -> Generator[Non
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
-        with contextlib.suppress(OSError):  # said aloud, for the sake of children forked meanwhile
+        with contextlib.suppress(OSError):  # explicit, since children forked meanwhile share the descriptor
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)

@@ -1,4 +1,4 @@
-"""A file's bytes in memory, without a descriptor: `mmap.mmap` keeps one for each map, and they are few."""
+"""Memory maps without a descriptor: `mmap.mmap` keeps one open for each map, and descriptors are scarce."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 
 def mapped(fd: int, *, write: bool = False) -> npt.NDArray[np.uint8]:
-    """All bytes of an open file where they lie, uint8; `fd` may be closed then.
+    """Map all bytes of an open file, uint8; `fd` may be closed afterwards.
 
-    Dropping the array, and all that are cut out of it, unmaps them. Only for files that nobody cuts: to touch
-    a page that is gone ends the process by SIGBUS. Raises OSError.
+    Dropping the array and all its slices unmaps the file. Only for files that are never truncated: access to
+    a missing page kills the process with SIGBUS. Raises OSError.
     """
     size = os.fstat(fd).st_size
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
@@ -29,7 +29,7 @@ def mapped(fd: int, *, write: bool = False) -> npt.NDArray[np.uint8]:
 
 
 class _Pages:
-    """What an array of the bytes keeps alive."""
+    """Owner of a mapping; arrays of its bytes keep it alive."""
 
     def __init__(self, address: int, size: int, write: bool) -> None:
         self.__array_interface__ = {
@@ -38,7 +38,7 @@ class _Pages:
             "shape": (size,),
             "data": (address, not write),
         }
-        # At the end of the process threads may still look; the system unmaps then.
+        # Not at exit: threads may still read, and the system unmaps then.
         weakref.finalize(self, _libc.munmap, address, size).atexit = False
 
 

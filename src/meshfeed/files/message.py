@@ -1,4 +1,4 @@
-"""What leader and clients say to each other: JSON, and bytes beside it where there are any. No pickle."""
+"""Messages between the leader and its clients: JSON and an optional payload of bytes. No pickle."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _MOST_BYTES = 1 << 28
 
 
 def encode(message: dict[str, Any], payload: bytes = b"") -> bytes:
-    """A message as it travels."""
+    """A message as bytes."""
     text = json.dumps(message).encode()
     if max(len(text), len(payload)) > _MOST_BYTES:
         raise StoreError(
-            f"{max(len(text), len(payload))} bytes in one message between a process and its node's leader, "
-            f"at most {_MOST_BYTES}; split what is listed or peeked at"
+            f"{max(len(text), len(payload))} bytes in one message between a process and its node's leader "
+            f"exceed {_MOST_BYTES}; list a smaller folder or read smaller ranges"
         )
     return _HEAD.pack(len(text), len(payload)) + text + payload
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any], bytes] | None:
-    """The next message and its bytes; None where the other end is gone. Raises OSError."""
+    """The next message and its payload; None if the other end is closed. Raises OSError."""
     head = _exactly(link, _HEAD.size)
     if head is None:
         return None
@@ -39,21 +39,21 @@ def receive(link: socket.socket) -> tuple[dict[str, Any], bytes] | None:
     return None if body is None else (json.loads(body[:text_size]), body[text_size:])
 
 
-def told(error: MeshfeedError) -> dict[str, str]:
-    """An error as it travels."""
+def error_to_json(error: MeshfeedError) -> dict[str, str]:
+    """An error as plain JSON."""
     known = next(kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
     return {"kind": known.__name__, "text": str(error)}
 
 
-def untold(error: dict[str, str]) -> MeshfeedError:
-    """The error again, of the same class where it is one of storage."""
+def error_from_json(error: dict[str, str]) -> MeshfeedError:
+    """The error of `error_to_json`; of its own class for storage errors, else a StoreError."""
     kind = getattr(errors, error["kind"], StoreError)
     known = isinstance(kind, type) and issubclass(kind, StoreError | PrepareError)
     return kind(error["text"]) if known else StoreError(error["text"])
 
 
 def same_user(link: socket.socket) -> bool:
-    """Whether the process at the other end of a connection is of this user."""
+    """Whether the process at the other end of a connection belongs to this user."""
     credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1] == os.getuid()
 

@@ -1,4 +1,4 @@
-"""Questions that are asked once, however many want to know."""
+"""A cache of answers, each computed once however many threads ask."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Once(Generic[T]):
-    """Answers by key, each asked for by one thread while the others wait, and known for a while.
+    """Answers by key. One thread computes an answer while the others wait; answers expire.
 
-    kept_s: how long an answer is good. most: answers that are known at a time.
+    kept_s: how long an answer is valid. most: the number of answers kept.
     """
 
     def __init__(self, kept_s: float = float("inf"), most: int = 4096) -> None:
@@ -24,7 +24,7 @@ class Once(Generic[T]):
         self._lock = threading.Lock()
 
     def answer(self, key: Hashable, ask: Callable[[], T]) -> T:
-        """What `ask` says of a key. Raises what it raises; who comes later asks again then."""
+        """The result of `ask` for a key. Raises its errors, which are not kept: a later call asks again."""
         now, mine = time.monotonic(), Future[T]()
         with self._lock:
             asked, future = self._known.get(key, (now, mine))
@@ -43,7 +43,7 @@ class Once(Generic[T]):
         return future.result()
 
     def forget(self, which: Callable[[Any], bool] = lambda key: True) -> None:
-        """Some keys, or all, are to be asked about again."""
+        """Drop the answers of some keys, or of all."""
         with self._lock:
             for key in [key for key in self._known if which(key)]:
                 del self._known[key]

@@ -1,4 +1,4 @@
-"""A file by its path or URL: from the disk as it is, else through the node's cache."""
+"""Opens a file by path or URL: directly from the disk, or through the node's cache."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Folder:
 
     Attributes:
         url: its path or URL.
-        cache: where what is fetched is kept; None takes the default one when it is needed.
-        options: for the storage client; see `Client`.
+        cache: for fetched blocks; None takes the default one when it is needed.
+        options: of the storage client; see `Client`.
     """
 
     url: str
@@ -38,21 +38,21 @@ class Folder:
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is far away."""
+        """Whether it is in remote storage."""
         return is_remote(self.url)
 
     @property
     def kept(self) -> Path:
-        """Where to keep what is worked out of its files, on this node; made if missing. Raises CacheError."""
+        """The folder for data derived from its files, on this node; created if missing. Raises CacheError."""
         return (self.cache or Cache()).kept()
 
     def file(
         self, name: str, content: Content | None = None, sums: tuple[str, int] | None = None
     ) -> ByteFile:
-        """A file in it, by a relative name. content: what must hold of its bytes; None where nobody says.
+        """A file in it, by a relative name. content: the declared size and hashes; None if unknown.
 
-        sums: name of the file with checksums of its blocks, and which of the two files there it is. Blocks
-        are compared as they come from remote storage; a local file is taken as it is.
+        sums: name of the file with checksums of its blocks, and the index of this file there. Blocks are
+        checked as they arrive from remote storage; a local file is not checked.
 
         Raises StoreError for a name that leaves the folder.
         """
@@ -63,7 +63,7 @@ class Folder:
         return CachedFile(url, self.cache or Cache(), self.options, content, beside)
 
     def holds(self, name: str) -> bool:
-        """Whether there is such a file. Raises StoreError where storage cannot say."""
+        """Whether such a file exists. Raises StoreError if storage does not answer."""
         url = join(self.url, name)
         if not self.is_remote:
             try:
@@ -75,8 +75,8 @@ class Folder:
     def names(self) -> list[tuple[str, int]]:
         """(relative name, bytes) of all files below it, sorted; links to folders are not followed.
 
-        A link that leads nowhere is named too, of 0 bytes: who takes it for a file finds out. Raises
-        StoreError for what cannot be listed: a folder below it without permission, HTTP.
+        A broken link is listed with 0 bytes; opening it fails. Raises StoreError if it cannot be listed: a
+        folder below it without permission, HTTP.
         """
         if not self.is_remote:
             return sorted(_below(Path(local_path(self.url))))
@@ -97,7 +97,7 @@ class Folder:
 
 
 def _below(root: Path) -> Iterator[tuple[str, int]]:
-    """(relative name, bytes) of the files below a folder of this machine; see `Folder.names`."""
+    """(relative name, bytes) of the files below a local folder; see `Folder.names`."""
 
     def refuse(error: OSError) -> None:
         with typed_errors(error.filename):

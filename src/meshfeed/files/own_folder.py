@@ -1,9 +1,8 @@
-"""Folders that no other user can swap.
+"""Folders that no other user can replace.
 
-Whoever may write to a folder may rename what lies in it and put something else in its place, unless the
-folder is sticky, as /tmp is; then its owner still may. So every folder on the way from the root is opened in
-the one before it, and must be root's or this user's. Once all are checked, the path means the same folder for
-ever.
+A user with write permission for a folder may rename its entries and replace them, unless the folder is
+sticky, as /tmp is; then only its owner may. So every folder on the path from the root is opened relative to
+its parent and must belong to root or this user. Once all are checked, the path always means the same folder.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(o
 
 
 def refuse_swappable(path: Path) -> None:
-    """Make a folder and its parents where they are missing, for this user alone.
+    """Make a folder and its missing parents, for this user alone.
 
-    path: absolute; the last folder must be this user's. Raises PermissionError that says which folder another
-    user could swap; other OSErrors.
+    path: absolute; the last folder must be this user's. Raises PermissionError naming a folder that another
+    user could replace; other OSErrors.
     """
     names, links, trusted = list(reversed(path.parts[1:])), 0, _trusted()
     fd, at = os.open(path.anchor, _FLAGS), Path(path.anchor)
@@ -35,7 +34,7 @@ def refuse_swappable(path: Path) -> None:
             if stat.S_ISLNK(found.st_mode):
                 links += 1
                 if links > _MOST_LINKS or found.st_uid not in trusted:
-                    raise PermissionError(13, f"{at / name} is a link of another user, or one of too many")
+                    raise PermissionError(13, f"{at / name} is another user's link, or one of too many links")
                 target = Path(os.readlink(name, dir_fd=fd))
                 names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
                 if target.is_absolute():
@@ -44,7 +43,7 @@ def refuse_swappable(path: Path) -> None:
             fd, at = _moved(fd, os.open(name, _FLAGS, dir_fd=fd)), at / name
             found = os.fstat(fd)
             if not names and found.st_uid != os.getuid():
-                raise PermissionError(13, "is of another user, who could put anything there")
+                raise PermissionError(13, "belongs to another user, who could put anything there")
             _refuse(at, found, trusted)
     finally:
         os.close(fd)
@@ -65,18 +64,18 @@ def _moved(old: int, new: int) -> int:
 
 def _refuse(at: Path, found: os.stat_result, trusted: set[int]) -> None:
     if found.st_uid not in trusted:
-        raise PermissionError(13, f"{at} is of another user, who could swap what lies in it")
+        raise PermissionError(13, f"{at} belongs to another user, who could replace its contents")
     mode = found.st_mode
     by_group = mode & stat.S_IWGRP and not _is_private(found.st_gid)
     if (by_group or mode & stat.S_IWOTH) and not mode & stat.S_ISVTX:
         raise PermissionError(
             13,
-            f"{at} may be written by others, who could swap what lies in it; set its sticky bit (chmod +t)",
+            f"{at} is writable by others, who could replace its contents; set its sticky bit (chmod +t)",
         )
 
 
 def _trusted() -> set[int]:
-    """This user and root; in a user namespace without root, what root is shown as."""
+    """This user and root; in a user namespace without root, the id that root is mapped to."""
     trusted = {0, os.getuid()}
     with contextlib.suppress(OSError, ValueError):
         shown_as = int(Path("/proc/sys/fs/overflowuid").read_text())
@@ -87,7 +86,7 @@ def _trusted() -> set[int]:
 
 
 def _is_private(gid: int) -> bool:
-    """Whether a group is this user's alone, as many systems make one for each user."""
+    """Whether a group has this user as its only member, as on systems with a group per user."""
     try:
         user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
     except KeyError:

@@ -1,15 +1,15 @@
-"""How much is asked of storage ahead of time: as much as it carries, and no more.
+"""Congestion control: how many requests to send ahead of time.
 
-What is fetched ahead must not stand in the way of what is needed now. So requests ahead are few while each
-more of them only makes the others slower, and many while it does not (after TCP Vegas; Brakmo and Peterson,
-1995). And each is as long as storage delivers in about a second, for a block to come soon after it is asked.
+Fetching ahead must not delay what is needed now. So the number of requests ahead shrinks while more of them
+only slow the others down, and grows otherwise (after TCP Vegas; Brakmo and Peterson, 1995). The size of each
+is what storage delivers in about a second, so that a block arrives soon after it is requested.
 """
 
 from __future__ import annotations
 
-_MOST_AT_ONCE = 24.0
-_SLOWED = 1.5  # a byte takes so many times what it took at best: others are in the way
-_FORGET = 1.02  # what was best fades, for storage changes
+_MAX_REQUESTS = 24.0
+_SLOWED = 1.5  # a byte takes this many times the best time: requests slow each other down
+_FORGET = 1.02  # the best time grows slowly, since storage changes
 _GROWTH, _RETREAT = 0.5, 0.8
 _RANGE_S = 1.0
 _WEIGHT = 0.3
@@ -19,8 +19,8 @@ class Pace:
     """Learns from every request; not thread-safe.
 
     Attributes:
-        at_once: how many requests ahead may be under way.
-        range_bytes: how long a request may be; 0 where nothing is known yet, and a block is enough.
+        at_once: how many requests ahead may be in flight.
+        range_bytes: how large a request may be; 0 while unknown, which means one block.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -40,16 +40,16 @@ class Pace:
         return int(min(self._bytes_per_s * _RANGE_S, self._most_bytes))
 
     def learn(self, num_bytes: int, seconds: float) -> None:
-        """A request has brought so many bytes in so many seconds."""
+        """Record the bytes and seconds of a request."""
         if num_bytes <= 0 or seconds <= 0:
             return
         self._latency_s = min(self._latency_s * _FORGET, seconds)
-        # the shortest request seen stands for the time that one takes whatever its size
+        # the shortest request seen estimates the fixed time of a request
         per_byte_s = max(seconds - self._latency_s, seconds / 100) / num_bytes
         slowed = per_byte_s > _SLOWED * self._best_s
         self._best_s = min(self._best_s * _FORGET, per_byte_s)
         self._window = self._window * _RETREAT if slowed else self._window + _GROWTH
-        self._window = min(max(self._window, 1.0), _MOST_AT_ONCE)
+        self._window = min(max(self._window, 1.0), _MAX_REQUESTS)
         rate = num_bytes / seconds
         self._bytes_per_s = (
             rate if not self._bytes_per_s else (1 - _WEIGHT) * self._bytes_per_s + _WEIGHT * rate

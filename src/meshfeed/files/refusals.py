@@ -1,4 +1,4 @@
-"""What storage services mean when they say no."""
+"""Classifies the errors of storage services."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from meshfeed.files.url import without_secrets
 
-Meaning = Literal["missing", "changed", "refused", "wrong", "passing"]
+Meaning = Literal["missing", "changed", "refused", "wrong", "transient"]
 
 _KINDS: Mapping[str, Meaning] = {
     "NotFoundError": "missing",
@@ -25,7 +25,7 @@ _EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|RequestTimeTooSkewed|R
 _STATUS = re.compile(r"\bstatus(?: code)?:? ([345]\d\d)\b")
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s\"'<>),]+")
 _CLOUDS = ("AWS_", "GOOGLE_", "AZURE_")
-_FOR_EVER = re.compile(
+_PERMANENT = re.compile(
     r"following redirect|builder error|Could not parse path|MissingContentLength|InvalidContentType"
 )
 _DETAIL = re.compile(r'(?:message|error): "([^"]+)"')
@@ -35,9 +35,9 @@ _LONGEST = 300
 
 
 def meaning_of(error: BaseException, path: str = "") -> Meaning:
-    """What an exception of obstore says; "passing" for what another attempt may mend.
+    """The meaning of an obstore exception; "transient" if another attempt may succeed.
 
-    path: of the object, whose name must not be taken for the service's words.
+    path: of the object; its name is removed from the text before matching.
     """
     text = _URL.sub("", str(error))
     text = text.replace(path, "") if path else text
@@ -50,17 +50,17 @@ def meaning_of(error: BaseException, path: str = "") -> Meaning:
         return "missing"
     if kind is not None:
         return kind
-    if _FOR_EVER.search(text):
+    if _PERMANENT.search(text):
         return "wrong"
     status = _STATUS.search(text)
     if status is None:
-        return "wrong" if "credential" in text.lower() and "load" in text.lower() else "passing"
+        return "wrong" if "credential" in text.lower() and "load" in text.lower() else "transient"
     code = int(status[1])
     if code in (401, 403):
         return "refused"
     if code == 416:
-        return "changed"  # the range was inside what was there at first
-    return "wrong" if 300 <= code < 500 and code not in (408, 425, 429) else "passing"
+        return "changed"  # the range fitted the object when it was opened
+    return "wrong" if 300 <= code < 500 and code not in (408, 425, 429) else "transient"
 
 
 def _shown(url: re.Match[str]) -> str:
@@ -69,21 +69,21 @@ def _shown(url: re.Match[str]) -> str:
 
 
 def refuses_method(error: Exception) -> bool:
-    """Whether a server knows the request's method, such as HEAD, but does not take it."""
+    """Whether a server refuses the request's method, such as HEAD."""
     status = _STATUS.search(str(error))
     return status is not None and status[1] in ("405", "501")
 
 
 def reason(error: BaseException, path: str = "") -> str:
-    """One line of what an exception says, and what to do about it where that is known."""
-    told, _, debug = _URL.sub(_shown, str(error)).partition("Debug source:")
-    text = " ".join(told.split())
+    """An exception's message in one line, and what to do about it if known."""
+    message_text, _, debug = _URL.sub(_shown, str(error)).partition("Debug source:")
+    text = " ".join(message_text.split())
     brief = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
     detail = _DETAIL.search(debug)
     if detail is not None and detail[1] not in brief:
         brief = f"{brief}: {detail[1]}"
     for sign, hint in _HINTS.items():
-        if sign in told or sign in debug:
+        if sign in message_text or sign in debug:
             return f"{hint} ({brief})"
     if meaning_of(error, path) != "refused":
         return brief or type(error).__name__
@@ -91,16 +91,16 @@ def reason(error: BaseException, path: str = "") -> str:
         return f"the credentials have expired; renew them and start again ({brief})"
     if _is_region(text):
         right = _RIGHT_REGION.search(text)
-        told = f", which is {right[1] or right[2]}" if right else ""
-        return f"the bucket is of another region; give its region{told} ({brief})"
-    return f"no permission; look at the credentials and the bucket's policy ({brief})"
+        hint = f", which is {right[1] or right[2]}" if right else ""
+        return f"the bucket is in another region; give its region{hint} ({brief})"
+    return f"no permission; check the credentials and the bucket's policy ({brief})"
 
 
 _HINTS: Mapping[str, str] = {
-    "InvalidContentType": "the server speaks no TLS; is the URL http://?",
-    "TooManyRedirects": "the server redirects for ever",
-    "MissingContentLength": "the server does not say how long objects are",
-    "Range request not supported": "the server ignores Range; serve it by one that does, as nginx or an "
+    "InvalidContentType": "the server does not speak TLS; is the URL http://?",
+    "TooManyRedirects": "the server redirects endlessly",
+    "MissingContentLength": "the server does not send the length of objects",
+    "Range request not supported": "the server ignores Range; use one that supports it, such as nginx or an "
     "object store",
 }
 
@@ -140,17 +140,18 @@ ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
         "AZURE_FEDERATED_TOKEN_FILE",
     ),
 }
-"""By scheme, the variables of the cloud's usual chain. A rank hands its own on to the leader, which may have
-been started by another job."""
+"""The usual environment variables of each cloud, by scheme. A rank sends its own to the leader, which another
+job
+may have started."""
 
 
 def without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a leader, which serves jobs that have others: they bring theirs along."""
+    """The environment of a leader, without credentials: its clients send their own."""
     return {name: value for name, value in environ.items() if not name.startswith(_CLOUDS)}
 
 
 def options_of_environment(root: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The credentials and endpoints that a process's environment has for a root such as s3://bucket."""
+    """The credentials and endpoints in a process's environment for a root such as s3://bucket."""
     scheme = root.partition("://")[0]
     names = ENVIRONMENT.get("az" if scheme.startswith("abfs") else scheme, ())
     return {name.lower(): environ[name] for name in names if environ.get(name)}

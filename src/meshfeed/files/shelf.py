@@ -1,4 +1,4 @@
-"""What the cache holds and who needs it: which blocks stay, which go. Bookkeeping alone, without a file."""
+"""Eviction: which blocks the cache holds, who needs them, which to drop. Bookkeeping only, no files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ Block = tuple[str, int]
 
 
 class Shelf:
-    """Blocks with their sizes, in the order in which they were wanted last, and their holders' pins.
+    """Blocks with their sizes, least recently used first, and the pins of their holders.
 
-    A pin is *firm* where somebody is about to read the block, else a wish for later, which gives way.
+    A pin is *firm* if a reader is about to read the block. Otherwise it is a wish, which may be evicted.
 
     Attributes:
-        limit_bytes: what it may hold, or what somebody is about to read, if that is more.
-        held_bytes: what it holds.
-        firm_bytes: bytes of the blocks that somebody is about to read, there or not.
-        busy: blocks that are just being brought, and stay.
+        limit_bytes: the limit; firm blocks may exceed it.
+        held_bytes: bytes of the blocks held.
+        firm_bytes: bytes of the blocks that readers are about to read, held or not.
+        busy: blocks being fetched, which must stay.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -36,32 +36,30 @@ class Shelf:
 
     @property
     def num_wished(self) -> int:
-        """Blocks that somebody wishes for."""
+        """Number of blocks with a wish."""
         return len(self._num_pins[False])
 
     def add(self, block: Block, num_bytes: int) -> None:
-        """A block is there, or about to be."""
+        """Add a block that is held or about to be."""
         self.held_bytes += num_bytes - self._sizes.pop(block, 0)
         self._sizes[block] = num_bytes
 
     def remove(self, block: Block) -> None:
-        """A block is gone."""
+        """Remove a block."""
         self.held_bytes -= self._sizes.pop(block, 0)
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Blocks are wanted now: they go last."""
+        """Mark blocks as most recently used."""
         for block in blocks:
             if block in self._sizes:
                 self._sizes.move_to_end(block)
 
     def firm_bytes_with(self, sizes: Mapping[Block, int]) -> int:
-        """What `firm_bytes` would be with firm pins on these blocks too."""
+        """The value of `firm_bytes` with additional firm pins on these blocks."""
         return self.firm_bytes + sum(size for block, size in sizes.items() if block not in self._firm_sizes)
 
     def pin(self, holder: Hashable, sizes: Mapping[Block, int], *, firm: bool) -> None:
-        """A holder needs blocks, there or not. Firmly, it must release them as often as it says so; a wish is
-        one, however often it is said.
-        """
+        """Pin blocks, held or not, for a holder. Firm pins are counted; a repeated wish counts once."""
         pins = self._pins[holder, firm]
         for block, size in sizes.items():
             if not firm and pins[block]:
@@ -73,7 +71,7 @@ class Shelf:
                 self.firm_bytes += size
 
     def release(self, holder: Hashable, blocks: Iterable[Block], *, firm: bool) -> None:
-        """A holder needs blocks no more; what it has not pinned is passed over."""
+        """Release a holder's pins on blocks; blocks it has not pinned are ignored."""
         pins = self._pins[holder, firm]
         for block in blocks:
             if pins[block] > 0:
@@ -83,7 +81,7 @@ class Shelf:
                 del pins[block]
 
     def release_all(self, holder: Hashable, *, firm: bool, of: str | None = None) -> None:
-        """A holder needs nothing more; or nothing more of one object."""
+        """Release all pins of a holder, or those on one object."""
         pins = self._pins.pop((holder, firm), Counter[Block]())
         kept = Counter({block: count for block, count in pins.items() if of is not None and block[0] != of})
         for block, count in pins.items():
@@ -93,21 +91,20 @@ class Shelf:
             self._pins[holder, firm] = kept
 
     def is_wanted(self, block: Block) -> bool:
-        """Whether anybody needs a block, now or later."""
+        """Whether a block has any pin."""
         return any(block in pins for pins in self._num_pins.values())
 
     def make_room(self, num_bytes: int, *, over_wishes: bool) -> list[Block] | None:
-        """The blocks that must go for so many bytes more, those first that were wanted longest ago.
+        """The blocks to evict for `num_bytes` more, least recently used first; None if that is impossible.
 
-        over_wishes: blocks that are only wished for go too, those last that were wished for first. None
-        where it cannot be done; the caller removes the blocks.
+        over_wishes: evict blocks with wishes too, the earliest wishes last. The caller removes the blocks.
         """
         excess = self.held_bytes + num_bytes - max(self.limit_bytes, self.firm_bytes)
         going = self.to_free(excess, over_wishes=over_wishes)
         return going if sum(self._sizes[block] for block in going) >= excess else None
 
     def to_free(self, num_bytes: int, *, over_wishes: bool) -> list[Block]:
-        """The blocks that go for so many bytes less, or for as many as can be."""
+        """The blocks to evict to free `num_bytes`, or as many as possible."""
         going = list[Block]()
         free = (block for block in self._sizes if not self.is_wanted(block))
         wished = (block for block in reversed(self._sizes) if self.is_wanted(block))

@@ -1,11 +1,11 @@
-"""Checksums of a token store's two files, block by block, in a small file beside them: PREFIX.sums.
+"""Checksums of the blocks of a token store's two files, in a small file next to them: PREFIX.sums.
 
 Little-endian:
 
     byte 0    "MFSUMS" 0 0 | u32 version | u32 bytes of a block | u64 size of the .bin | u64 size of the .idx
     byte 32   fingerprint of the store, 16 bytes
-    byte 48   u32 crc32 of all the rest of this file
-    byte 52   u32 crc32 of each block of the .bin, then of each of the .idx; the last ones may be short
+    byte 48   u32 crc32 of the rest of this file
+    byte 52   u32 crc32 of each block of the .bin, then of the .idx; the last block of each may be short
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ U32 = npt.NDArray[np.uint32]
 
 SUFFIX = ".sums"
 BIN, IDX = 0, 1
-"""Which of the two files."""
+"""Index of each of the two files."""
 BLOCK_BYTES = 1 << 20
-"""4 MB of checksums for a terabyte; a cache's blocks of 4 MiB are whole numbers of it."""
-ANEW = "make it anew with `meshfeed inspect --write-checksums`, or remove it"
-"""What to do about a file of checksums that cannot be used."""
+"""4 MB of checksums for a terabyte; it divides a cache's blocks of 4 MiB."""
+ANEW = "recreate it with `meshfeed inspect --write-checksums`, or remove it"
+"""What to do about an unusable file of checksums."""
 
 _MAGIC, _VERSION = b"MFSUMS\0\0", 1
 _HEAD, _SUM = struct.Struct("<8sIIQQ16s"), struct.Struct("<I")
@@ -38,10 +38,10 @@ _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 1 << 12, 1 << 26
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileSums:
-    """Of one file.
+    """Checksums of one file.
 
     Attributes:
-        block_bytes: that each checksum is of, but for the last.
+        block_bytes: of each block except the last.
         size_bytes: of the file.
         sums: crc32 of each block; uint32 [num_blocks].
     """
@@ -51,27 +51,27 @@ class FileSums:
     sums: U32
 
     def wrong(self, data: memoryview, begin: int) -> list[tuple[int, int]]:
-        """Byte ranges of the blocks of `data` that are not what they were.
+        """Byte ranges of the blocks of `data` with a wrong checksum.
 
-        data: the file's bytes from `begin`, where a block begins, to where one ends, or the file does.
+        data: the file's bytes from `begin`, the start of a block, to the end of a block or of the file.
         """
         size, first = self.block_bytes, begin // self.block_bytes
         starts = range(0, len(data), size)
         found = (zlib.crc32(data[at : at + size]) for at in starts)
-        told = self.sums[first : first + len(starts)].tolist()
+        expected = self.sums[first : first + len(starts)].tolist()
         return [
             (begin + at, begin + min(at + size, len(data)))
-            for at, sum_, right in zip(starts, found, told, strict=True)
+            for at, sum_, right in zip(starts, found, expected, strict=True)
             if sum_ != right
         ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
-    """Of a store's two files.
+    """Checksums of a store's two files.
 
     Attributes:
-        fingerprint: of the store, which tells whether these are its checksums.
+        fingerprint: of the store that these checksums belong to.
         files: of the .bin and of the .idx.
     """
 
@@ -79,7 +79,7 @@ class Sums:
     files: tuple[FileSums, FileSums]
 
     def encode(self) -> bytes:
-        """As it lies in a file."""
+        """The contents of the .sums file."""
         data, idx = self.files
         sizes = data.size_bytes, idx.size_bytes
         head = _HEAD.pack(_MAGIC, _VERSION, data.block_bytes, *sizes, bytes.fromhex(self.fingerprint))
@@ -87,15 +87,15 @@ class Sums:
         return head + _SUM.pack(zlib.crc32(entries, zlib.crc32(head))) + entries
 
 
-def parse(url: str, told: bytes) -> Sums:
-    """The checksums that a file holds. Raises StoreError, and ChecksumError where it is damaged itself."""
-    if len(told) < _FIRST or not told.startswith(_MAGIC):
-        raise StoreError(f"{url}: no file of checksums of a store; {ANEW}")
-    _, version, block_bytes, *sizes, fingerprint = _HEAD.unpack_from(told)
+def parse(url: str, encoded: bytes) -> Sums:
+    """The checksums in a file. Raises StoreError; ChecksumError if the file itself is damaged."""
+    if len(encoded) < _FIRST or not encoded.startswith(_MAGIC):
+        raise StoreError(f"{url}: not a file of checksums of a store; {ANEW}")
+    _, version, block_bytes, *sizes, fingerprint = _HEAD.unpack_from(encoded)
     if version != _VERSION:
         raise StoreError(f"{url}: byte 8: version {version}; only version {_VERSION} is known; {ANEW}")
-    head, entries = memoryview(told)[: _HEAD.size], memoryview(told)[_FIRST:]
-    if zlib.crc32(entries, zlib.crc32(head)) != _SUM.unpack_from(told, _HEAD.size)[0]:
+    head, entries = memoryview(encoded)[: _HEAD.size], memoryview(encoded)[_FIRST:]
+    if zlib.crc32(entries, zlib.crc32(head)) != _SUM.unpack_from(encoded, _HEAD.size)[0]:
         raise ChecksumError(
             f"{url}: its own checksum at byte {_HEAD.size} is wrong; copy it again, or {ANEW}"
         )
@@ -113,21 +113,21 @@ def parse(url: str, told: bytes) -> Sums:
 
 
 def is_block_size(block_bytes: int) -> bool:
-    """Whether checksums may be of so many bytes: a power of two from 4 KiB to 64 MiB."""
+    """Whether a block size is valid: a power of two from 4 KiB to 64 MiB."""
     return _LEAST_BLOCK_BYTES <= block_bytes <= _MOST_BLOCK_BYTES and block_bytes.bit_count() == 1
 
 
 class Summer:
-    """Checksums of bytes that come piece by piece."""
+    """Computes checksums of bytes that arrive piece by piece."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes, self._room = block_bytes, block_bytes
         self._ended, self._sum = array("I"), 0
 
     def update(self, data: memoryview | bytes) -> None:
-        """The next bytes."""
+        """Add the next bytes."""
         if len(data) >= self._room:
-            data = memoryview(data)  # whose slices are no copies
+            data = memoryview(data)  # slicing it does not copy
         while len(data) >= self._room:
             self._ended.append(zlib.crc32(data[: self._room], self._sum))
             data, self._room, self._sum = data[self._room :], self._block_bytes, 0
@@ -135,7 +135,7 @@ class Summer:
         self._room -= len(data)
 
     def sums(self) -> FileSums:
-        """Of all that came."""
+        """The checksums of all bytes added."""
         rest = self._block_bytes - self._room
         sums = np.array([*self._ended, *([self._sum] if rest else [])], np.uint32)
         return FileSums(self._block_bytes, len(self._ended) * self._block_bytes + rest, sums)

@@ -1,12 +1,12 @@
-"""The blocks of a cached object: sparse data, and a table that says which of them are there.
+"""The blocks of a cached object: a sparse data file, and a table of valid blocks.
 
-    data     as long as the object; what is not there is a hole
+    data     as long as the object; missing blocks are holes
     table    per block u32 generation, u32 crc32 of its bytes
 
-A generation is even and above 0 while a block is valid, odd while it is written, dropped or doubted. Whoever
-reads a block looks at its generation before and after: the same even number says that what was read in
-between is the block (a sequence lock). So nobody is ever served half a block, whoever dies when; that a block
-is held in place while it is needed saves work, and nothing depends on it.
+A generation is even and above 0 while a block is valid, odd while it is written, dropped or doubted. A reader
+compares the generation before and after reading: the same even number means that it read the block (a
+sequence lock). So a reader never gets half a block, whichever process dies when. Pinning blocks saves work;
+correctness does not depend on it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _MOST_TABLES = 8192  # a process may have 65,530 maps in all
 
 
 def num_blocks_of(size_bytes: int, block_bytes: int) -> int:
-    """Blocks of an object."""
+    """Number of blocks of an object."""
     return -(-size_bytes // block_bytes)
 
 
 def is_valid(generation: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-    """Which generations are those of a block that is there."""
+    """Which generations belong to a valid block."""
     return (generation > 0) & (generation & 1 == 0)
 
 
@@ -58,19 +58,19 @@ def map_table(folder: Path, num_blocks: int, *, write: bool) -> Entries:
 
 
 def make_files(folder: Path, size_bytes: int, num_blocks: int) -> None:
-    """Data and table of an object of which nothing is there yet. Raises OSError."""
+    """Create the empty data and table of an object. Raises OSError."""
     for name, size in ((DATA, size_bytes), (TABLE, max(num_blocks * ENTRY.itemsize, 1))):
         with (folder / name).open("wb") as stream:
             os.truncate(stream.fileno(), size)
-            if name == TABLE:  # a full disk is told here, and not by a signal when the map is written
+            if name == TABLE:  # a full disk raises here, instead of a signal when the map is written
                 os.posix_fallocate(stream.fileno(), 0, size)
 
 
 class Blocks:
-    """The writing end: publish, doubt, verify and drop blocks. One process has it, the leader.
+    """The writer's side: publish, doubt, verify and drop blocks. Only the leader has it.
 
-    No file stays open, and of all tables those used last stay mapped. Making one raises OSError where data or
-    table cannot be opened, ValueError where they are not of the object's size.
+    No file stays open; recently used tables stay mapped. The constructor raises OSError if data or table
+    cannot be opened, ValueError if their size is wrong.
     """
 
     def __init__(self, folder: Path, size_bytes: int, block_bytes: int) -> None:
@@ -96,13 +96,13 @@ class Blocks:
         return min(self.block_bytes, self.size_bytes - block * self.block_bytes)
 
     def valid(self, blocks: Sequence[int]) -> list[bool]:
-        """Which of some blocks are there."""
+        """Which of some blocks are valid."""
         return is_valid(self._entries["generation"][list(blocks)]).tolist()
 
     def doubt_all(self) -> list[int]:
-        """Take every block out of sight until it is verified; returns those that may be there.
+        """Invalidate every block until it is verified; returns those that may be valid.
 
-        What a killed leader left half done gives its room back.
+        Frees the disk space of blocks that a killed leader left unfinished.
         """
         entries = self._entries
         entries["generation"][is_valid(entries["generation"])] += 1
@@ -113,7 +113,7 @@ class Blocks:
         return doubted
 
     def publish(self, block: int, data: memoryview) -> None:
-        """Write a block and say so. Raises OSError, and then the block is not there."""
+        """Write a block and mark it valid. If it raises OSError, the block stays invalid."""
         self._begin_change(block)
         with (self.folder / DATA).open("r+b", buffering=0) as stream:
             begin, at = block * self.block_bytes, 0
@@ -123,7 +123,7 @@ class Blocks:
         self._end_change(block)
 
     def verify(self, block: int) -> bool:
-        """Show a doubted block again if its bytes are those of its sum; else drop it."""
+        """Mark a doubted block valid if its checksum matches; else drop it."""
         with (self.folder / DATA).open("rb", buffering=0) as stream:
             stream.seek(block * self.block_bytes)
             data = bytearray(self.num_bytes(block))
@@ -135,14 +135,14 @@ class Blocks:
         return False
 
     def drop(self, block: int) -> None:
-        """Take a block away, and give its room back."""
+        """Invalidate a block and free its disk space."""
         self._begin_change(block)
         self._entries["sum"][block] = 0
-        with contextlib.suppress(CacheError, OSError):  # the disk could, when the object was made
+        with contextlib.suppress(CacheError, OSError):  # the disk supported it when the object was created
             self._punch(block)
 
     def check_holes(self) -> None:
-        """Raises CacheError where the disk cannot give room back block by block."""
+        """Raises CacheError if the file system cannot punch holes."""
         if self.num_blocks:
             self._punch(0)
 
@@ -156,7 +156,7 @@ class Blocks:
         if failed:
             why = os.strerror(ctypes.get_errno())
             raise CacheError(
-                f"{self.folder}: room cannot be given back block by block ({why}); choose a cache folder on "
+                f"{self.folder}: its file system cannot free single blocks ({why}); choose a cache folder on "
                 f"ext4, xfs, btrfs or tmpfs"
             )
 

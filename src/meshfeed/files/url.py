@@ -1,4 +1,4 @@
-"""Paths and URLs: what is far away, and names that a foreign index may not give."""
+"""Paths and URLs: which are remote, and which names an untrusted index may use."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*)://")
 
 
 def is_remote(url: str) -> bool:
-    """Whether a URL is of a storage service; paths and file:// are not.
+    """Whether a URL belongs to a storage service; paths and file:// do not.
 
-    Raises StoreError for a scheme that nothing here reads.
+    Raises StoreError for an unknown scheme.
     """
     scheme = _SCHEME.match(url)
     if scheme is None or scheme[1].lower() == "file":
@@ -31,26 +31,26 @@ def is_remote(url: str) -> bool:
 
 
 def is_http(url: str) -> bool:
-    """Whether a URL is of a web server, which has no listing."""
+    """Whether a URL belongs to a web server, which has no listing."""
     return url.lower().startswith(("http://", "https://"))
 
 
 def local_path(url: str) -> str:
-    """The path of a local URL: file:///data/x -> /data/x, and a path as it is."""
+    """The path of a local URL: file:///data/x -> /data/x; a path is returned unchanged."""
     return unquote(urlsplit(url).path) if url.startswith("file://") else url
 
 
 def split(url: str) -> tuple[str, str]:
-    """A remote URL as (root, path): s3://bucket and what follows, https://host and what follows.
+    """A remote URL as (root, path): s3://bucket and the rest, https://host and the rest.
 
-    In a web address %20 is a space; in the name of an object it is itself. User and password of a web address
-    are left out; see `credentials_of`. Raises StoreError for a query.
+    In a web address %20 means a space; in the name of an object it is literal. User and password of a web
+    address are removed; see `credentials_of`. Raises StoreError for a query.
     """
     parts = urlsplit(url)
     if parts.query:
         raise StoreError(
-            f"{without_secrets(url)}: URLs with a query, such as presigned ones, are not read; give the "
-            f"plain URL and, in options= or the environment, credentials"
+            f"{without_secrets(url)}: URLs with a query, such as presigned ones, are not supported; give the "
+            f"plain URL, and credentials in options= or the environment"
         )
     path = parts.path.lstrip("/")
     if is_http(url):
@@ -60,7 +60,7 @@ def split(url: str) -> tuple[str, str]:
 
 
 def credentials_of(url: str) -> dict[str, str]:
-    """User and password of a web address as an option of the storage client; nothing without them."""
+    """User and password of a web address as an option of the storage client; {} without them."""
     named, at, _ = urlsplit(url).netloc.rpartition("@")
     if not at or not is_http(url):
         return {}
@@ -69,16 +69,16 @@ def credentials_of(url: str) -> dict[str, str]:
 
 
 def join(base: str, name: str) -> str:
-    """`name`, relative, below a folder or URL. A query of the base stays at the end.
+    """The relative `name` below a folder or URL. A query of the base stays at the end.
 
-    Raises StoreError for a name that an index has no business giving: absolute, with "..", or disguised.
+    Raises StoreError for a name that an index must not use: absolute, with "..", or encoded to hide that.
     """
     plain = unquote(name)
     bad = not plain or "\\" in plain or "\0" in plain or _SCHEME.match(plain) or plain.startswith(("/", "~"))
     if bad or any(part in ("", ".", "..") for part in plain.split("/")):
         raise StoreError(
             f"{without_secrets(base)}: names the file {name!r}; an index may name only files beside or below "
-            f"itself, without '..'; make it anew, or do not trust where it came from"
+            f"itself, without '..'; recreate it, or do not trust its origin"
         )
     if not is_remote(base):
         return os.path.join(local_path(base), name)  # noqa: PTH118
@@ -97,7 +97,7 @@ def parent(url: str) -> tuple[str, str]:
 
 
 def without_secrets(url: str) -> str:
-    """A URL as messages may show it: without user, password and query. Azure's container@account stays."""
+    """A URL for messages: without user, password and query. Azure's container@account stays."""
     if _SCHEME.match(url) is None:
         return url
     parts = urlsplit(url)

@@ -1,7 +1,7 @@
-"""The storage client's other direction: objects put, files uploaded in pieces, objects removed.
+"""The writing side of the storage client: put objects, upload files in pieces, delete objects.
 
-An object appears whole or not at all. Of a large file each piece is tried again by itself, by obstore, as
-long as `Patience` allows; what is small, by the client.
+An object appears as a whole or not at all. obstore retries each piece of a large file, within `Patience`; the
+client retries small objects.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from meshfeed.files.refusals import reason
 T = TypeVar("T")
 
 PIECE_BYTES = 8 << 20
-_MOST_PIECES = 9_000  # S3 takes 10,000 of an object
+_MOST_PIECES = 9_000  # S3 allows 10,000 per object
 _AT_ONCE = 8
-_PIECE_S = 300.0  # to one piece, whose bytes share a narrow line with those of others
+_PIECE_S = 300.0  # timeout of one piece, which may share a slow connection with others
 _TELL_S, _END_S = 0.2, 5.0
 
 
 class Writer(Client):
-    """A Client that writes, too; from one thread.
+    """A Client that also writes, from one thread.
 
-    Args: see Client. Like it, it does not survive a fork.
+    Args: see Client. Like a Client, it does not survive a fork.
     """
 
     def __init__(self, root: str, options: Mapping[str, str], patience: Patience | None = None) -> None:
@@ -45,7 +45,7 @@ class Writer(Client):
         self._pieces = store_of(root, options, Patience(timeout_s=_PIECE_S), retries)
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
-        """See Reader; MissingError is of the bucket."""
+        """See Reader; MissingError means that the bucket is missing."""
         return self._in_bucket(lambda: Client.list(self, prefix), prefix)
 
     def put(self, path: str, data: bytes) -> None:
@@ -55,22 +55,22 @@ class Writer(Client):
         def put() -> None:
             obstore.put(self._store, path, data, use_multipart=False)
 
-        self._in_bucket(lambda: self._patiently(put, path, self._name(path)), path)
+        self._in_bucket(lambda: self._retry(put, path, self._name(path)), path)
 
     def delete(self, path: str) -> None:
-        """Remove an object; one that is not there is removed. Raises StoreError."""
+        """Delete an object; a missing one counts as deleted. Raises StoreError."""
         import obstore
 
         def delete() -> None:
             obstore.delete(self._store, path)
 
         with suppress(MissingError):
-            self._patiently(delete, path, self._name(path))
+            self._retry(delete, path, self._name(path))
 
     def upload(self, path: str, file: Path, on_bytes: Callable[[int], None]) -> Stat:
-        """Write an object of a file; what storage says of it then.
+        """Upload a file as an object; returns its size and version in storage.
 
-        on_bytes: is told now and then how many are on their way. Raises StoreError.
+        on_bytes: called repeatedly with the number of bytes sent so far. Raises StoreError.
         """
         with typed_errors(file), file.open("rb") as stream:
             self._in_bucket(lambda: self._uploaded(path, _Watched(stream), on_bytes), path)
@@ -78,12 +78,12 @@ class Writer(Client):
         found = self.stat(path)
         if found.size_bytes != size:
             raise UnavailableError(
-                f"{self._name(path)}: {found.size_bytes} bytes lie there, {size} were sent; upload it again"
+                f"{self._name(path)}: {found.size_bytes} bytes arrived, {size} were sent; upload it again"
             )
         return found
 
     def _uploaded(self, path: str, source: _Watched, on_bytes: Callable[[int], None]) -> None:
-        """In a thread of its own, so that an interrupt need not wait for the network."""
+        """Upload on another thread, so that an interrupt does not wait for the network."""
         done: Future[None] = Future()
         threading.Thread(target=self._send, args=(path, source, done), daemon=True).start()
         try:
@@ -99,7 +99,8 @@ class Writer(Client):
         if isinstance(error, Exception):
             self._refuse(error, path, self._name(path))
             raise UnavailableError(
-                f"{self._name(path)}: not uploaded: {reason(error, path)}; see to the storage or the network"
+                f"{self._name(path)}: not uploaded: {reason(error, path)}; check the network and the storage "
+                "service"
             ) from error
         done.result()
 
@@ -118,16 +119,16 @@ class Writer(Client):
             return ask()
         except MissingError as error:
             raise MissingError(
-                f"{self._name(path)}: no such bucket or container; make it, or look at the URL"
+                f"{self._name(path)}: no such bucket or container; create it, or check the URL"
             ) from error
 
 
 class _Watched:
-    """A file that tells how much of it was read, and ends being read when it is stopped.
+    """A file that counts the bytes read, and fails the next read once it is stopped.
 
     Attributes:
         num_bytes: read so far.
-        error: that reading it has raised.
+        error: raised by reading it.
         is_stopped: whether to fail the next read.
     """
 

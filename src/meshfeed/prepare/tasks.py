@@ -16,7 +16,7 @@ from pathlib import Path
 
 from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import typed_errors
-from meshfeed.files.message import told, untold
+from meshfeed.files.message import error_from_json, error_to_json
 from meshfeed.prepare.encode import encode
 from meshfeed.prepare.job import load_job, read_json, write_json
 
@@ -43,7 +43,7 @@ def run_task(folder: Path, task: int) -> None:
             if _claimed(folder, part, task):
                 encode(job, encoder, part)
     except MeshfeedError as error:
-        write_json(folder / TASKS / f"{task}.error", told(error))
+        write_json(folder / TASKS / f"{task}.error", error_to_json(error))
 
 
 def encoded(
@@ -64,7 +64,7 @@ def encoded(
         missing -= done
         yield from sorted(done)
         for error in (folder / TASKS).glob("*.error"):
-            raise untold(read_json(error))
+            raise error_from_json(read_json(error))
         if missing and ended is not None:
             task, how = ended
             part = next((part for part in sorted(missing) if _owner(folder, part) == str(task)), min(missing))
