@@ -158,9 +158,9 @@ def test_stores_without_conversations_are_refused(tmp_path: Path) -> None:
         with mf.Feed(recipe, packing=mf.Packing(capacity=64)) as feed:
             next(iter(feed))
 
-    with pytest.raises(RecipeError, match=r"needs a column 'loss_mask'.*take Documents"):
+    with pytest.raises(RecipeError, match=r"needs a column 'loss_mask'.*use Documents"):
         feed("plain")
-    with pytest.raises(RecipeError, match=r"labels of the tokens.*take Documents"):
+    with pytest.raises(RecipeError, match=r"labels from the tokens.*use Documents"):
         feed("labelled")
     with pytest.raises(RecipeError, match="at least one token"):
         mf.Chat(0)

@@ -198,7 +198,7 @@ def test_sources_with_other_columns_are_named(tmp_path: Path) -> None:
 def test_rules_that_deliver_tokens_alone_refuse_columns(tmp_path: Path) -> None:
     write(tmp_path / "a", ("loss_mask",))
     rule = mf.MegatronGPT(8, samples=4)
-    with pytest.raises(RecipeError, match="delivers tokens alone"):
+    with pytest.raises(RecipeError, match="delivers only tokens"):
         mf.Feed(mf.Recipe(data=mf.open(tmp_path / "a"), sequence=rule, batch=mf.Batch(sequences=1)))
 
 

@@ -330,7 +330,7 @@ def test_tokens_are_whole_numbers_of_any_width(tmp_path: Path, dtype: type) -> N
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_store_of_fractions_is_refused(tmp_path: Path, dtype: type) -> None:
     store_of(tmp_path / "c", [np.array([0.5, 1.5, 2.5])], dtype)
-    with pytest.raises(mf.RecipeError, match=f"whole tokens.*{np.dtype(dtype).name}"):
+    with pytest.raises(mf.RecipeError, match=f"integer tokens.*{np.dtype(dtype).name}"):
         list(mf.simulate(recipe_of(tmp_path / "c", length=1), mf.Layout(), 1))
 
 

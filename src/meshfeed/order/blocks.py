@@ -1,13 +1,13 @@
 """Shuffling with few shards open: a keyed bijection on [0, n) by shards, lanes and windows.
 
-A shard is a run of consecutive indices. In an epoch, shards come in a keyed order; laid end to end they are
-a line of n indices. The line is cut into lanes, all of one length give or take one index. Place q of the
-epoch is of lane q mod lanes, and each lane goes along its own part of the line. There, `window` shards after
-the other are shuffled together: by a keyed bijection of their indices, as far as they are in this lane.
+A shard is a run of consecutive indices. An epoch concatenates the shards in a keyed order to a line of n
+indices. The line is cut into lanes of equal length, give or take one index. Position q of the epoch belongs
+to lane q mod lanes, and each lane goes along its own part of the line. There, each group of `window`
+successive shards is shuffled together, by a keyed bijection of those of their indices that are in this lane.
 
-So a lane has at most `window` shards open and, done with one, does not come back to it. A shard where two
-lanes meet is opened by both: in all at most lanes - 1 shards of an epoch are opened twice. Any place is found
-at once, like any index's place; nothing is remembered but, for shards of unequal size, where they begin.
+So a lane has at most `window` shards open and never returns to a finished one. A shard at a boundary of two
+lanes is opened by both, so at most lanes - 1 shards of an epoch are opened twice. Positions and indices are
+computed directly from each other; only the starts of shards of unequal size are stored.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _Keys = npt.NDArray[np.uint64]
 
 
 class BlockShuffle:
-    """What comes at each place of an epoch of some sources, shuffled by blocks.
+    """The sequence at each position of an epoch of some sources, shuffled by blocks.
 
     Args:
         blocks: the options.
         sizes: sequences in an epoch of each source; int64 [num_sources].
-        shard_ends: where the shards of each source end, if it has its own; int64 [num_shards] or None.
+        shard_ends: the ends of each source's own shards; int64 [num_shards], or None without shards.
 
-    Raises RecipeError for shard ends that descend, or do not end where the source does.
+    Raises RecipeError for shard ends that descend, or that do not end at the end of the source.
     """
 
     def __init__(self, blocks: Blocks, sizes: Longs, shard_ends: Sequence[Longs | None]) -> None:
@@ -48,9 +48,9 @@ class BlockShuffle:
         self._epoch = lru_cache(maxsize=2 * max(len(self._ends), 1))(self._make_epoch)
 
     def indices(self, places: Longs, source: npt.NDArray[np.integer], keys: _Keys) -> Longs:
-        """What comes at each place; int64 [n].
+        """The index at each position; int64 [n].
 
-        source: of each; int [n]. keys: of its epoch; uint64 [n], or [] for one epoch of the one source.
+        source: of each; int [n]. keys: of its epoch; uint64 [n], or [] for one epoch of a single source.
         """
         return self._by_shards(places, source, keys, _indices)
 
@@ -79,31 +79,31 @@ class BlockShuffle:
 
 
 class Shards(Protocol):
-    """The shards of an epoch, and the keyed order in which they lie on the line: a *slot* is a place in it.
+    """The shards of an epoch, and their keyed order on the line: a *slot* is a position in that order.
 
-    For all indices of one epoch, or for each of an epoch of its own: arguments, results are int64 [] or [n].
+    For one epoch, or for a different epoch of each index: arguments and results are int64 [] or [n].
     """
 
     @property
     def size(self) -> Longs:
-        """Indices in all."""
+        """Number of indices."""
         ...
 
     @property
     def num_shards(self) -> Longs:
-        """Shards in all."""
+        """Number of shards."""
         ...
 
     def slot(self, at: Longs) -> Longs:
-        """The slot that a place of the line lies in."""
+        """The slot of an offset on the line."""
         ...
 
     def before(self, slot: Longs) -> Longs:
-        """Where on the line a slot begins."""
+        """The offset on the line at which a slot begins."""
         ...
 
     def shard(self, index: Longs) -> Longs:
-        """The shard that an index is of."""
+        """The shard of an index."""
         ...
 
     def first(self, shard: Longs) -> Longs:
@@ -116,7 +116,7 @@ _Turn = Callable[[Longs, _Keys, Shards, Blocks], Longs]
 
 @dataclass(frozen=True, slots=True)
 class Even:
-    """Shards of `run` indices; the last one lacks some, and lies at slot `short`."""
+    """Shards of `run` indices; the last one has `lack` fewer and is at slot `short`."""
 
     size: Longs
     num_shards: Longs
@@ -152,14 +152,14 @@ class Even:
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """Shards that begin at `starts`, and lie on the line between its `edges`; int64 [num_shards + 1] both."""
+    """Shards with indices between `starts`, at offsets between `edges`; int64 [num_shards + 1] each."""
 
     starts: Longs
     edges: Longs
 
     @classmethod
     def of(cls, ends: Longs, key: _Keys) -> Self:
-        """ends: where each shard ends; int64 [num_shards]. key: of the epoch; uint64 []."""
+        """ends: of each shard; int64 [num_shards]. key: of the epoch; uint64 []."""
         starts = np.append(0, ends)
         order = permute(np.arange(ends.size), size=ends.size, key=key)
         return cls(starts, np.append(0, np.cumsum(np.diff(starts)[order])))
@@ -215,14 +215,14 @@ def _places(indices: Longs, key: _Keys, shards: Shards, blocks: Blocks) -> Longs
 
 
 def _lane(lane: Longs, size: Longs, lanes: int) -> tuple[Longs, Longs]:
-    """Where a lane starts and stops on the line: the first size % lanes are longer by one; int64 [n]."""
+    """Start and stop of a lane on the line: the first size % lanes are longer by one; int64 [n]."""
     short, longer = size // lanes, size % lanes
     start = lane * short + np.minimum(lane, longer)
     return start, start + short + (lane < longer)
 
 
 def _window(at: Longs, lane: tuple[Longs, Longs], shards: Shards, window: int) -> tuple[Longs, Longs]:
-    """What is shuffled together around a place of the line, inside its lane; int64 [n]."""
+    """Start and stop of the window around an offset on the line, inside its lane; int64 [n]."""
     start, stop = lane
     opened, run = shards.slot(start), np.minimum(window, shards.num_shards)
     slot = opened + (shards.slot(at) - opened) // run * run

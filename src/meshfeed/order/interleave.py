@@ -1,15 +1,16 @@
-"""Which source each draw is of: proportions kept at every prefix, any position reached at once.
+"""The source of each draw: keeps proportions in every prefix, with direct access to any position.
 
 Let w be a source's weight and `w k` its share of the first k draws. A schedule in which every source's
-count stays within 1 of its share exists for any weights (Tijdeman 1980), and is found by dates: draw j of a
-source falls in `[floor(j / w), ceil((j + 1) / w))`, and of the draws that may come now, that with the
-earliest end comes first (Baruah, Cohen, Plaxton and Varvel 1996). Alone, that must run from the start.
+count stays within 1 of its share exists for any weights (Tijdeman 1980), and deadlines find it: draw j of a
+source falls in `[floor(j / w), ceil((j + 1) / w))`, and of the draws that may come now, the one with the
+earliest deadline comes first (Baruah, Cohen, Plaxton and Varvel 1996). This alone must run from the start.
 
-So the stream is cut into blocks, and what every source has at a block's edge is fixed beforehand: the floor
-or the ceiling of its share. The edges form a binary tree over time. Each takes its counts between those of
-its two neighbours above, so that nothing is undone, and prefers what is nearest; going from rare sources to
-frequent ones, the sum of all roundings so far stays within 1, because the others cannot make up for more.
-A block then runs by dates between its edges. Position 10**12 costs some fifty edges and one block, as does 0.
+So the stream is cut into blocks, and the counts of every source at a block's edge are fixed beforehand: the
+floor or the ceiling of its share. The edges form a binary tree over time. Each edge takes counts between
+those of its two parent edges, so that counts never decrease, and prefers the nearest. Going from rare sources
+to frequent ones, the sum of all roundings so far stays within 1, because the others cannot compensate for
+more. Inside a block, deadlines decide. Position 10**12 costs about fifty edges and one block, the same as
+position 0.
 
 Shares are exact: weights are multiples of 2**-64, and `w k` modulo 1 is one wrapping multiplication.
 """
@@ -33,9 +34,9 @@ BLOCK = 4096
 """Draws of a block."""
 
 _END = 2**62
-_LEANING = 3 << 42  # how far the roundings of the rarer sources may lean together: 3/4
+_LEANING = 3 << 42  # the most that the roundings of the rarer sources may sum to: 3/4
 _BITS = 44  # of a fraction, so that sums over half a million sources are exact
-_SLACK = 1e-9  # weights such as 1/10 are no multiples of 2**-64: dates this near are the same
+_SLACK = 1e-9  # weights such as 1/10 are not multiples of 2**-64: deadlines this close are equal
 
 
 class Interleaving:
@@ -43,7 +44,8 @@ class Interleaving:
 
     After any k draws, a source of weight w has been drawn w k times, plus or minus less than 1.
 
-    A source of less than 2**-64 of their sum counts as one of that share: in 2**62 draws it owes none.
+    A source with less than 2**-64 of the total weight counts as having that share: 2**62 draws need none of
+    it.
 
     Args:
         weights: above 0, in any unit; ints, floats or Fractions.
@@ -74,7 +76,7 @@ class Interleaving:
         return np.concatenate(sources), np.concatenate(counts)
 
     def counts(self, position: int) -> Longs:
-        """How many of the first `position` draws are of each source; int64 [num_sources]."""
+        """Draws of each source among the first `position`; int64 [num_sources]."""
         if self.num_sources == 1:
             return np.array([position], np.int64)
         edge = position // BLOCK * BLOCK
@@ -82,11 +84,11 @@ class Interleaving:
         return self._edge(edge) + np.bincount(source, minlength=self.num_sources)
 
     def position(self, source: int, count: int) -> int | None:
-        """Where the draw of a source comes before which it was drawn `count` times; None from 2**62 on."""
+        """The position of a source's draw number `count`, from 0; None from 2**62 on."""
         if self.num_sources == 1:
             return count
         word = self._words[source]
-        low = (count << 64) // word // BLOCK  # dates: not before floor(count / w), and before the ceiling
+        low = (count << 64) // word // BLOCK  # not before floor(count / w), and before its deadline
         high = min(-(-((count + 1) << 64) // word) // BLOCK + 1, _END // BLOCK)
         if low >= high or self._edge(high * BLOCK)[source] <= count:
             return None
@@ -99,7 +101,7 @@ class Interleaving:
     # -- edges ------------------------------------------------------------------------------------------
 
     def _share(self, position: int) -> tuple[Longs, Longs]:
-        """Each source's share of the first draws: whole, and rest in units of 2**-44; int64 [num_sources]."""
+        """Each source's share of the first draws: whole part, and fraction in 2**-44; int64 [num_sources]."""
         low, high = np.uint64(position & 0xFFFFFFFF), np.uint64(position >> 32)
         word_low, word_high = self._word & np.uint64(0xFFFFFFFF), self._word >> np.uint64(32)
         carried = word_low * low >> np.uint64(32)
@@ -111,12 +113,12 @@ class Interleaving:
         return whole.astype(np.int64), fraction.astype(np.int64)
 
     def _make_edge(self, position: int) -> Longs:
-        """What each source has at the edge of a block; int64 [num_sources]."""
+        """The count of each source at the edge of a block; int64 [num_sources]."""
         if position == 0:
             return np.zeros(self.num_sources, np.int64)
         whole, fraction = self._share(position)
         one, tiny = 1 << _BITS, int(_SLACK * (1 << _BITS))
-        # Likeness to be rounded up: a fraction; less than 0 must not be, `one` or more must be.
+        # Preference to round up: a fraction; below 0 must not be rounded up, `one` or more must be.
         likeness = np.where(fraction <= tiny, -one, fraction)
         likeness = np.where(fraction >= one - tiny, 2 * one, likeness)
         span = position & -position
@@ -136,7 +138,7 @@ class Interleaving:
             count = min(max(count, int((likeness[own] >= one).sum())), int((likeness[own] > 0).sum()))
             up[own[np.argsort(-likeness[own], kind="stable")[:count]]] = True
             placed += count
-        if placed != total:  # the frequent ones could not make up for it
+        if placed != total:  # the frequent sources could not compensate
             wrong = np.flatnonzero(up == (placed > total))
             by_likeness = np.argsort(likeness[wrong] if placed > total else -likeness[wrong], kind="stable")
             up[wrong[by_likeness[: abs(placed - total)]]] = placed < total
@@ -145,7 +147,7 @@ class Interleaving:
     # -- blocks -----------------------------------------------------------------------------------------
 
     def _make_block(self, block: int) -> tuple[npt.NDArray[np.int32], Longs]:
-        """The draws between two edges, by dates: (source, count before it); int32, int64 [BLOCK]."""
+        """The draws between two edges, by deadline: (source, count before it); int32, int64 [BLOCK]."""
         edge = block * BLOCK
         held, due = self._edge(edge), self._edge(edge + BLOCK)
         counts = due - held
@@ -161,9 +163,9 @@ class Interleaving:
 
 
 class Runs:
-    """An interleaving of runs: each `size` draws, from 0 on, are of one source.
+    """An interleaving of runs: every `size` draws, from 0 on, have one source.
 
-    After any k whole runs, a source of weight w has had w k of them, plus or minus less than 1.
+    After any k whole runs, a source of weight w has had w k runs, plus or minus less than 1.
     """
 
     def __init__(self, runs: Interleaving, size: int) -> None:
@@ -192,9 +194,9 @@ class Runs:
 
 
 def _by_dates(opens: list[float], closes: list[float]) -> list[int]:
-    """Tasks of one unit, one at a time, the earliest to close first; places in the lists.
+    """Schedule unit tasks by earliest deadline first; returns indices into the lists.
 
-    opens: ascending. Where nothing is open yet, the next to open comes early.
+    opens: ascending. If no task is open yet, the next to open starts early.
     """
     done: list[int] = []
     ready: list[tuple[float, int]] = []
@@ -208,7 +210,7 @@ def _by_dates(opens: list[float], closes: list[float]) -> list[int]:
 
 
 def _words_of(weights: Sequence[float | Fraction]) -> list[int]:
-    """Weights as multiples of 2**-64 that sum to 1: the heaviest takes what rounding leaves."""
+    """Weights as multiples of 2**-64 that sum to 1: the heaviest absorbs the rounding."""
     try:
         exact = [Fraction(weight) for weight in weights]
     except (TypeError, ValueError, OverflowError) as bad:

@@ -1,4 +1,4 @@
-"""Random numbers by place: the same on every rank, in every worker, after any resume."""
+"""Random numbers keyed by sequence: the same on every rank, in every worker, after any resume."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshfeed.order.permutation import key_of
 
 
 def rng(seed: int, epoch: int, index: int, *more: int) -> np.random.Generator:
-    """A NumPy generator of its own for one sequence of one epoch; no global state is read or changed.
+    """A NumPy generator for one sequence of one epoch; it does not read or change global state.
 
-    seed: the dataset's own. more: tells several generators of one sequence apart, such as (0,) and (1,).
-    Equal arguments give equal numbers in any process, as far as NumPy keeps its generators' methods as they
-    are from release to release. Raises RecipeError for what does not fit 64 bits.
+    seed: the dataset's own. more: distinguishes several generators of one sequence, such as (0,) and (1,).
+    Equal arguments give equal numbers in any process, as long as NumPy does not change its generators'
+    methods. Raises RecipeError for integers that do not fit in 64 bits.
     """
     return np.random.Generator(philox(seed, epoch, index, *more))
 
@@ -25,4 +25,4 @@ def philox(*parts: int) -> np.random.Philox:
     try:
         return np.random.Philox(key=key_of(*parts))
     except struct.error as bad:
-        raise RecipeError(f"rng{parts}: whole numbers that fit 64 bits ({bad})") from bad
+        raise RecipeError(f"rng{parts}: give whole numbers that fit in 64 bits ({bad})") from bad

@@ -1,9 +1,9 @@
 """A keyed bijection on [0, n): shuffling without a shuffled list.
 
 A Feistel network over mixed radices (Luby & Rackoff 1988; Black & Rogaway 2002 for arbitrary n): write
-x as (left, right) on an a-by-b board with a*b >= n, stir each half with a hash of the other, and walk
-on while the result falls outside [0, n). The board is at most a row larger than n, so a walk is 1 step
-but for about one in sqrt(n). Any place is reached in constant time and memory, for n up to 2**62.
+x as (left, right) on an a-by-b board with a*b >= n, mix each half with a hash of the other, and repeat while
+the result is outside [0, n). The board is at most one row larger than n, so about one value in sqrt(n) needs
+a second step. Any position takes constant time and memory, for n up to 2**62.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ def key_of(*parts: int) -> int:
 
 
 def subkeys(key: npt.NDArray[np.uint64], parts: Longs) -> npt.NDArray[np.uint64]:
-    """Keys for numbered parts, from 0, of what a key is for; uint64 [n].
+    """Derived keys for parts numbered from 0; uint64 [n].
 
-    key: uint64 [n], or [] where one is for all. parts: int64 [n].
+    key: uint64 [n], or [] for one key for all. parts: int64 [n].
     """
     return _hash(parts.astype(np.uint64), key, _ROUNDS)
 
 
 def permute(places: npt.ArrayLike, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
-    """Where each place in [0, size) goes; int64, the shape of `places`.
+    """The index at each position in [0, size); int64, the shape of `places`.
 
-    size, key: one for all places, or one for each (key uint64). Over all places of a size and key every
-    index comes out exactly once. Raises RecipeError for a size outside [1, 2**62] or a place outside
+    size, key: one for all positions, or one for each (key uint64). Over all positions of a size and key,
+    every index occurs exactly once. Raises RecipeError for a size outside [1, 2**62] or a position outside
     [0, size).
     """
     return _walk(places, size, key, _stir)
 
 
 def unpermute(indices: npt.ArrayLike, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
-    """The inverse of `permute`: the place at which each index comes out; int64, same shape."""
+    """The inverse of `permute`: the position of each index; int64, same shape."""
     return _walk(indices, size, key, _unstir)
 
 
 def choose(places: Longs, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
-    """One of [0, size) for each place, independently: some come several times, some never; int64, same shape.
+    """An independent choice from [0, size) for each position, with replacement; int64, same shape.
 
-    size, key: one for all places, or one for each (key uint64). Sizes from 1 to 2**62; a choice is off an
-    even one by less than size / 2**64.
+    size, key: one for all positions, or one for each (key uint64). Sizes from 1 to 2**62; probabilities
+    differ from uniform by less than size / 2**64.
     """
     words = _hash(places.astype(np.uint64), np.asarray(key, np.uint64), _ROUNDS + 1)
     return (words % np.asarray(size, np.uint64)).astype(np.int64)
@@ -70,7 +70,7 @@ _Stir = Callable[[_Words, _Words, _Words, _Words], _Words]
 def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: _Stir) -> Longs:
     start, sizes = np.asarray(values, np.int64), np.asarray(size, np.int64)
     if sizes.size and not (sizes.min() >= 1 and sizes.max() <= MAX_SIZE):
-        raise RecipeError(f"permutation of {sizes.min()}..{sizes.max()}: sizes go from 1 to 2**62")
+        raise RecipeError(f"permutation of {sizes.min()}..{sizes.max()}: sizes range from 1 to 2**62")
     if start.size and not (start.min() >= 0 and (start < sizes).all()):
         wrong = np.flatnonzero(((start < 0) | (start >= sizes)).ravel())[0]
         value, bound = start.ravel()[wrong], np.broadcast_to(sizes, start.shape).ravel()[wrong]
@@ -87,7 +87,7 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
 
 
 def _of_each(given: npt.ArrayLike, places: Longs) -> _Words:
-    """One word for all places, [], or one for each, [n]."""
+    """One word for all positions, [], or one for each, [n]."""
     words = np.asarray(given, np.uint64)
     return words if not words.ndim else np.broadcast_to(words, places.shape).ravel()
 

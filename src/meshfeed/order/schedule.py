@@ -1,8 +1,9 @@
-"""A recipe's way through its sources: whose turn it is at each position, and how far each has come.
+"""A recipe's schedule: the source at each position, and the number of its draws before that.
 
-Where the amounts of a mixture change, a new *segment* begins, and under batches="per_source" also where the
-size of batches does. What every source has given before follows from the segments before it, so that it goes
-on from there: nothing is carried along, and nothing is lost.
+A new *segment* begins where the amounts of a mixture change, and under batches="per_source" also where the
+batch size changes. The draws of every source before a segment follow from the earlier segments, and each
+source continues from
+there: no state is kept, and no sequence is lost.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _ALONE = Part(0, (Amount(0, 1, "proportion"),))
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Positions with one set of amounts: from `start` on, `drawn` of each source came before."""
+    """Positions with one set of amounts: from `start` on, after `drawn` draws of each source."""
 
     start: int
     sources: npt.NDArray[np.int32]
@@ -41,11 +42,11 @@ class _Segment:
 
 
 class Schedule:
-    """A recipe's way through its sources: position <-> (source, how many of it came before).
+    """position <-> (source, number of its draws before), for one recipe.
 
     Attributes:
         sizes: sequences in an epoch of each source; int64 [num_sources].
-        end: positions in all; None where the stream never ends.
+        end: the number of positions; None if the stream is endless.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -75,7 +76,7 @@ class Schedule:
         self.end = self._whole(recipe, self._end(recipe, parts[-1]))
 
     def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
-        """(source, how many of it came before) at positions start..stop; int32, int64 [n]."""
+        """(source, number of its draws before) at positions start..stop; int32, int64 [n]."""
         if len(self._segments) == 1 and self.sizes.size == 1:
             return self._segments[0].turns.draws(start, stop)
         found: list[tuple[npt.NDArray[np.int32], Longs]] = []
@@ -89,13 +90,13 @@ class Schedule:
         return np.concatenate([source for source, _ in found]), np.concatenate([count for _, count in found])
 
     def places(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs, Longs]:
-        """(source, epoch, place in it) at positions start..stop; int32, int64, int64 [n]."""
+        """(source, epoch, position in the epoch) at positions start..stop; int32, int64, int64 [n]."""
         source, count = self.drawn(start, stop)
         size = self._sizes_of(source)
         return source, count // size, count % size
 
     def indices(self, source: npt.NDArray[np.integer], epoch: Longs, place: Longs) -> Longs:
-        """Which sequence comes at each place of an epoch; int64 [n]."""
+        """The sequence at each position of an epoch; int64 [n]."""
         if not self._shuffled:
             return place
         keys = self._keys(source, epoch)
@@ -106,7 +107,7 @@ class Schedule:
         return permute(place, size=self._sizes_of(source), key=keys)
 
     def unshuffled(self, source: npt.NDArray[np.integer], epoch: Longs, index: Longs) -> Longs:
-        """The inverse of `indices`: at which place of its epoch each sequence comes; int64 [n]."""
+        """The inverse of `indices`: the position of each sequence in its epoch; int64 [n]."""
         if not self._shuffled:
             return index
         keys = self._keys(source, epoch)
@@ -115,21 +116,21 @@ class Schedule:
         return unpermute(index, size=self._sizes_of(source), key=keys)
 
     def counts(self, position: int) -> Longs:
-        """How many of each source come before a position; int64 [num_sources]."""
+        """Draws of each source before a position; int64 [num_sources]."""
         segment = [each for each in self._segments if each.start <= position][-1]
         counts = segment.drawn.copy()
         counts[segment.sources] += segment.turns.counts(position - segment.start)
         return counts
 
     def shares(self, position: int) -> npt.NDArray[np.float64]:
-        """What part of the draws at a position is asked of each source; float64 [num_sources]."""
+        """The recipe's share of each source at a position; float64 [num_sources]."""
         segment = [each for each in self._segments if each.start <= position][-1]
         shares = np.zeros(self.sizes.size)
         shares[segment.sources] = segment.turns.weights
         return shares
 
     def position(self, source: int, count: int) -> int | None:
-        """Where the draw of a source comes before which there were `count`; None where it never does."""
+        """The position of a source's draw number `count`, from 0; None if it never occurs."""
         nexts = [*self._segments[1:], None]
         for segment, after in zip(self._segments, nexts):
             if after is not None and count >= after.drawn[source]:
@@ -142,11 +143,11 @@ class Schedule:
         return None
 
     def _sizes_of(self, source: npt.NDArray[np.integer]) -> Longs:
-        """Sequences in an epoch of each source; int64 [n], or [] where there is one source."""
+        """Sequences in an epoch of each source; int64 [n], or [] for a single source."""
         return self.sizes[0] if self.sizes.size == 1 else self.sizes[source]
 
     def _keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
-        """The shuffle's key for an epoch of a source; uint64 [n], or [] where one is for all."""
+        """The shuffle's key for an epoch of a source; uint64 [n], or [] for one key for all."""
         if source.size and epoch[0] == epoch[-1] and self.sizes.size == 1:
             return np.array(self._key(0, int(epoch[0])), np.uint64)
         few, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
@@ -156,7 +157,8 @@ class Schedule:
         return key_of(self._seed, _number_of(self._names[source]), epoch)
 
     def _counts(self, batch: Batch, part: Part) -> dict[int, Fraction]:
-        """Source -> its weight, of those that do not rest: sequences, or whole batches, where they end."""
+        """Source -> its weight, for sources that are drawn; for finite amounts, its sequences or whole
+        batches."""
         counts: dict[int, Fraction] = {}
         for each in part.amounts:
             count = Fraction(each.amount) * (
@@ -171,7 +173,7 @@ class Schedule:
         return counts
 
     def _whole_count(self, batch: Batch, each: Amount, count: int) -> int:
-        """Sequences of a source that ends, or the batches that they make."""
+        """Sequences of a source with a finite amount, or the number of batches they make."""
         name, size = self._names[each.source], int(self.sizes[each.source])
         if each.amount and not count:
             raise RecipeError(f"source {name!r}: {each.amount} passes over {size} sequences are none")
@@ -189,7 +191,7 @@ class Schedule:
         return -(-count // batch.sequences) if batch.last == "pad" else count // batch.sequences
 
     def _end(self, recipe: Recipe, last: Part) -> int | None:
-        """Where the sources are drawn as often as the recipe says."""
+        """The position at which all amounts of the recipe are drawn; None if that is never."""
         if recipe.epochs is not None:
             return recipe.epochs * int(self.sizes[0])
         if last.is_endless:
@@ -199,7 +201,7 @@ class Schedule:
         return start + total * (recipe.batch.sequences if self._per_source else 1)
 
     def _whole(self, recipe: Recipe, end: int | None) -> int | None:
-        """All positions, whole steps where the batch wants them so."""
+        """The end of the stream, rounded to whole steps if the batch requires it."""
         batch = recipe.batch
         if end is not None and batch.last != "keep":
             step = batch.step(end)
@@ -211,7 +213,7 @@ class Schedule:
 
 
 def has_own_order(recipe: Recipe) -> bool:
-    """Whether the sequence rule has an order of its own, as `MegatronGPT`, in place of the recipe's shuffle.
+    """Whether the sequence rule has its own order, like `MegatronGPT`, instead of the recipe's shuffle.
 
     Such a rule has num_positions(recipe) and draws_between(recipe, start, stop).
     """
@@ -219,7 +221,7 @@ def has_own_order(recipe: Recipe) -> bool:
 
 
 class _Same:
-    """A recipe as a key: this very object, since an equal one may hold other stores."""
+    """A recipe as a cache key, by identity, since an equal recipe may hold other stores."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -232,29 +234,29 @@ class _Same:
 
 
 def schedule_of(recipe: Recipe) -> Schedule:
-    """A recipe's schedule; made once, as it asks the stores how much they hold."""
-    return _course(_Same(recipe))
+    """A recipe's schedule; cached, since it asks the stores for their sizes."""
+    return _cached_schedule(_Same(recipe))
 
 
 @lru_cache(maxsize=16)
-def _course(key: _Same) -> Schedule:
+def _cached_schedule(key: _Same) -> Schedule:
     return Schedule(key.recipe)
 
 
 def forget() -> None:
-    """Drop what was worked out of any recipe. It is worked out again when asked for; benchmarks ask cold."""
-    _course.cache_clear()
+    """Clear the caches; for benchmarks that measure a cold start."""
+    _cached_schedule.cache_clear()
     _interleaving.cache_clear()
 
 
 @lru_cache(maxsize=16)
 def _interleaving(amounts: tuple[Fraction, ...]) -> Interleaving:
-    # shared, for what it remembers of its blocks
+    # shared, since it caches its blocks
     return Interleaving(amounts)
 
 
 def _parts_by_batch(batch: Batch, parts: Sequence[Part]) -> list[Part]:
-    """The parts of a mixture, cut where the size of batches changes."""
+    """The parts of a mixture, split where the batch size changes."""
     steps = sorted({step for step, _ in batch.stages} | {part.step for part in parts})
     return [replace([part for part in parts if part.step <= step][-1], step=step) for step in steps]
 
@@ -274,6 +276,6 @@ def _epoch_size(recipe: Recipe, store: Any) -> int:
 
 
 def _shard_ends(recipe: Recipe) -> list[Longs | None]:
-    """Where the shards of each source end, in sequences, as far as the rule knows of any."""
+    """The ends of each source's shards, in sequences; None without shards."""
     ends_of = getattr(recipe.sequence, "shard_ends", None)
     return [None if ends_of is None else ends_of(store) for store in recipe.sources]

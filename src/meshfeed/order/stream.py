@@ -1,8 +1,9 @@
 """The stream: position -> (source, epoch, index), and the positions of a step.
 
 Position p counts sequences over all sources and epochs. Step k of a batch of B is positions [k*B, (k+1)*B).
-Nothing is built and nothing need be remembered: position 10**12 costs what position 0 costs. What a source
-has given when the amounts of a mixture change follows from the amounts before; it goes on from there.
+No list is
+built and no state is kept: position 10**12 costs the same as position 0. If the amounts of a mixture change,
+the draws of a source so far follow from the earlier amounts, and the source continues from there.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from meshfeed.recipe import Blocks, Recipe
 
 @dataclass(frozen=True, slots=True)
 class EpochIndex:
-    """How one sequence is asked for; whatever is random in it is keyed by (seed, epoch, index).
+    """Identifies one sequence of a dataset; everything random in it is keyed by (seed, epoch, index).
 
-    Unpacks, `epoch, index = at`, and has `idx` as another name of `index`.
+    It unpacks as `epoch, index = at`; `idx` is another name for `index`.
     """
 
     epoch: int
@@ -43,9 +44,9 @@ class Draws:
     """A run of the stream, one array per property.
 
     Attributes:
-        source: which store; int32 [n].
-        epoch: which pass over that store, from 0; int64 [n].
-        index: which sequence of that epoch; int64 [n].
+        source: index of the store; int32 [n].
+        epoch: number of the pass over that store, from 0; int64 [n].
+        index: of the sequence in that epoch; int64 [n].
     """
 
     source: npt.NDArray[np.int32]
@@ -60,16 +61,16 @@ class Draws:
         return self.index.size
 
     def between(self, start: int, stop: int) -> Draws:
-        """The draws at places start..stop of this run, as far as it goes."""
+        """The draws start..stop of this run."""
         return Draws(self.source[start:stop], self.epoch[start:stop], self.index[start:stop])
 
     def take(self, places: npt.NDArray[np.integer]) -> Draws:
-        """The draws at some places of this run."""
+        """The draws at some indices of this run."""
         return Draws(self.source[places], self.epoch[places], self.index[places])
 
 
 def concatenated(runs: Sequence[Draws]) -> Draws:
-    """Several runs of draws, one after the other."""
+    """Concatenate runs of draws."""
     return Draws(
         np.concatenate([run.source for run in runs]),
         np.concatenate([run.epoch for run in runs]),
@@ -78,12 +79,12 @@ def concatenated(runs: Sequence[Draws]) -> Draws:
 
 
 def num_positions(recipe: Recipe) -> int | None:
-    """Sequences that all steps take together; None where the stream never ends."""
+    """Number of sequences in all steps; None if the stream is endless."""
     return schedule_of(recipe).end
 
 
 def num_steps(recipe: Recipe) -> int | None:
-    """Number of steps, a short last one included; None where the stream never ends."""
+    """Number of steps, including a short last one; None if the stream is endless."""
     end = num_positions(recipe)
     return None if end is None else recipe.batch.step(end - 1) + 1 if end else 0
 
@@ -115,7 +116,7 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
 
 
 def lanes_of_step(recipe: Recipe, step: int) -> npt.NDArray[np.int64] | None:
-    """The lane that each draw of a step is of, int64 [n]; None where the shuffle is not by blocks."""
+    """The lane of each draw of a step, int64 [n]; None unless the shuffle is by blocks."""
     if not isinstance(recipe.shuffle, Blocks):
         return None
     schedule, (start, stop) = schedule_of(recipe), (recipe.batch.position(k) for k in (step, step + 1))
@@ -125,9 +126,9 @@ def lanes_of_step(recipe: Recipe, step: int) -> npt.NDArray[np.int64] | None:
 
 
 def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
-    """What the steps before `step` take of each source: sequences, int64 [num_sources], and epochs, float64.
+    """Draws of each source before `step`: sequences, int64 [num_sources], and epochs, float64.
 
-    None where a rule's own order does not tell.
+    None for a rule with its own order.
     """
     if has_own_order(recipe):
         return None
@@ -137,17 +138,15 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
 
 
 def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
-    """What part of a step is asked of each source; float64 [num_sources].
-
-    None where a rule's own order does not tell.
-    """
+    """The recipe's share of each source in a step; float64 [num_sources]. None for a rule with its own
+    order."""
     return None if has_own_order(recipe) else schedule_of(recipe).shares(recipe.batch.position(step))
 
 
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
-    """Where in the stream a sequence comes; the inverse of `draws_between`. None where it does not.
+    """The position of a sequence in the stream, the inverse of `draws_between`; None if it does not occur.
 
-    Raises RecipeError for a rule with an order of its own, or draws with replacement.
+    Raises RecipeError for a rule with its own order, or draws with replacement.
     """
     if recipe.shuffle == "replacement":
         raise RecipeError(

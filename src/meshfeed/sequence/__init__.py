@@ -1,4 +1,4 @@
-"""Draws and slices -> tensors: what a sequence is, and which of its bytes are read."""
+"""Draws and slices -> tensors: sequence rules, and the bytes that each of them reads."""
 
 from meshfeed.columns import Arrays, Columns
 from meshfeed.sequence.chat import Chat

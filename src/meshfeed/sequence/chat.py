@@ -1,4 +1,4 @@
-"""Chat: conversations prepared as tokens with a loss mask beside them, packed as documents are."""
+"""Chat: conversations as tokens with a loss mask, packed like documents."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ _MASK = "loss_mask"
 
 @dataclass(frozen=True)
 class Chat(Documents):
-    """A sequence is a conversation; loss is borne where the store's column "loss_mask" says so.
+    """A sequence is a conversation; the store's column "loss_mask" marks the tokens that bear loss.
 
-    The column has a value for every token: not 0 where the model is to say that very token, as `meshfeed
-    prepare --chat` writes it. The field loss_mask has it at the place from which the token is predicted: for
-    tokens x[0..n) with mask m[0..n), place i has tokens x[i], labels x[i + 1], loss_mask m[i + 1], and the
-    last place has label and loss_mask 0. So m[0] is never used: nothing comes before the first token. Of a
-    conversation that is cut, by max_len, nothing beyond the cut counts, while one that the packing splits or
-    truncates keeps the label and the mask of its last place, which lie one token on. `step.valid_tokens`
-    counts the places whose loss_mask is not 0, exactly, before anything is read.
+    The column has a value for every token: nonzero if the model should produce that token, as written by
+    `meshfeed prepare --chat`. The field loss_mask is shifted to the position that predicts the token: for
+    tokens x[0..n) with mask m[0..n), position i has tokens x[i], labels x[i + 1], loss_mask m[i + 1], and the
+    last position has label and loss_mask 0. So m[0] is never used. A conversation cut by max_len ends at the
+    cut. One that the packing splits or truncates keeps the label and mask of its last position, from the
+    following token. `step.valid_tokens` is the exact number of positions with nonzero loss_mask, known before
+    anything is read.
 
-    All else is as `Documents` has it, which makes these very fields of such a store. But Documents takes a
-    store without the column for plain text and bears loss everywhere; Chat refuses it.
+    Otherwise it is the same as `Documents`, which makes equal fields from such a store. But for a store
+    without the column, Documents computes loss everywhere, and Chat raises an error.
 
     Attributes:
-        max_len: only the first so many tokens of each conversation, whatever the capacity; None for all.
+        max_len: keep only this many first tokens of each conversation; None for all.
 
-    Raises RecipeError for a store without the column "loss_mask", or with a column "labels", whose mask would
-    be of the place itself (take Documents), and for max_len below 1.
+    Raises RecipeError for a store without the column "loss_mask", for one with a column "labels", where the
+    mask would apply to the position itself (use Documents), and for max_len below 1.
     """
 
     def num_sequences(self, store: Store) -> int:
-        """Conversations in the store, empty ones too. Raises RecipeError for a store of no conversations."""
+        """Conversations in the store, including empty ones. Raises RecipeError for other stores."""
         columns: Collection[str] = getattr(store, "columns", ())
         if _MASK not in columns:
             raise RecipeError(
-                f"Chat needs a column {_MASK!r} beside the tokens, which {store!r} has not; prepare it with "
-                f"--chat or write it with DatasetWriter, or take Documents to train on every token"
+                f"Chat needs a column {_MASK!r}, which {store!r} lacks; prepare it with --chat, write it "
+                f"with DatasetWriter, or use Documents to train on every token"
             )
         if "labels" in columns:
             raise RecipeError(
-                f"Chat makes labels of the tokens, and {store!r} has a column of them; take Documents, which "
-                f"delivers that column"
+                f"Chat computes labels from the tokens, but {store!r} has a column of labels; use Documents, "
+                f"which delivers that column"
             )
         return super().num_sequences(store)

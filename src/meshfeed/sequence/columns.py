@@ -1,7 +1,7 @@
-"""Columns beside the tokens: a rule of tokens, as it is for a recipe whose stores have more of them.
+"""Additional columns: extends a rule for tokens to the further columns of a recipe's stores.
 
-A column lies along the same stream as the tokens. So it is read, delivered and cut exactly as they are, by
-the same rule, and what is left is to say which field it becomes.
+A column is parallel to the token stream. So the same rule reads, delivers and cuts it; this file only maps
+each column to a field.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ _REPLACED = ("labels", "loss_mask")
 
 
 class RuleOfTokens(SequenceRule, Protocol):
-    """A rule whose fields "tokens" and "labels" are pieces of the stream, the latter one token on."""
+    """A rule whose fields "tokens" and "labels" are pieces of the stream; labels are shifted by one token."""
 
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
     ) -> tuple[Longs, Longs, Longs]:
-        """Where tokens of draws of one source lie in its stream, or, `ahead` by one, their labels.
+        """Stream ranges of the tokens of draws of one source; with ahead=1, of their labels.
 
-        starts, lengths: the tokens of each draw that are meant, int64 [n]. Returns begins and ends, int64
-        [m], and which draw each is of. Labels that do not exist, or bear no loss by the rule, are left out.
+        starts, lengths: the range of tokens in each draw, int64 [n]. Returns begins, ends and the draw of
+        each, int64 [m]. Labels that do not exist, or that bear no loss by the rule, are omitted.
         """
         ...
 
 
 def rule_of(recipe: Recipe) -> SequenceRule:
-    """The recipe's sequence rule, delivering the columns that its stores have beside the tokens.
+    """The recipe's sequence rule, extended to the additional columns of its stores.
 
-    Raises RecipeError where stores differ in these, or the rule can do nothing with them.
+    Raises RecipeError if the columns of the stores differ or the rule does not support them.
     """
     rule, stores = cast(SequenceRule, recipe.sequence), recipe.sources
     names: list[tuple[str, ...]] = [tuple(sorted(getattr(store, "columns", ()))) for store in stores]
     for source, store, found in zip(recipe.source_names, stores, names):
         if found != names[0]:
             raise RecipeError(
-                f"source {source!r} ({store!r}) has columns {_told(found)} beside tokens, the first source "
-                f"{_told(names[0])}; all sources of a mixture have the same"
+                f"source {source!r} ({store!r}) has columns {_told(found)} besides tokens, the first source "
+                f"{_told(names[0])}; give all sources of a mixture the same"
             )
     if not names[0]:
         return rule
     if not hasattr(rule, "stream_ranges"):
         raise RecipeError(
-            f"{rule.summary()} delivers tokens alone, and {stores[0]!r} has columns beside them; open its "
-            f"tokens by their own path, or take Windows or Documents"
+            f"{rule.summary()} delivers only tokens, but {stores[0]!r} has more columns; open its tokens by "
+            f"their own path, or use Windows or Documents"
         )
     computed = {field.name for field in rule.fields} - {"tokens", *_REPLACED}
     for name in names[0]:
@@ -68,25 +68,25 @@ def rule_of(recipe: Recipe) -> SequenceRule:
                 f"column {name!r}: {rule.summary()} makes a field of that name; rename the column"
             )
     if "labels" in names[0] and getattr(rule, "eod_mask_loss", False):
-        raise RecipeError("eod_mask_loss=True with a column of labels: say it by a column loss_mask instead")
+        raise RecipeError("eod_mask_loss=True with a column of labels: use a column loss_mask instead")
     return WithColumns(cast(RuleOfTokens, rule), {name: _of_column(recipe, name) for name in names[0]})
 
 
 @dataclass(frozen=True)
 class WithColumns:
-    """A rule bound to the further columns of one recipe.
+    """A rule bound to the additional columns of one recipe.
 
     Attributes:
-        rule: of the tokens.
+        rule: for the tokens.
         recipes: column -> the recipe as if that column were the tokens.
 
-    Fields besides the rule's own, each split as tokens are, 0 on padding:
+    Additional fields, each split like tokens, 0 on padding:
 
     - labels: the column's value at the token itself, not shifted; every real token then has a label.
-    - loss_mask float32: the value of the column at the label, which is the next token, and 0 where there is
-      none or the rule bears no loss; with a column of labels, the value at the token itself. A token counts
-      in valid_tokens where this is not 0.
-    - any other: as tokens, with its own dtype, on all stages.
+    - loss_mask float32: the column's value at the label, which is the next token, and 0 if there is none or
+      the rule masks it; with a column of labels, the value at the token itself. A token counts in
+      valid_tokens if this is nonzero.
+    - any other: like tokens, with its own dtype, on all stages.
     """
 
     rule: RuleOfTokens
@@ -94,7 +94,8 @@ class WithColumns:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The rule's, replaced and followed by those of the columns. Reads the headers of the stores."""
+        """The rule's fields, with those of the columns replaced or appended. Reads the headers of the
+        stores."""
         return self._fields
 
     @cached_property
@@ -107,14 +108,14 @@ class WithColumns:
     def _replaced(self, field: Field, dtypes: Mapping[str, str]) -> Field:
         if field.name == "labels" and "labels" in dtypes:
             return replace(field, dtype=dtypes["labels"])
-        if field.name == "loss_mask" and self._masks:  # stored, or as long as labels that are
+        if field.name == "loss_mask" and self._masks:  # stored, or derived from stored labels
             return replace(field, stored=True)
         return field
 
-    # -- as the rule has it -----------------------------------------------------------------------------
+    # -- forwarded to the rule --------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        # What a rule may have, such as row_tokens, and what else it says.
+        # Optional attributes of a rule, such as row_tokens.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.rule, name)
@@ -125,7 +126,7 @@ class WithColumns:
         return self.rule.packed
 
     def summary(self) -> str:
-        """As the rule; the columns are told by the stores' fingerprints."""
+        """The rule's; the stores' fingerprints identify the columns."""
         return self.rule.summary()
 
     def num_sequences(self, store: Store) -> int:
@@ -138,18 +139,18 @@ class WithColumns:
 
     @property
     def _masks(self) -> bool:
-        """Whether columns decide where there is loss."""
+        """Whether columns determine which tokens bear loss."""
         return not self.recipes.keys().isdisjoint(_REPLACED)
 
     # -- counted ----------------------------------------------------------------------------------------
 
     @property
     def _ahead(self) -> int:
-        """How far beyond its token a label lies in the stream of its column."""
+        """Offset of a label from its token in the stream."""
         return int("labels" not in self.recipes)
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
-        """Tokens of each piece whose loss_mask is not 0; int64 [n]. By the marks of the column, exactly."""
+        """Tokens of each piece with nonzero loss_mask; int64 [n]. Exact, from the marks of the column."""
         if "loss_mask" not in self.recipes:
             return self.rule.valid_tokens(recipe, draws, starts, lengths) if self._ahead else lengths
         valid = np.zeros(len(draws), np.int64)
@@ -164,16 +165,16 @@ class WithColumns:
     # -- read and delivered -----------------------------------------------------------------------------
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
-        """Bytes of all columns, as the rule tells them."""
+        """Bytes of all columns."""
         return sum(self.rule.num_bytes(each, portion) for each in (recipe, *self.recipes.values()))
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
-        """Announce the tokens and, at the same places, each column."""
+        """Announce the same ranges of the tokens and of each column."""
         for each in (recipe, *self.recipes.values()):
             self.rule.announce(each, portions)
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
-        """The tokens, and by name what each column has at the same places."""
+        """The tokens, and the same ranges of each column by name."""
         loaded = dict(self.rule.load(recipe, portion, allocate))
         for name, of_column in self.recipes.items():
             loaded[name] = self.rule.load(of_column, portion, allocate)["tokens"]
@@ -195,7 +196,7 @@ class WithColumns:
         dtypes = {field.name: field.dtype for field in self.fields}
 
         def cut(column: Array, field: str, dtype: str) -> list[Array]:
-            """A column cut as one of the rule's fields, with a dtype of its own."""
+            """A column cut like one of the rule's fields, with its own dtype."""
             made = self.rule.build(
                 recipe, portion, {"tokens": column}, [field], lambda shape, _: allocate(shape, dtype)
             )

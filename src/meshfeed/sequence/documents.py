@@ -1,7 +1,7 @@
-"""Documents: whole documents, packed side by side (THD), attention inside each.
+"""Documents: whole documents packed side by side (THD), with attention inside each.
 
-Every field of a pack is [1, tokens of this cp rank]. The stored column is what the group's slices hold,
-each with the one token after it where the document goes on; all else comes from lengths alone.
+Every field of a pack is [1, tokens of this cp rank]. The stored column holds the group's slices, each
+followed by one more token if the document continues. All other fields are computed from lengths alone.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _FIELDS = (
 class Documents:
     """A sequence is a document; a microbatch is a pack of them.
 
-    Needs a `Packing`. A document's last token has no label and bears no loss. A document that the packing
-    splits goes on with position 0 in each piece, and a piece's last token still has its label.
+    Needs a `Packing`. A document's last token has no label and bears no loss. If the packing splits a
+    document, positions restart at 0 in each piece, and a piece's last token still has its label.
 
     Attributes:
-        max_len: only the first so many tokens of each document, whatever the capacity; None for all.
+        max_len: keep only this many first tokens of each document; None for all.
 
     Fields, for t tokens of this cp rank with padding: tokens, labels, position_ids int64 [1, t]; loss_mask
-    float32 [1, t]; padding_mask bool [1, t], True where there is no token; sequence_ids int32 [1, t], which
-    sequence of the pack a token is of, -1 for padding. The same on every cp rank:
+    float32 [1, t]; padding_mask bool [1, t], True for padding; sequence_ids int32 [1, t], the index of each
+    token's sequence in the pack, -1 for padding. The same on every cp rank:
     cu_seqlens, cu_seqlens_padded int32 [documents + 1]; max_seqlen int32 [], of the padded lengths.
     A dummy microbatch is one padded sequence without a token.
     Raises RecipeError for max_len below 1.
@@ -64,7 +64,7 @@ class Documents:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """All that a pack can have."""
+        """All fields of a pack."""
         return _FIELDS
 
     def summary(self) -> str:
@@ -72,13 +72,13 @@ class Documents:
         return repr(self)
 
     def num_sequences(self, store: Store) -> int:
-        """Documents in the store, empty ones too. Raises RecipeError for a store that has none to read."""
+        """Documents in the store, including empty ones. Raises RecipeError unless it is a token store."""
         if not hasattr(store, "read_stream"):
-            raise RecipeError(f"Documents reads a token store; {store!r} is none")
+            raise RecipeError(f"Documents reads a token store; {store!r} is not one")
         return cast(StreamStore, store).num_documents
 
     def shard_ends(self, store: Store) -> Longs | None:
-        """Where a store's own shards end, in documents; int64 [num_shards], None where it has none."""
+        """The ends of a store's own shards, in documents; int64 [num_shards], None without shards."""
         return getattr(store, "shard_ends", None)
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
@@ -90,7 +90,7 @@ class Documents:
         return lengths if self.max_len is None else np.minimum(lengths, self.max_len)
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
-        """Loss-bearing tokens of each row: all but the last of its document; int64 [n]."""
+        """Loss-bearing tokens of each row: all except the last of its document; int64 [n]."""
         ends = starts + lengths == self.lengths(recipe, draws)
         return np.maximum(lengths - ends, 0)
 
@@ -109,13 +109,13 @@ class Documents:
         return int((sizes + ahead).sum()) * dtype_of(recipe, portion.draws).itemsize
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
-        """Ask each store to bring the held slices into memory."""
+        """Announce the held slices to each store."""
         for portion in portions:
             for store, _, starts, stops in self._ranges(recipe, portion):
                 store.will_need(starts, stops)
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
-        """The held tokens, slice after slice, each with the token after it where there is one."""
+        """The held tokens, slice after slice, each followed by the next token if there is one."""
         sizes, ahead = self._held_sizes(recipe, portion)
         ends = np.cumsum(sizes + ahead)
         tokens = allocate((int(ends[-1]) if ends.size else 0,), dtype_of(recipe, portion.draws).name)
@@ -157,7 +157,7 @@ class Documents:
     # -- geometry ---------------------------------------------------------------------------------------
 
     def _held_sizes(self, recipe: Recipe, portion: Portion) -> tuple[Longs, Longs]:
-        """(real tokens of each held slice, 1 where the document has a token after it); int64 [m]."""
+        """(real tokens of each held slice, 1 if the document continues after it); int64 [m]."""
         held = portion.held
         sizes = real_sizes(held, portion.pack.lengths)
         stop = held.start + sizes
@@ -165,7 +165,7 @@ class Documents:
         return sizes, (goes_on & (sizes > 0)).astype(np.int64)
 
     def _ranges(self, recipe: Recipe, portion: Portion) -> Iterator[tuple[StreamStore, Longs, Longs, Longs]]:
-        """For each store: (store, which held slices are its, stream ranges of each)."""
+        """For each store: (store, its held slices, their stream ranges)."""
         held, draws = portion.held, portion.draws
         sizes, ahead = self._held_sizes(recipe, portion)
         for s in np.unique(draws.source).tolist():
@@ -181,7 +181,7 @@ class Documents:
     def _fill_stored(
         self, recipe: Recipe, portion: Portion, pieces: Pieces, raw: Array, field: Field, out: Array
     ) -> None:
-        """tokens, or labels one token on, where there are any."""
+        """Fill tokens, or labels, which are shifted by one token."""
         sizes, ahead = self._held_sizes(recipe, portion)
         held_at = np.cumsum(sizes + ahead) - (sizes + ahead)
         held, last = portion.held, sizes + ahead

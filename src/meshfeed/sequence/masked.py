@@ -1,8 +1,8 @@
-"""Masked: documents in rows of one length, some of their tokens hidden; as protein and BERT models learn.
+"""Masked: documents in rows of one length with some tokens hidden, for BERT and protein models.
 
-Which tokens are hidden is keyed by (seed, source, epoch, index) and depends on a document's length alone:
-every rank computes it for the whole document, takes what its own slices hold of it, and knows beforehand how
-many there are. What travels is the held tokens as they are stored.
+The hidden tokens are keyed by (seed, source, epoch, index) and depend only on a document's length. So every
+rank computes them for the whole document, uses those in its own slices, and knows their number beforehand.
+Only the stored tokens are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshfeed.store import StreamStore
 
 Longs = npt.NDArray[np.int64]
 
-_TAG = 0x4D41534B  # apart from whatever else may be keyed by the same four numbers
+_TAG = 0x4D41534B  # separates these keys from others of the same four numbers
 _CROP = 0x43524F50
 _UNIT = 2.0**-53
 
@@ -39,32 +39,32 @@ _UNIT = 2.0**-53
 class Masked:
     """A sequence is a document's first tokens, or a random part of it, in a row of `length`.
 
-    Of a document's n tokens, mask_fraction * n, rounded, are hidden, at least 1: the model sees mask_token,
-    a random token or the token itself there, and is to tell which it was. Each epoch hides others. What is
-    put before, after and behind a document is never hidden.
+    Of a document's n tokens, mask_fraction * n, rounded, are hidden, at least 1. There the model sees
+    mask_token, a random token or the token itself, and predicts the original. Each epoch hides different
+    tokens. first_token, last_token and padding are never hidden.
 
-    With special_tokens, n counts the others. Where these stand is known from one bit per token, which is made
-    from the whole store once per node, so that what is hidden is still known before anything is read.
+    With special_tokens, n counts only the other tokens. One bit per token marks the special ones. The bits
+    are computed from the whole store once per node, so that the hidden tokens are still known before reading.
 
     Attributes:
         length: tokens of a row.
         vocab_size: random tokens are drawn from [0, vocab_size).
-        mask_token: what hides a token.
+        mask_token: replaces a hidden token.
         mask_fraction: share of a document's tokens that are hidden.
-        replace: share of the hidden ones that become mask_token.
-        random: share of them that become a random token; the rest stay as they are.
-        first_token, last_token: put before and after each document, as [CLS] and [SEP]; None for nothing.
+        replace: share of the hidden tokens that become mask_token.
+        random: share of the hidden tokens that become a random token; the rest stay unchanged.
+        first_token, last_token: added before and after each document, such as [CLS] and [SEP]; None for
+            neither.
         pad_token: fills the row.
-        crop: which tokens of a document that is longer than the row: its first ones ("start"), or a run that
-            begins anywhere, another in each epoch ("random").
-        special_tokens: ids that are never hidden where they stand in a document, and stay as they are.
-        random_tokens: (first, stop), the range of ids that random tokens are drawn from; None for
-            [0, vocab_size).
+        crop: the part of a document longer than the row: its first tokens ("start"), or a run at a random
+            position, different in each epoch ("random").
+        special_tokens: ids in a document that are never hidden or changed.
+        random_tokens: (first, stop), the range of ids for random tokens; None for [0, vocab_size).
 
-    Fields, t = length / cp: tokens int64 [rows, t]; labels int64 [rows, t], -100 where nothing is hidden;
-    loss_mask float32 [rows, t], 1 where something is; padding_mask bool [rows, t], True where there is no
-    token; position_ids int64 [rows, t]. A length that cp cannot split is padded.
-    Raises RecipeError for values outside these.
+    Fields, t = length / cp: tokens int64 [rows, t]; labels int64 [rows, t], -100 except for hidden tokens;
+    loss_mask float32 [rows, t], 1 for hidden tokens; padding_mask bool [rows, t], True for padding;
+    position_ids int64 [rows, t]. A length that cp cannot split is padded. Raises RecipeError for any other
+    value.
     """
 
     length: int
@@ -112,7 +112,7 @@ class Masked:
 
     @property
     def packed(self) -> bool:
-        """Documents stand in rows."""
+        """Documents are in rows."""
         return False
 
     @property
@@ -122,7 +122,7 @@ class Masked:
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """All that a row has."""
+        """All fields of a row."""
         return (
             Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True, pad=self.pad_token),
             Field(name="labels", dtype="int64", stages=("last",), split=True, pad=-100),
@@ -132,26 +132,26 @@ class Masked:
         )
 
     def summary(self) -> str:
-        """All options in one line; the later ones where they are other than the default."""
+        """All options in one line; options added later only if they differ from the default."""
         later = {"crop": "start", "special_tokens": (), "random_tokens": None}
         told = [f", {name}={getattr(self, name)!r}" for name in later if getattr(self, name) != later[name]]
         return f"{repr(self)[:-1]}{''.join(told)})"
 
     def num_sequences(self, store: Store) -> int:
-        """Documents in the store, empty ones too. Raises RecipeError for one without whole tokens to read."""
+        """Documents in the store, including empty ones. Raises RecipeError unless it holds integer tokens."""
         if not hasattr(store, "read_stream"):
-            raise RecipeError(f"Masked reads a token store; {store!r} is none")
+            raise RecipeError(f"Masked reads a token store; {store!r} is not one")
         stream = cast(StreamStore, store)
         if stream.dtype.kind not in "iu":
-            raise RecipeError(f"Masked hides whole tokens; {store!r} holds {stream.dtype.name}")
+            raise RecipeError(f"Masked needs integer tokens; {store!r} holds {stream.dtype.name}")
         return stream.num_documents
 
     def shard_ends(self, store: Store) -> Longs | None:
-        """Where a store's own shards end, in documents; int64 [num_shards], None where it has none."""
+        """The ends of a store's own shards, in documents; int64 [num_shards], None without shards."""
         return getattr(store, "shard_ends", None)
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Tokens of each row but the padding; int64 [n]."""
+        """Tokens of each row without padding; int64 [n]."""
         lengths = np.zeros(len(draws), np.int64)
         for s, store in enumerate(_stores(recipe)):
             mine = np.flatnonzero(draws.source == s)
@@ -169,22 +169,22 @@ class Masked:
         return self.num_hidden(candidates)
 
     def num_hidden(self, sizes: Longs) -> Longs:
-        """How many of a document's tokens are hidden, by how many in the row may be; int64, same shape."""
+        """Number of hidden tokens for each number of tokens that may be hidden; int64, same shape."""
         hidden = np.floor(sizes * self.mask_fraction + 0.5).astype(np.int64)
         return np.minimum(np.maximum(hidden, int(self.mask_fraction > 0)), sizes)
 
     def masks(
         self, size: int, seed: int, source: int, epoch: int, index: int, special: Longs | None = None
     ) -> Masks:
-        """What is hidden of one document with `size` tokens in its row; the same on every machine.
+        """The hidden tokens of one document with `size` tokens in its row; the same on every machine.
 
-        special: places among these that are never hidden; int64 [k].
+        special: indices of those that are never hidden; int64 [k].
         """
         allowed = np.ones(size, np.bool_)
         allowed[[] if special is None else special] = False
         candidates = np.flatnonzero(allowed)
         count = int(self.num_hidden(np.array(candidates.size)))
-        # Raw words: what NumPy makes of them may change from release to release, they do not.
+        # Raw words are stable; NumPy's distributions may change from release to release.
         words = philox(seed, source, epoch, index, _TAG).random_raw(size + 2 * count)
         places = np.sort(candidates[np.argsort(words[candidates], kind="stable")[:count]])
         chance = (words[size : size + count] >> np.uint64(11)) * _UNIT
@@ -199,7 +199,7 @@ class Masked:
         return int((stop - first).sum()) * dtype_of(recipe, portion.draws).itemsize
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
-        """Ask each store to bring the held slices into memory."""
+        """Announce the held slices to each store."""
         for portion in portions:
             for store, _, starts, stops in self._ranges(recipe, portion):
                 store.will_need(starts, stops)
@@ -272,12 +272,12 @@ class Masked:
         return int(self.first_token is not None)
 
     def _in_document(self, slices: Slices, portion: Portion) -> tuple[Longs, Longs]:
-        """What slices of rows hold of their documents: first token, stop; int64 [m] twice."""
+        """The document tokens in slices of rows: first and stop; int64 [m] each."""
         size = (portion.pack.lengths - self._num_special)[slices.sequence]
         return (slices.start - self._lead).clip(0, size), (slices.stop - self._lead).clip(0, size)
 
     def _ranges(self, recipe: Recipe, portion: Portion) -> Iterator[tuple[Any, Longs, Longs, Longs]]:
-        """For each store: (store, which held slices are its, stream ranges of each)."""
+        """For each store: (store, its held slices, their stream ranges)."""
         held, draws = portion.held, portion.draws
         first, stop = self._in_document(held, portion)
         begins = np.zeros(len(draws), np.int64)
@@ -290,7 +290,7 @@ class Masked:
                 yield store, slices, begin + first[slices], begin + stop[slices]
 
     def _begins(self, recipe: Recipe, draws: Draws) -> Iterator[tuple[int, Longs, Longs]]:
-        """For each source: (source, which draws are of it, stream offset of the first token in each row)."""
+        """For each source: (source, its draws, stream offset of the first token in each row)."""
         for s in np.unique(draws.source).tolist():
             mine, store = np.flatnonzero(draws.source == s), _stores(recipe)[s]
             index = draws.index[mine]
@@ -344,7 +344,7 @@ class Masked:
         ]
 
     def _fill_plain(self, piece: MaskedPiece, flat: dict[str, Array]) -> None:
-        """What hiding does not touch."""
+        """Fill the fields that do not depend on hidden tokens."""
         here = slice(piece.at, piece.at + piece.stop - piece.start)
         if "position_ids" in flat:
             flat["position_ids"][here] = np.arange(piece.start, piece.stop)
@@ -358,7 +358,7 @@ class Masked:
                 flat["tokens"][piece.at + last - piece.start] = self.last_token
 
     def _fill_hidden(self, piece: MaskedPiece, masks: Masks, raw: Array, flat: dict[str, Array]) -> None:
-        """The document's own tokens, and what is hidden of them."""
+        """Fill the document's tokens and the hidden ones."""
         some = slice(*np.searchsorted(masks.places, [piece.first, piece.last]).tolist())
         inside, seen = masks.places[some] - piece.first, masks.tokens[some]
         begin = piece.at + piece.first + self._lead - piece.start

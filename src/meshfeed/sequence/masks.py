@@ -1,4 +1,4 @@
-"""What `Masked` hides of a document, which part of a row a slice holds, and where special tokens stand."""
+"""Data of `Masked`: the hidden tokens of a document, pieces of rows, and marks of special tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Longs = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What is hidden of a document.
+    """The hidden tokens of a document.
 
     Attributes:
-        places: the hidden tokens, ascending; int64 [m].
+        places: their indices, ascending; int64 [m].
         tokens: what the model sees there, -1 for the token itself; int64 [m].
     """
 
@@ -30,15 +30,15 @@ class Masks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedPiece:
-    """What one own slice holds.
+    """One own slice of a row.
 
     Attributes:
-        row: which row.
-        at: its place among the tokens of all rows of this rank.
-        start, stop: real tokens of the row, the special ones included.
+        row: index of the row.
+        at: its offset among the tokens of all rows of this rank.
+        start, stop: its real tokens in the row, including first_token and last_token.
         length: real tokens of the whole row.
-        first, last: tokens of the document, from the first up to and without the last.
-        raw_at: where these begin among the held tokens.
+        first, last: its range of the document's tokens; `last` is excluded.
+        raw_at: offset of that range in the held tokens.
     """
 
     row: int
@@ -53,5 +53,5 @@ class MaskedPiece:
 
 @lru_cache(maxsize=16)
 def special_marks(store: StreamStore, tokens: tuple[int, ...]) -> Marks:
-    """Where special tokens stand in a store; kept, as it maps a file."""
+    """Marks of the special tokens of a store; cached, since they map a file."""
     return marks_of(store, Cache(), tokens)

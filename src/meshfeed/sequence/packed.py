@@ -1,4 +1,4 @@
-"""What all rules of packs do alike: where a rank's real tokens lie, and the fields that the plan decides."""
+"""Common parts of rules for packs: a rank's real tokens, and the fields computed from the plan."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ PLAN_FIELDS = (
     Field(name="cu_seqlens_padded", dtype="int32", stored=False),
     Field(name="max_seqlen", dtype="int32", stored=False),
 )
-"""Fields of a pack that lengths alone decide; see `Documents` for their shapes."""
+"""Fields of a pack computed from lengths alone; see `Documents` for their shapes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The real tokens of a rank's own slices: iterates (slice, place in the pack, start, size).
+    """The real tokens of a rank's own slices: iterates (slice, offset in the pack, start, size).
 
     Attributes:
         own: the slices.
-        real: tokens of each that are no padding; int64 [m].
-        num_tokens: tokens of this rank, padding included; those of a dummy too.
+        real: tokens of each without padding; int64 [m].
+        num_tokens: tokens of this rank, including padding and dummies.
     """
 
     own: Slices
@@ -43,7 +43,7 @@ class Pieces:
 
     @classmethod
     def of(cls, portion: Portion) -> Self:
-        """Of the one pack of a portion."""
+        """The pieces of a portion's one pack."""
         own = portion.own
         num_tokens = int(own.sizes.sum()) if len(portion.draws) else portion.idle_tokens
         return cls(own, real_sizes(own, portion.pack.lengths), num_tokens)
@@ -51,22 +51,22 @@ class Pieces:
     def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
         at = np.cumsum(self.own.sizes) - self.own.sizes
         rows = zip(at.tolist(), self.own.start.tolist(), self.real.tolist())
-        return ((i, place, start, size) for i, (place, start, size) in enumerate(rows) if size > 0)
+        return ((i, offset, start, size) for i, (offset, start, size) in enumerate(rows) if size > 0)
 
 
 def real_sizes(slices: Slices, lengths: Longs) -> Longs:
-    """Tokens of each slice that are no padding, where sequence i has lengths[i] of them; int64 [m]."""
+    """Tokens of each slice without padding; sequence i has lengths[i] real tokens; int64 [m]."""
     return np.maximum(np.minimum(slices.stop, lengths[slices.sequence]) - slices.start, 0)
 
 
 def holder_of(held: Slices, sequence: int, start: int) -> int:
-    """The held slice that an own slice lies in; slices ascend by sequence and start."""
+    """The held slice that contains an own slice; slices ascend by sequence and start."""
     first, stop = np.searchsorted(held.sequence, [sequence, sequence + 1])
     return int(first + np.searchsorted(held.start[first:stop], start, side="right") - 1)
 
 
 def fields_of_plan(portion: Portion, pieces: Pieces, names: Sequence[str], allocate: Allocate) -> Arrays:
-    """Those of PLAN_FIELDS that are named, of the one pack of a portion."""
+    """The named PLAN_FIELDS of a portion's one pack."""
     arrays: Arrays = {}
     own, some = pieces.own, np.flatnonzero(pieces.real)
     at = (np.cumsum(own.sizes) - own.sizes)[some]
@@ -88,9 +88,9 @@ def fields_of_plan(portion: Portion, pieces: Pieces, names: Sequence[str], alloc
 
 
 def _count(row: Array, at: Longs, first: npt.NDArray[np.integer], by: int) -> None:
-    """From each place `at` on, count from `first` in steps of `by`; int64 [m], `at` ascending."""
+    """From each index `at` on, count from `first` in steps of `by`; int64 [m], `at` ascending."""
     row[:] = by
-    # as differences, summed up in place: no run is touched alone, and nothing of this size is allocated
+    # as differences, summed in place: no loop over runs, and no allocation of this size
     reached = np.append(by * at[:1], first[:-1] + by * (np.diff(at) - 1))
     row[at] = first - reached
     np.cumsum(row, out=row, dtype=row.dtype)

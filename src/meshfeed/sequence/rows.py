@@ -1,7 +1,7 @@
-"""Rows: sequences of one length, each predicting its next token; the half that all such rules share.
+"""Rows: the common base of rules for sequences of one length, each predicting its next token.
 
-Where documents end is known from the index: what depends on it alone (position ids, the loss mask,
-cu_seqlens) is computed by each rank and never read or sent.
+The index gives the ends of documents. Fields that depend only on them (position ids, the loss mask,
+cu_seqlens) are computed by each rank and never read or sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Starts = tuple[Longs, Longs]
 _NO_STARTS: Starts = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 Cut = list[tuple[int, int]]
-"""Token ranges [start, stop) of one row. Every row of a pack is cut alike, so one cut tells all."""
+"""Token ranges [start, stop) of one row. Every row of a pack has the same cut."""
 
 _FIELDS = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
@@ -47,7 +47,7 @@ _DOCUMENT_FIELDS = (
 
 @dataclass(frozen=True)
 class Rows:
-    """Options and fields of rows of one length; what a row is, the rule says: `ranges`, `_document_starts`.
+    """Options and fields of rows of one length. A rule defines a row by `ranges` and `_document_starts`.
 
     Attributes:
         length: tokens per row.
@@ -62,7 +62,7 @@ class Rows:
     eod_mask_loss: bool = False
 
     def __post_init__(self) -> None:
-        # Exact types: a length of np.int64(8) or a flag of 1 would read differently in `summary`.
+        # Exact types: a length of np.int64(8) or a flag of 1 would change `summary`.
         name = type(self).__name__
         if type(self.length) is not int or self.length < 1:
             raise RecipeError(f"{name}(length={self.length!r}): at least one token, a whole number")
@@ -72,7 +72,7 @@ class Rows:
 
     @cached_property
     def fields(self) -> tuple[Field, ...]:
-        """The fields that these options give."""
+        """The fields for these options."""
         return _FIELDS + (_DOCUMENT_FIELDS if self.reset_attention_mask else ())
 
     def summary(self) -> str:
@@ -80,12 +80,12 @@ class Rows:
         return repr(self)
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Tokens of each row: all alike; int64 [n]."""
+        """Tokens of each row, all equal; int64 [n]."""
         return np.full(len(draws), self.length, np.int64)
 
     @property
     def packed(self) -> bool:
-        """Rows are of one length and need no packing."""
+        """Rows have one length and need no packing."""
         return False
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
@@ -103,7 +103,7 @@ class Rows:
         return len(portion.draws) * width_of(self._cut(portion.held)) * itemsize
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
-        """Ask each store to bring the held slices into memory."""
+        """Announce the held slices to each store."""
         if not portions:
             return
         cut = self._cut(portions[0].held)
@@ -114,7 +114,7 @@ class Rows:
             stores[s].will_need(*self.ranges(recipe, s, mine, cut))
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
-        """The held slices of each row, each with the one token after it; [rows, held tokens]."""
+        """The held slices of each row, each followed by one more token; [rows, held tokens]."""
         stores, cut = stores_of(recipe), self._cut(portion.held)
         tokens = allocate((len(portion.draws), width_of(cut)), dtype_of(recipe, portion.draws).name)
         if len(stores) == 1:
@@ -167,18 +167,18 @@ class Rows:
                 arrays["max_seqlen"] = np.array(np.diff(cu_seqlens).max(initial=0), np.int32)
         return made
 
-    # -- what the rule says -----------------------------------------------------------------------------
+    # -- defined by the rule ----------------------------------------------------------------------------
 
     def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Cut) -> tuple[Longs, Longs]:
         """Stream ranges of slices of each row, one more token each; all draws of one source."""
         raise NotImplementedError
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
-        """(row, offset in it) of every document start in (0, length]; ascending."""
+        """(row, offset in the row) of every document start in (0, length]; ascending."""
         raise NotImplementedError
 
     def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Tokens that storage has of each row, its last label included; int64 [n], all length + 1 here."""
+        """Stored tokens of each row, including its last label; int64 [n], all length + 1 here."""
         return np.full(len(draws), self.length + 1)
 
     def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Cut, out: Array) -> None:
@@ -214,7 +214,7 @@ class Rows:
             fixed.add("loss_mask")
         return fixed
 
-    # -- what document ends decide ---------------------------------------------------------------------
+    # -- fields that depend on document ends -----------------------------------------------------------
 
     @property
     def _minds_documents(self) -> bool:
@@ -232,7 +232,7 @@ class Rows:
         return positions - np.maximum.accumulate(first, axis=1)
 
     def _loss_mask(self, starts: Starts, tokens: Longs) -> Array:
-        """tokens: what storage has of each row; where there is no label, there is no loss."""
+        """tokens: stored tokens of each row; without a label there is no loss."""
         short = np.flatnonzero(tokens <= self.length)
         if not (short.size or (self.eod_mask_loss and tokens.size)):
             return np.ones((1, self.length), np.float32)
@@ -244,7 +244,7 @@ class Rows:
         return mask
 
     def _cu_seqlens(self, starts: Starts, portion: Portion, width: int) -> Iterator[Array]:
-        """For each microbatch, document starts over its rows laid end to end, then their end; int32."""
+        """For each microbatch, document starts over its concatenated rows, then their end; int32."""
         num_microbatches, rows = len(portion.microbatches), portion.rows
         row, offset = starts
         inside = offset < self.length
@@ -259,7 +259,7 @@ class Rows:
 def _fixed_rows(
     field: Field, shape: tuple[int, int], own: tuple[tuple[int, int], ...], length: int
 ) -> Constant:
-    """Rows of a field that no document has a say in: loss everywhere, positions from 0."""
+    """Rows of a field that does not depend on documents: loss everywhere, or positions from 0."""
     out = np.empty(shape, field.dtype)
     whole = np.ones(length) if field.name == "loss_mask" else np.arange(length)
     _fill(whole[None], list(own), 0, out, shape[0], field.pad)
@@ -267,7 +267,7 @@ def _fixed_rows(
 
 
 def width_of(cut: Cut) -> int:
-    """Tokens held of each row: every slice brings the one after it, for its last label."""
+    """Tokens held of each row: every slice includes one more token, for its last label."""
     return sum(stop - start + 1 for start, stop in cut)
 
 
@@ -277,7 +277,7 @@ def stores_of(recipe: Recipe) -> Sequence[StreamStore]:
 
 
 def _places(own: Cut, held: Cut) -> Cut:
-    """Where the own slices lie among the held ones as `load` lays them out; each is inside one of them."""
+    """Ranges of the own slices in the held ones as `load` stores them; each is inside one of them."""
     places: Cut = []
     for start, stop in own:
         at = 0
@@ -289,7 +289,7 @@ def _places(own: Cut, held: Cut) -> Cut:
 
 
 def _fill(whole: Array, cut: Cut, ahead: int, out: Array, num_rows: int, pad: float) -> None:
-    """The slices of every row, side by side, shifted by `ahead`; padding where there is nothing.
+    """The slices of every row, side by side, shifted by `ahead`; padding elsewhere.
 
     whole: [rows, ...] or [1, ...] for the same in each. out: [rows, tokens].
     """

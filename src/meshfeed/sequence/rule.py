@@ -1,8 +1,8 @@
-"""What a sequence rule does, in two halves with the delivery between them.
+"""The interface of a sequence rule: two halves, with the delivery between them.
 
-`load` turns storage into *columns*: the stored bytes, as small as they are. They are what travels.
-`build` turns columns and the plan into the fields of a microbatch. It runs on every rank and is pure,
-so that all deliveries give the same bytes, and what lengths alone decide is never sent at all.
+`load` reads *columns*, the compact stored bytes. Only they are sent. `build` turns columns and the plan into
+the fields of a microbatch. It runs on every rank and is pure, so that all deliveries give the same bytes, and
+fields computed from lengths alone are never sent.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from meshfeed.roles import Field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Portion:
-    """What one rank takes of some consecutive microbatches, and what its delivery group holds between them.
+    """One rank's part of some consecutive microbatches, and the part of its delivery group.
 
-    Small microbatches are read and delivered several at a time: a fixed cost is paid once for all.
+    Small microbatches are read and delivered several at a time, which shares the fixed costs.
 
     Attributes:
-        microbatches: which of the step.
+        microbatches: their indices in the step.
         pack: their sequences, one after the other.
-        draws: their place in the data; as many as `pack.sequences`.
+        draws: one for each of `pack.sequences`.
         own: the token slices that this rank works on.
-        held: the token slices of all ranks that one reader serves; each own slice lies in a held one.
-        rows: sequences per microbatch; where they run out, rows of padding are left. 0 for a pack.
-        starts: the first token that each of `pack.sequences` has of its draw; int64 [k]. More than 0 where
-            the plan has split a long sequence.
-        idle_tokens: tokens per rank of a microbatch without a sequence, all padding, when packed.
+        held: the token slices of all ranks that one reader serves; each own slice is inside a held one.
+        rows: sequences per microbatch; missing ones are rows of padding. 0 for a pack.
+        starts: the first token of each of `pack.sequences` in its draw; int64 [k]. Above 0 if the plan has
+            split a long sequence.
+        idle_tokens: with packing, tokens per rank of a microbatch without a sequence, all padding.
         cp_ranks: global ranks of the cp group, in the order of their slices.
     """
 
@@ -68,11 +68,11 @@ def portions_of(
     together: int,
     rank_of_dp_cp: npt.NDArray[np.int64],
 ) -> list[Portion]:
-    """What one rank takes of a step, so many microbatches together.
+    """One rank's portions of a step, each of `together` microbatches.
 
-    draws: the step's global batch. group: dp_cp ranks that the reader of this rank serves, itself
-    included; they share every pack. rank_of_dp_cp: the global rank of each dp_cp rank at this rank's tp and
-    pp. Raises PlanError where cp cannot split the sequences.
+    draws: the step's global batch. group: the dp_cp ranks that this rank's reader serves, including this one;
+    they share every pack. rank_of_dp_cp: the global rank of each dp_cp rank at this rank's tp and pp. Raises
+    PlanError if cp cannot split the sequences.
     """
     portions: list[Portion] = []
     starts = range(0, plan.num_microbatches, together)
@@ -99,9 +99,9 @@ def portions_of(
 class SequenceRule(Rule, Protocol):
     """How draws become sequences. Implementations are frozen and keep no state.
 
-    A rule of rows may also have `row_tokens` (int), the length that its shorter sequences are padded to, and
-    any rule `reads_singly` (bool): read one microbatch at a time, since lengths do not tell how large it is.
-    `shard_ends(store)` tells where a store's own shards end, in sequences; int64 [num_shards] or None.
+    A rule of rows may have `row_tokens` (int), the length that its shorter sequences are padded to. Any rule
+    may have `reads_singly` (bool): read one microbatch at a time, since lengths do not determine its size.
+    `shard_ends(store)` returns the ends of a store's own shards, in sequences; int64 [num_shards] or None.
     """
 
     @property
@@ -115,7 +115,7 @@ class SequenceRule(Rule, Protocol):
 
     @property
     def packed(self) -> bool:
-        """Whether its sequences differ in length, so that a `Packing` must place them."""
+        """Whether its sequences differ in length and need a `Packing`."""
         ...
 
     def valid_tokens(
@@ -127,20 +127,20 @@ class SequenceRule(Rule, Protocol):
     ) -> npt.NDArray[np.int64]:
         """Loss-bearing tokens of some pieces of sequences, from the index alone; int64 [n].
 
-        starts, lengths: the tokens of each draw that are meant, int64 [n].
+        starts, lengths: the range of tokens in each draw, int64 [n].
         """
         ...
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
-        """Tell the stores that `load` will come for the portions of a step."""
+        """Tell the stores that `load` will read the portions of a step."""
         ...
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
-        """Read what the group holds. Raises StoreError."""
+        """Read the group's slices. Raises StoreError."""
         ...
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
-        """Bytes of the columns as far as the plan tells; a hint that lets a buffer be made in time."""
+        """Bytes of the columns as far as the plan determines them; a hint for the buffer size."""
         ...
 
     def build(
@@ -153,14 +153,14 @@ class SequenceRule(Rule, Protocol):
     ) -> list[Arrays]:
         """The named fields of this rank, for each microbatch of the portion.
 
-        columns: may be None where only fields that are not stored are named. They are good until the
-        call returns: copy what is kept.
+        columns: may be None if no stored field is named. They are valid until the call returns: copy what is
+        kept.
         """
         ...
 
 
 def dtype_of(recipe: Recipe, draws: Draws) -> np.dtype[Any]:
-    """The type that holds the tokens of all stores which some draws are of; the first store's without any."""
+    """The type that holds the tokens of all stores of some draws; the first store's if there are none."""
     if len(recipe.sources) == 1:
         return recipe.sources[0].dtype
     sources = np.unique(draws.source).tolist() or [0]

@@ -1,8 +1,8 @@
-"""Samples: the items of datasets that users write, with whatever fields they have.
+"""Samples: the items of user-defined datasets, with any fields.
 
-In rows, the fields of a microbatch's items are stacked. Packed, their per-token fields lie side by side as
-those of `Documents` do, and context parallelism splits them. What travels is what the dataset gave, of split
-fields only the held slices.
+In rows, the fields of a microbatch's items are stacked. Packed, their per-token fields are concatenated like
+those of `Documents`, and context parallelism splits them. The dataset's values are sent; of split fields,
+only the held slices.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ Longs = npt.NDArray[np.int64]
 Value = Array | bytes
 
 ANY = "any"
-"""The dtype of a field that comes as it is: an array of whatever numbers, or bytes."""
+"""The dtype of a field of any type: an array of numbers, or bytes."""
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Samples:
     """A sequence is an item of a `Mapped`.
 
-    Each field is a name, or a `Field`: a plain name goes to all stages, unsplit, with the dtype it comes in.
-    A field's dtype is the NumPy name of its numbers, "bytes", or "any"; an item whose value is of another is
-    refused, never converted. What an item has besides is ignored.
+    Each field is a name or a `Field`. A plain name goes to all stages, unsplit, with its own dtype. A field's
+    dtype is the NumPy name of its numbers, "bytes" or "any"; a value of another type is refused, never
+    converted. Other keys of an item are ignored.
 
-    In rows (`micro_batch_size` items): a field is [rows, ...] where its shapes agree in the microbatch, else
-    a list of one array per item; byte strings are a list of bytes. A microbatch that the batch does not fill
-    has fewer rows; in one without any, each field is [].
+    In rows (`micro_batch_size` items): a field is [rows, ...] if its shapes agree in the microbatch, else a
+    list of one array per item; byte strings are a list of bytes. A microbatch that the batch does not fill
+    has fewer rows; without any row, each field is [].
 
-    Packed (the stores have lengths, the Feed a `Packing`): a field with split=True is one number per token,
+    Packed (the stores have lengths, the Feed a `Packing`): a field with split=True has one number per token,
     [1, tokens of this cp rank], padded with its `pad`; any other is a list with one value per sequence of the
-    pack. Beside them are position_ids, sequence_ids, padding_mask, cu_seqlens, cu_seqlens_padded and
-    max_seqlen, as `Documents` has them. There is no shift: labels are a field like any other.
+    pack. In addition there are position_ids, sequence_ids, padding_mask, cu_seqlens, cu_seqlens_padded and
+    max_seqlen, as in `Documents`. Nothing is shifted: labels are an ordinary field.
 
-    Tokens are counted by the stores' lengths, an item without one as 1. Loss-bearing tokens are those that
-    `Mapped(valid=...)` tells, else all. They are told for whole items: where the packing splits one, its
-    pieces share them out, and one that is truncated is refused.
+    Tokens are counted by the stores' lengths; an item without a length counts as 1. `Mapped(valid=...)` gives
+    the loss-bearing tokens, by default all. They are known for whole items: if the packing splits an item,
+    its pieces share them; a truncated item is refused.
 
     Args:
-        fields: at least one; no two alike.
+        fields: at least one, with distinct names.
         packed: whether items are packed.
 
-    Raises RecipeError for fields that cannot be.
+    Raises RecipeError for invalid fields.
     """
 
     declared: tuple[Field, ...]
@@ -77,12 +77,12 @@ class Samples:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """Those declared, and those of the plan where items are packed."""
+        """The declared fields, and those of the plan if items are packed."""
         return self.declared + (PLAN_FIELDS if self.packed else ())
 
     @property
     def reads_singly(self) -> bool:
-        """One microbatch at a time is read: how large items are is not known."""
+        """Read one microbatch at a time: the size of items is unknown."""
         return True
 
     def summary(self) -> str:
@@ -90,22 +90,22 @@ class Samples:
         return repr(self)
 
     def num_sequences(self, store: Store) -> int:
-        """Items in the store. Raises RecipeError for one that is no `Mapped`, or lacks lengths to pack by."""
+        """Items in the store. Raises RecipeError unless it is a `Mapped`, with lengths if packed."""
         if not isinstance(store, Mapped):
-            raise RecipeError(f"Samples reads a mf.Mapped(dataset); {store!r} is none")
+            raise RecipeError(f"Samples reads a mf.Mapped(dataset); {store!r} is not one")
         if self.packed and not store.has_lengths:
             raise RecipeError(f"Samples(packed=True) plans with lengths: give {store!r} its lengths=")
         return store.num_documents
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
-        """Tokens of each item; 1 where the store has no lengths; int64 [n]."""
+        """Tokens of each item; 1 if the store has no lengths; int64 [n]."""
         lengths = np.zeros(len(draws), np.int64)
         for store, mine in _by_source(recipe, draws):
             lengths[mine] = store.lengths(draws.index[mine])
         return lengths
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
-        """Loss-bearing tokens of each piece; int64 [n]. Raises PlanError where they cannot be told."""
+        """Loss-bearing tokens of each piece; int64 [n]. Raises PlanError if they are unknown."""
         whole = self.lengths(recipe, draws)
         valid, stops = lengths.copy(), starts + lengths
         for store, mine in _by_source(recipe, draws):
@@ -120,7 +120,7 @@ class Samples:
     def _refuse_truncated(
         self, recipe: Recipe, draws: Draws, starts: Longs, stops: Longs, whole: Longs
     ) -> None:
-        """Pieces of an item follow each other; one that ends early with no other after it was cut."""
+        """Pieces of an item are adjacent; a piece that ends early without a successor was truncated."""
         goes_on = np.zeros(len(draws), np.bool_)
         goes_on[:-1] = starts[1:] == stops[:-1]
         for store, mine in _by_source(recipe, draws):
@@ -128,17 +128,17 @@ class Samples:
             if store.has_valid and cut.size:
                 raise PlanError(
                     f"{store}: item {draws.index[cut[0]]} is cut from {whole[cut[0]]} to "
-                    f"{stops[cut[0]]} tokens, and valid= tells only of whole ones; truncate in the dataset, "
+                    f"{stops[cut[0]]} tokens, but valid= counts whole items only; truncate in the dataset, "
                     f"or set oversize='split' or 'drop'"
                 )
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
-        """Bytes of the split columns; of the others nothing is known."""
+        """Bytes of the split columns; those of the others are unknown."""
         tokens = int(real_sizes(portion.held, portion.pack.lengths).sum())
         return tokens * sum(np.dtype(field.dtype).itemsize for field in self.declared if field.split)
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
-        """Let the stores' workers begin."""
+        """Let the stores' workers start."""
         for portion in portions:
             for store, mine in _by_source(recipe, portion.draws):
                 store.announce(_places(portion.draws, mine))
@@ -198,7 +198,7 @@ def _check(declared: tuple[Field, ...], packed: bool) -> None:
         raise RecipeError(f"Samples(fields {names}): at least one, and each name once")
     taken = {field.name for field in PLAN_FIELDS} & set(names) if packed else set[str]()
     if taken:
-        raise RecipeError(f"Samples: {sorted(taken)} are made from lengths when packed; name yours otherwise")
+        raise RecipeError(f"Samples: {sorted(taken)} are computed from lengths when packed; use other names")
     for field in declared:
         if field.dtype not in NUMBERS | {ANY, "bytes"}:
             raise RecipeError(
@@ -209,14 +209,14 @@ def _check(declared: tuple[Field, ...], packed: bool) -> None:
                 f"field {field.name!r} is split: it needs Samples(packed=True) and the dtype of its numbers"
             )
         if not field.stored:
-            raise RecipeError(f"field {field.name!r} is not stored, but all that Samples has is")
+            raise RecipeError(f"field {field.name!r} is not stored, but all fields of Samples are")
 
 
 # -- what a dataset gave -----------------------------------------------------------------------------
 
 
 def _value(recipe: Recipe, draws: Draws, i: int, field: Field, item: Item) -> Value:
-    """A field of an item. Raises StoreError where it is missing or of another type than declared."""
+    """A field of an item. Raises StoreError if it is missing or not of the declared type."""
     if field.name not in item:
         raise _bad(recipe, draws, i, f"has no {field.name!r}, only {sorted(item)}; give it in every item")
     value = item[field.name]
@@ -224,7 +224,7 @@ def _value(recipe: Recipe, draws: Draws, i: int, field: Field, item: Item) -> Va
         raise _bad(recipe, draws, i, f"{field.name!r} {value.why}")
     if field.dtype not in (ANY, _type_of(value)):
         raise _bad(
-            recipe, draws, i, f"{field.name!r} is {_type_of(value)}, declared {field.dtype}; make them one"
+            recipe, draws, i, f"{field.name!r} is {_type_of(value)}, declared {field.dtype}; make them equal"
         )
     return value
 
@@ -239,7 +239,7 @@ def _refuse_mixed(recipe: Recipe, draws: Draws, field: Field, values: list[Value
 def _check_length(recipe: Recipe, draws: Draws, i: int, field: Field, array: Array, length: int) -> None:
     if array.shape != (length,):
         has = f"{array.size} tokens" if array.ndim == 1 else f"shape {list(array.shape)}"
-        raise _bad(recipe, draws, i, f"{field.name!r} has {has}, lengths says {length}; make them agree")
+        raise _bad(recipe, draws, i, f"{field.name!r} has {has}, lengths says {length}; make them equal")
 
 
 def _bad(recipe: Recipe, draws: Draws, i: int, what: str) -> StoreError:
@@ -260,7 +260,7 @@ def _places(draws: Draws, mine: Longs) -> list[EpochIndex]:
 
 
 def _by_source(recipe: Recipe, draws: Draws) -> Iterator[tuple[Mapped, Longs]]:
-    """(store, which draws are of it), for each store that has any."""
+    """(store, its draws), for each store that has any."""
     for s in np.unique(draws.source).tolist():
         yield cast(Mapped, recipe.sources[s]), np.flatnonzero(draws.source == s)
 
@@ -269,7 +269,7 @@ def _by_source(recipe: Recipe, draws: Draws) -> Iterator[tuple[Mapped, Longs]]:
 
 
 def _stacked(values: list[Value]) -> Array | list[Array] | list[bytes]:
-    """One array where all shapes agree: a table of contents for each value would outweigh small ones."""
+    """One array if all shapes agree: a table entry for each small value would cost more than the value."""
     if not values or isinstance(values[0], bytes):
         return cast(list[bytes], values)
     arrays = cast(list[Array], values)
@@ -277,7 +277,7 @@ def _stacked(values: list[Value]) -> Array | list[Array] | list[bytes]:
 
 
 def _copies(column: Any, start: int, stop: int) -> list[Array] | list[bytes]:
-    """The values start..stop, free of the buffer or the dataset that they lie in."""
+    """Copies of the values start..stop, independent of their buffer or dataset."""
     if stop > start and isinstance(column[start], bytes):
         return list(column[start:stop])
     return [np.array(column[i]) for i in range(start, stop)]
@@ -296,7 +296,7 @@ def _row_values(column: Any, start: int, stop: int, allocate: Allocate) -> Array
 
 
 def _held_tokens(portion: Portion, field: Field, arrays: list[Array], allocate: Allocate) -> Array:
-    """The held slices of each item, one after the other; [held tokens]."""
+    """The held slices of each item, concatenated; [held tokens]."""
     held, sizes = portion.held, real_sizes(portion.held, portion.pack.lengths)
     tokens = allocate((int(sizes.sum()),), field.dtype)
     starts = (portion.starts[held.sequence] + held.start).tolist()
@@ -308,7 +308,7 @@ def _held_tokens(portion: Portion, field: Field, arrays: list[Array], allocate: 
 
 
 def _own_tokens(portion: Portion, pieces: Pieces, field: Field, tokens: Array, allocate: Allocate) -> Array:
-    """This rank's slices out of the held ones, padded; [1, tokens]."""
+    """This rank's slices from the held ones, padded; [1, tokens]."""
     held, sizes = portion.held, real_sizes(portion.held, portion.pack.lengths)
     held_at = np.cumsum(sizes) - sizes
     out = allocate((1, pieces.num_tokens), field.dtype)

@@ -1,4 +1,4 @@
-"""Which documents a sequence is made of, and which sequences a document goes into. From the index alone."""
+"""The documents in a sequence, and the sequences of a document, from the index alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Longs = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Parts of documents, one array per property, in the order in which a sequence reads them.
+    """Parts of documents, one array per property, in the order of the sequence.
 
     Attributes:
-        draw: which of the draws they are in; int64 [n].
-        document: which of its source; int64 [n].
-        start, stop: the tokens of that document; int64 [n].
+        draw: index of the draw; int64 [n].
+        document: index of the document in its source; int64 [n].
+        start, stop: the range of its tokens; int64 [n].
     """
 
     draw: Longs
@@ -35,9 +35,9 @@ class Pieces:
 
 
 def pieces_of(recipe: Recipe, draws: Draws) -> Pieces:
-    """The documents in some sequences, by the tokens that a model is given (a last label is not counted).
+    """The documents in some sequences, by the input tokens (the last label does not count).
 
-    The stores must be entered. For a rule over a user's dataset the document is the item, whole.
+    The stores must be entered. For a rule over a user's dataset, the document is the whole item.
     """
     rule = cast(Any, recipe.sequence)
     if not isinstance(rule, Rows):
@@ -50,7 +50,7 @@ def pieces_of(recipe: Recipe, draws: Draws) -> Pieces:
 
 
 def _documents_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs, Longs, Longs]:
-    """The arrays of Pieces, of those draws that are of one source."""
+    """The arrays of Pieces, for the draws of one source."""
     store, places = recipe.sources[source], np.flatnonzero(draws.source == source)
     starts, stops, of = _ranges_in(recipe, source, draws.take(places))
     first = _documents_at(store, starts)
@@ -65,7 +65,7 @@ def _documents_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Lon
 
 
 def _ranges_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs, Longs]:
-    """Stream ranges of the tokens of rows of one source, in order, and which row each is of."""
+    """Stream ranges of the tokens of rows of one source, in order, and the row of each."""
     rule = cast(Any, recipe.sequence)
     if hasattr(rule, "stream_ranges"):
         whole = np.full(len(draws), rule.length)
@@ -80,10 +80,10 @@ def _ranges_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs,
 
 
 def sequences_with(recipe: Recipe, source: int, document: int, epoch: int) -> Longs:
-    """Indices of the sequences of one epoch that hold any token of a document; int64, ascending.
+    """Indices of the sequences of one epoch that contain any token of a document; int64, ascending.
 
-    The stores must be entered. Raises RecipeError for a document that is not there, or a rule that cannot
-    tell.
+    The stores must be entered. Raises RecipeError for a missing document, or a rule that does not support
+    this.
     """
     rule, store = recipe.sequence, recipe.sources[source]
     if not 0 <= document < store.num_documents:
@@ -96,7 +96,7 @@ def sequences_with(recipe: Recipe, source: int, document: int, epoch: int) -> Lo
         return windows[windows < rule.num_sequences(store)]
     if isinstance(rule, Documents) or not isinstance(rule, Rows):
         return np.array([document])
-    raise RecipeError(f"{rule.summary()} cannot tell where a document went; trace by step")
+    raise RecipeError(f"{rule.summary()} cannot find the sequences of a document; trace by step")
 
 
 def _draw(source: int, epoch: int) -> Draws:

@@ -1,9 +1,9 @@
 """Windows: equal pieces of the token stream, each predicting its next token.
 
-The documents of a store, one after the other, are a ring of T tokens. An epoch cuts it into T // length
-windows, starting at token 0 in epoch 0 and at a token drawn anew in every later one, so that a window's
-edge does not always fall at the same place. Every epoch has the same number of windows, and the fewer
-than `length` tokens left over are others each time.
+The concatenated documents of a store form a ring of T tokens. An epoch cuts it into T // length windows,
+starting at token 0 in epoch 0 and at a random token in every later epoch, so that windows do not always begin
+at the same tokens. Every epoch has the same number of windows; fewer than `length` tokens are left over,
+different ones each time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Windows(Rows):
 
     Attributes:
         length: tokens per window.
-        reset_position_ids: count positions from 0 anew at each document.
-        reset_attention_mask: give cu_seqlens (and max_seqlen), the document starts in the microbatch's
-            rows laid end to end, so that attention stays inside a document.
+        reset_position_ids: restart positions at 0 at each document.
+        reset_attention_mask: add cu_seqlens (and max_seqlen), the document starts in the microbatch's
+            concatenated rows, so that attention stays inside a document.
         eod_mask_loss: no loss on a document's last token, whose label belongs to the next document.
 
-    Fields: tokens, labels, position_ids int64 [rows, length / cp]; loss_mask float32, likewise; with
+    Fields: tokens, labels, position_ids int64 [rows, length / cp]; loss_mask float32 of the same shape; with
     reset_attention_mask, cu_seqlens int32 [documents + 1] and max_seqlen int32 [], the same on every cp
     rank. A length that cp cannot split is padded; padding and absent rows have loss_mask 0.
     Raises RecipeError for a length below 1.
@@ -43,14 +43,14 @@ class Windows(Rows):
     def num_sequences(self, store: Store) -> int:
         """Windows per epoch.
 
-        Raises StoreError for a store of less than one window and its last label, RecipeError for one that
-        is no stream of whole numbers.
+        Raises StoreError for a store smaller than one window and its last label, RecipeError unless it is a
+        stream of integers.
         """
         if not hasattr(store, "read_stream"):
             raise RecipeError(f"Windows cuts a stream of tokens; {store!r} has none")
         stream = cast(StreamStore, store)
         if stream.dtype.kind not in "iu":
-            raise RecipeError(f"Windows gives whole tokens; {store!r} holds {stream.dtype.name}")
+            raise RecipeError(f"Windows needs integer tokens; {store!r} holds {stream.dtype.name}")
         num_tokens = stream.num_tokens
         if num_tokens < self.length + 1:
             raise StoreError(
@@ -67,7 +67,7 @@ class Windows(Rows):
         return first % stores_of(recipe)[source].num_tokens
 
     def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Cut) -> tuple[Longs, Longs]:
-        """Stream ranges of slices of each window, one more token each, cut in two at the stream's end."""
+        """Stream ranges of slices of each window, one more token each, split at the stream's end."""
         starts_in, stops_in = np.array(cut, np.int64).reshape(-1, 2).T
         total = stores_of(recipe)[source].num_tokens
         first = self._first_tokens(recipe, source, draws)[:, None]
@@ -77,11 +77,11 @@ class Windows(Rows):
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
     ) -> tuple[Longs, Longs, Longs]:
-        """See `RuleOfTokens`; windows are always whole."""
+        """See `RuleOfTokens`; windows are never split."""
         begins = self._first_tokens(recipe, source, draws) + ahead
         ends, of = begins + self.length, np.arange(len(draws))
         if self.eod_mask_loss and ahead:
-            # A label that starts a document parts its window in two: 3..9 without 5 -> 3..5, 6..9.
+            # A label that starts a document splits its window in two: 3..9 without 5 -> 3..5, 6..9.
             row, offset = self._document_starts(recipe, draws)
             without = begins[row] - ahead + offset
             of = np.sort(np.concatenate((of, row)))
@@ -91,7 +91,7 @@ class Windows(Rows):
         return begins, stops, of[part]
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
-        """(window, offset in it) of every document start in (0, length]; ascending."""
+        """(window, offset in the window) of every document start in (0, length]; ascending."""
         windows: list[Longs] = []
         offsets: list[Longs] = []
         for s in np.unique(draws.source).tolist():
@@ -103,7 +103,7 @@ class Windows(Rows):
             windows.append(np.repeat(at, counts))
             offsets.append(found - np.repeat(first, counts))
             over = np.flatnonzero(stop > store.num_tokens)
-            if over.size:  # these windows go on at token 0, which starts a document
+            if over.size:  # these windows continue at token 0, which starts a document
                 tail = stop[over] - store.num_tokens
                 found, counts = store.document_starts(np.zeros_like(tail), tail)
                 windows += [at[over], np.repeat(at[over], counts)]
@@ -115,7 +115,8 @@ class Windows(Rows):
 
 
 def _around(starts: Longs, sizes: Longs, total: int) -> tuple[Longs, Longs, Longs]:
-    """Ranges of a ring of `total` tokens, cut in two where they pass its end, and which each was."""
+    """Ranges of a ring of `total` tokens, split where they pass its end, and the range that each came
+    from."""
     starts = starts % total
     stops, of = starts + sizes, np.arange(starts.size)
     if starts.size and stops.max() > total:
@@ -128,6 +129,6 @@ def _around(starts: Longs, sizes: Longs, total: int) -> tuple[Longs, Longs, Long
 
 
 def _by_row(one_of_each: Longs, rows: Longs, more: Longs) -> Longs:
-    """One place of each row and some more of some rows, row after row, ascending in each."""
-    places, of = np.concatenate((one_of_each, more)), np.concatenate((np.arange(one_of_each.size), rows))
-    return places[np.lexsort((places, of))]
+    """One offset for each row and more for some rows, ordered by row and value."""
+    values, of = np.concatenate((one_of_each, more)), np.concatenate((np.arange(one_of_each.size), rows))
+    return values[np.lexsort((values, of))]
