@@ -44,14 +44,14 @@ class Local:
 
     def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
         """See Engine."""
-        prepare_tasks(folder, parts)
+        tasks = prepare_tasks(folder, parts)
         workers: list[subprocess.Popen[bytes]] = []
         try:
             for task in range(min(self.num_workers, len(parts))):
-                command = [sys.executable, str(BARE), __name__, str(folder), str(task)]
+                command = [sys.executable, str(BARE), __name__, str(tasks), str(task)]
                 env = os.environ | ONE_THREAD
                 workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, env=env))
-            yield from encoded(folder, parts, lambda: _end(workers), _LOOK_S)
+            yield from encoded(tasks, parts, lambda: _end(workers), _LOOK_S)
         finally:
             for worker in workers:
                 worker.kill()
@@ -73,11 +73,11 @@ def _end(workers: Sequence[subprocess.Popen[bytes]]) -> tuple[int, str] | None:
     return None if None in statuses else (0, "every worker ended without it; continue with --resume")
 
 
-def main(folder: str, task: str) -> None:
+def main(tasks: str, task: str) -> None:
     """A worker. It ends at once when its run does, even when that is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run that gets it ends us
     threading.Thread(target=_end_with_run, daemon=True).start()
-    run_task(Path(folder), int(task))
+    run_task(Path(tasks), int(task))
 
 
 def _end_with_run() -> None:

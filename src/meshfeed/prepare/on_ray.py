@@ -38,14 +38,14 @@ class OnRay:
         """See Engine."""
         if not parts:
             return
-        prepare_tasks(folder, parts)
+        tasks = prepare_tasks(folder, parts)
         with self._cluster() as ray:
             start = ray.remote(num_cpus=1)(_run_task).remote
-            tasks = [start(folder, task) for task in range(min(self.num_workers, len(parts)))]
+            started = [start(tasks, task) for task in range(min(self.num_workers, len(parts)))]
             try:
-                yield from encoded(folder, parts, lambda: _end(ray, tasks), _LOOK_S)
+                yield from encoded(tasks, parts, lambda: _end(ray, started), _LOOK_S)
             finally:
-                for task in tasks:
+                for task in started:
                     ray.cancel(task, force=True)
 
     @contextmanager
@@ -93,18 +93,18 @@ def _refuse_silent(address: str) -> None:
         ) from error
 
 
-def _end(ray: Any, tasks: list[Any]) -> tuple[int, str] | None:
-    done, running = ray.wait(tasks, num_returns=len(tasks), timeout=0)
+def _end(ray: Any, started: list[Any]) -> tuple[int, str] | None:
+    done, running = ray.wait(started, num_returns=len(started), timeout=0)
     for task in done:
         try:
             ray.get(task)
         except ray.exceptions.RayError as lost:
             first = str(lost).strip().partition("\n")[0]
             how = f"the Ray task that encoded it is lost: {first}; continue with --resume"
-            return tasks.index(task), how
+            return started.index(task), how
     return None if running else (0, "every Ray task ended without it; continue with --resume")
 
 
-def _run_task(folder: Path, task: int) -> None:
+def _run_task(tasks: Path, task: int) -> None:
     os.environ.update(ONE_THREAD)
-    run_task(folder, task)
+    run_task(tasks, task)

@@ -46,23 +46,24 @@ class OnSlurm:
             return
         name = f"meshfeed-{hashlib.blake2b(os.fsencode(folder), digest_size=6).hexdigest()}"
         _cancel(name)  # what a killed run has left
-        prepare_tasks(folder, parts)
-        with typed_errors(folder):
-            (folder / "slurm").mkdir(exist_ok=True)
-        job = self._submitted(folder, name, min(self.num_workers, len(parts)))
+        tasks = prepare_tasks(folder, parts)
+        logs = folder / "slurm"
+        with typed_errors(logs):
+            logs.mkdir(exist_ok=True)
+        job = self._submitted(logs, tasks, name, min(self.num_workers, len(parts)))
         try:
-            yield from encoded(folder, parts, _End(folder, job), _LOOK_S)
+            yield from encoded(tasks, parts, _End(logs, job), _LOOK_S)
         finally:
             _cancel(name)
             job.kill()
             job.communicate()
 
-    def _submitted(self, folder: Path, name: str, num_tasks: int) -> subprocess.Popen[str]:
+    def _submitted(self, logs: Path, tasks: Path, name: str, num_tasks: int) -> subprocess.Popen[str]:
         command = [
             *("sbatch", "--wait", "--quiet", f"--job-name={name}", f"--array=0-{num_tasks - 1}"),
-            *("--ntasks=1", "--cpus-per-task=1", "--requeue", f"--output={folder}/slurm/%a.log"),
+            *("--ntasks=1", "--cpus-per-task=1", "--requeue", f"--output={logs}/%a.log"),
             *self.options,
-            *("--wrap", shlex.join(["exec", sys.executable, str(BARE), __name__, str(folder)])),
+            *("--wrap", shlex.join(["exec", sys.executable, str(BARE), __name__, str(tasks)])),
         ]
         path = os.pathsep.join(sys.path)  # a task imports what this process does
         env = os.environ | ONE_THREAD | {"PYTHONPATH": path}
@@ -80,7 +81,7 @@ class OnSlurm:
 class _End:
     """Says how the array job ended, once it has failed, or once its last parts had time to show up."""
 
-    folder: Path
+    logs: Path
     job: subprocess.Popen[str]
     seen_s: float | None = None
 
@@ -94,7 +95,7 @@ class _End:
         reason = self.job.stderr.read().strip() if self.job.stderr is not None else ""
         reason = f": {reason}" if reason else ""
         return 0, (
-            f"the Slurm job ended without it (status {status}){reason}; see {self.folder}/slurm, then "
+            f"the Slurm job ended without it (status {status}){reason}; see {self.logs}, then "
             "continue with --resume"
         )
 
@@ -105,6 +106,6 @@ def _cancel(name: str) -> None:
         subprocess.run(["scancel", "--quiet", f"--name={name}"], check=False, capture_output=True)
 
 
-def main(folder: str) -> None:
+def main(tasks: str) -> None:
     """One task of the array."""
-    run_task(Path(folder), int(os.environ["SLURM_ARRAY_TASK_ID"]))
+    run_task(Path(tasks), int(os.environ["SLURM_ARRAY_TASK_ID"]))

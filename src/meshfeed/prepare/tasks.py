@@ -1,14 +1,16 @@
 """A run and its tasks meet in the job's folder, so that tasks may run anywhere that sees it.
 
-    FOLDER/tasks/parts.json   the parts to encode
-    FOLDER/tasks/PART.claim   number of the task that encodes the part
-    FOLDER/tasks/TASK.error   why the task gave up
+    FOLDER/tasks/RUN/parts.json   the parts to encode
+    FOLDER/tasks/RUN/PART.claim   number of the task that encodes the part
+    FOLDER/tasks/RUN/TASK.error   why the task gave up
 
-An engine starts some tasks of `run_task(folder, task)` and says how they ended; `encoded` does the rest.
+An engine starts `run_task(tasks, task)` for some tasks, with the folder of its run, and says how they ended;
+`encoded` does the rest. Tasks that a killed run left behind find their folder gone.
 """
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -23,31 +25,32 @@ from meshfeed.prepare.job import load_job, read_json, write_json
 ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 """Environment of each task: processes share nothing, so many of one thread encode more than few of many."""
 
-TASKS = "tasks"
 
-
-def prepare_tasks(folder: Path, parts: Sequence[int]) -> None:
-    """Leave word of the parts to encode, for tasks that start after this. Raises StoreError."""
+def prepare_tasks(folder: Path, parts: Sequence[int]) -> Path:
+    """The folder of a new run's tasks, in that of its job. Raises StoreError."""
+    tasks = folder / "tasks" / secrets.token_hex(4)
     with typed_errors(folder):
-        shutil.rmtree(folder / TASKS, ignore_errors=True)
-        (folder / TASKS).mkdir()
-    write_json(folder / TASKS / "parts.json", list(parts))
+        shutil.rmtree(tasks.parent, ignore_errors=True)
+        tasks.parent.mkdir(exist_ok=True)
+        tasks.mkdir()
+    write_json(tasks / "parts.json", list(parts))
+    return tasks
 
 
-def run_task(folder: Path, task: int) -> None:
+def run_task(tasks: Path, task: int) -> None:
     """Encode parts until each has been claimed by some task. A restarted task keeps its claims."""
     try:
-        job = load_job(folder)
+        job = load_job(_folder(tasks))
         encoder = job.encoder()
-        for part in read_json(folder / TASKS / "parts.json"):
-            if _claimed(folder, part, task):
+        for part in read_json(tasks / "parts.json"):
+            if _claimed(tasks, part, task):
                 encode(job, encoder, part)
     except MeshfeedError as error:
-        write_json(folder / TASKS / f"{task}.error", error_to_json(error))
+        write_json(tasks / f"{task}.error", error_to_json(error))
 
 
 def encoded(
-    folder: Path, parts: Sequence[int], end: Callable[[], tuple[int, str] | None], look_s: float
+    tasks: Path, parts: Sequence[int], end: Callable[[], tuple[int, str] | None], look_s: float
 ) -> Generator[int, None, None]:
     """Each of the parts once it is encoded.
 
@@ -58,34 +61,38 @@ def encoded(
     missing = set(parts)
     while missing:
         ended = end()  # first: what that task has written is there by now
-        with typed_errors(folder):
-            names = [path.name for path in (folder / "parts").iterdir()]
+        with typed_errors(tasks):
+            names = [path.name for path in (_folder(tasks) / "parts").iterdir()]
         done = missing & {int(name) for name in names if name.isdecimal()}
         missing -= done
         yield from sorted(done)
-        for error in (folder / TASKS).glob("*.error"):
+        for error in tasks.glob("*.error"):
             raise error_from_json(read_json(error))
         if missing and ended is not None:
             task, how = ended
-            part = next((part for part in sorted(missing) if _owner(folder, part) == str(task)), min(missing))
+            part = next((part for part in sorted(missing) if _owner(tasks, part) == str(task)), min(missing))
             raise PrepareError(f"part {part}: {how}")
         if not done:
             time.sleep(look_s)
 
 
-def _claimed(folder: Path, part: int, task: int) -> bool:
+def _claimed(tasks: Path, part: int, task: int) -> bool:
     try:
-        with _claim(folder, part).open("x") as stream:
+        with _claim(tasks, part).open("x") as stream:
             stream.write(str(task))
     except FileExistsError:
-        return _owner(folder, part) == str(task)
+        return _owner(tasks, part) == str(task)
     return True
 
 
-def _owner(folder: Path, part: int) -> str | None:
-    path = _claim(folder, part)
+def _owner(tasks: Path, part: int) -> str | None:
+    path = _claim(tasks, part)
     return path.read_text() if path.exists() else None
 
 
-def _claim(folder: Path, part: int) -> Path:
-    return folder / TASKS / f"{part}.claim"
+def _claim(tasks: Path, part: int) -> Path:
+    return tasks / f"{part}.claim"
+
+
+def _folder(tasks: Path) -> Path:
+    return tasks.parents[1]
