@@ -194,12 +194,12 @@ def karmarkar_karp(lengths: Lengths, ranks: int, extra: int) -> list[list[list[i
 
 def schedulers(lengths: Lengths, ranks: int) -> Iterator[Outcome]:
     """Every scheduler on one trace, ours first."""
-    least = ours("dynamic_cp", lengths, ranks, "dynamic_cp")
+    least = ours("dynamic_cp", lengths, ranks, "dynamic_cp", microbatches=1)
     yield least
     count = len(least.work) if least.work is not None else 0
     yield ours("dynamic_cp + 2", lengths, ranks, "dynamic_cp", microbatches=count + 2)
-    yield ours("dynamic_cp, tol. 0", lengths, ranks, "dynamic_cp", tolerance=0.0)
-    yield ours("balanced", lengths, ranks, "balanced")
+    yield ours("dynamic_cp, tol. 0", lengths, ranks, "dynamic_cp", tolerance=0.0, microbatches=1)
+    yield ours("balanced", lengths, ranks, "balanced", microbatches=1)
     yield ours("in_order", lengths, ranks, "in_order")
     yield timed(BALANCED, lengths, ranks, lambda: megatron_balanced_cp(lengths, ranks))
     yield timed(DP_BALANCED, lengths, ranks, lambda: megatron_dp_balanced(lengths, ranks))
@@ -278,7 +278,7 @@ def elsewhere(sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
     for ranks, n in sizes:
         least, more, spent, over = 1.0, 1.0, 0.0, 0
         for name, lengths in other_lengths(np.random.default_rng(ranks), n).items():
-            out = ours(name, lengths, ranks, "dynamic_cp")
+            out = ours(name, lengths, ranks, "dynamic_cp", microbatches=1)
             assert out.work is not None and not out.failure, out.failure
             two_more = ours(name, lengths, ranks, "dynamic_cp", microbatches=len(out.work) + 2)
             packing = Packing(capacity=CAPACITY, policy="dynamic_cp")

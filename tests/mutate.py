@@ -55,7 +55,9 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "plan": (
         ["plan/*.py"],
-        _in("plan", "objective", "packs", "cost", "best_fit", "in_order", "alignment", "plan_step"),
+        _in(
+            "plan", "objective", "packs", "cost", "best_fit", "in_order", "alignment", "plan_step", "quality"
+        ),
     ),
     "recipe": (
         ["recipe.py", "mixture.py", "summary.py", "state.py"],

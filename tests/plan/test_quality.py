@@ -35,7 +35,7 @@ def efficiency(lengths, ranks, **choices):
 def test_even_at_the_least_number_of_microbatches_and_more_so_at_two_more(ranks):
     least, more = [], []
     for lengths in traces(ranks).values():
-        got, count = efficiency(lengths, ranks)
+        got, count = efficiency(lengths, ranks, microbatches=1)
         packing = Packing(capacity=CAPACITY, policy="dynamic_cp")
         # at most one more than a bound that no plan can beat
         assert count <= microbatch_bound(lengths, packing, room_of(packing, dp=ranks, cp=1)) + 1

@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser, *, required: bool) -> None:
         "--microbatches",
         type=whole(1),
         metavar="N",
-        help="use at least N (default: the fewest that hold a step)",
+        help="use at least N, 1 for the fewest (default: the shortest predicted step)",
     )
     group.add_argument(
         "--align-sequence", type=whole(1), metavar="N", help="pad sequences to multiples of N (1)"

@@ -78,10 +78,6 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     rank_tokens.ravel()[ranks] = np.repeat(tokens // np.maximum(size, 1), size)
     share = (pp - 1) / vpp
     tops = loads.max(axis=1, initial=0.0)
-    total = (
-        float(tops.sum()) if packing.objective == "microbatch" else float(loads.sum(axis=0).max(initial=0.0))
-    )
-    objective = total + share * float(tops.max(initial=0.0)) + plan.num_microbatches * cost.overhead
     even = float(cost.work(lengths).sum()) / plan.num_ranks
     room = _room_of_plan(plan, packing)
     return Account(
@@ -91,12 +87,24 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
         pairs=exact_sum(attended_pairs(lengths, cost.window)),
         loads=loads,
         rank_tokens=rank_tokens,
-        objective=objective,
+        objective=step_time(loads, packing, share),
         bound=objective_bound(
             lengths, cost, room, num_microbatches=plan.num_microbatches, bubble_share=share
         ),
         efficiency=even / float(tops.sum()) if tops.any() else 1.0,
     )
+
+
+def step_time(loads: FloatArray, packing: Packing, bubble_share: float) -> float:
+    """How long a step takes, in units of load; what the packing's objective says.
+
+    loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks]. bubble_share: the
+    pipeline idles for so many times the largest microbatch.
+    """
+    tops = loads.max(axis=1, initial=0.0)
+    meet_often = packing.objective == "microbatch"
+    busy = tops.sum() if meet_often else loads.sum(axis=0).max(initial=0.0)
+    return float(busy + bubble_share * tops.max(initial=0.0) + len(loads) * packing.cost.overhead)
 
 
 def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:

@@ -1,181 +1,277 @@
-"""Filling one microbatch: sequences -> blocks of ranks, by least load first.
+"""Filling a step: which sequences share a cp group, microbatch by microbatch, from the longest on.
 
-*Size.* Each sequence goes to the narrowest cp group that holds it and does not exceed the mean load; the
-number of groups of each size follows from the work of their sequences.
+The ranks of a microbatch wait for each other, so its groups must be equal; two microbatches need not be. And
+where ranks are full of tokens, groups are equal only if their sequences are alike, since a token costs more
+in a long sequence. So each microbatch takes its share of the remaining tokens from the long end:
 
-*Fill.* Longest first, each sequence goes to the group with the least load among those at least as wide as
-its own (LPT, Graham 1969). Where the outcome is unbalanced, all groups are made wider and the microbatch
-filled again: a group of all ranks is always balanced, so this ends.
+*Target.* The number and the mean work of these tokens say what every rank should hold.
+
+*Seed.* Each group starts with one of the longest sequences left, on the narrowest size that can take it. The
+first group, completed as near the target as it comes, sets the load that the others must reach.
+
+*Complete.* What a group still misses, t tokens and w work, asks for sequences of mean length `rho = (w -
+alpha t) / t`. It takes one of about rho while several are missing. Where two are, it solves `a + b = t`,
+`a^2 + b^2 = rho t`; at the end it takes the longest that fits. All groups choose together, and half of what
+they miss at once, so that NumPy carries the work. Some hundred sequences to choose from fill a group to a
+fraction of a percent.
+
+*Widen.* Groups that stay incomplete give their sequences back. Their ranks are seeded again with wider
+groups: fewer groups, each of more sequences, come nearer.
+
+The last microbatch takes all that is left: see `least_loaded`.
 """
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import PlanError
-from meshfeed.plan.cost import CostModel
-from meshfeed.plan.policy import Room
-from meshfeed.plan.types import IntArray, LongArray
+from meshfeed.plan.least_loaded import (
+    EXACT,
+    FilledMicrobatch,
+    FloatArray,
+    Sequences,
+    fill_evenly,
+    narrowest_sizes,
+)
+from meshfeed.plan.types import LongArray
 
-FloatArray = npt.NDArray[np.float64]
+FULL = 0.998
+"""Part of its load at which a group is complete. More takes wider groups and the shortest sequences."""
 
-EXACT = 1 + 1e-9
-"""Room for rounding where loads that should be equal are compared."""
+MAX_WIDENING = 3
+"""How many times the groups that stay incomplete are widened."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
-    """Sequences by descending length, with all that filling asks of them.
+class Target:
+    """What each rank of a microbatch should hold: its load, at so much work per real token."""
+
+    load: float
+    work_per_token: float
+
+
+@dataclass(slots=True)
+class Groups:
+    """Some cp groups of a microbatch while they are being filled.
 
     Attributes:
-        room, cost: what a microbatch holds, and what a sequence costs.
-        lengths: real tokens; int64 [n].
-        padded: padded tokens on a cp group of each size; int64 [num_sizes, n].
-        load: load on each rank of such a group; float64 [num_sizes, n].
-        work: load on one rank that has it whole, before communication; float64 [n].
+        size_at, sizes: index into room.sizes of each, and the size; int64 [num_groups].
+        goal, missing: work that each should hold on all its ranks together, and what of it is missing;
+            float64.
+        tokens: real tokens that it should still take; float64.
+        free: padded tokens that it can still take; int64.
+        members, group: the sequences that they hold, as indices in a Sequences, and the group of each;
+            int64 [k].
     """
 
-    room: Room
-    cost: CostModel
-    lengths: LongArray
-    padded: LongArray
-    load: FloatArray
-    work: FloatArray
+    size_at: LongArray
+    sizes: LongArray
+    goal: FloatArray
+    missing: FloatArray
+    tokens: FloatArray
+    free: LongArray
+    members: LongArray
+    group: LongArray
 
     @classmethod
-    def of(cls, lengths: LongArray, cost: CostModel, room: Room) -> Ranked:
-        """lengths: descending, each at most room.longest."""
-        sizes = np.array(room.sizes)[:, None]
-        padded = room.align.padded(lengths, sizes)
-        return cls(room, cost, lengths, padded, cost.load(lengths, sizes), cost.work(lengths))
+    def of(cls, sequences: Sequences, seeds: LongArray, size_at: LongArray, target: Target) -> Groups:
+        """Groups of these sizes with one sequence each, which should reach the target."""
+        room = sequences.room
+        sizes, limits = np.array(room.sizes)[size_at], np.array(room.limits)[size_at]
+        goal = target.load * sizes
+        tokens = np.minimum(limits, goal / target.work_per_token)
+        nothing = np.zeros(0, np.int64)
+        groups = cls(size_at, sizes, goal, goal.copy(), tokens, limits, nothing, nothing)
+        groups.take(sequences, seeds, np.arange(seeds.size))
+        return groups
+
+    def take(self, sequences: Sequences, members: LongArray, group: LongArray) -> None:
+        """Give each of these sequences to a group."""
+        at = self.size_at[group]
+        np.subtract.at(self.missing, group, sequences.load[at, members] * self.sizes[group])
+        np.subtract.at(self.tokens, group, sequences.lengths[members])
+        np.subtract.at(self.free, group, sequences.padded[at, members])
+        self.members = np.concatenate((self.members, members))
+        self.group = np.concatenate((self.group, group))
+
+    def incomplete(self) -> npt.NDArray[np.bool_]:
+        """Which of them miss their goal; bool [num_groups]."""
+        return self.missing > (1 - FULL) * self.goal
+
+    def only(self, mask: npt.NDArray[np.bool_]) -> Groups:
+        """Some of the groups."""
+        held = mask[self.group]
+        return Groups(
+            self.size_at[mask],
+            self.sizes[mask],
+            self.goal[mask],
+            self.missing[mask],
+            self.tokens[mask],
+            self.free[mask],
+            self.members[held],
+            (np.cumsum(mask) - 1)[self.group[held]],
+        )
+
+    def wanted(self, sequences: Sequences, groups: LongArray) -> tuple[FloatArray, LongArray]:
+        """The length that each of these groups would best take next, and how many of it; float64, int64."""
+        missing, free = self.missing[groups], self.free[groups]
+        most = np.minimum(free, sequences.cost.reach(missing, self.sizes[groups]))
+        t = np.maximum(self.tokens[groups], 1e-9)
+        rho = missing / t - sequences.cost.alpha
+        two = (t + np.sqrt(np.maximum(2 * rho * t - t * t, 0))) / 2
+        length = np.minimum(np.select([rho >= t, rho >= t / 2, rho > 0], [most, two, rho], most), most)
+        # half of many at once, as far as their padding surely fits
+        padded = length + 2 * sequences.room.align.sequence * self.sizes[groups]
+        many = np.minimum(t, free * length / padded) / np.maximum(2 * length, 1)
+        return length, np.where((rho > 0) & (rho < t / 4), many, 1).astype(np.int64).clip(min=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """One microbatch.
+def fill_step(sequences: Sequences, num_microbatches: int, tolerance: float) -> list[FilledMicrobatch]:
+    """Fill the microbatches of a step; fewer where fewer suffice.
 
-    Attributes:
-        members: places in a Ranked, int64 [k].
-        block: the block of each member, or -1 where it found no room; int32 [k].
-        block_sizes: ranks of each block, descending, which puts them side by side aligned; int64
-            [num_blocks].
-        loads: load on each rank of each block; float64 [num_blocks].
+    What finds no room is `left` of the last one. tolerance: see `Packing.tolerance`.
     """
-
-    members: LongArray
-    block: IntArray
-    block_sizes: LongArray
-    loads: FloatArray
-
-    @property
-    def top_load(self) -> float:
-        """The largest load."""
-        return float(self.loads.max(initial=0.0))
-
-    @property
-    def left(self) -> LongArray:
-        """Places in the Ranked of members that found no room; int64."""
-        return self.members[self.block < 0]
+    left = np.arange(sequences.lengths.size)
+    filled: list[FilledMicrobatch] = []
+    for remaining in range(num_microbatches, 1, -1):
+        if not left.size:
+            return filled
+        groups, left = fill_microbatch(sequences, left, target_of(sequences, left, remaining))
+        filled.append(filled_microbatch(sequences, groups))
+    if left.size:
+        filled.append(fill_evenly(sequences, left, tolerance))
+    return filled
 
 
-def size_index(ranked: Ranked, members: LongArray, mean_load: float, tightness: int) -> LongArray:
-    """Index into room.sizes of the narrowest adequate group of each member; int64 [k], never ascending.
+def target_of(sequences: Sequences, left: LongArray, num_microbatches: int) -> Target:
+    """What a rank should hold if the next of so many microbatches takes its share of what is left.
 
-    Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
-    at most 1 / 2^t of either. Where no size does, the widest.
+    left: indices in `sequences`, ascending, so by descending length; int64 [k].
     """
-    limits = np.array(ranked.room.limits)[:, None]
-    holds = ranked.padded[:, members] * 2**tightness <= limits
-    light = ranked.load[:, members] * 2**tightness <= mean_load * EXACT
-    adequate = holds & light
-    adequate[-1] = True
-    return adequate.argmax(axis=0)
+    tokens = np.cumsum(sequences.lengths[left])
+    share = float(tokens[-1]) / num_microbatches
+    count = int(np.searchsorted(tokens, share)) + 1
+    work_per_token = float(sequences.work[left[:count]].sum()) / float(tokens[count - 1])
+    return Target(share / sequences.room.num_ranks * work_per_token, work_per_token)
 
 
-def block_sizes_of(ranked: Ranked, members: LongArray, size_at: LongArray, mean_load: float) -> LongArray:
-    """How many blocks of each size a microbatch is cut into; int64 [num_sizes].
-
-    Widest first, as many as the work and the tokens of sequences of that size and above fill; what is left
-    over in the last of them is for narrower sequences.
-    """
-    room = ranked.room
-    counts = np.zeros(len(room.sizes), np.int64)
-    taken, ranks_due = 0, 0.0
-    for index in range(len(room.sizes) - 1, 0, -1):
-        size, mine = room.sizes[index], members[size_at == index]
-        by_work = ranked.work[mine].sum() / mean_load
-        by_tokens = ranked.padded[index, mine].sum() * size / room.limits[index]
-        ranks_due += max(by_work, by_tokens)
-        wanted = int(np.ceil((ranks_due - taken) / size - 1e-9))
-        counts[index] = min(max(wanted, 0), (room.num_ranks - taken) // size)
-        taken += int(counts[index]) * size
-    counts[0] = (room.num_ranks - taken) // room.sizes[0]
-    return counts
-
-
-def fill(ranked: Ranked, members: LongArray, tightness: int) -> Filled:
-    """Put the members of a microbatch on blocks of ranks. members: ascending places in `ranked`, int64 [k],
-    k >= 1."""
-    room = ranked.room
-    mean_load = float(ranked.work[members].sum()) / room.num_ranks
-    size_at = size_index(ranked, members, mean_load, tightness)
-    counts = block_sizes_of(ranked, members, size_at, mean_load)
-    block_sizes = np.repeat(room.sizes[::-1], counts[::-1])
-    index_of_block = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1]).tolist()
-    free = [room.limits[index] for index in index_of_block]
-    lengths, padded, load = (
-        array[..., members].tolist() for array in (ranked.lengths, ranked.padded, ranked.load)
+def fill_microbatch(sequences: Sequences, left: LongArray, target: Target) -> tuple[list[Groups], LongArray]:
+    """The groups of one microbatch, and what is left after them."""
+    first, left = first_group(sequences, left, target)
+    size = int(first.sizes[0])
+    load = float(first.goal[0] - first.missing[0]) / size
+    others, left = fill_ranks(
+        sequences, left, sequences.room.num_ranks - size, Target(load, target.work_per_token)
     )
-    block: list[int] = []
-    lightest: list[tuple[float, int]] = []  # heap of (load, block)
-    parked: list[
-        tuple[int, float, int]
-    ] = []  # heap of (-free, load, block): too full for the sequences so far
-    opened = 0
-    for item, (length, index) in enumerate(zip(lengths, size_at.tolist())):
-        while opened < len(index_of_block) and index_of_block[opened] >= index:
-            heapq.heappush(lightest, (0.0, opened))
-            opened += 1
-        # sequences only get shorter, so a block is parked and comes back once for each of its sequences
-        while parked and length <= -parked[0][0]:
-            heapq.heappush(lightest, heapq.heappop(parked)[1:])
-        while lightest and free[lightest[0][1]] < length:
-            loaded, full = heapq.heappop(lightest)
-            heapq.heappush(parked, (-free[full], loaded, full))
-        if not lightest:
-            block.append(-1)
-            continue
-        loaded, chosen = lightest[0]
-        at = index_of_block[chosen]
-        free[chosen] -= padded[at][item]
-        heapq.heapreplace(lightest, (loaded + load[at][item], chosen))
-        block.append(chosen)
-    loads = np.zeros(block_sizes.size)
-    for loaded, chosen in (*lightest, *(entry[1:] for entry in parked)):
-        loads[chosen] = loaded
-    return Filled(members, np.array(block, np.int32), block_sizes, loads)
+    return [first, *others], left
 
 
-def fill_evenly(ranked: Ranked, members: LongArray, tolerance: float) -> Filled:
-    """Fill a microbatch, on wider and wider groups until its loads are equal within `tolerance`.
+def first_group(sequences: Sequences, left: LongArray, target: Target) -> tuple[Groups, LongArray]:
+    """The longest sequence and others on the narrowest group that reaches the target, and what is left.
 
-    Gives the best seen where that is never reached: first the fewest tokens without room, then the least
-    load.
+    Where no size reaches it, the widest.
     """
-    room = ranked.room
-    mean_load = float(ranked.work[members].sum()) / room.num_ranks
-    best, best_score = None, (np.inf, np.inf)
-    for tightness in range(max(room.sizes).bit_length() + 1):
-        filled = fill(ranked, members, tightness)
-        score = (float(ranked.lengths[filled.left].sum()), filled.top_load)
-        if best is None or score < best_score:
-            best, best_score = filled, score
-        if best_score <= (0, mean_load * (1 + tolerance)) or filled.block_sizes[-1] == room.sizes[-1]:
+    seed, widest = left[:1], len(sequences.room.sizes) - 1
+    index = int(narrowest_sizes(sequences, seed, target.load, 0)[0])
+    while True:
+        load = max(target.load, float(sequences.load[index, seed[0]]))
+        group = Groups.of(sequences, seed, np.array([index]), Target(load, target.work_per_token))
+        rest = complete(sequences, left[1:], group)
+        if group.incomplete()[0]:
+            # one sequence too many is better than one too few: the tokens must go somewhere
+            length = min(max(target.work_per_token - sequences.cost.alpha, 1), float(group.free[0]))
+            at = int(np.searchsorted(-sequences.lengths[rest], -length))
+            group.take(sequences, rest[at : at + 1], np.zeros(rest[at : at + 1].size, np.int64))
+            rest = np.delete(rest, np.s_[at : at + 1])
+        if index == widest or not group.incomplete()[0]:
+            return group, rest
+        index += 1
+
+
+def fill_ranks(
+    sequences: Sequences, left: LongArray, ranks: int, target: Target
+) -> tuple[list[Groups], LongArray]:
+    """Groups for so many ranks, each as near the target as it comes, and what is left after them."""
+    done: list[Groups] = []
+    for tightness in range(MAX_WIDENING + 1):
+        seeds, size_at = seed_groups(sequences, left, ranks, target.load, tightness)
+        groups = Groups.of(sequences, seeds, size_at, target)
+        left = complete(sequences, np.setdiff1d(left, seeds, assume_unique=True), groups)
+        incomplete = groups.incomplete()
+        if tightness == MAX_WIDENING or not incomplete.any():
+            done.append(groups)
             break
-    if best is None:
-        raise PlanError("no tightness to try")  # the loop runs at least once
-    return best
+        done.append(groups.only(~incomplete))
+        ranks = int(groups.sizes[incomplete].sum())
+        left = np.sort(np.concatenate((left, groups.members[incomplete[groups.group]])))
+    return done, left
+
+
+def seed_groups(
+    sequences: Sequences, left: LongArray, ranks: int, load: float, tightness: int
+) -> tuple[LongArray, LongArray]:
+    """Which sequences the groups of so many ranks start with, and on what size.
+
+    Returns (indices in `sequences`, indices in room.sizes), int64 [num_groups] each: the longest that are
+    left, each on the narrowest size that holds 2^tightness of it at `load` or less, if there is one.
+    """
+    room = sequences.room
+    sizes, limits = np.array(room.sizes), np.array(room.limits)
+    seeds, size_at = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    while ranks:
+        usable = int(np.searchsorted(sizes, ranks, side="right"))
+        most = np.minimum(
+            limits[:usable], sequences.cost.reach(load * sizes[:usable] * EXACT, sizes[:usable])
+        )
+        first = int(np.searchsorted(-sequences.lengths[left], -most[-1]))
+        offered = left[first : first + ranks // room.sizes[0]]
+        if not offered.size:
+            break
+        narrowest = np.searchsorted(most / 2**tightness, sequences.lengths[offered]).clip(max=usable - 1)
+        used = np.cumsum(sizes[narrowest])
+        count = int(np.searchsorted(used, ranks, side="right"))
+        seeds.append(offered[:count])
+        size_at.append(narrowest[:count])
+        left = np.delete(left, np.s_[first : first + count])
+        ranks -= int(used[count - 1])
+    return np.concatenate(seeds), np.concatenate(size_at)
+
+
+def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray:
+    """Let groups take sequences until each is complete or finds none that fits; returns what is left."""
+    trying = np.flatnonzero(groups.incomplete())
+    ascending = -sequences.lengths[left]
+    while trying.size and left.size:
+        wanted, many = groups.wanted(sequences, trying)
+        trying, wanted = np.repeat(trying, many), np.repeat(wanted, many)
+        order = np.argsort(-wanted, kind="stable")
+        trying, wanted = trying[order], wanted[order]
+        # the longest of at most that length; where several groups want the same one, the next after it:
+        # indices [4 4 5 9] -> [4 5 6 9]
+        at = np.searchsorted(ascending, -wanted)
+        turn = np.arange(at.size)
+        at = np.maximum.accumulate(at - turn) + turn
+        found = at < left.size
+        trying, at = trying[found], at[found]
+        groups.take(sequences, left[at], trying)
+        left, ascending = np.delete(left, at), np.delete(ascending, at)
+        trying = np.unique(trying)
+        trying = trying[groups.incomplete()[trying]]
+    return left
+
+
+def filled_microbatch(sequences: Sequences, parts: list[Groups]) -> FilledMicrobatch:
+    """All groups of a microbatch, the widest first."""
+    size_at = np.concatenate([part.size_at for part in parts])
+    members = np.concatenate([part.members for part in parts])
+    before = np.cumsum([0, *(part.sizes.size for part in parts)])
+    group = np.concatenate([part.group + offset for part, offset in zip(parts, before)])
+    load = sequences.load[size_at[group], members]
+    order = np.argsort(-size_at, kind="stable")
+    position = np.argsort(order)
+    loads = np.bincount(position[group], weights=load, minlength=order.size).astype(np.float64)
+    sizes = np.array(sequences.room.sizes)[size_at[order]]
+    return FilledMicrobatch(members, position[group].astype(np.int32), sizes, loads)

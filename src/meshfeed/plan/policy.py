@@ -41,12 +41,16 @@ class Packing:
         align: multiples that padding must reach.
         oversize: see `Oversize`; too long is more than capacity times the widest cp group.
         objective: see `Objective`.
-        microbatches: plan at least this many; None for the fewest that hold the batch.
+        microbatches: plan at least this many, so 1 for the fewest that hold the batch. None for as many as
+            make the predicted step shortest: the fewest, and up to three quanta more where ranks would wait
+            for each other, or a pipeline's bubble, by more than the tolerance. in_order always takes the
+            fewest.
         quantum: the number of microbatches is a multiple of this; None for pp where there are virtual stages,
             else 1. An interleaved pipeline takes them in groups of this size.
         cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp; None for
             `groups.cp_sizes(dp * cp)`. (1, 2, 4, 8) keeps every group within a node of eight.
-        tolerance: how far above the ideal a step may be before wider cp groups are tried for it, relative.
+        tolerance: how far above the ideal a step may be before wider cp groups, or more microbatches, are
+            tried for it, relative.
     """
 
     capacity: int
@@ -69,7 +73,7 @@ class Packing:
         if self.capacity < 1:
             raise PlanError(f"capacity={self.capacity}: a rank holds at least one token")
         if self.microbatches is not None and self.microbatches < 1:
-            raise PlanError(f"microbatches={self.microbatches}: at least 1, or None for the fewest that do")
+            raise PlanError(f"microbatches={self.microbatches}: at least 1, or None to let the plan choose")
         if self.quantum is not None and self.quantum < 1:
             raise PlanError(f"quantum={self.quantum}: at least 1, or None for what the pipeline takes")
         if not 0 <= self.tolerance < 1:
@@ -108,7 +112,7 @@ class Room:
         return max(self.limits)
 
     @property
-    def num_blocks(self) -> int:
+    def num_groups(self) -> int:
         """Groups of the widest size."""
         return self.num_ranks // self.sizes[-1]
 

@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.plan.assign import in_order
-from meshfeed.plan.balance import Bubble, balance
-from meshfeed.plan.fill import Filled
+from meshfeed.plan.balance import balance
 from meshfeed.plan.oversize import Rows, rows_of
 from meshfeed.plan.policy import Packing, Room, room_of
 from meshfeed.plan.types import IntArray, LongArray, StepPlan
@@ -52,16 +51,9 @@ def plan_step(
         microbatch[places], first_rank[places] = pack // dp, pack % dp * cp
         num_microbatches = max(num_microbatches, -(-num_packs // (dp * multiple)) * multiple)
     elif places.size:
-        filled, order, num_microbatches = balance(
-            rows.lengths[places], packing, room, quantum=multiple, bubble=Bubble((pp - 1) / vpp)
-        )
-        members = places[order]
-        for m, (mb, first) in enumerate(
-            zip(filled, _first_ranks(filled, room, exchange=packing.objective == "step"))
-        ):
-            microbatch[members[mb.members]] = m
-            first_rank[members[mb.members]] = first[mb.block]
-            cp_size[members[mb.members]] = mb.block_sizes[mb.block]
+        placed = balance(rows.lengths[places], packing, room, quantum=multiple, bubble_share=(pp - 1) / vpp)
+        microbatch[places], first_rank[places] = placed.microbatch, placed.first_rank
+        cp_size[places], num_microbatches = placed.cp_size, placed.num_microbatches
     return _step_plan(rows, microbatch, first_rank, cp_size, num_microbatches, room)
 
 
@@ -93,30 +85,3 @@ def _step_plan(
         start=rows.start,
         oversize=rows.oversize,
     )
-
-
-def _first_ranks(filled: list[Filled], room: Room, *, exchange: bool) -> list[LongArray]:
-    """The first rank of every block of every microbatch; int64 [num_blocks] each.
-
-    Blocks stand side by side, the widest first. exchange: blocks of one size change places so that what
-    ranks do in
-    all microbatches together is even: the heaviest block goes where least was done so far.
-    """
-    done = np.zeros(room.num_ranks)
-    first_ranks: list[LongArray] = []
-    for mb in filled:
-        first = np.cumsum(mb.block_sizes) - mb.block_sizes
-        if exchange:
-            free = np.ones(room.num_ranks, bool)
-            for size in np.unique(mb.block_sizes)[::-1].tolist():
-                own = np.flatnonzero(mb.block_sizes == size)
-                open_blocks = np.flatnonzero(free.reshape(-1, size).all(axis=1))
-                so_far = done.reshape(-1, size).max(axis=1)[open_blocks]
-                least_done = open_blocks[np.argsort(so_far, kind="stable")[: own.size]]
-                heaviest = own[np.argsort(-mb.loads[own], kind="stable")]
-                first[heaviest] = least_done * size
-                free.reshape(-1, size)[least_done] = False
-            for block, at in enumerate(first.tolist()):
-                done[at : at + int(mb.block_sizes[block])] += mb.loads[block]
-        first_ranks.append(first)
-    return first_ranks
