@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import meshfeed as mf
-import meshfeed.metrics.courier as courier
+import meshfeed.metrics.background as background
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.metrics import ProfilerRanges, RunLog, RunStart, Sink, StepRecord, read_run
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "EVERY_S", 0.01)
+    monkeypatch.setattr(background, "EVERY_S", 0.01)
 
 
 class Kept(Sink):
@@ -114,7 +114,11 @@ def test_without_sinks_nothing_of_theirs_runs(corpus: str, monkeypatch: pytest.M
     def never(*args: Any) -> Any:
         raise AssertionError("called")
 
-    for owner, name in ((courier.Courier, "__init__"), (RunStart, "here"), (StepRecord, "__init__")):
+    for owner, name in (
+        (background.BackgroundSinks, "__init__"),
+        (RunStart, "here"),
+        (StepRecord, "__init__"),
+    ):
         monkeypatch.setattr(owner, name, never)
     with mf.Feed(recipe_of(corpus)) as feed:
         stats = [step.stats for step in itertools.islice(feed, 5)]
@@ -156,7 +160,7 @@ class Rounds:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._lost, self._changed = -1, threading.Condition()
-        pass_on = courier._Backlog.pass_on
+        pass_on = background._Backlog.take
 
         def watched(backlog: Any, more: Sequence[RunStart | StepRecord]) -> None:
             pass_on(backlog, more)
@@ -164,7 +168,7 @@ class Rounds:
                 self._lost = backlog.lost
                 self._changed.notify_all()
 
-        monkeypatch.setattr(courier._Backlog, "pass_on", watched)
+        monkeypatch.setattr(background._Backlog, "take", watched)
 
     def await_lost(self, least: int, most: int) -> None:
         with self._changed:
@@ -202,12 +206,12 @@ def full_disk(log: RunLog) -> Iterator[None]:
             return write(fd, data[:64])
         raise OSError(28, "No space left on device")
 
-    courier_os = pytest.MonkeyPatch()
-    courier_os.setattr("meshfeed.metrics.run_log.os.write", half)
+    patched_os = pytest.MonkeyPatch()
+    patched_os.setattr("meshfeed.metrics.run_log.os.write", half)
     try:
         yield
     finally:
-        courier_os.undo()
+        patched_os.undo()
 
 
 def test_a_folder_that_vanishes_is_waited_for(corpus: str, tmp_path: Path) -> None:
@@ -253,7 +257,7 @@ def test_an_error_of_the_loop_is_not_hidden_by_it(corpus: str) -> None:
 def test_a_sink_that_fails_is_told_again_and_forgets_the_oldest(
     corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(courier, "MOST_KEPT", 8)
+    monkeypatch.setattr(background, "MOST_KEPT", 8)
     sink, whole = Kept(), Kept()
     with (
         pytest.raises(mf.MetricsError, match="Kept has missed 12 steps"),
@@ -285,8 +289,8 @@ class Hanging(Kept):
 
 
 def test_the_loop_does_not_wait_for_a_sink_that_hangs(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "MOST_KEPT", 8)
-    monkeypatch.setattr(courier, "_CLOSE_S", 0.1)
+    monkeypatch.setattr(background, "MOST_KEPT", 8)
+    monkeypatch.setattr(background, "_CLOSE_S", 0.1)
     sink = Hanging()
     with pytest.raises(mf.MetricsError, match="hangs"), mf.Feed(recipe_of(corpus), metrics=sink) as feed:
         stats = [step.stats for step in itertools.islice(feed, 60)]

@@ -238,9 +238,9 @@ def test_a_file_that_was_replaced_is_noticed(tmp_path: Path) -> None:
 
 
 def endless(rank: int, path: str, folder: str) -> None:
-    import meshfeed.metrics.courier as courier
+    import meshfeed.metrics.background as background
 
-    courier.EVERY_S = 0.01
+    background.EVERY_S = 0.01
     with mf.Feed(recipe_of(path), LAYOUT, delivery="direct", metrics=RunLog(folder)) as feed:
         for step in feed:
             for _ in step.microbatches:

@@ -1,12 +1,13 @@
-"""What every step costs: how long the loop waited for which stage, what was read, how balanced it was.
+"""The costs of every step: how long the loop waited for each stage, bytes read, balance.
 
 A Feed or an Exchange takes `metrics=`, a sink or several:
 
     with mf.Feed(recipe, layout, metrics=mf.metrics.RunLog("runs/7")) as feed: ...
 
-`clock` times stages and `meter` counts; `recorder` sums both up in each step's stats, and `courier` tells the
-sinks on a thread of its own: `RunLog` (lines on disk), `Telemetry` (OpenTelemetry), `ProfilerRanges` (torch's
-profiler), or what else derives from `Sink`. `read_run` reads a log back; `RunReader` one that grows.
+`clock` times stages and `meter` counts. `recorder` adds both to each step's stats, and `background` passes
+them to
+the sinks on its own thread: `RunLog` (lines on disk), `Telemetry` (OpenTelemetry), `ProfilerRanges` (torch's
+profiler), or another subclass of `Sink`. `read_run` reads a log; `RunReader` follows one that grows.
 """
 
 from meshfeed.metrics.clock import STAGES, Span, StageClock, exposed_wait, work

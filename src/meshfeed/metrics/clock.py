@@ -1,4 +1,4 @@
-"""Which stage a producer was in, when; and what its consumer waited for."""
+"""Times the stages of a producer, and splits its consumer's waits by stage."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Span(NamedTuple):
 
 
 class StageClock:
-    """The producer's diary: which stage it was in, when.
+    """Records when the producer was in which stage.
 
     Args:
-        around: what to enter around each stage, made from its name.
+        around: stage name -> a context manager to enter around the stage.
 
     Attributes:
-        spans: stages that are over, since the last `take`.
-        now: the stage that it entered last.
+        spans: finished stages since the last `take`.
+        now: the stage entered last.
     """
 
     def __init__(self, around: Callable[[str], AbstractContextManager[Any]] = lambda name: _NOTHING) -> None:
@@ -41,7 +41,7 @@ class StageClock:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:
-        """Time what happens inside as one stage."""
+        """Time the body as one stage."""
         start, self.now = time.monotonic(), name
         try:
             with self._around(name):
@@ -56,7 +56,7 @@ class StageClock:
 
 
 def work(spans: Iterable[Span]) -> dict[str, float]:
-    """How long each stage took in all; seconds."""
+    """Total time of each stage, in seconds."""
     seconds: dict[str, float] = {}
     for span in spans:
         seconds[span.stage] = seconds.get(span.stage, 0.0) + (span.stop - span.start)
@@ -64,9 +64,9 @@ def work(spans: Iterable[Span]) -> dict[str, float]:
 
 
 def exposed_wait(start: float, stop: float, spans: Iterable[Span]) -> dict[str, float]:
-    """A wait of the consumer split by the stages that the producer was in meanwhile; seconds.
+    """A wait of the consumer, split by the producer's stages during it; seconds.
 
-    What no span covers is "other".
+    Time outside all spans is "other".
     """
     wait: dict[str, float] = {}
     for span in spans:

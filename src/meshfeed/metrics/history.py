@@ -1,4 +1,4 @@
-"""A run log read back: what every rank's steps have cost, through all restarts."""
+"""Reads a run log: the costs of every rank's steps, through all restarts."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _OF_THE_JOB = ("step", "layout", "world_size", "delivery", "fingerprint")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """The job starts: for the first time, or from where it was stopped.
+    """A start of the job: the first, or a resume.
 
     Attributes:
-        time: unix time in seconds, of the rank that was first.
+        time: unix time in seconds, of the first rank.
         step: the first step.
-        layout: text that `Layout.parse` takes; None where no text tells it all.
+        layout: text that `Layout.parse` accepts; None if no text describes it fully.
         world_size: ranks of the job.
         delivery, fingerprint: see `RunStart`.
-        meshfeed: version of the package; None where it was not installed.
-        ranks: those that told of this start, ascending.
-        hosts: where they ran, ascending.
+        meshfeed: version of the package; None if it was not installed.
+        ranks: those that logged this start, ascending.
+        hosts: of these ranks, ascending.
     """
 
     time: float
@@ -48,20 +48,20 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RankHistory:
-    """The steps of one rank, ascending, each once: as they were handed out last.
+    """The steps of one rank, ascending, each once, as handed out last.
 
     Attributes:
-        rank, coord, host, pid: who; process and place are those of its last start.
-        start: which start each step belongs to, a place in `RunHistory.starts`; int64 [n].
+        rank, coord, host, pid: of the rank, from its last start.
+        start: index in `RunHistory.starts` of each step's start; int64 [n].
         step: int64 [n].
-        time: unix time at which the loop got it, seconds; float64 [n].
-        seconds: from then until the loop got the next; NaN for the last of a start; float64 [n].
-        wait: seconds that the loop was kept waiting; float64 [n, stages].
-        work: seconds that the producer spent; float64 [n, stages].
+        time: unix time at which the loop received it, seconds; float64 [n].
+        seconds: from then until the loop received the next; NaN for the last of a start; float64 [n].
+        wait: seconds that the loop waited; float64 [n, stages].
+        work: seconds that the producer worked; float64 [n, stages].
         queue_depth, bytes_read, bytes_fetched, delivered_bytes, opens, collectives: see `batch.Step`; int64
             [n].
         tokens: of the global batch, without padding; int64 [n].
-        padding: part of the padded tokens of the global batch; NaN where nothing is packed; float64 [n].
+        padding: share of padding in the global batch; NaN without packing; float64 [n].
         imbalance: work of the busiest rank over the mean; NaN likewise; float64 [n].
     """
 
@@ -88,13 +88,13 @@ class RankHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MixtureHistory:
-    """What each source of a mixture has given, now and then.
+    """Draws of each source of a mixture, at some steps.
 
     Attributes:
         names: of the sources.
-        steps: after which; int64 [m].
-        drawn: sequences of each source until then; int64 [m, sources].
-        asked: share of each source that was asked for at that step; float64 [m, sources].
+        steps: int64 [m].
+        drawn: sequences of each source up to and including the step; int64 [m, sources].
+        asked: the recipe's share of each source in that step; float64 [m, sources].
     """
 
     names: tuple[str, ...]
@@ -105,14 +105,14 @@ class MixtureHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunHistory:
-    """All of a run log.
+    """A whole run log.
 
     Attributes:
         stages: names of the columns of `wait` and `work`.
-        starts: of the job, in order of time. Steps at or past the first step of a later start were undone by
-            it, and are left out.
+        starts: of the job, in order of time. Steps after the last checkpoint were discarded on resume and are
+            omitted.
         ranks: rank -> its steps, in order of ranks.
-        mixture: None where there is one source, or none told.
+        mixture: None for a single source, or if none was logged.
     """
 
     stages: tuple[str, ...]
@@ -122,19 +122,19 @@ class RunHistory:
 
 
 def read_run(path: str | os.PathLike[str]) -> RunHistory:
-    """Everything that a run log holds, of a run that is over or under way.
+    """Read a whole run log, of a finished or a current run.
 
-    Raises MetricsError where the folder is no run log, or a line of it is damaged.
+    Raises MetricsError if the folder is not a run log, or a line is damaged.
     """
     return RunReader(path).poll()
 
 
 class RunReader:
-    """Reads a run log that grows.
+    """Reads a growing run log.
 
     Args:
         path: the folder.
-        keep: steps of each rank to keep, the last ones; None keeps all.
+        keep: number of last steps of each rank to keep; None keeps all.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
@@ -142,7 +142,7 @@ class RunReader:
         self._files: dict[str, RankFile] = {}
 
     def poll(self) -> RunHistory:
-        """The history so far. Only what was written since the last call is read. Raises MetricsError."""
+        """The history so far; reads only lines written since the last call. Raises MetricsError."""
         try:
             names = sorted(path.name for path in self._folder.iterdir() if _is_log(path.name))
         except OSError as error:
@@ -155,7 +155,7 @@ class RunReader:
             )
         for name in names:
             file = self._files.setdefault(name, RankFile(self._folder / name))
-            file.read_on()
+            file.read_new()
             if self._keep is not None:
                 file.keep(self._keep)
         return _history([file.starts for file in self._files.values() if file.starts])
@@ -166,11 +166,11 @@ def _is_log(name: str) -> bool:
 
 
 def _history(ranks: Sequence[Sequence[RankStart]]) -> RunHistory:
-    """What several ranks have told, put together."""
+    """Combine the starts of several ranks."""
     together = _together([start for starts in ranks for start in starts])
     starts = tuple(map(_start_of, together))
     place = {id(start): place for place, several in enumerate(together) for start in several}
-    # the first step that a later start did anew
+    # the first step that a later start repeated
     undone = np.minimum.accumulate([np.inf, *(start.step for start in reversed(starts))])[::-1][1:]
     stages = tuple(dict.fromkeys(name for several in together for name in several[0].told["stages"]))
     histories = [
@@ -185,11 +185,11 @@ def _history(ranks: Sequence[Sequence[RankStart]]) -> RunHistory:
 
 
 def _together(starts: Iterable[RankStart]) -> list[list[RankStart]]:
-    """The starts of ranks that are one start of the job, in order of time."""
+    """Group the starts of ranks by start of the job, in order of time."""
     jobs: list[dict[int, RankStart]] = []  # each by rank
     for start in sorted(starts, key=lambda start: start.told["time"]):
         rank, of_the_job = start.told["rank"], [start.told[name] for name in _OF_THE_JOB]
-        # The latest like it that lacks this rank: nodes' clocks differ, and some ranks may never have come.
+        # The latest matching start without this rank: clocks differ, and some ranks may never have started.
         for job in reversed(jobs):
             first = next(iter(job.values())).told
             if rank not in job and of_the_job == [first[name] for name in _OF_THE_JOB]:
@@ -246,7 +246,7 @@ def _rank_history(
 
 
 def _column(start: RankStart, name: str) -> Floats:
-    """One column of a start; NaN where it knows of none."""
+    """One column of a start; NaN if it is absent."""
     columns, table = start.told["columns"], start.table
     return table[:, columns.index(name)] if name in columns else np.full(len(table), np.nan)
 
@@ -261,7 +261,7 @@ def _mixture(jobs: Sequence[Sequence[RankStart]], undone: Floats) -> MixtureHist
     ]
     if not told:
         return None
-    names = tuple(dict.fromkeys(name for sources, _ in told for name in sources))  # a recipe may gain some
+    names = tuple(dict.fromkeys(name for sources, _ in told for name in sources))  # a recipe may gain sources
     drawn, asked = np.zeros((len(told), len(names)), np.int64), np.zeros((len(told), len(names)))
     for row, (sources, each) in enumerate(told):
         at = [names.index(name) for name in sources]

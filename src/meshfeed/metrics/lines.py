@@ -1,7 +1,7 @@
 """The lines of a run log: one JSON object where a run starts, then one JSON array for each step.
 
-A start names the columns of the arrays that follow it, so that a reader needs to know no version. What a
-mixture has drawn is told by an object too. Every line ends in a newline; one that does not was torn.
+A start names the columns of the arrays that follow it, so a reader does not depend on the version. The draws
+of a mixture are also a JSON object. Every line ends in a newline; a line without one is incomplete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def line_of(entry: RunStart | StepRecord) -> str:
 
 
 def mixture_line(record: StepRecord) -> str:
-    """What each source has given until the end of a step, and the shares that are asked for at it."""
+    """Draws of each source until the end of a step, and the recipe's shares in that step."""
     stats = record.stats
     told = {
         "step": record.step,

@@ -1,4 +1,4 @@
-"""What was read and delivered, counted by those who do it."""
+"""Counters of data read and delivered."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from meshfeed.deliver import Traffic
 
 COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
-"""What is counted of every microbatch, and summed in a step's stats."""
+"""The counters of every microbatch, summed in a step's stats."""
 
 
 class Meter:
-    """What was read and delivered, by counter, from one `take` to the next."""
+    """Counts data read and delivered, from one `take` to the next."""
 
     def __init__(self, sources: Sequence[Any], *traffic: Traffic) -> None:
         self._sources, self._traffic = sources, traffic

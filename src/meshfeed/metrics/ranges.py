@@ -10,16 +10,16 @@ from torch.profiler import record_function
 
 from meshfeed.metrics.sink import Sink
 
-# private: where nobody traces it costs a twentieth of the public one
+# private: without tracing it costs a twentieth of the public one
 _range = getattr(cast(Any, torch)._C._profiler, "_RecordFunctionFast", record_function)
 
 
 class ProfilerRanges(Sink):
-    """Names what happens in a trace: "meshfeed.wait" where the loop waits, "meshfeed.read" and so on where
-    the producer works.
+    """Adds ranges to a trace: "meshfeed.wait" for waits of the loop, "meshfeed.read" and so on for stages.
 
-    The producer has a thread of its own, which torch traces only where it is asked to: with
-    `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`, or `prefetch=0`.
+    torch traces the producer's own thread only with
+    `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`, or with
+    `prefetch=0`.
     """
 
     def stage(self, name: str) -> AbstractContextManager[Any]:

@@ -16,18 +16,18 @@ from meshfeed.errors import MetricsError
 Floats = npt.NDArray[np.float64]
 
 _AT_ONCE_BYTES = 1 << 24
-_DAMAGED = (
+_LINE_ERRORS = (
     ValueError,
     TypeError,
     KeyError,
     AttributeError,
     IndexError,
-)  # by strange lines
+)  # raised by invalid lines
 _NEEDED = ("time", "host", "pid", "rank", "world_size", "layout", "coord", "delivery", "fingerprint", "step")
 
 
 class Drawn(NamedTuple):
-    """What each source had given until the end of a step, and the shares asked for at it."""
+    """Draws of each source until the end of a step, and the recipe's shares in that step."""
 
     step: int
     drawn: list[int]
@@ -35,11 +35,11 @@ class Drawn(NamedTuple):
 
 
 class RankStart:
-    """A start of one rank and what followed it.
+    """A start of one rank and its steps.
 
     Attributes:
-        told: the start's line, as it was written.
-        drawn: what was told of the mixture.
+        told: the start's line, as written.
+        drawn: the lines about the mixture.
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ class RankStart:
         self._tables = [np.zeros((0, len(told["columns"])))]
 
     def add(self, rows: Sequence[Sequence[float | None]]) -> None:
-        """Some more steps. Raises ValueError where they are not of the start's columns."""
+        """Add steps. Raises ValueError if they do not match the start's columns."""
         table = np.array(rows, np.float64)
         if table.shape != (len(rows), len(self.told["columns"])):
             raise ValueError(f"not the {len(self.told['columns'])} numbers that the start has named")
@@ -69,14 +69,14 @@ class RankStart:
         return self._tables[0]
 
     def keep(self, count: int) -> None:
-        """Forget all but the last steps, and what was told of the mixture before them."""
+        """Keep only the last `count` steps, and the mixture from there on."""
         self._tables = [self.table[max(len(self.table) - count, 0) :]]
         first = self.table[0, 0] if len(self.table) else np.inf
         self.drawn = [told for told in self.drawn if told.step >= first]
 
 
 class RankFile:
-    """The file of a rank, from one reading to the next.
+    """The file of a rank, read incrementally.
 
     Attributes:
         starts: in the order of the file.
@@ -86,15 +86,15 @@ class RankFile:
         self.starts: list[RankStart] = []
         self._path, self._offset, self._num_lines = path, 0, 0
 
-    def read_on(self) -> None:
-        """Take in the lines that were written since the last time; one that has no end yet stays.
+    def read_new(self) -> None:
+        """Read the lines written since the last call, except an unfinished one.
 
-        Raises MetricsError naming file and line where one is damaged.
+        Raises MetricsError naming file and line of a damaged line.
         """
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:
-                    raise MetricsError(f"{self._path}: was cut or replaced while it was read; read it anew")
+                    raise MetricsError(f"{self._path}: was truncated or replaced; read it again")
                 file.seek(self._offset)
                 while (data := file.read(_AT_ONCE_BYTES)) and (end := data.rfind(b"\n") + 1):
                     self._take(data[: end - 1].split(b"\n"))
@@ -106,7 +106,7 @@ class RankFile:
             raise MetricsError(f"{self._path}: cannot be read: {error}") from error
 
     def keep(self, count: int) -> None:
-        """Forget all but the last steps."""
+        """Keep only the last `count` steps."""
         for start in reversed(self.starts):
             start.keep(count)
             count -= len(start.table)
@@ -119,7 +119,7 @@ class RankFile:
                     raise ValueError
                 self._take_steps(some)  # one call of the parser for thousands of lines
                 self._num_lines += len(some)
-            except _DAMAGED:
+            except _LINE_ERRORS:
                 self._take_singly(some)
 
     def _take_singly(self, lines: Iterable[bytes]) -> None:
@@ -130,9 +130,9 @@ class RankFile:
                     self._take_steps([line])
                 else:
                     self._take_object(json.loads(line))
-            except _DAMAGED as error:
+            except _LINE_ERRORS as error:
                 where = f"{self._path}:{self._num_lines}"
-                raise MetricsError(f"{where}: a damaged line ({error!r}); mend it in a copy") from error
+                raise MetricsError(f"{where}: a damaged line ({error!r}); fix it in a copy") from error
 
     def _take_steps(self, lines: list[bytes]) -> None:
         rows = json.loads(b"[" + b",".join(lines) + b"]")

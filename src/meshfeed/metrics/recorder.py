@@ -1,4 +1,4 @@
-"""Sums up what each step costs, in its stats, and has the sinks told once it is over."""
+"""Adds up each step's costs in its stats, and passes them to the sinks once the step is over."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
 
 from meshfeed.errors import MetricsError
+from meshfeed.metrics.background import BackgroundSinks
 from meshfeed.metrics.clock import Span, StageClock, exposed_wait, work
-from meshfeed.metrics.courier import Courier
 from meshfeed.metrics.meter import COUNTERS
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 
@@ -18,11 +18,11 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Recorder:
-    """The record of one feed, through all its runs; called on the thread of the training loop.
+    """Records the steps of one feed, through all its runs; called on the thread of the training loop.
 
     Args:
-        metrics: where records go: a sink, several, or None.
-        about: a run's first step -> what to tell of its start.
+        metrics: the receivers: a sink, several, or None.
+        about: a run's first step -> the record of its start.
     """
 
     def __init__(self, metrics: Sink | Sequence[Sink] | None, about: Callable[[int], RunStart]) -> None:
@@ -35,27 +35,27 @@ class Recorder:
             )
         self._ranges = [sink.stage for sink in self._sinks if type(sink).stage is not Sink.stage]
         self._about = about
-        self._courier: Courier | None = None
+        self._background: BackgroundSinks | None = None
         self._clocks = (0.0, 0.0)  # unix and monotonic, at one moment
         self._open: StepRecord | None = None
         self._stats: dict[str, Any] = {}
 
     def around(self, name: str) -> AbstractContextManager[Any]:
-        """What the sinks want entered around a stage."""
+        """The sinks' context managers for a stage."""
         if len(self._ranges) > 1:
             return _all([stage(name) for stage in self._ranges])
         return self._ranges[0](name) if self._ranges else _NOTHING
 
     def start(self, step: int) -> None:
-        """A run begins. Raises what a sink raises at its very first."""
+        """A run begins. Raises a sink's error at its first record."""
         self._clocks = time.time(), time.monotonic()
-        if self._courier is not None:
-            self._courier.send(self._about(step))
+        if self._background is not None:
+            self._background.send(self._about(step))
         elif self._sinks:
-            self._courier = Courier(self._sinks, self._about(step))
+            self._background = BackgroundSinks(self._sinks, self._about(step))
 
     def step(self, step: int, tokens: int, queue_depth: int, stats: dict[str, Any]) -> None:
-        """The loop gets a step. stats: facts of its plan; what it costs is added, until `over`."""
+        """The loop receives a step. stats: those of its plan; costs are added until `over`."""
         stats |= {
             "exposed_wait_s": {},
             "work_s": {},
@@ -63,8 +63,8 @@ class Recorder:
             **dict.fromkeys(COUNTERS, 0),
         }
         self._stats = stats
-        if self._courier is not None:
-            stats["metrics_lost"] = self._courier.lost
+        if self._background is not None:
+            stats["metrics_lost"] = self._background.lost
             unix, monotonic = self._clocks
             self._open = StepRecord(step, unix + (time.monotonic() - monotonic), tokens, stats)
 
@@ -75,7 +75,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:
-        """Something that the loop's own thread does, and waits for."""
+        """Time a stage on the loop's own thread, which counts as waiting."""
         clock = StageClock(self.around)
         try:
             with clock.stage(name):
@@ -85,24 +85,24 @@ class Recorder:
             self.waited(span.start, span.stop, [span])
 
     def counted(self, counts: Mapping[str, int]) -> None:
-        """What was read and delivered meanwhile."""
+        """Add counters."""
         _add(self._stats, counts)
 
     def over(self) -> None:
-        """Nothing more comes to the step."""
-        if self._open is not None and self._courier is not None:
-            self._courier.send(self._open)
+        """The step is complete."""
+        if self._open is not None and self._background is not None:
+            self._background.send(self._open)
         self._open = None
 
     def close(self, during: BaseException | None = None) -> None:
-        """Tell the sinks the rest. Raises MetricsError where one has not got everything.
+        """Pass on the rest. Raises MetricsError if a sink has missed anything.
 
-        during: an error that is being raised; it gets a note of it instead.
+        during: an error that is being raised; it gets a note instead.
         """
-        courier, self._courier = self._courier, None
+        background, self._background = self._background, None
         try:
-            if courier is not None:
-                courier.close()
+            if background is not None:
+                background.close()
         except MetricsError as lost:
             if during is None:
                 raise

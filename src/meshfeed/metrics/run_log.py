@@ -1,4 +1,4 @@
-"""A small log of a run: a folder with a file for each rank, to which lines are only ever added."""
+"""A small log of a run: a folder with an append-only file for each rank."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _LOOK_BACK = 1 << 16
 
 
 class RunLog(Sink):
-    """Writes what each step has cost, some 150 bytes, for `meshfeed watch`, `meshfeed report`, `read_run`.
+    """Writes the costs of each step, about 150 bytes, for `meshfeed watch`, `meshfeed report`, `read_run`.
 
-    All ranks and all restarts of a job share one folder, which every node must see, or be brought together
-    from the nodes afterwards. A process that is killed loses what it has not written, at most about a
-    second. A line that was torn then is taken away at the next start.
+    All ranks and all restarts of a job share one folder. Every node must see it, or the files must be
+    collected from the nodes afterwards. A killed process loses at most about a second of records. An
+    incomplete last line is removed at the next start.
 
-    A disk that is full, or a file that vanishes, never stops training. What could not be written is kept, and
-    written as soon as that can be; see `Feed.close` for what becomes of the rest.
+    A full disk or a deleted file never stops training. Records that could not be written are kept and written
+    later; for the rest, see `Feed.close`.
 
     Args:
-        path: the folder, made where it is missing. One Feed or Exchange writes to it at a time.
+        path: the folder, created if missing. Only one Feed or Exchange may write to it at a time.
 
-    Raises MetricsError at the start of the first run where it cannot be written.
+    Raises MetricsError at the start of the first run if it cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -38,7 +38,7 @@ class RunLog(Sink):
         self._fd: int | None = None
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
-        """See Sink. Raises MetricsError where the disk does not take it."""
+        """See Sink. Raises MetricsError if writing fails."""
         start = self._start
         lines: list[str] = []
         drawn: StepRecord | None = None
@@ -54,14 +54,14 @@ class RunLog(Sink):
             raise MetricsError(f"{self._folder}: a log begins with the start of a run")
         path = self._folder / file_name(start.rank)
         try:
-            if self._fd is None or os.fstat(self._fd).st_nlink == 0:  # new, or deleted under us
-                self._let_go()
+            if self._fd is None or os.fstat(self._fd).st_nlink == 0:  # new, or deleted during the run
+                self._close_file()
                 self._fd = _open(path, make_folder=self._start is None)
                 if not os.fstat(self._fd).st_size and self._start is not None:
                     lines.insert(0, line_of(self._start))
             _append(self._fd, "".join(lines).encode())
         except OSError as error:
-            self._let_go()
+            self._close_file()
             raise MetricsError(
                 f"{path}: cannot be written ({error}); free the disk or log elsewhere"
             ) from error
@@ -70,9 +70,9 @@ class RunLog(Sink):
     def close(self) -> None:
         """See Sink."""
         self._start = None
-        self._let_go()
+        self._close_file()
 
-    def _let_go(self) -> None:
+    def _close_file(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             with suppress(OSError):
@@ -80,20 +80,20 @@ class RunLog(Sink):
 
 
 def _open(path: Path, *, make_folder: bool) -> int:
-    """The file at its end, which is that of a whole line."""
+    """Open the file for appending, after its last complete line."""
     if make_folder:
         path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
-        _mend(fd)
+        _truncate_incomplete(fd)
     except OSError:
         os.close(fd)
         raise
     return fd
 
 
-def _mend(fd: int) -> None:
-    """Cut off a line that has no end: whoever wrote it was killed."""
+def _truncate_incomplete(fd: int) -> None:
+    """Remove an incomplete last line, left by a killed process."""
     end = os.fstat(fd).st_size
     while end:
         begin = max(end - _LOOK_BACK, 0)
@@ -107,7 +107,7 @@ def _mend(fd: int) -> None:
 
 
 def _append(fd: int, data: bytes) -> None:
-    """All or nothing."""
+    """Append all of the data, or nothing."""
     before, rest = os.fstat(fd).st_size, memoryview(data)
     try:
         while rest:

@@ -1,4 +1,4 @@
-"""What sinks of metrics are told: that a run starts, and what each of its steps has cost."""
+"""The interface of metrics sinks, and their records: the start of a run, and the costs of each step."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class RunStart:
     """One rank begins a run.
 
     Attributes:
-        step: the first that it will be handed.
+        step: its first step.
         time_s: unix time.
-        rank, world_size: which of how many.
-        layout: text that `Layout.parse` takes; None where no text tells it all.
-        coord: place of the rank by dimension.
-        delivery: how its data comes.
-        fingerprint: the recipe's; None where an iterator is the recipe.
-        is_lowest: whether it is the lowest rank, which tells what is equal on all.
+        rank, world_size: of the job.
+        layout: text that `Layout.parse` accepts; None if no text describes it fully.
+        coord: coordinate of the rank by dimension.
+        delivery: name of the delivery.
+        fingerprint: the recipe's; None for an Exchange.
+        is_lowest: whether it is the lowest rank, which reports values that are equal on all ranks.
         sources: their names.
         host, pid: the process.
-        meshfeed: the package's version; None where it is not installed.
+        meshfeed: the package's version; None if it is not installed.
     """
 
     step: int
@@ -82,13 +82,13 @@ class RunStart:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step as one rank was handed it, complete.
+    """One complete step of one rank.
 
     Attributes:
         step: from 0.
-        time_s: unix time at which the loop got it.
+        time_s: unix time at which the loop received it.
         tokens: of the global batch, without padding.
-        stats: what it has cost; see `batch.Step`.
+        stats: its costs; see `batch.Step`.
     """
 
     step: int
@@ -98,14 +98,14 @@ class StepRecord:
 
 
 class Sink:
-    """Where metrics go; derive from it, or use those of this package. All methods do nothing here."""
+    """Receives metrics. Subclass it, or use one of this package's sinks. Here all methods do nothing."""
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
-        """Some more of a run, in order: all of it, or an error and none of it.
+        """Take more records of a run, in order: all of them, or raise an error and take none.
 
-        The first start is told on the thread of the training loop, before training: an error there ends the
-        run. All the rest is told about once a second, on a thread that nobody waits for, and what ends in an
-        error is told again with the next.
+        The first start is passed on the thread of the training loop, before training; an error there ends the
+        run. Later records come about once a second on a background thread. After an error they are passed
+        again with the next ones.
         """
 
     def stage(self, name: str) -> AbstractContextManager[Any]:
@@ -113,11 +113,11 @@ class Sink:
         return _NOTHING
 
     def close(self) -> None:
-        """Nothing more will come, unless another run starts."""
+        """No more records follow, unless another run starts."""
 
 
 def package_version() -> str | None:
-    """The version of meshfeed that is installed; None in a checkout that is not."""
+    """The installed version of meshfeed; None in a checkout that is not installed."""
     try:
         return importlib.metadata.version("meshfeed")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Metrics as OpenTelemetry has them, for Prometheus or whatever else a cluster collects."""
+"""OpenTelemetry metrics, for Prometheus and other collectors."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ if TYPE_CHECKING:
 _SECONDS = tuple(10.0**power * digit for power in range(-4, 3) for digit in (1, 2, 5))
 _COUNTERS = {
     "bytes_read": ("meshfeed.read", "By", "read from storage"),
-    "bytes_fetched": ("meshfeed.fetched", "By", "brought from storage that is far away"),
+    "bytes_fetched": ("meshfeed.fetched", "By", "fetched from remote storage"),
     "delivered_bytes": ("meshfeed.delivered", "By", "sent to peers or received"),
     "opens": ("meshfeed.opens", "{file}", "data files opened"),
     "collectives": ("meshfeed.collectives", "{collective}", "collectives called"),
 }
 _GAUGES = {
-    "queue_depth": ("meshfeed.queue.depth", "what lay ready when the loop asked for its last step"),
+    "queue_depth": ("meshfeed.queue.depth", "reads that were ready when the loop asked for its last step"),
     "padding": ("meshfeed.padding", "part of the global batch's padded tokens"),
     "max_over_mean": ("meshfeed.imbalance", "work of the busiest rank over the mean"),
-    "metrics_lost": ("meshfeed.metrics.lost", "steps that some sink of metrics has not taken"),
+    "metrics_lost": ("meshfeed.metrics.lost", "steps that some metrics sink has not taken"),
 }
 
 
 class Telemetry(Sink):
-    """Histograms of seconds waited and worked by stage, counters of what moved, gauges of balance.
+    """Histograms of seconds waited and worked by stage, counters of traffic, gauges of balance.
 
-    All carry the rank and its data-parallel rank, but for steps, tokens and the mixture: these are those of
-    the whole job, and its lowest rank alone tells them.
+    All carry the rank and its data-parallel rank, except steps, tokens and the mixture: these are totals of
+    the whole job, and only the lowest rank reports them.
 
     Args:
         meter_provider: an opentelemetry MeterProvider, with its readers and exporters; None takes the global
             one.
 
-    Raises MetricsError where opentelemetry is missing.
+    Raises MetricsError if opentelemetry is missing.
     """
 
     def __init__(self, meter_provider: MeterProvider | None = None) -> None:
@@ -62,15 +62,15 @@ class Telemetry(Sink):
 
 
 class _Instruments:
-    """One instrument for each thing that is told."""
+    """One instrument for each metric."""
 
     def __init__(self, meter: Meter) -> None:
         def seconds(name: str, what: str) -> Callable[..., None]:
             made = meter.create_histogram(name, "s", what, explicit_bucket_boundaries_advisory=_SECONDS)
             return made.record
 
-        self._wait = seconds("meshfeed.wait", "a step's seconds that the loop was kept waiting, by stage")
-        self._work = seconds("meshfeed.work", "a step's seconds that the producer spent, by stage")
+        self._wait = seconds("meshfeed.wait", "a step's seconds that the loop waited, by stage")
+        self._work = seconds("meshfeed.work", "a step's seconds that the producer worked, by stage")
         self._counters = {key: meter.create_counter(*about).add for key, about in _COUNTERS.items()}
         self._gauges = {key: meter.create_gauge(name, "", what).set for key, (name, what) in _GAUGES.items()}
         self._steps = meter.create_counter("meshfeed.steps", "{step}", "steps handed out").add
@@ -79,22 +79,25 @@ class _Instruments:
         self._asked = meter.create_gauge("meshfeed.source.asked", "", "part that is asked, by source").set
 
     def add(self, record: StepRecord, start: RunStart) -> None:
-        """One step of a rank."""
+        """Record one step of a rank."""
         stats, who = record.stats, {"rank": start.rank, "dp": start.coord["dp"]}
-        for tell, by_stage in ((self._wait, stats["exposed_wait_s"]), (self._work, stats["work_s"])):
+        for report_s, by_stage in (
+            (self._wait, stats["exposed_wait_s"]),
+            (self._work, stats["work_s"]),
+        ):
             for stage, seconds in by_stage.items():
-                tell(seconds, who | {"stage": stage})
-        for tellers in (self._counters, self._gauges):
-            for key, tell in tellers.items():
+                report_s(seconds, who | {"stage": stage})
+        for instruments in (self._counters, self._gauges):
+            for key, report in instruments.items():
                 if key in stats:
-                    tell(stats[key], who)
+                    report(stats[key], who)
         if start.is_lowest:
             self._steps(1)
             self._tokens(record.tokens)
             if "source_drawn" in stats:
-                self._tell_mixture(stats["source_drawn"], stats["source_asked"], start.sources)
+                self._record_mixture(stats["source_drawn"], stats["source_asked"], start.sources)
 
-    def _tell_mixture(self, drawn: Any, asked: Any, names: Sequence[str]) -> None:
+    def _record_mixture(self, drawn: Any, asked: Any, names: Sequence[str]) -> None:
         shares = (drawn / drawn.sum()).tolist()
         for name, share, wanted in zip(names, shares, asked.tolist()):
             self._share(share, {"source": name})

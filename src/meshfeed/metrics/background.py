@@ -1,4 +1,4 @@
-"""Brings what happens to the sinks, on a thread that the training loop never waits for."""
+"""Passes records to the sinks on a background thread, so that the training loop never waits."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from meshfeed.errors import MetricsError
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 
 EVERY_S = 1.0
-"""How often sinks are told."""
+"""How often sinks receive records."""
 
 MOST_KEPT = 4096
-"""Steps kept for a sink that takes none; then the oldest are lost."""
+"""Steps kept for a failing sink; beyond that, the oldest are lost."""
 
 _CLOSE_S = 10.0
 
@@ -23,7 +23,7 @@ Entry = RunStart | StepRecord
 
 
 class _Backlog:
-    """What a sink has not taken yet."""
+    """Records that a sink has not taken yet."""
 
     def __init__(self, sink: Sink) -> None:
         self.sink = sink
@@ -31,12 +31,12 @@ class _Backlog:
         self.dropped = 0
         self.error: Exception | None = None
 
-    def pass_on(self, more: Sequence[Entry]) -> None:
+    def take(self, more: Sequence[Entry]) -> None:
         self.entries += more
         try:
             if self.entries:
                 self.sink.take(self.entries)
-        except Exception as error:  # of a disk, or of a user's own sink: training goes on, whatever it is
+        except Exception as error:  # of a disk or a user's sink: training continues after any error
             self.error = error
             self._drop_oldest()
         else:
@@ -44,7 +44,7 @@ class _Backlog:
 
     @property
     def lost(self) -> int:
-        """Steps that the sink has not been told of, and will not be unless it recovers."""
+        """Steps that the sink has missed, or will miss unless it recovers."""
         return self.dropped + (len(self.entries) if self.error else 0)
 
     def _drop_oldest(self) -> None:
@@ -54,12 +54,12 @@ class _Backlog:
         self.entries = starts + kept
 
 
-class Courier:
-    """Several sinks and the thread that tells them.
+class BackgroundSinks:
+    """The sinks and the thread that passes records to them.
 
     Args:
-        sinks: whom to tell.
-        start: the first thing to tell them, here and now. What a sink raises is raised.
+        sinks: the receivers.
+        start: the first record; passed on the caller's thread, where errors of a sink are raised.
     """
 
     def __init__(self, sinks: Sequence[Sink], start: RunStart) -> None:
@@ -70,14 +70,14 @@ class Courier:
                 sink.take([start])
             stack.pop_all()
         self._inbox: deque[Entry] = deque()
-        self._overflown = 0  # a sink hangs
+        self._overflown = 0  # records dropped because a sink hangs
         self._process = os.getpid()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshfeed-metrics", daemon=True)
         self._thread.start()
 
     def send(self, entry: Entry) -> None:
-        """Tell the sinks soon."""
+        """Queue a record for the sinks."""
         if len(self._inbox) < MOST_KEPT or isinstance(entry, RunStart):
             self._inbox.append(entry)
         else:
@@ -85,13 +85,13 @@ class Courier:
 
     @property
     def lost(self) -> int:
-        """Steps that some sink does not take, or has missed for good."""
+        """Steps that some sink has failed to take."""
         return self._overflown + max(backlog.lost for backlog in self._backlogs)
 
     def close(self) -> None:
-        """Tell the sinks the rest and close them. Raises MetricsError where one has not got everything."""
+        """Pass on the rest and close the sinks. Raises MetricsError if a sink has missed anything."""
         if self._process != os.getpid():
-            return  # a fork that unwinds
+            return  # in a forked child
         self._closing.set()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
@@ -105,15 +105,15 @@ class Courier:
 
     def _run(self) -> None:
         while not self._closing.wait(EVERY_S):
-            self._pass_on()
-        self._pass_on()
+            self._forward()
+        self._forward()
         for backlog in self._backlogs:
             try:
                 backlog.sink.close()
             except Exception as error:
                 backlog.error = backlog.error or error
 
-    def _pass_on(self) -> None:
+    def _forward(self) -> None:
         more = [self._inbox.popleft() for _ in range(len(self._inbox))]
         for backlog in self._backlogs:
-            backlog.pass_on(more)
+            backlog.take(more)
