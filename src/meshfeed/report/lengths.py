@@ -1,4 +1,4 @@
-"""How long the documents of a store are: figures, and a histogram by powers of two."""
+"""The lengths of a store's documents: statistics, and a histogram by powers of two."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Bin:
     """Documents of first..last tokens.
 
     Attributes:
-        first, last: tokens, both included.
-        documents: how many are so long.
-        tokens: that they have together.
+        first, last: tokens, both inclusive.
+        documents: their number.
+        tokens: their total.
     """
 
     first: int
@@ -32,16 +32,16 @@ class Bin:
 
     @property
     def span(self) -> str:
-        """As tables and pictures name it."""
+        """Its label in tables and pictures."""
         return f"{self.first:,}" if self.first == self.last else f"{self.first:,}..{self.last:,}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Document lengths: of all documents, or of blocks spread evenly over a huge store.
+    """Document lengths: of all documents, or of a sample of blocks spread evenly over a huge store.
 
     Attributes:
-        tokens: of each document looked at; int64 [n].
+        tokens: of each document in the sample; int64 [n].
         num_documents: documents in the store.
     """
 
@@ -50,12 +50,12 @@ class Lengths:
 
     @property
     def is_partial(self) -> bool:
-        """Whether some documents were not looked at."""
+        """Whether it is a sample."""
         return self.tokens.size < self.num_documents
 
     @property
     def title(self) -> str:
-        """What the figures are of."""
+        """A title for the statistics."""
         if not self.is_partial:
             return f"tokens per document, {counted(self.num_documents, 'document')}"
         return (
@@ -64,7 +64,7 @@ class Lengths:
         )
 
     def statistics(self) -> dict[str, int | float]:
-        """Figures in tokens, and how many documents are empty; none where there is no document."""
+        """Statistics in tokens, and the number of empty documents; {} without documents."""
         if not self.tokens.size:
             return {}
         of_each = np.percentile(self.tokens, list(_PERCENTILES.values())).tolist()
@@ -77,7 +77,7 @@ class Lengths:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Statistics and histogram, as JSON-able values, and of how many documents they are."""
+        """Statistics, histogram and number of documents, as JSON-able values."""
         bins = [
             {"first": each.first, "last": each.last, "documents": each.documents, "tokens": each.tokens}
             for each in self.bins()
@@ -86,7 +86,7 @@ class Lengths:
         return counts | self.statistics() | {"histogram": bins}
 
     def bins(self) -> list[Bin]:
-        """A bin per power of two, from the first that holds a document to the last."""
+        """A bin per power of two, from the first non-empty bin to the last."""
         if not self.tokens.size:
             return []
         # 0 -> bin 0, 1 -> 1, 2..3 -> 2, 4..7 -> 3; frexp's exponent is the number of bits

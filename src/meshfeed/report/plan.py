@@ -44,7 +44,7 @@ def page(picture: Picture) -> str:
 
 
 def _chart(plan: StepPlan, account: Account) -> str:
-    """Microbatches stand side by side, as wide as their slowest rank; what a bar leaves open is waiting."""
+    """Microbatches side by side, as wide as their slowest rank; empty space means the rank is idle."""
     ranks = min(plan.num_ranks, _MOST_RANKS)
     height = max(2.0, min(22.0, _MOST_HEIGHT / max(ranks, 1)))
     tops = account.loads.max(axis=1, initial=0.0)
@@ -68,7 +68,7 @@ def _chart(plan: StepPlan, account: Account) -> str:
 def _bars(
     plan: StepPlan, account: Account, begins: np.ndarray, scale: float, height: float, ranks: int
 ) -> list[str]:
-    """A bar per sequence over all ranks of its cp group; its share of the pack's load wide."""
+    """A bar per sequence over all ranks of its cp group; its width is its share of the pack's load."""
     parts: list[str] = []
     filled: dict[tuple[int, int], float] = {}
     work = np.maximum(plan.lengths.astype(float), 1.0)

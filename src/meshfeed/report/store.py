@@ -1,4 +1,4 @@
-"""A token store as a page: what it holds, how long its documents are, how some of them read."""
+"""A token store as a page: its facts, document lengths, and the beginnings of some documents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Picture:
         facts: name -> value as text.
         lengths: of its documents.
         texts: (document, its beginning) of some of them.
-        verdict: "sound", "broken: ...", or "" where nothing was checked.
+        verdict: "sound", "broken: ...", or "" without a check.
     """
 
     path: str
@@ -70,7 +70,7 @@ def _verdict(verdict: str) -> str:
 
 
 def _chart(bins: list[Bin]) -> str:
-    """A row per bin: how many documents it has, and below it which part of all tokens."""
+    """A row per bin: its documents, and below that its share of all tokens."""
     most = max((each.documents for each in bins), default=1)
     tokens = max(sum(each.tokens for each in bins), 1)
     room = _WIDTH - _LEFT - _RIGHT

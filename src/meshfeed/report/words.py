@@ -9,7 +9,7 @@ def counted(number: int, what: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three digits in the unit that suits: 0.0005 -> "500 µs", 1.234 -> "1.23 s", 3600 -> "60 min"."""
+    """Three digits in a suitable unit: 0.0005 -> "500 µs", 1.234 -> "1.23 s", 3600 -> "60 min"."""
     if seconds >= 600:
         return f"{seconds / 60:,.0f} min"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):

@@ -1,4 +1,4 @@
-"""What a picture's columns and rows stand for: steps in the order in which they were trained, and ranks."""
+"""The columns and rows of a picture: steps in the order of training, and ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MOST_CELLS, _MOST_COLUMNS, _MOST_ROWS, _WORST_ROWS = 20_480, 720, 64, 16
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Columns of equally many steps, none of which reaches over a resume.
+    """Columns of equally many steps; no column spans a resume.
 
     Attributes:
-        start: i64[c], which start of the run a column belongs to.
-        first: i64[c], its first step; stop: i64[c], the one after its last.
-        left_out: how many of the earliest starts are not shown, there being more than fit.
+        start: i64[c], the start of the run that a column belongs to.
+        first: i64[c], its first step; stop: i64[c], the step after its last.
+        left_out: number of the earliest starts that do not fit and are not shown.
     """
 
     start: np.ndarray
@@ -31,7 +31,7 @@ class Axis:
         return len(self.start)
 
     def column_of(self, start: np.ndarray, step: np.ndarray) -> np.ndarray:
-        """i64[n]: the column of each step of each start; -1 where it has none."""
+        """i64[n]: the column of each step of each start; -1 for none."""
         if not len(self):
             return np.full(step.shape, -1)
         # a key that grows with the start first and the step second: columns are sorted by it
@@ -43,12 +43,12 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a picture's rows stand for: first the worst ranks alone, then all ranks together, in order.
+    """The rows of a picture: first the worst single ranks, then all ranks in groups, in order.
 
     Attributes:
-        first, stop: i64[g], the ranks of a row are those from `first` to before `stop`.
-        marked: bool[g], a rank alone that stands out.
-        alone: how many of the first rows are such ranks taken out of the others; 0 where every row is a rank.
+        first, stop: i64[g], a row shows ranks first..stop - 1.
+        marked: bool[g], whether it is a single rank that stands out.
+        alone: number of leading rows for the worst single ranks; 0 if every row is one rank.
     """
 
     first: np.ndarray
@@ -65,7 +65,7 @@ class Rows:
 
 
 def rows_of(waits: Waits) -> Rows:
-    """A row per rank; of more than 64 ranks the worst 16 alone and at most 48 groups of neighbours."""
+    """A row per rank; for more than 64 ranks, the worst 16 alone and at most 48 groups of adjacent ranks."""
     ranks, apart = waits.ranks, stragglers(waits)
     if len(ranks) <= _MOST_ROWS:
         return Rows(ranks, ranks + 1, apart)
@@ -74,7 +74,7 @@ def rows_of(waits: Waits) -> Rows:
     num_ranks = int(ranks[-1]) + 1
     size = 1
     while -(-num_ranks // size) > _MOST_ROWS - _WORST_ROWS:
-        size *= 2  # groups of neighbours then are nodes, or whole numbers of them
+        size *= 2  # groups are then nodes, or several whole nodes
     first = np.arange(0, num_ranks, size)
     return Rows(
         np.concatenate((ranks[worst], first)),
@@ -85,7 +85,7 @@ def rows_of(waits: Waits) -> Rows:
 
 
 def axis_of(history: RunHistory, num_rows: int) -> Axis:
-    """As many columns as the page may hold for so many rows; one per step where they suffice."""
+    """As many columns as fit on the page with `num_rows` rows; one per step if possible."""
     bounds = _bounds(history)
     most = max(min(_MOST_COLUMNS, _MOST_CELLS // max(num_rows, 1)), 1)
     left_out, bounds = max(len(bounds) - most, 0), bounds[-most:]

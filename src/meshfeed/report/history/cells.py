@@ -1,6 +1,6 @@
-"""What is shown of a rank and step: always something that was measured, the largest of what shares a cell.
+"""The values of cells: always a measured value, the largest of those in the cell.
 
-Nothing is averaged here: one wait of 500 ms among a million steps is as dark in the picture as it was long.
+Nothing is averaged: a single wait of 500 ms among a million steps stays visible.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from meshfeed.report.history.loop import asked_at, seconds_of
 
 @dataclass(frozen=True, slots=True)
 class Heat:
-    """The longest waits of single steps, by row and column; NaN where nothing was measured.
+    """The longest waits of single steps, by row and column; NaN without a measurement.
 
     Attributes:
-        total: f64[g, c], seconds of all stages together; rank, step: i64[g, c], whose and when that was.
-        by_stage: f64[g, c, k], the longest wait for each stage, each of its own rank and step.
+        total: f64[g, c], seconds over all stages; rank, step: i64[g, c], the rank and step of that wait.
+        by_stage: f64[g, c, k], the longest wait for each stage, possibly of different ranks and steps.
     """
 
     total: np.ndarray
@@ -31,16 +31,16 @@ class Heat:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """For each column the one step in which a rank waited longest, as it was.
+    """For each column, the step with the longest wait of a rank.
 
-    Where a row stands for several ranks, it shows the one of them that waited longest in that step.
+    A row of several ranks shows the one that waited longest in that step.
 
     Attributes:
         step: i64[c]; -1 for none.
-        rank: i64[g, c], whose the figures of a row are; -1 for none.
-        begin: f64[g, c], seconds from when the first rank asked for the step to when this one did.
-        seconds: f64[g, c], until it asked for the next; NaN for the last step of a start.
-        wait, work: f64[g, c, k], seconds by stage: waited by the loop, worked on behalf of the step.
+        rank: i64[g, c], the rank shown in a row; -1 for none.
+        begin: f64[g, c], seconds from the first rank's request of the step to this rank's.
+        seconds: f64[g, c], until it asked for the next step; NaN for the last step of a start.
+        wait, work: f64[g, c, k], seconds by stage: waits of the loop, work of the producer.
     """
 
     step: np.ndarray

@@ -1,6 +1,6 @@
-"""A step as its training loop lived it: asked for, waited for, handed over, trained.
+"""Times of a step in its training loop: requested, received, finished.
 
-A log knows when a step was handed over, and how long the loop had waited for it before that.
+A log contains the time at which a step was received, and the wait before that.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from meshfeed.metrics import RankHistory, RunHistory
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """The longest time that a loop was busy with one step: the loader had no part in it.
+    """The longest time that a loop spent on one step outside the loader.
 
     Attributes:
-        rank, step: whose, and in which step.
-        busy_s: seconds from the handing over of the step to the asking for the next.
+        rank, step: of that time.
+        busy_s: seconds from receiving the step to asking for the next.
         median_s: of the same rank's steps.
     """
 
@@ -34,7 +34,7 @@ def asked_at(rank: RankHistory) -> np.ndarray:
 
 
 def seconds_of(rank: RankHistory) -> np.ndarray:
-    """f64[n]: seconds from asking for one to asking for the next, wait included; NaN for a start's last."""
+    """f64[n]: seconds from one request to the next, including the wait; NaN for a start's last step."""
     asked, waited = asked_at(rank), rank.wait.sum(axis=1)
     seconds = np.full(asked.size, np.nan)
     # waits are measured by another clock than moments are
@@ -43,12 +43,14 @@ def seconds_of(rank: RankHistory) -> np.ndarray:
 
 
 def longest_outside(history: RunHistory) -> Outside | None:
-    """Of all ranks, without the first step of each start; None where no step is over."""
+    """Over all ranks, without the first step of each start; None if no step is finished."""
     worst: Outside | None = None
     for number, rank in history.ranks.items():
         busy = np.full(rank.time.size, np.nan)
         busy[:-1] = np.where(np.diff(rank.start) == 0, asked_at(rank)[1:] - rank.time[:-1], np.nan)
-        busy[np.diff(rank.start, prepend=-1) != 0] = np.nan  # what is made at first, as compiled kernels
+        busy[np.diff(rank.start, prepend=-1) != 0] = (
+            np.nan
+        )  # includes one-time work, such as compiling kernels
         if np.isnan(busy).all():
             continue
         at = int(np.nanargmax(busy))

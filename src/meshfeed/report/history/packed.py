@@ -1,4 +1,4 @@
-"""Arrays as text inside a page: two bytes a number, at most."""
+"""Arrays as text inside a page, usually two bytes per number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def packed_seconds(seconds: np.ndarray) -> dict[str, Any]:
 
 
 def unpacked_seconds(packed: dict[str, Any]) -> np.ndarray:
-    """What `packed_seconds` kept; f64 of the same shape."""
+    """Decode `packed_seconds`; f64 of the same shape."""
     codes = np.frombuffer(base64.b64decode(packed["data"]), "<u2").astype(np.float64)
     seconds = np.expm1(codes / packed["scale"]) * packed["unit"]
     return np.where(codes == MISSING, np.nan, seconds).reshape(packed["shape"])

@@ -257,7 +257,7 @@ function drawAll() {
   cursors.length = 0;
   drawStages(); drawWaits(); drawHeat(); legendOf(byId("moment-legend"));
   const { series } = data, entry = (name, key, colour, extreme = "largest") => ({ name, series: series[key], colour, extreme });
-  drawSeries("chart-traffic", [entry("read", "read", "--read"), entry("fetched from afar", "fetched", "--exchange"), entry("between ranks", "delivered", "--deliver")]
+  drawSeries("chart-traffic", [entry("read", "read", "--read"), entry("fetched from remote storage", "fetched", "--exchange"), entry("between ranks", "delivered", "--deliver")]
     .filter(({ series }) => series.mean.some((each) => each)), rate, "bytes per second");
   drawSeries("chart-padding", [entry("padding", "padding", "--build")], percent, "padding over steps");
   drawSeries("chart-imbalance", [entry("imbalance", "imbalance", "--plan")], plain, "imbalance over steps", 1);

@@ -1,4 +1,4 @@
-"""The job over time: per column a mean and, where it stands for several steps, the extreme of them."""
+"""The job over time: per column a mean and, for several steps, their extreme."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from meshfeed.report.history.loop import seconds_of
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One quantity by column. NaN where nothing was measured.
+    """One quantity by column. NaN without a measurement.
 
     Attributes:
-        mean: f64[c], over steps (and ranks, where each has its own).
-        extreme: f64[c], of single steps (and ranks): the largest; of queue depths the smallest.
+        mean: f64[c], over steps, and over ranks for values per rank.
+        extreme: f64[c], the largest single value; for queue depths, the smallest.
     """
 
     mean: np.ndarray
@@ -96,16 +96,16 @@ def job_of(history: RunHistory, axis: Axis) -> Job:
 
 
 def _places(axis: Axis, rank: RankHistory, offset: np.ndarray) -> np.ndarray:
-    """i64[n]: where each row's step lies among all steps of the axis; -1 for nowhere."""
+    """i64[n]: index of each row's step among all steps of the axis; -1 if it is not among them."""
     column = axis.column_of(rank.start, rank.step)
     return np.where(column >= 0, offset[column] + rank.step - axis.first[column], -1) if len(axis) else column
 
 
 def _fold(steps: np.ndarray, axis: Axis, offset: np.ndarray, by: np.ufunc) -> np.ndarray:
-    """f64[c]: the steps of each column brought together."""
+    """f64[c]: the steps of each column, reduced."""
     return by.reduceat(steps, offset[:-1]) if len(axis) else np.zeros(0)
 
 
 def _positive(values: np.ndarray) -> np.ndarray:
-    """The same, NaN instead of 0: what is divided by it was not measured."""
+    """The values with NaN instead of 0, for use as a divisor."""
     return np.where(values > 0, values, np.nan)

@@ -1,4 +1,4 @@
-"""A run in words and figures: what its page says around the pictures."""
+"""Text and figures of a run's page."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshfeed.report.history.loop import longest_outside
 from meshfeed.report.history.waits import Waits, longest_of, sentence, worst_of
 from meshfeed.report.words import counted, duration
 
-_NOTICEABLE = 0.01  # share of the ranks' time from which waiting is called bad
+_NOTICEABLE = 0.01  # share of the ranks' time above which waiting counts as bad
 
 
 def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
-    """The figures that a script wants, JSON-able; durations in seconds, without the first step of each start.
+    """The figures for scripts, JSON-able; durations in seconds, without the first step of each start.
 
     worst: rank and stage to look at first, see `waits.Worst`. longest: the longest wait of a single step.
     outside: see `loop.Outside`.
@@ -55,7 +55,7 @@ def num_steps(history: RunHistory) -> int:
 
 
 def mood(waits: Waits) -> str:
-    """good, even or bad: how the first sentence is marked."""
+    """good, even or bad: the style of the first sentence."""
     worst = worst_of(waits)
     if worst is None or worst.share < _NOTICEABLE:
         return "good"
@@ -63,7 +63,7 @@ def mood(waits: Waits) -> str:
 
 
 def when(history: RunHistory, waits: Waits) -> str:
-    """From when to when, and how many ranks."""
+    """Begin, end and duration of the run, and its number of ranks."""
     times = [float(rank.time[at]) for rank in history.ranks.values() if rank.time.size for at in (0, -1)]
     if not times:
         return "no step yet"
@@ -104,17 +104,18 @@ def traffic(history: RunHistory) -> str:
     )
     text = f"All ranks together read {short(read)}B"
     if fetched:
-        return f"{text} and fetched {short(fetched)}B from afar: {fetched / max(read, 1):.3f} times that."
-    return f"{text}, none of it from afar."
+        times = fetched / max(read, 1)
+        return f"{text} and fetched {short(fetched)}B from remote storage: {times:.3f} times that."
+    return f"{text}, none of it from remote storage."
 
 
 def resumes(history: RunHistory) -> str:
-    """How often the run was started, and who tells nothing of it, in a sentence or two."""
+    """The number of starts, and the ranks without a log, in a sentence or two."""
     return " ".join(filter(None, (_started(history), _unheard(history))))
 
 
 def _unheard(history: RunHistory) -> str:
-    """Which ranks of which start have no log here; empty where all have."""
+    """The ranks of each start without a log; empty if there are none."""
     found: list[str] = []
     for number, start in enumerate(history.starts, 1):
         silent = sorted(set(range(start.world_size)) - set(start.ranks))
@@ -132,20 +133,20 @@ def _started(history: RunHistory) -> str:
     layouts = len({start.layout for start in history.starts})
     other = f", under {layouts} layouts" if layouts > 1 else ", under one layout"
     return (
-        f"The run was started {num} times{other}. Steps that a start did beyond what the next one "
-        f"went on from were undone; they are not shown."
+        f"The run was started {num} times{other}. Steps after the last checkpoint were discarded on "
+        f"resume; they are not shown."
     )
 
 
 def ranks_title(waits: Waits) -> str:
-    """What the table of ranks shows."""
+    """The title of the table of ranks."""
     if len(waits.ranks) <= 32:
         return "Mean wait a step, the first step of each start left out. Longest first; ◂ stands out."
     return f"The 32 of {len(waits.ranks):,} ranks that waited longest; ◂ stands out. Mean wait a step."
 
 
 def resolution(axis: Axis, rows: Rows) -> str:
-    """What a column and a row of the map stand for."""
+    """What a column and a row of the map show."""
     size = int((axis.stop - axis.first).max(initial=1))
     columns = "A column is a step."
     if size > 1:

@@ -29,7 +29,7 @@ def table(head: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> st
 
 
 def ranks_table(history: RunHistory, waits: Waits) -> str:
-    """The ranks that waited longest: who and where they are, and what for."""
+    """The ranks that waited longest: their coordinates, hosts and waits by stage."""
     apart, per_step = stragglers(waits), waits.per_step
     order = np.lexsort((waits.ranks, -per_step.sum(axis=1), ~apart))[:_MOST_RANKS]
     used = [k for k in range(len(waits.stages)) if waits.wait[:, k].any()]
@@ -54,7 +54,7 @@ def ranks_table(history: RunHistory, waits: Waits) -> str:
 
 
 def starts_table(history: RunHistory) -> str:
-    """Every start: when, from which step, under which layout."""
+    """Every start: time, first step, layout."""
     lines: list[tuple[str, list[str]]] = []
     for number, start in enumerate(history.starts):
         hosts = start.hosts[0] if len(start.hosts) == 1 else f"{len(start.hosts):,} hosts"
@@ -75,7 +75,7 @@ def starts_table(history: RunHistory) -> str:
 
 
 def mixture_table(mixture: MixtureHistory | None) -> str:
-    """What each source gave, against what was asked; a bar for each, a tick where it should end."""
+    """Draws of each source and the recipe's share: a bar for each, with a tick at its target."""
     if mixture is None or not mixture.steps.size:
         return "<p>The run drew from a single source.</p>"
     drawn, asked = mixture.drawn[-1].astype(np.float64), asked_draws(mixture)

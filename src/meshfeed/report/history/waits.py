@@ -1,4 +1,4 @@
-"""Who waited for what: sums over a run by rank and stage, and the one place to look at first."""
+"""Waits by rank and stage, summed over a run, and the rank and stage to look at first."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from meshfeed.report.history.loop import seconds_of
 from meshfeed.report.words import duration
 
 FOLLOWS = frozenset({"deliver", "exchange"})
-"""Stages in which a rank waits for other ranks: what holds those up is the cause."""
+"""Stages in which a rank waits for other ranks; the cause is whatever delays those ranks."""
 
-_NOTHING, _APART = 0.001, 2.0  # share of time that is not worth a word; times the median that stands out
+_NOTHING, _APART = (
+    0.001,
+    2.0,
+)  # share of time below which a wait is ignored; multiple of the median that stands out
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """What the loops of all ranks were kept waiting.
+    """Waits of all ranks' loops.
 
     Attributes:
         ranks: i64[r], ascending.
         stages: k names.
-        num_steps: i64[r], steps that are summed.
-        seconds: f64[r], their duration; of the last step of a start, its wait alone.
+        num_steps: i64[r], number of steps summed.
+        seconds: f64[r], their duration; for the last step of a start, only its wait.
         wait: f64[r, k], seconds waited in them.
-        longest: f64[r, k], the longest wait of a single step; longest_step: i64[r, k], which.
+        longest: f64[r, k], the longest wait of a single step; longest_step: i64[r, k], that step.
     """
 
     ranks: np.ndarray
@@ -40,7 +43,7 @@ class Waits:
 
     @property
     def share(self) -> float:
-        """Part of all ranks' time that they waited, 0 to 1."""
+        """Share of all ranks' time spent waiting, 0 to 1."""
         seconds = float(self.seconds.sum())
         return min(float(self.wait.sum()) / seconds, 1.0) if seconds > 0 else 0.0
 
@@ -56,9 +59,9 @@ class Worst:
 
     Attributes:
         per_step: mean seconds a step; median: of the median rank, in the same stage.
-        share: part of the rank's time.
+        share: of the rank's time.
         apart: whether it stands out from the other ranks.
-        others_follow: whether other ranks wait longer, but for what comes from ranks such as this.
+        others_follow: whether other ranks wait longer, but for data from ranks like this one.
     """
 
     rank: int
@@ -72,7 +75,7 @@ class Worst:
 
 @dataclass(frozen=True, slots=True)
 class Longest:
-    """The longest wait of a single step: whose, for which stage, when and how long."""
+    """The longest wait of a single step: rank, stage, step and duration."""
 
     rank: int
     stage: str
@@ -86,7 +89,8 @@ class Longest:
 def waits_of(history: RunHistory, last: int | None = None) -> Waits:
     """Sums over the whole run, or over each rank's `last` steps.
 
-    The first step of a start waits for opening, meeting and warming up; ranks that have others go without it.
+    The first step of a start includes opening, meeting and warming up; it is omitted for ranks with other
+    steps.
     """
     stages = history.stages
     num_ranks, num_stages = len(history.ranks), len(stages)
@@ -118,10 +122,10 @@ def _steady(
 
 
 def worst_of(waits: Waits) -> Worst | None:
-    """The rank and stage to look at first; None where nobody waited.
+    """The rank and stage to look at first; None if no rank waited.
 
-    Ranks that wait for others wait in their own stage of delivery. They are named only where no rank waited
-    at least half as long in a stage of its own.
+    Waits in deliver or exchange are waits for other ranks. They are named only if no rank waited at least
+    half as long in a stage of its own.
     """
     per_step = waits.per_step
     if not per_step.size or per_step.max() <= 0:
@@ -147,7 +151,7 @@ def worst_of(waits: Waits) -> Worst | None:
 
 
 def longest_of(waits: Waits) -> Longest | None:
-    """The longest wait of a single step, for a cause rather than another rank; None where nobody waited."""
+    """The longest wait of a single step, preferably not for another rank; None if no rank waited."""
     if not waits.longest.size or waits.longest.max() <= 0:
         return None
     row, stage = at = _cause(waits, waits.longest)
@@ -162,7 +166,7 @@ def _follows(waits: Waits) -> np.ndarray:
 
 
 def _cause(waits: Waits, seconds: np.ndarray) -> tuple[int, int]:
-    """(row, stage) of the largest of f64[r, k]: of own stages, unless those of others are twice that."""
+    """(row, stage) of the largest of f64[r, k]: in own stages, unless a wait for others is twice as long."""
     own = np.where(_follows(waits), 0.0, seconds)
     row, stage = np.unravel_index(
         int((own if own.max() >= seconds.max() / 2 else seconds).argmax()), seconds.shape
@@ -171,7 +175,7 @@ def _cause(waits: Waits, seconds: np.ndarray) -> tuple[int, int]:
 
 
 def stragglers(waits: Waits) -> np.ndarray:
-    """bool[r]: the ranks that stand out in a stage that is their own."""
+    """bool[r]: the ranks that stand out in a stage of their own."""
     per_step = waits.per_step * ~_follows(waits)
     if not per_step.size:
         return np.zeros(len(waits.ranks), bool)
@@ -182,7 +186,7 @@ def stragglers(waits: Waits) -> np.ndarray:
 
 
 def sentence(waits: Waits) -> str:
-    """What a tired engineer reads first."""
+    """The summary in one sentence."""
     if not waits.num_steps.sum():
         return "No step has been trained yet."
     worst = worst_of(waits)
