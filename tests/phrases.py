@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST = 199
+MOST = 90
 
 BETTER = {
     r"not to be had": "this machine lacks …",

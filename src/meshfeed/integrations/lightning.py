@@ -61,7 +61,7 @@ class _Data:
     steps_per_epoch: optimizer steps in an epoch of Lightning's; None for the whole stream.
     feed_options: further arguments of `Feed`, for every role: micro_batch_size, packing, delivery, ...
 
-    A module goes on where it stood when it is given to a trainer again; make a new one to begin anew.
+    A module resumes where it stood when it is given to a trainer again; make a new one to start again.
     """
 
     trainer: Any
@@ -166,7 +166,7 @@ class _Data:
         self._let_go()
 
     def on_exception(self, exception: BaseException) -> None:
-        """The same where a run fails: another one goes on with the first step that is not wholly trained."""
+        """The same where a run fails: another one resumes at the first step that is not wholly trained."""
         self._let_go(exception)
 
     def _let_go(self, during: BaseException | None = None) -> None:

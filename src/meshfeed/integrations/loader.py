@@ -79,7 +79,7 @@ class EvalLoader:
 
 
 class TrainLoader:
-    """The training stream. Each iteration is an epoch of the loop's, and goes on where the last one ended.
+    """The training stream. Each iteration is an epoch of the loop's, and resumes where the last one ended.
 
     The state is the first step that is not wholly trained. It is meant to be taken between steps: one that
     was taken within a step says so, and is refused when it is loaded, for its gradients are lost.
@@ -170,7 +170,7 @@ class TrainLoader:
         return sealed(state | {_DONE: done}) if done else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a state was taken. Raises StateError for one that cannot be gone on from."""
+        """Resume at a state. Raises StateError for one that cannot be gone on from."""
         check_state(state_dict, self._feed.recipe)
         self._feed.load_state_dict(state_dict)
         self._steps, self._next = None, None

@@ -116,7 +116,7 @@ class _Loader:
         return {_KEY: json.dumps(state)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a state was taken, under whatever mesh. An empty state is none."""
+        """Resume at a state, under whatever mesh. An empty state is none."""
         if state_dict:
             if _KEY not in state_dict:
                 raise StateError(f"state of another data loader: it has {sorted(state_dict)}, not {_KEY!r}")
