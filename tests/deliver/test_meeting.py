@@ -427,7 +427,7 @@ def test_a_loop_leaves_no_key_for_every_rank(corpus: str, monkeypatch: pytest.Mo
 def test_a_store_that_is_slow_to_look_at_fails_no_other_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshfeed.deliver.store_client._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("meshfeed.deliver.store_client._POLL_EVERY_S", 0.01)
     meeting, free = Meeting(dist.FileStore(str(tmp_path / "store"), -1), 0, 60), threading.Event()
     client = meeting.client
     slow = threading.Thread(target=client.call, args=(lambda store: free.wait(), 60))
@@ -500,11 +500,11 @@ def test_many_ranks_that_wait_work_out_once_for_whom() -> None:
         meeting._prefix = "one run"  # in processes of their own they would be of one turn
         store.append("one run/job/here", f"{meeting.rank} ")
         store.add("one run/job/count", 1)
-    assert all(meeting._missing("one run/job", peers) == [3, 4, 5, 30] for meeting in meetings)
+    assert all(meeting._missing_ranks("one run/job", peers) == [3, 4, 5, 30] for meeting in meetings)
     assert store.lists == 1
     store.append("one run/job/here", "4 ")
     store.add("one run/job/count", 1)
-    assert all(meeting._missing("one run/job", peers) == [3, 5, 30] for meeting in meetings)
+    assert all(meeting._missing_ranks("one run/job", peers) == [3, 5, 30] for meeting in meetings)
     assert store.lists == 2
 
 

@@ -220,7 +220,7 @@ def test_the_share_that_is_asked_changes_with_the_very_step() -> None:
         (lambda: mf.Mixture({"a": (store(1), True)}), "finite number"),
         (lambda: mf.Mixture({"a": 0.5}), "give .store, amount."),
         (lambda: mf.Mixture({"a": ("path", 0.5)}), "give .store, amount."),
-        (lambda: mf.Mixture({"": (store(1), 0.5)}), "has a name"),
+        (lambda: mf.Mixture({"": (store(1), 0.5)}), "a name"),
         (lambda: mf.Mixture({"a": (store(1), 0.5)}, by="count"), "whole number"),
         (lambda: mf.Mixture({"a": (store(1), 1)}, by="share"), "choose one of"),
         (lambda: mf.Mixture({"a": (store(1), 1)}).then(0, {"a": 2}), "a step after 0"),
