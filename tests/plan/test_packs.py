@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+from meshfeed.errors import PlanError
 from meshfeed.plan import Align, Pack, StepPlan, packs_of, plan_fixed, slices_of
 from soak import cases
 
@@ -252,3 +253,12 @@ def test_what_cannot_be_planned_is_refused() -> None:
     pack = packs_of(plan_fixed(np.ones(3, np.int64), dp=1, cp=2, micro_batch_size=3), 0)[0]
     with pytest.raises(mf.PlanError, match="cp split"):
         slices_of(pack, [0], "diagonal")  # type: ignore[arg-type]
+
+
+def test_a_pack_that_does_not_split_is_refused_with_the_lengths_that_do_not() -> None:
+    ends = np.array([0, 8, 14, 22], np.int32)
+    pack = Pack(
+        sequences=np.arange(3, dtype=np.int32), cu_seqlens=ends, cu_seqlens_padded=ends, cp_size=2, cp_rank=0
+    )
+    with pytest.raises(PlanError, match=r"padded lengths \[6\] do not split in 4"):
+        slices_of(pack, [0], "zigzag")
