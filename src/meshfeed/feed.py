@@ -78,7 +78,7 @@ class Feed(StepSource[Delivery]):
             with its own timeout.
         metrics: one or several sinks for the costs of each step, such as a `metrics.RunLog`.
         name: needed for a feed that only some ranks iterate, or that ranks iterate in different orders. When
-        a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
+            a loop begins, ranks compare their arguments in the n-th loop over feeds of one name.
 
     A loop that is left resumes where it was. A loop after the end of the stream raises StateError (an
     Exchange restarts its iterators instead).

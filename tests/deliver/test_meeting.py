@@ -441,6 +441,23 @@ def test_a_store_that_is_slow_to_look_at_fails_no_other_call(
     slow.join()
 
 
+def test_the_threads_of_a_client_rest_when_a_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the store is gone already, as after destroy_process_group."""
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", server.port, None, False)
+    meeting, slow = Meeting(store, 0, 60), threading.Event()
+    client = meeting.client
+    with Failures(meeting, 0, lambda: None):
+        listener = client._listener
+        assert listener is not None
+    client._post(lambda store: slow.wait())
+    del meeting, store
+    threading.Timer(0.2, slow.set).start()
+    client._end()
+    assert slow.is_set(), "what was asked of the store has ended"
+    assert not listener.is_alive()
+
+
 class Broken:
     def append(self, key: str, text: str) -> None:
         raise RuntimeError("Connection reset by peer")

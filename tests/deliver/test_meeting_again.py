@@ -195,7 +195,7 @@ def busy_store(rank: int, path: str) -> int:
     store = default_store()
 
     def answer(main: int | None) -> None:
-        while not is_in("_await", sys._current_frames()[main]):
+        while not is_in("_wait_for_all", sys._current_frames()[main]):
             threading.Event().wait(0.01)
         store.set("go", "1")
 

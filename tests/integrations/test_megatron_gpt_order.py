@@ -158,12 +158,12 @@ def test_blends_of_any_weights_are_theirs(weights, size):
     assert np.array_equal(ours["dataset"], dataset) and np.array_equal(ours["sample"], sample)
 
 
-def test_stretches_join(monkeypatch):
-    from meshfeed.order import megatron
+def test_pieces_of_a_blend_join(monkeypatch):
+    from meshfeed.integrations.megatron import gpt_order
 
     weights = weights_of("random", 5)
     whole = blend_of_weights(weights, 20_000)
-    monkeypatch.setattr(megatron, "_STRETCH", 3_000)
+    monkeypatch.setattr(gpt_order, "_PIECE", 3_000)
     cut = blend_of_weights(weights, 20_000)
     assert all(np.array_equal(whole[name], cut[name]) for name in whole)
 

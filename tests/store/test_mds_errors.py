@@ -159,7 +159,7 @@ def test_codecs_are_bounded_and_notice_damage(codec: str, size: int) -> None:
     data = np.random.default_rng(0).integers(0, 3, size).astype(np.uint8).tobytes()
     small = packed(codec, data)
     assert decompress(codec, small, size, "x") == data
-    with pytest.raises(StoreError, match="x: grows beyond"):
+    with pytest.raises(StoreError, match="x: exceeds"):
         decompress(codec, small, size - 1, "x")
     with pytest.raises(ChecksumError):
         decompress(codec, small, size + 1, "x")

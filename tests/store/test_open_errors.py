@@ -107,7 +107,7 @@ def test_raw_tokens_without_an_index_name_the_remedy(tmp_path, name):
 def test_a_directory_in_place_of_a_file_is_named(sound, suffix):
     os.remove(sound + suffix)
     os.mkdir(sound + suffix)
-    with pytest.raises(StoreError, match=rf"c\{suffix}: a directory"):
+    with pytest.raises(StoreError, match=rf"c\{suffix}: is a directory, not a file"):
         open_store(sound)
 
 

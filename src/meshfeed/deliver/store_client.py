@@ -202,9 +202,8 @@ class StoreClient:
                     return
                 if own is None:
                     self._ending.wait(_POLL_EVERY_S)
-                    self.read_notices(
-                        _NO_TIMEOUT.total_seconds()
-                    )  # a short timeout would make the training loop's own calls fail
+                    # a short timeout would make the training loop's own calls fail
+                    self.read_notices(_NO_TIMEOUT.total_seconds())
                 else:
                     self._read(own)
                 if len(self.notices) > num_read:
@@ -216,18 +215,24 @@ class StoreClient:
                     own.delete_key(self._wake_key)
                 if not self._watchers:
                     self._watched.clear()
-                    if self._watchers:
+                    if self._watchers or self._ending.is_set():
                         self._watched.set()
 
     def _end(self) -> None:
-        """Stop the listener before the interpreter exits: a thread that wakes up during exit would crash
-        it."""
+        """Let both threads come to rest before the interpreter exits.
+
+        One that returns from a call on the store during the exit would abort the process.
+        """
         if self._process != os.getpid() or self._listener is None:
             return
         self._ending.set()
         self._watched.set()
-        if self._store() is not None and (self._overdue is None or self._overdue.done.is_set()):
-            self._post(self._wake_listener)
+        if self._overdue is not None and not self._overdue.done.is_set():
+            return
+        can_wake = self._store() is not None  # else nothing does, unless the last `unwatch` has
+        last = self._post(self._wake_listener if can_wake else lambda store: None)
+        last.done.wait(_END_S)
+        if can_wake or not self._watchers:
             self._listener.join(_END_S)
 
 

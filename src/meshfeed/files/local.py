@@ -41,7 +41,7 @@ class LocalFile:
             with typed_errors(self.url):
                 path = Path(self.url)
                 if path.is_dir():
-                    raise StoreError(f"{self.url}: is a directory; give a file")
+                    raise StoreError(f"{self.url}: is a directory, not a file")
                 self._size_bytes = path.stat().st_size
         return self._size_bytes
 

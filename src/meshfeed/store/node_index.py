@@ -186,7 +186,7 @@ def versions_of(prefix: str) -> list[Version | None]:
                 found.append(None)
                 continue
         if stat.S_ISDIR(told.st_mode):
-            raise StoreError(f"{path}: a directory, where a store has a file")
+            raise StoreError(f"{path}: is a directory, not a file")
         found.append((told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns))
     return found
 

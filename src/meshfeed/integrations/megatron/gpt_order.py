@@ -238,7 +238,7 @@ def _refuse_weights(weights: Sequence[float]) -> None:
 
 _TOGETHER = 1 << 16  # doubles that fit a core's cache
 _MOST_RUNS = 1 << 13
-_STRETCH = 1 << 24  # steps at a time: what is in memory beside the result
+_PIECE = 1 << 24  # steps at a time: what is in memory beside the result
 _STEPS_KEPT = 64  # steps of all runs that are kept before they are written, run by run
 
 
@@ -257,7 +257,7 @@ def _blend(
     most = min(_MOST_RUNS, max(1, _TOGETHER // shares.size))
     start, counts = 0, np.zeros(shares.size)
     while start < num_steps:
-        left = min(_STRETCH, num_steps - start)
+        left = min(_PIECE, num_steps - start)
         run_size = min(max(-(-left // most), 8 * shares.size, 256), left)
         stop = start + left // run_size * run_size  # whole runs; the next segment takes the rest
         firsts = np.arange(start, stop, run_size)
