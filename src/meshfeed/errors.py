@@ -30,6 +30,11 @@ class MeshfeedError(Exception):
     """The root of the tree: catch this to catch all of them."""
 
 
+def class_of(error: BaseException) -> type[MeshfeedError] | None:
+    """The class of this module that an error is, or derives from; None for a foreign error."""
+    return next((kind for kind in type(error).__mro__ if globals().get(kind.__name__) is kind), None)
+
+
 class LayoutError(MeshfeedError, ValueError):
     """Ranks, dimensions, stage maps or meshes that do not fit together."""
 

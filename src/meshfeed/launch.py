@@ -53,7 +53,7 @@ def this_layout(given: Layout | None, rank: int | None = None) -> Layout:
     layout, size = given or Layout(), num_processes()
     if given is None and size > 1:
         raise LayoutError(f"a job of {size} processes needs a layout; pass one, such as mf.Layout(dp={size})")
-    is_launched = any(size in os.environ and rank in os.environ for size, rank in _LAUNCHERS)
+    is_launched = any(os.environ.keys() >= {*names} for names in _LAUNCHERS)
     if (dist.is_available() and dist.is_initialized()) or (is_launched and rank is None):
         layout.check_world(size)
     if layout.ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:

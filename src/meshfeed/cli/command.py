@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, get_args
 
 import numpy as np
 from rich.console import Console as RichConsole
@@ -23,6 +23,7 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 
 from meshfeed.errors import MeshfeedError
+from meshfeed.roles import DeliveryName
 
 OK, WRONG, FAILED, INTERRUPTED = 0, 1, 2, 130
 
@@ -142,6 +143,16 @@ def add_command(
 
 
 # -- arguments ----------------------------------------------------------------------------------------
+
+
+def add_delivery(parser: argparse.ArgumentParser) -> None:
+    """Declare --delivery."""
+    parser.add_argument(
+        "--delivery",
+        choices=("auto", *get_args(DeliveryName)),
+        default="auto",
+        help="how bytes reach the ranks (auto)",
+    )
 
 
 def whole(least: int) -> Callable[[str], int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import meshfeed
-from meshfeed.cli.command import add_command, whole
+from meshfeed.cli.command import add_command, add_delivery, whole
 from meshfeed.errors import MeshfeedError
 
 
@@ -44,12 +44,7 @@ def add_parser(subparsers: Any) -> None:
         help="kill all ranks after this step (12)",
     )
     parser.add_argument("--steps", type=whole(2), default=30, metavar="N", help="total number of steps (30)")
-    parser.add_argument(
-        "--delivery",
-        choices=("auto", "direct", "broadcast", "share", "tree"),
-        default="auto",
-        help="how bytes reach the ranks (auto)",
-    )
+    add_delivery(parser)
     parser.add_argument(
         "--out",
         type=Path,

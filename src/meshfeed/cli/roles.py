@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from meshfeed.cli.command import OK, Console, Table, add_command, numbers, print_json, whole
+from meshfeed.cli.command import OK, Console, Table, add_command, add_delivery, numbers, print_json, whole
 from meshfeed.deliver import can_share
 from meshfeed.layout import Layout
 from meshfeed.report.words import counted
@@ -48,12 +48,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--ranks-per-node", type=whole(1), default=8, metavar="N", help="ranks that share a machine (8)"
     )
-    parser.add_argument(
-        "--delivery",
-        choices=("auto", "direct", "broadcast", "share", "tree"),
-        default="auto",
-        help="how bytes reach the ranks (auto)",
-    )
+    add_delivery(parser)
     parser.add_argument(
         "--vpp", type=whole(1), default=1, metavar="N", help="virtual stages per pipeline rank (1)"
     )

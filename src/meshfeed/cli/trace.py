@@ -17,6 +17,7 @@ import numpy as np
 import meshfeed as mf
 from meshfeed.cli import packing, recipes
 from meshfeed.cli.command import OK, Console, Table, add_command, print_json, refuse_given, span, whole
+from meshfeed.deliver.error_codec import runs_of
 from meshfeed.errors import MeshfeedError
 from meshfeed.layout import Coord
 from meshfeed.order import position_of
@@ -324,10 +325,4 @@ def _cell(value: Any) -> str:
 
 def _runs(ranks: Sequence[int]) -> str:
     """Ranks in few words: 0 1 2 3 8 -> "0-3,8"."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs_of(ranks))

@@ -33,8 +33,7 @@ class ErrorRecord:
     @classmethod
     def of(cls, error: BaseException) -> Self:
         """The record of an error. A class from outside meshfeed is named in the text."""
-        # a subclass defined elsewhere becomes the class in `errors` that it derives from
-        known = next((c for c in type(error).__mro__ if vars(errors).get(c.__name__) is c), None)
+        known = errors.class_of(error)
         if known is None:
             return cls(DeliveryError.__name__, f"{type(error).__name__}: {error}")
         ranks = error.ranks if isinstance(error, PeerError | VerifyError) else ()
@@ -72,15 +71,20 @@ class ErrorRecord:
             return cls(DeliveryError.__name__, _UNREADABLE)
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """(0, 1, 2, 3, 8) -> "0:3-8": short even for thousands of ranks, and unique."""
+def runs_of(ranks: Sequence[int]) -> list[list[int]]:
+    """(0, 1, 2, 3, 8) -> [[0, 3], [8, 8]]: the first and last rank of each run."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return "-".join(str(a) if a == b else f"{a}:{b}" for a, b in runs)
+    return runs
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """(0, 1, 2, 3, 8) -> "0:3-8": short even for thousands of ranks, and unique."""
+    return "-".join(str(a) if a == b else f"{a}:{b}" for a, b in runs_of(ranks))
 
 
 def ranks_of_words(words: str) -> list[int]:

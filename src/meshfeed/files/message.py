@@ -41,8 +41,7 @@ def receive(link: socket.socket) -> tuple[dict[str, Any], bytes] | None:
 
 def error_to_json(error: MeshfeedError) -> dict[str, str]:
     """An error as plain JSON."""
-    known = next(kind for kind in type(error).__mro__ if vars(errors).get(kind.__name__) is kind)
-    return {"kind": known.__name__, "text": str(error)}
+    return {"kind": (errors.class_of(error) or MeshfeedError).__name__, "text": str(error)}
 
 
 def error_from_json(error: dict[str, str]) -> MeshfeedError:
