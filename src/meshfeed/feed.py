@@ -7,13 +7,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, cast
-
-import torch
-from torch.distributed.distributed_c10d import Store
+from typing import Any, Unpack
 
 from meshfeed.ahead import Ahead, forget
 from meshfeed.deliver import (
@@ -26,13 +23,12 @@ from meshfeed.deliver import (
 )
 from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import OptionError, StateError
-from meshfeed.launch import check_arguments, check_counts, check_flags
 from meshfeed.layout import Layout
-from meshfeed.metrics import Meter, RunStart, Sink, StageClock
+from meshfeed.metrics import Meter, RunStart, StageClock
+from meshfeed.options import FeedKeywords, FeedOptions
 from meshfeed.order import num_positions, num_steps
-from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
-from meshfeed.roles import DeliveryName, Field, StageMap
+from meshfeed.roles import Field, StageMap
 from meshfeed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.sequence import Columns, Portion, SequenceRule
 from meshfeed.source import StepSource
@@ -52,8 +48,8 @@ class Feed(StepSource[Delivery]):
         recipe: what to train on; equal on every rank.
         layout: the arrangement of the ranks; None for one process.
         rank: this process's global rank; None asks torch.distributed, then the launcher.
-        delivery: "direct", "broadcast", "share", "tree", or "auto" (see `roles.choose_delivery`).
-        device: of the tensors.
+        delivery: "direct", "broadcast", "share", "tree", or by default "auto" (see `roles.choose_delivery`).
+        device: of the tensors; default "cpu".
         stage_map: which pipeline stages embed, compute loss, predict further tokens; None for the plain
             pipeline of the layout.
         reads: ranks that may open storage; None leaves the choice to meshfeed.
@@ -63,14 +59,14 @@ class Feed(StepSource[Delivery]):
             of a step are not a multiple of micro_batch_size x dp. A mean over rows is wrong then: divide by
             `step.valid_tokens`. Without it such a step is refused when the feed is entered.
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
-        cp_split: how context parallelism splits a sequence, "zigzag" or "contiguous".
-        prefetch: reads made ahead on a thread, each of a microbatch or of several small ones; 0 reads on
-            request, except one ahead if pipeline stages share a reader, since a stage may ask for a
+        cp_split: how context parallelism splits a sequence, "zigzag" (the default) or "contiguous".
+        prefetch: reads made ahead on a thread, each of a microbatch or of several small ones; default 2. 0
+            reads on request, except one ahead if pipeline stages share a reader, since a stage may ask for a
             microbatch only after another has trained on it.
         read_ahead_bytes: bytes of later steps to announce to remote storage, in addition to the one step that
-            is always announced; per reader.
+            is always announced; per reader. Default 256 MiB.
         verify: compare digests across replicas at the end of every step.
-        timeout_s: how long to wait for peers to join, and for a batch that the loop asks for.
+        timeout_s: how long to wait for peers to join, and for a batch that the loop asks for; default 1800.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
             process group.
         wait_for_all: begin a loop only when all ranks of the layout have, within `timeout_s`. Otherwise a
@@ -92,64 +88,23 @@ class Feed(StepSource[Delivery]):
         recipe: Recipe,
         layout: Layout | None = None,
         rank: int | None = None,
-        *,
-        delivery: DeliveryName | Literal["auto"] = "auto",
-        device: str | torch.device = "cpu",
-        stage_map: StageMap | None = None,
-        reads: Iterable[int] | None = None,
-        micro_batch_size: int | None = None,
-        pad_rows: bool = False,
-        packing: Packing | None = None,
-        cp_split: CpSplit = "zigzag",
-        prefetch: int = 2,
-        read_ahead_bytes: int = 256 << 20,
-        verify: bool = False,
-        timeout_s: float = 1800.0,
-        rendezvous: Store | None = None,
-        wait_for_all: bool = False,
-        metrics: Sink | Sequence[Sink] | None = None,
-        name: str = "",
+        **options: Unpack[FeedKeywords],
     ) -> None:
-        check_arguments(layout, delivery, device, timeout_s, name)
-        check_counts(0, prefetch=prefetch, read_ahead_bytes=read_ahead_bytes)
-        check_counts(1, micro_batch_size=1 if micro_batch_size is None else micro_batch_size)
-        check_flags(pad_rows=pad_rows, verify=verify, wait_for_all=wait_for_all)
-        if packing is not None and not isinstance(cast(object, packing), Packing):
-            raise OptionError(f"packing={packing!r}: give a mf.Packing, such as mf.Packing(capacity=4096)")
-        if packing is not None and (micro_batch_size is not None or pad_rows):
-            raise OptionError(
-                f"micro_batch_size={micro_batch_size}, pad_rows={pad_rows} with a packing, which makes the "
-                f"microbatches itself; leave them out (Packing(capacity=...) sets their size)"
-            )
         _check_recipe(recipe)
-        super().__init__(
-            layout,
-            rank,
-            name=name,
-            delivery=delivery,
-            device=device,
-            stage_map=stage_map,
-            readers=reads,
-            packing=packing,
-            cp_split=cp_split,
-            prefetch=prefetch,
-            verify=verify,
-            timeout_s=timeout_s,
-            rendezvous=rendezvous,
-            wait_for_all=wait_for_all,
-            metrics=metrics,
-        )
-        self.recipe, self.micro_batch_size, self.packing = recipe, micro_batch_size or 1, packing
-        self._pads_rows = pad_rows
+        given = FeedOptions.of("Feed", options)
+        super().__init__(layout, rank, given)
+        self.recipe, self.packing = recipe, given.packing
+        self.micro_batch_size = given.micro_batch_size or 1
+        self._pads_rows, self._read_ahead_bytes = given.pad_rows, given.read_ahead_bytes
         self._stepping = Stepping(
             recipe=recipe,
             layout=layout or Layout(),
             micro_batch_size=self.micro_batch_size,
-            packing=packing,
+            packing=given.packing,
             vpp=self.stage_map.vpp,
-            cp_split=cp_split,
+            cp_split=given.cp_split,
         )
-        self._read_ahead_bytes, self._host = read_ahead_bytes, OnHost()
+        self._host = OnHost()
         self._resources = contextlib.ExitStack()
 
     @property
@@ -258,7 +213,7 @@ class Feed(StepSource[Delivery]):
     def _depth(self) -> int:
         pp = self.layout.coord(self.rank).pp
         meets_stages = any(self.layout.coord(peer).pp != pp for peer in self.role.peers)
-        return self._prefetch or int(meets_stages or (self._verify and self.layout.pp > 1))
+        return self._options.prefetch or int(meets_stages or (self._options.verify and self.layout.pp > 1))
 
     def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:
         slots = self._depth + 2
@@ -279,7 +234,7 @@ class Feed(StepSource[Delivery]):
         )
         for batch, portions in ahead:
             yield StepStart(batch, batch.facts())
-            digester = Digester(fields) if self._verify else None
+            digester = Digester(fields) if self._options.verify else None
             for portion in portions:
                 columns, hint = None, self._hint(portion)
                 if self.role.reads:

@@ -1,18 +1,15 @@
-"""This process's rank and layout, from torch.distributed or the launcher, and checks of arguments."""
+"""This process's rank and layout, from torch.distributed or the launcher."""
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from meshfeed.errors import LayoutError, OptionError, RoleError
+from meshfeed.errors import LayoutError
 from meshfeed.layout import Layout
-from meshfeed.roles import DeliveryName
 
 # (processes of the job, this one's rank), as torchrun, Open MPI, MPICH and srun set them in each process
 _LAUNCHERS = (
@@ -61,38 +58,11 @@ def this_layout(given: Layout | None, rank: int | None = None) -> Layout:
     return layout
 
 
-def check_arguments(layout: Any, delivery: Any, device: Any, timeout_s: Any, name: Any) -> None:
-    """Checks that a constructor can make at once. Raises LayoutError, RoleError or OptionError."""
+def check_layout(layout: Any) -> None:
+    """Raises LayoutError for anything but a Layout or None."""
     if layout is not None and not isinstance(layout, Layout):
         hint = f"mf.Layout.parse({layout!r})" if isinstance(layout, str) else "a mf.Layout"
         raise LayoutError(f"layout={layout!r} is a {type(layout).__name__}; give {hint}")
-    if not isinstance(name, str):
-        raise OptionError(f"name={name!r}: give a string, such as name='validation'")
-    known = ("auto", *get_args(DeliveryName))
-    if delivery not in known:
-        raise RoleError(f"delivery={delivery!r}: choose one of {', '.join(known)}")
-    try:
-        wanted = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise OptionError(f"device={device!r} is not a device; give 'cpu', 'cuda' or 'cuda:0'") from error
-    if wanted.type not in ("cpu", "cuda"):
-        raise OptionError(f"device={device!r}: give 'cpu' or 'cuda', and move the tensors on from there")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
-        raise OptionError(f"timeout_s={timeout_s!r}: give seconds, more than 0")
-
-
-def check_counts(least: int, **given: Any) -> None:
-    """Raises OptionError for anything but a whole number from `least` on."""
-    for name, value in given.items():
-        if type(value) is not int or value < least:
-            raise OptionError(f"{name}={value!r}: give a whole number, {least} or more")
-
-
-def check_flags(**given: Any) -> None:
-    """Raises OptionError for anything but True and False: the string "no" would count as True."""
-    for name, value in given.items():
-        if type(value) is not bool:
-            raise OptionError(f"{name}={value!r}: give True or False")
 
 
 def check_rank(given: int | None) -> None:

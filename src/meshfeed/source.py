@@ -9,12 +9,10 @@ import functools
 import os
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Generic, Literal, NoReturn, Self, TypeVar, cast
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
-import torch
-from torch.distributed.distributed_c10d import Store
 from torch.utils.data import get_worker_info
 
 from meshfeed.batch import Step
@@ -29,10 +27,10 @@ from meshfeed.deliver import (
 )
 from meshfeed.device import Placer, placer_of
 from meshfeed.errors import DeliveryError, LayoutError, StateError
-from meshfeed.launch import check_rank, num_processes, this_layout, this_rank
+from meshfeed.launch import check_layout, check_rank, num_processes, this_layout, this_rank
 from meshfeed.layout import Layout
-from meshfeed.metrics import Recorder, RunStart, Sink, StageClock, package_version
-from meshfeed.plan import CpSplit, Packing
+from meshfeed.metrics import Recorder, RunStart, StageClock, package_version
+from meshfeed.options import Options
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_roles, choose_delivery
 from meshfeed.run import Item, Run, VirtualStage, views_of
 from meshfeed.stepping import cp_groups_of
@@ -49,42 +47,21 @@ class StepSource(abc.ABC, Generic[D]):
     A subclass defines the fields, what all ranks must agree on, and how an item is made.
 
     Args:
-        name: distinguishes its runs from those of other sources that ranks begin in different orders.
-        readers: the ranks that may read, or own an iterator; None for no restriction.
-        packing: None for rows of one length. The others are those of a `Feed`.
+        layout: the arrangement of the ranks; None for one process.
+        rank: this process's global rank; None asks torch.distributed, then the launcher.
+        options: see `Options`.
     """
 
-    def __init__(
-        self,
-        layout: Layout | None,
-        rank: int | None,
-        *,
-        name: str,
-        delivery: DeliveryName | Literal["auto"],
-        device: str | torch.device,
-        stage_map: StageMap | None,
-        readers: Iterable[int] | None,
-        packing: Packing | None,
-        cp_split: CpSplit,
-        prefetch: int,
-        verify: bool,
-        timeout_s: float,
-        rendezvous: Store | None,
-        wait_for_all: bool,
-        metrics: Sink | Sequence[Sink] | None,
-    ) -> None:
-        self._given_layout, self._given_rank, self._given_delivery = layout, rank, delivery
-        self._name, self._device, self._packing = name, device, packing
-        self._readers = None if readers is None else frozenset(readers)
-        self._cp_split: CpSplit = cp_split
-        self._prefetch, self._verify, self._timeout_s = prefetch, verify, timeout_s
-        self._rendezvous, self._wait_for_all = rendezvous, wait_for_all
-        self._recorder = Recorder(metrics, self._about)
+    def __init__(self, layout: Layout | None, rank: int | None, options: Options) -> None:
+        check_layout(layout)
+        self._given_layout, self._given_rank, self._options = layout, rank, options
+        self._readers = None if options.reads is None else frozenset(options.reads)
+        self._recorder = Recorder(options.metrics, self._about)
         self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False
         self._run: Run | None = None
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self), os.getpid())
-        self.stage_map = stage_map or StageMap(pp=1 if layout is None else layout.pp)
+        self.stage_map = options.stage_map or StageMap(pp=1 if layout is None else layout.pp)
         self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
 
     # -- what a subclass defines ----------------------------------------------------------------------
@@ -122,9 +99,14 @@ class StepSource(abc.ABC, Generic[D]):
         return [field.name for field in self._fields]
 
     @property
+    def _run_name(self) -> str:
+        """Distinguishes its runs from those of other sources that ranks begin in different orders."""
+        return self._options.name
+
+    @property
     def _depth(self) -> int:
         """How far the producer runs ahead; 0 if it runs on the loop's own thread."""
-        return self._prefetch
+        return self._options.prefetch
 
     # -- this rank's role -----------------------------------------------------------------------------
 
@@ -141,8 +123,8 @@ class StepSource(abc.ABC, Generic[D]):
     @cached_property
     def delivery(self) -> DeliveryName:
         """The delivery's name, with "auto" resolved."""
-        if self._given_delivery != "auto":
-            return cast(DeliveryName, self._given_delivery)
+        if self._options.delivery != "auto":
+            return self._options.delivery
         return self._chosen_delivery()
 
     def _chosen_delivery(self) -> DeliveryName:
@@ -152,14 +134,14 @@ class StepSource(abc.ABC, Generic[D]):
     @cached_property
     def roles(self) -> Roles:
         """Every rank's role; a rank that `reads` opens storage or is a member of the exchange."""
-        shares_packs = self._packing is None or self._packing.policy != "dynamic_cp"
+        packing = self._options.packing
         return assign_roles(
             self.layout,
             self.stage_map,
             self._fields,
             self.delivery,
             self._readers,
-            shares_packs=shares_packs,
+            shares_packs=packing is None or packing.policy != "dynamic_cp",
         )
 
     @cached_property
@@ -175,7 +157,7 @@ class StepSource(abc.ABC, Generic[D]):
         A trainer creates them once, at its start; `Microbatch.cp_ranks` is always one of them. With a fixed
         cp there is only one.
         """
-        return cp_groups_of(self.layout, self._packing, self.layout.coord(self.rank))
+        return cp_groups_of(self.layout, self._options.packing, self.layout.coord(self.rank))
 
     # -- the training loop's side ---------------------------------------------------------------------
 
@@ -268,18 +250,18 @@ class StepSource(abc.ABC, Generic[D]):
     def _new_run(self, by_stage: StageMap | None) -> Run:
         meeting = self._meeting()
         try:
-            if self._rendezvous is None:
+            if self._options.rendezvous is None:
                 check_rank(self._given_rank)
             return self._run_of(meeting, by_stage)
         except Exception as error:
             self._raise_everywhere(error, meeting)
 
     def _run_of(self, meeting: Meeting | None, by_stage: StageMap | None) -> Run:
-        role, placer = self.role, placer_of(self._device)
+        role, placer = self.role, placer_of(self._options.device)
         clock = StageClock(self._recorder.around)
-        delivery = self._new_delivery(meeting, None if self._depth else self._timeout_s)
+        delivery = self._new_delivery(meeting, None if self._depth else self._options.timeout_s)
         verifier = None
-        if self._verify:
+        if self._options.verify:
             verifier = Verifier.among(self.layout, self.roles, self.rank, self._compared, meeting)
         self._loaded = False
         return Run(
@@ -296,24 +278,24 @@ class StepSource(abc.ABC, Generic[D]):
             views=views_of(self._fields, by_stage, self.layout.coord(self.rank).pp),
             prefetch=self._depth,
             origin=self._origin,
-            timeout_s=self._timeout_s,
+            timeout_s=self._options.timeout_s,
         )
 
     def _compare(self, meeting: Meeting) -> None:
         meeting.compare(self._all_agreed())
-        if self._wait_for_all:
+        if self._options.wait_for_all:
             meeting.meet("job", self.layout.ranks().tolist())
 
     def _meeting(self) -> Meeting | None:
-        store = self._rendezvous or default_store()
-        name, num_ranks = self._name, 2
+        store = self._options.rendezvous or default_store()
+        name, num_ranks = self._run_name, 2
         with contextlib.suppress(LayoutError):  # other ranks may have a valid layout
             num_ranks, ranks = self.layout.world_size, self.layout.ranks().tolist()
             if num_ranks < num_processes() or ranks[-1] >= num_ranks:  # only these ranks of the job begin it
                 name = f"{name} of {ranks_in_words(ranks)}"
         if store is None or num_ranks == 1:
             return None
-        return Meeting(store, self.rank, self._timeout_s, name, self._next_step, num_ranks)
+        return Meeting(store, self.rank, self._options.timeout_s, name, self._next_step, num_ranks)
 
     def _all_agreed(self) -> dict[str, str]:
         grid = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not contain its table
@@ -323,13 +305,13 @@ class StepSource(abc.ABC, Generic[D]):
             **self._agreed,
             "layout": f"{self.layout} with ranks {grid:08x}",
             "stage_map": str(self.stage_map),
-            "packing": str(self._packing),
-            "cp_split": self._cp_split,
+            "packing": str(self._options.packing),
+            "cp_split": self._options.cp_split,
             "delivery": self.delivery,
             "ranks_per_node": self._per_node(),
             "readers": str(self._readers and sorted(self._readers)),
-            "verify": str(self._verify),
-            "wait_for_all": str(self._wait_for_all),
+            "verify": str(self._options.verify),
+            "wait_for_all": str(self._options.wait_for_all),
         }
 
     def _per_node(self) -> str:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Unpack, cast, get_args
 
 import numpy as np
-import torch
-from torch.distributed.distributed_c10d import Store
 
 from meshfeed.batch import Step
 from meshfeed.columns import Columns
@@ -27,11 +25,11 @@ from meshfeed.exchange.lengths import Bytes, GatheredLengths, Report
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
-from meshfeed.launch import check_arguments, check_counts, check_flags
 from meshfeed.layout import Layout
-from meshfeed.metrics import Meter, RunStart, Sink, StageClock
-from meshfeed.plan import CpSplit, Packing, StepPlan
-from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap
+from meshfeed.metrics import Meter, RunStart, StageClock
+from meshfeed.options import Options, SharedKeywords, check_counts
+from meshfeed.plan import Packing, StepPlan
+from meshfeed.roles import DeliveryName, Field, Role, Roles
 from meshfeed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.source import StepSource
 from meshfeed.stepping import GlobalBatch
@@ -97,46 +95,18 @@ class Exchange(StepSource[ExchangeDelivery]):
         pulls: int = 1,
         uneven: Uneven = "drain",
         owners: Iterable[int] | None = None,
-        delivery: DeliveryName | Literal["auto"] = "auto",
-        device: str | torch.device = "cpu",
-        stage_map: StageMap | None = None,
-        cp_split: CpSplit = "zigzag",
-        prefetch: int = 0,
-        verify: bool = False,
-        timeout_s: float = 1800.0,
-        rendezvous: Store | None = None,
-        wait_for_all: bool = False,
-        metrics: Sink | Sequence[Sink] | None = None,
-        name: str = "",
+        **options: Unpack[SharedKeywords],
     ) -> None:
-        check_arguments(layout, delivery, device, timeout_s, name)
         _check_kinds(packing=(packing, Packing), keys=(keys or Keys(), Keys))
-        check_counts(0, prefetch=prefetch)
-        check_flags(verify=verify, wait_for_all=wait_for_all)
         check_counts(1, pulls=pulls)
         if uneven not in get_args(Uneven):
             raise OptionError(f"uneven={uneven!r}: choose one of {', '.join(get_args(Uneven))}")
-        super().__init__(
-            layout,
-            rank,
-            name="(exchange)",  # ranks wait for each other, so all of them begin all exchanges in one order
-            delivery=delivery,
-            device=device,
-            stage_map=stage_map,
-            readers=owners,
-            packing=packing,
-            cp_split=cp_split,
-            prefetch=prefetch,
-            verify=verify,
-            timeout_s=timeout_s,
-            rendezvous=rendezvous,
-            wait_for_all=wait_for_all,
-            metrics=metrics,
-        )
+        given = Options.of("Exchange", {**options, "packing": packing, "reads": owners})
+        super().__init__(layout, rank, given)
         self._packing: Packing = packing
         self._keys, self._uneven = keys or Keys(), uneven
         self._agreed_here = {
-            "name": repr(name),
+            "name": repr(given.name),
             "keys": str(self._keys),
             "pulls": str(pulls),
             "uneven": uneven,
@@ -180,6 +150,10 @@ class Exchange(StepSource[ExchangeDelivery]):
     @property
     def _fields(self) -> Sequence[Field]:
         return self._keys.fields
+
+    @property
+    def _run_name(self) -> str:
+        return "(exchange)"  # ranks wait for each other, so all of them begin all exchanges in one order
 
     @property
     def _origin(self) -> str:
@@ -278,8 +252,8 @@ class Exchange(StepSource[ExchangeDelivery]):
                 break
             batch, received = planned
             yield StepStart(batch, batch.facts())
-            digester = Digester(self._compared) if self._verify else None
-            for portion in portions(batch, self.layout, self.rank, self._cp_split):
+            digester = Digester(self._compared) if self._options.verify else None
+            for portion in portions(batch, self.layout, self.rank, self._options.cp_split):
                 with clock.stage("build"):
                     made, ticket = packed(received, portion, self._keys, self.role.fields, placer, digester)
                 yield Made(made, ticket, meter.take())
@@ -313,7 +287,12 @@ class Exchange(StepSource[ExchangeDelivery]):
                 batch = self._plan(gathered, step)
             with clock.stage("exchange"):
                 received = reroute(
-                    pulled, gathered, batch.plan, self._membership, delivery.group, split=self._cp_split
+                    pulled,
+                    gathered,
+                    batch.plan,
+                    self._membership,
+                    delivery.group,
+                    split=self._options.cp_split,
                 )
                 if gathered.ended:
                     delivery.over()
@@ -340,7 +319,7 @@ class Exchange(StepSource[ExchangeDelivery]):
             return None
         batch = self._plan(gathered, step)
         member = next(m for m, rank in enumerate(membership.ranks) if rank == self.role.source)
-        shipment = Shipment.to(gathered, batch.plan, membership, member, self._cp_split)
+        shipment = Shipment.to(gathered, batch.plan, membership, member, self._options.cp_split)
         return batch, Received(gathered, shipment, cast(Bytes, np.asarray(columns["data"])))
 
     def _plan(self, gathered: GatheredLengths, step: int) -> GlobalBatch:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from meshfeed.batch import Microbatch, Step
 from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.extras import install
 from meshfeed.feed import Feed
+from meshfeed.options import FeedOptions
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.state import State, sealed
@@ -269,7 +269,7 @@ def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
 
 def check_options(options: Mapping[str, Any], own: Mapping[str, str], where: str) -> None:
     """Raises RecipeError for what is no option of a Feed. own: those decided elsewhere, and by what."""
-    known = [name for name in inspect.signature(Feed).parameters if name not in own]
+    known = [name for name in FeedOptions.__dataclass_fields__ if name not in own]
     for name in options:
         if name in own:
             raise RecipeError(f"{where} has {name!r}, which {own[name]} decides; leave it out")

@@ -1,0 +1,133 @@
+"""The options of a Feed or an Exchange: their keyword arguments, checked in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypedDict, cast, get_args
+
+import torch
+from torch.distributed.distributed_c10d import Store
+
+from meshfeed.errors import OptionError, RoleError
+from meshfeed.metrics import Sink
+from meshfeed.plan import CpSplit, Packing
+from meshfeed.roles import DeliveryName, StageMap
+
+
+class SharedKeywords(TypedDict, total=False):
+    """Keyword arguments that Feed and Exchange share."""
+
+    delivery: DeliveryName | Literal["auto"]
+    device: str | torch.device
+    stage_map: StageMap | None
+    cp_split: CpSplit
+    prefetch: int
+    verify: bool
+    timeout_s: float
+    rendezvous: Store | None
+    wait_for_all: bool
+    metrics: Sink | Sequence[Sink] | None
+    name: str
+
+
+class FeedKeywords(SharedKeywords, total=False):
+    """Keyword arguments of a Feed."""
+
+    reads: Iterable[int] | None
+    micro_batch_size: int | None
+    pad_rows: bool
+    packing: Packing | None
+    read_ahead_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What Feed and Exchange share, and their run uses; see `Feed`. Raises OptionError for a wrong value.
+
+    reads: the ranks that may read, or own an iterator; None for no restriction.
+    """
+
+    delivery: DeliveryName | Literal["auto"] = "auto"
+    device: str | torch.device = "cpu"
+    stage_map: StageMap | None = None
+    reads: Iterable[int] | None = None
+    packing: Packing | None = None
+    cp_split: CpSplit = "zigzag"
+    prefetch: int = 0
+    verify: bool = False
+    timeout_s: float = 1800.0
+    rendezvous: Store | None = None
+    wait_for_all: bool = False
+    metrics: Sink | Sequence[Sink] | None = None
+    name: str = ""
+
+    @classmethod
+    def of(cls, owner: str, given: Mapping[str, Any]) -> Self:
+        """The options in keyword arguments. Raises TypeError, as a call does, for an unknown one."""
+        for name in given:
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if not isinstance(cast(object, self.name), str):
+            raise OptionError(f"name={self.name!r}: give a string, such as name='validation'")
+        known = ("auto", *get_args(DeliveryName))
+        if self.delivery not in known:
+            raise RoleError(f"delivery={self.delivery!r}: choose one of {', '.join(known)}")
+        _check_device(self.device)
+        seconds: Any = self.timeout_s
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
+            raise OptionError(f"timeout_s={seconds!r}: give seconds, more than 0")
+        check_counts(0, prefetch=self.prefetch)
+        check_flags(verify=self.verify, wait_for_all=self.wait_for_all)
+        if self.packing is not None and not isinstance(cast(object, self.packing), Packing):
+            raise OptionError(
+                f"packing={self.packing!r}: give a mf.Packing, such as mf.Packing(capacity=4096)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedOptions(Options):
+    """The options of a Feed."""
+
+    prefetch: int = 2
+    micro_batch_size: int | None = None
+    pad_rows: bool = False
+    read_ahead_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(0, read_ahead_bytes=self.read_ahead_bytes)
+        check_counts(1, micro_batch_size=1 if self.micro_batch_size is None else self.micro_batch_size)
+        check_flags(pad_rows=self.pad_rows)
+        if self.packing is not None and (self.micro_batch_size is not None or self.pad_rows):
+            raise OptionError(
+                f"micro_batch_size={self.micro_batch_size}, pad_rows={self.pad_rows} with a packing, which "
+                f"makes the microbatches itself; leave them out (Packing(capacity=...) sets their size)"
+            )
+
+
+def check_counts(least: int, **given: Any) -> None:
+    """Raises OptionError for anything but a whole number from `least` on."""
+    for name, value in given.items():
+        if type(value) is not int or value < least:
+            raise OptionError(f"{name}={value!r}: give a whole number, {least} or more")
+
+
+def check_flags(**given: Any) -> None:
+    """Raises OptionError for anything but True and False: the string "no" would count as True."""
+    for name, value in given.items():
+        if type(value) is not bool:
+            raise OptionError(f"{name}={value!r}: give True or False")
+
+
+def _check_device(device: Any) -> None:
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"device={device!r} is not a device; give 'cpu', 'cuda' or 'cuda:0'") from error
+    if wanted.type not in ("cpu", "cuda"):
+        raise OptionError(f"device={device!r}: give 'cpu' or 'cuda', and move the tensors on from there")
