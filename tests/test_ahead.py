@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 import meshfeed as mf
 from corpus import write_corpus
 from meshfeed.ahead import MOST_STEPS
+from meshfeed.store import StreamStore
 
 LENGTH, SEQUENCES = 64, 16
 STEP_BYTES = SEQUENCES * (LENGTH + 1) * 2
 
 
-class Watched:
+class Watched(StreamStore):
     """A store that notes what is announced to it and read from it, as if it were far away, or not.
 
     Attributes:
@@ -28,35 +30,46 @@ class Watched:
     """
 
     def __init__(self, store: Any, *, far: bool) -> None:
-        self._store, self.wants_ahead = mf.open(store) if isinstance(store, Path) else store, far
+        super().__init__()
+        self._store, self._far = mf.open(store) if isinstance(store, Path) else store, far
         self.outstanding: Counter[tuple[int, int]] = Counter()
         self.most_bytes = 0
         self.events: list[tuple[str, int]] = []
         self.breaks_at = -1
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
+    path = "watched"
+    wants_ahead = property(lambda self: self._far)
+    dtype = property(lambda self: self._store.dtype)
+    num_documents = property(lambda self: self._store.num_documents)
+    num_tokens = property(lambda self: self._store.num_tokens)
+    fingerprint = property(lambda self: self._store.fingerprint)
+    columns = property(lambda self: self._store.columns)
 
-    def __enter__(self) -> Watched:
-        self._store.__enter__()
-        return self
+    def lengths(self, documents: np.ndarray) -> np.ndarray:
+        return self._store.lengths(documents)
 
-    def __exit__(self, *error: object) -> None:
-        self._store.__exit__(*error)
+    def offsets(self, documents: np.ndarray) -> np.ndarray:
+        return self._store.offsets(documents)
+
+    def document_starts(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._store.document_starts(starts, stops)
+
+    def acquire(self, stack: ExitStack) -> None:
+        stack.enter_context(self._store)
 
     def will_need(self, starts: np.ndarray, stops: np.ndarray) -> None:
         self.outstanding.update(zip(starts.tolist(), stops.tolist()))
         self.most_bytes = max(self.most_bytes, self.outstanding_bytes)
         self.events.append(("need", int((stops - starts).sum()) * 2))
 
-    def read_stream(self, starts: np.ndarray, stops: np.ndarray, out: Any = None) -> Any:
+    def read_into(self, out: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> None:
         if 0 <= self.breaks_at <= len(self.events):
             raise mf.StoreError("the storage is gone")
         for one in zip(starts.tolist(), stops.tolist()):
             assert self.outstanding[one] > 0, f"{one} was not announced"
             self.outstanding[one] -= 1
         self.events.append(("read", int((stops - starts).sum()) * 2))
-        return self._store.read_stream(starts, stops, out=out)
+        self._store.read_into(out, starts, stops)
 
     def forget_needs(self) -> None:
         self.outstanding.clear()

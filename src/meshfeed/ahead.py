@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from meshfeed.errors import StoreError
 from meshfeed.layout import Coord
 from meshfeed.metrics import StageClock
+from meshfeed.mixture import Store
 from meshfeed.sequence import Portion
 from meshfeed.stepping import GlobalBatch, Stepping
 
@@ -51,9 +51,7 @@ class Ahead:
     ) -> None:
         self._stepping, self._coord, self._served, self._clock = stepping, coord, served, clock
         self._reads, self._budget_bytes = reads, budget_bytes
-        self._is_remote = reads and any(
-            getattr(store, "wants_ahead", False) for store in stepping.recipe.sources
-        )
+        self._is_remote = reads and any(store.wants_ahead for store in stepping.recipe.sources)
         self._most_steps = MOST_STEPS if self._is_remote else 1
         self._next: int | None = start
         self._planned: deque[Planned] = deque()
@@ -108,8 +106,7 @@ class Ahead:
         return self._stepping.rule.num_bytes(self._stepping.recipe, portion) if self._is_remote else 0
 
 
-def forget(stores: Sequence[Any]) -> None:
+def forget(stores: Sequence[Store]) -> None:
     """Tell stores to drop announced data that have not been read."""
     for store in stores:
-        if hasattr(store, "forget_needs"):
-            store.forget_needs()
+        store.forget_needs()

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack
@@ -34,7 +34,7 @@ from meshfeed.sequence import Columns, Portion, SequenceRule
 from meshfeed.source import StepSource
 from meshfeed.state import State
 from meshfeed.stepping import Stepping
-from meshfeed.store import Mapped
+from meshfeed.store import Mapped, StreamStore
 
 
 class Feed(StepSource[Delivery]):
@@ -287,11 +287,11 @@ def _check_recipe(given: Any) -> None:
             f"; for a store: mf.Recipe(data=mf.open({str(given)!r}), sequence=mf.Windows(4096), "
             f"batch=mf.Batch(sequences=16))"
         )
-    elif hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+    elif isinstance(given, StreamStore):
+        hint = "; for a store: mf.Recipe(data=store, sequence=mf.Windows(4096), batch=mf.Batch(sequences=16))"
+    elif isinstance(given, Sized):
         hint = (
             "; for a dataset: mf.Recipe(data=mf.Mapped(dataset), sequence=mf.Samples(...), batch=...), and "
             "mf.Mapped(mf.SameEveryEpoch(dataset)) if its items are indexed by integers"
         )
-    elif hasattr(given, "lengths"):
-        hint = "; for a store: mf.Recipe(data=store, sequence=mf.Windows(4096), batch=mf.Batch(sequences=16))"
     raise OptionError(f"a Feed takes a mf.Recipe, not a {kind}{hint}")

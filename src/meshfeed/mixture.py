@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, cast, get_args
+from typing import Literal, NamedTuple, Self, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +21,45 @@ Batches = Literal["mixed", "per_source"]
 _SHARES = ("proportion", "size")
 
 
-class Store(Protocol):
-    """What a recipe needs of a store: its identity and the lengths of its documents."""
+class Store(ABC):
+    """What a recipe needs of a store: two members, and what a store overrides where it has more."""
 
     @property
+    @abstractmethod
     def fingerprint(self) -> str:
         """A hex digest of the content; equal for copies on different disks."""
-        ...
 
+    @abstractmethod
     def lengths(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Tokens of each document; int64 [n]."""
-        ...
+
+    @property
+    def shard_ends(self) -> npt.NDArray[np.int64] | None:
+        """Where its shards end, in documents; int64 [num_shards]. None: it has no shards.
+
+        A shuffle by blocks follows them, so the fingerprint must depend on them.
+        """
+        return None
+
+    @property
+    def columns(self) -> Mapping[str, Store]:
+        """Name -> store of each column alongside the tokens, with the same documents and lengths."""
+        return {}
+
+    @property
+    def wants_ahead(self) -> bool:
+        """Whether to announce reads many steps ahead, as a remote store needs it."""
+        return False
+
+    def forget_needs(self) -> None:
+        """Drop what was announced and is not read yet."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return
 
 
 class Amount(NamedTuple):
@@ -160,7 +189,7 @@ class Mixture:
             unit = _unit_of(name, amount, by)
             amount = _checked(name, 1 if amount is None else amount, unit)
             if name not in stores:
-                if store is None or not hasattr(store, "lengths"):
+                if not isinstance(store, Store):
                     held = "" if store is None else f", not a {type(store).__name__}"
                     raise RecipeError(
                         f"source {name!r} is new: give (store, amount), as {{{name!r}: (store, 0.5)}}, or a "

@@ -7,7 +7,7 @@ A change of any part changes the fingerprint, so that a saved state refuses to l
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from copy import copy
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -171,11 +171,12 @@ class Recipe:
     def __post_init__(self) -> None:
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
         mixed = isinstance(self.data, Mixture)
-        for part, needed in (("data", "lengths"), ("sequence", "num_sequences"), ("batch", "sequences")):
-            if not hasattr(getattr(self, part), needed) and not (mixed and part == "data"):
-                given = getattr(self, part)
-                shown = reprlib.repr(given)  # a list may be long
-                raise RecipeError(f"{part}={shown}: {_WANTED[part]}{_hint(given) if part == 'data' else ''}")
+        if not isinstance(self.data, (Store, Mixture)):
+            raise RecipeError(f"data={reprlib.repr(self.data)}: {_WANTED['data']}{_hint(self.data)}")
+        for part, needed in (("sequence", "num_sequences"), ("batch", "sequences")):
+            if not hasattr(getattr(self, part), needed):
+                shown = reprlib.repr(getattr(self, part))  # a list may be long
+                raise RecipeError(f"{part}={shown}: {_WANTED[part]}")
         for name in ("epochs", "steps"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= _MAX):
@@ -245,7 +246,7 @@ def _hint(data: object) -> str:
     """What to write instead of data that is not a store."""
     if isinstance(data, (str, PathLike)):
         return f"; here mf.open({str(data)!r})"
-    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+    if isinstance(data, Sized):
         return (
             "; for a dataset whose items are dicts: mf.Mapped(mf.SameEveryEpoch(dataset)), with "
             "sequence=mf.Samples(...)"

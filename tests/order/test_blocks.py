@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+from meshfeed.mixture import Store
 from meshfeed.order import draws_between, draws_of_step, key_of, permute, position_of
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import subkeys
@@ -21,7 +22,7 @@ laws = settings(max_examples=cases(250), deadline=None)
 
 
 @dataclass(frozen=True)
-class Sharded:
+class Sharded(Store):
     """A store of so many sequences, perhaps in shards of its own."""
 
     size: int

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
+from meshfeed.mixture import Store
 from meshfeed.order import (
     concatenated,
     draws_between,
@@ -25,7 +26,7 @@ from soak import cases
 
 
 @dataclass(frozen=True)
-class Numbered:
+class Numbered(Store):
     """A store of so many sequences, and nothing in them."""
 
     size: int

@@ -15,7 +15,7 @@ from corpus import recipe_of, write_corpus
 from meshfeed.order import draws_of_step, key_of
 from meshfeed.plan import plan_fixed
 from meshfeed.sequence import portions_of
-from meshfeed.store import IndexedWriter
+from meshfeed.store import IndexedWriter, Store
 from soak import cases
 
 OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -170,7 +170,7 @@ def test_a_store_of_less_than_a_window_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_store_without_a_stream_is_refused() -> None:
-    class Pictures:
+    class Pictures(Store):
         fingerprint = "pictures"
 
         def lengths(self, documents: np.ndarray) -> np.ndarray:

@@ -40,7 +40,7 @@ from meshfeed.files import Cache
 from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.report.lengths import Lengths
 from meshfeed.report.store import Picture, page
-from meshfeed.store import IndexedStore, OpenedStore
+from meshfeed.store import IndexedStore, StreamStore
 from meshfeed.store.checksums import checksums_of, is_of, write_checksums
 from meshfeed.store.documents import DocumentFiles
 from meshfeed.store.tokens import TOKEN_COLUMNS
@@ -168,7 +168,7 @@ def _ended(args: argparse.Namespace, facts: dict[str, Any], broken: str | None) 
     return WRONG if broken else OK
 
 
-def _opened(args: argparse.Namespace) -> OpenedStore:
+def _opened(args: argparse.Namespace) -> StreamStore:
     """The store. Its text is read with --tokenizer; of tokens, that only decodes what is shown."""
     if args.tokenizer is None:
         return recipes.opened(args.path, args)
@@ -182,7 +182,7 @@ def _opened(args: argparse.Namespace) -> OpenedStore:
     return store
 
 
-def facts_of(store: OpenedStore) -> dict[str, Any]:
+def facts_of(store: StreamStore) -> dict[str, Any]:
     """What the store says of itself, as JSON-able values."""
     with store:
         counts = {
@@ -191,7 +191,7 @@ def facts_of(store: OpenedStore) -> dict[str, Any]:
             "num_documents": store.num_documents,
         }
         facts: dict[str, Any] = {"path": store.path} | counts | store.facts()
-        ends = getattr(store, "shard_ends", None)
+        ends = store.shard_ends
         if ends is not None and ends.size:
             sizes = np.diff(ends, prepend=0)
             low, median, high = int(sizes.min()), float(np.median(sizes)), int(sizes.max())
@@ -201,7 +201,7 @@ def facts_of(store: OpenedStore) -> dict[str, Any]:
         return facts | {"fingerprint": store.fingerprint}
 
 
-def look_at_lengths(store: OpenedStore) -> Lengths:
+def look_at_lengths(store: StreamStore) -> Lengths:
     """The lengths of all documents up to 2**20, of 64 blocks of 4,096 in longer stores."""
     size = store.num_documents
     documents = np.arange(min(size, _LOOKED_AT_WHOLE))
@@ -213,7 +213,7 @@ def look_at_lengths(store: OpenedStore) -> Lengths:
         return Lengths(tokens=store.lengths(documents), num_documents=size)
 
 
-def _written_checksums(store: OpenedStore) -> Iterator[float]:
+def _written_checksums(store: StreamStore) -> Iterator[float]:
     if not isinstance(store, IndexedStore):
         raise MeshfeedError(
             f"{store.path}: only .bin/.idx pairs have such checksums; MDS has hashes, where its writer was "

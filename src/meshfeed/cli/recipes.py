@@ -12,7 +12,7 @@ from typing import Any
 import meshfeed as mf
 from meshfeed.cli.command import refuse_given, whole
 from meshfeed.errors import MeshfeedError
-from meshfeed.store import OpenedStore, open_store
+from meshfeed.store import StreamStore, open_store
 from meshfeed.store.tokenizer import KNOWN
 
 HELP = (
@@ -63,7 +63,7 @@ def add_storage_options(parser: Any) -> None:
     )
 
 
-def opened(path: str, args: argparse.Namespace, **replaced: Any) -> OpenedStore:
+def opened(path: str, args: argparse.Namespace, **replaced: Any) -> StreamStore:
     """The store at a path, read as the options say. Raises StoreError."""
     options: dict[str, Any] = {
         name: getattr(args, name) for name in ("column", "dtype", "tokenizer", "cache")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from meshfeed.errors import MeshfeedError
-from meshfeed.store import OpenedStore
+from meshfeed.store import StreamStore
 from meshfeed.store.tokenizer import BYTES, tokenizer_file
 
 Decode = Callable[[Sequence[int]], str]
@@ -15,7 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 _MOST_TOKENS = 256
 
 
-def beginnings(store: OpenedStore, count: int, decode: Decode | None) -> list[tuple[int, str]]:
+def beginnings(store: StreamStore, count: int, decode: Decode | None) -> list[tuple[int, str]]:
     """(document, how it begins) of documents spread evenly over a store; token ids without a decoder.
 
     Raises StoreError, or MeshfeedError for tokens that the tokenizer does not know.

@@ -23,7 +23,7 @@ from meshfeed.store import (
     IndexedWriter,
     LitdataStore,
     MDSStore,
-    OpenedStore,
+    StreamStore,
 )
 from meshfeed.store.parquet import ParquetStore
 
@@ -57,7 +57,7 @@ class Conversion:
 
     def __init__(
         self,
-        store: OpenedStore,
+        store: StreamStore,
         path: str | os.PathLike[str],
         *,
         dtype: npt.DTypeLike | None = None,
@@ -117,7 +117,7 @@ class Conversion:
             raise StoreError(f"{path}: is what is read; write to another path")
         return path
 
-    def _stores(self) -> Mapping[str, OpenedStore]:
+    def _stores(self) -> Mapping[str, StreamStore]:
         """The columns to write, each as a store. Raises StoreError for what would be lost unasked."""
         store, drop = self._store, self._drop
         others, losses = _columns_beside(store), _losses(store)
@@ -135,7 +135,7 @@ class Conversion:
             )
         return {TOKENS: store, **kept}
 
-    def _dtype_of(self, name: str, store: OpenedStore) -> np.dtype[Any]:
+    def _dtype_of(self, name: str, store: StreamStore) -> np.dtype[Any]:
         if name == TOKENS:
             return store.dtype if self._dtype is None else np.dtype(self._dtype)
         try:
@@ -144,7 +144,7 @@ class Conversion:
             raise StoreError(f"{error}; or leave column {name!r} behind by --drop {name}") from error
 
 
-def _columns_beside(store: OpenedStore) -> Mapping[str, OpenedStore]:
+def _columns_beside(store: StreamStore) -> Mapping[str, StreamStore]:
     """Every column but the tokens, as a store. One that has no lists of numbers raises when it is read."""
     match store:
         case DatasetStore():
@@ -155,7 +155,7 @@ def _columns_beside(store: OpenedStore) -> Mapping[str, OpenedStore]:
             return {}
 
 
-def _losses(store: OpenedStore) -> Mapping[str, str]:
+def _losses(store: StreamStore) -> Mapping[str, str]:
     """What a .bin/.idx pair has that is not written again: name -> what it is."""
     match store:
         case IndexedStore():
@@ -191,7 +191,7 @@ def _writing(stack: ExitStack, path: Path, dtypes: Mapping[str, np.dtype[Any]], 
     return lambda lengths, values: pair.add_documents(values[TOKENS], lengths)
 
 
-def _announced(stores: Mapping[str, OpenedStore]) -> Iterator[tuple[I64, I64]]:
+def _announced(stores: Mapping[str, StreamStore]) -> Iterator[tuple[I64, I64]]:
     """(documents, their lengths), in order; the stores are told of each some batches before."""
     waiting: deque[tuple[I64, I64]] = deque()
     for documents, lengths in _batches(stores[TOKENS]):
@@ -202,7 +202,7 @@ def _announced(stores: Mapping[str, OpenedStore]) -> Iterator[tuple[I64, I64]]:
                     f"{stores[TOKENS].path}: document {documents[apart[0]]}: {name} and tokens differ in "
                     f"length; leave it behind by --drop {name}"
                 )
-            if _is_stream(store):
+            if store.is_stream:
                 store.will_need(*_range(store, documents, lengths))
         waiting.append((documents, lengths))
         if len(waiting) > _BATCHES_AHEAD:
@@ -210,7 +210,7 @@ def _announced(stores: Mapping[str, OpenedStore]) -> Iterator[tuple[I64, I64]]:
     yield from waiting
 
 
-def _batches(store: OpenedStore) -> Iterator[tuple[I64, I64]]:
+def _batches(store: StreamStore) -> Iterator[tuple[I64, I64]]:
     """(documents, their lengths), in order, some 2**20 tokens together but at least one document."""
     for begin in range(0, store.num_documents, _BATCH_DOCUMENTS):
         documents = np.arange(begin, min(begin + _BATCH_DOCUMENTS, store.num_documents))
@@ -220,18 +220,14 @@ def _batches(store: OpenedStore) -> Iterator[tuple[I64, I64]]:
         yield from zip(np.split(documents, first[1:]), np.split(lengths, first[1:]))
 
 
-def _read(store: OpenedStore, documents: I64, lengths: I64) -> Array:
+def _read(store: StreamStore, documents: I64, lengths: I64) -> Array:
     """All values of some documents, back to back."""
-    if _is_stream(store):
+    if store.is_stream:
         return store.read_stream(*_range(store, documents, lengths))
     return np.concatenate([store.read(i, 0, n) for i, n in zip(documents.tolist(), lengths.tolist())])
 
 
-def _range(store: OpenedStore, documents: I64, lengths: I64) -> tuple[I64, I64]:
+def _range(store: StreamStore, documents: I64, lengths: I64) -> tuple[I64, I64]:
     """Begin and end in the stream of documents that lie back to back; int64 [1] each."""
     begin = store.offsets(documents[:1])
     return begin, begin + lengths.sum()
-
-
-def _is_stream(store: OpenedStore) -> bool:
-    return not isinstance(store, IndexedStore) or store.is_stream

@@ -1,5 +1,7 @@
 """Bytes -> tokens: stores of documents, opened by path."""
 
+from meshfeed.mixture import Store
+from meshfeed.store.base import DocumentStore, StreamStore
 from meshfeed.store.dataset import DatasetStore
 from meshfeed.store.dataset_writer import DatasetWriter
 from meshfeed.store.indexed import IndexedStore
@@ -10,13 +12,13 @@ from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.store.mds import MDSStore
 from meshfeed.store.mock import Lengths
 from meshfeed.store.open import open_store
-from meshfeed.store.protocol import OpenedStore, Store, StreamStore
 from meshfeed.store.views import Resampled, SameEveryEpoch
 
 __all__ = [
     "NUMBERS",
     "DatasetStore",
     "DatasetWriter",
+    "DocumentStore",
     "IndexedStore",
     "IndexedWriter",
     "Item",
@@ -25,7 +27,6 @@ __all__ = [
     "LitdataStore",
     "MDSStore",
     "Mapped",
-    "OpenedStore",
     "Refused",
     "Resampled",
     "SameEveryEpoch",

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache, FileStats, Folder
+from meshfeed.store.base import StreamStore
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.marks import Marks, marks_of
 
@@ -32,7 +33,7 @@ _MOST_BYTES = 1 << 20
 _BLOCK = 1 << 18
 
 
-class DatasetStore:
+class DatasetStore(StreamStore):
     """The tokens of a folder with dataset.json as a token store, and its further columns.
 
     Making one only remembers. It is read as its tokens are (see `IndexedStore`); entered, its columns are,
@@ -47,6 +48,7 @@ class DatasetStore:
     def __init__(
         self, path: str, tokens: IndexedStore, columns: Mapping[str, IndexedStore], cache: Cache
     ) -> None:
+        super().__init__()
         self.path, self.tokens, self._cache = path, tokens, cache
         self._columns = dict(columns)
         self._marks: dict[str, Marks] = {}
@@ -146,9 +148,6 @@ class DatasetStore:
         """Documents, empty ones too."""
         return self.tokens.num_documents
 
-    def __len__(self) -> int:
-        return self.num_documents
-
     @property
     def wants_ahead(self) -> bool:
         """Whether it lies far away."""
@@ -166,9 +165,9 @@ class DatasetStore:
         """Tokens start..stop of one document."""
         return self.tokens.read(document, start, stop)
 
-    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Tokens of the stream's ranges, back to back; a column's: `columns[name].read_stream`."""
-        return self.tokens.read_stream(starts, stops, out)
+    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+        """Tokens of the stream's ranges; a column's: `columns[name].read_stream`."""
+        self.tokens.read_into(out, starts, stops)
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         """Offsets of documents strictly inside each range, and how many each has."""
@@ -183,19 +182,13 @@ class DatasetStore:
         for store in (self.tokens, *self._columns.values()):
             store.forget_needs()
 
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            for store in (self.tokens, *self._columns.values()):
-                stack.enter_context(store)
-            stack.pop_all()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        """Enter the tokens and every column."""
         for store in (self.tokens, *self._columns.values()):
-            store.__exit__(*exc)
+            stack.enter_context(store)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_marks": {}}
+        return super().__getstate__() | {"_marks": {}}
 
     def __repr__(self) -> str:
         return f"DatasetStore({self.path!r}, columns {', '.join(self._columns) or 'none'})"

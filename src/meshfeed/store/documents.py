@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import ChangedError, StoreError
+from meshfeed.errors import ChangedError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
+from meshfeed.store.base import DocumentStore
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
-from meshfeed.store.stream import I64, DocumentStream, LengthsIndex, Pieces, checked_out
+from meshfeed.store.stream import I64, LengthsIndex, Pieces
 from meshfeed.store.tokens import Column
 
 VERSION = 1
@@ -39,7 +39,7 @@ class Span:
     end: int
 
 
-class DocumentFiles(DocumentStream):
+class DocumentFiles(DocumentStore):
     """Records in files, each a document, as one stream of tokens.
 
     Making one only remembers. What counts documents or tokens reads the files through once per node, one
@@ -58,9 +58,8 @@ class DocumentFiles(DocumentStream):
     format = "documents"
 
     def __init__(self, path: str, files: Sequence[ByteFile], column: Column, cache: Cache) -> None:
+        super().__init__()
         self.path, self._files, self._column, self._cache = path, tuple(files), column, cache
-        self._depth = 0
-        self._lock = threading.RLock()  # taken again where garbage is collected
 
     # -- what a format says -----------------------------------------------------------------------------
 
@@ -137,7 +136,8 @@ class DocumentFiles(DocumentStream):
         return own | {"starts": starts, "file_ends": counts.cumsum(), "most": most}
 
     @property
-    def _documents(self) -> LengthsIndex:
+    def documents(self) -> LengthsIndex:
+        """Where documents begin, from the index."""
         return LengthsIndex(self._index["starts"])
 
     @property
@@ -181,21 +181,10 @@ class DocumentFiles(DocumentStream):
 
     # -- entering and leaving ---------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
-        with self._lock:
-            if self._depth == 0:
-                with contextlib.ExitStack() as stack:
-                    for file in self._files:
-                        stack.enter_context(file)
-                    self._entered = stack.pop_all()
-            self._depth += 1
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                self._entered.close()
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        """Open the files."""
+        for file in self._files:
+            stack.enter_context(file)
 
     def __getstate__(self) -> dict[str, Any]:
         known = ("path", "_files", "_column", "_cache", "_fingerprint")
@@ -207,22 +196,17 @@ class DocumentFiles(DocumentStream):
 
     # -- documents, and the stream ----------------------------------------------------------------------
 
-    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """See DocumentStream."""
-        starts, stops = self._ranges(starts, stops)
-        out = checked_out(self.path, out, self.dtype, int((stops - starts).sum()))
-        if not self._depth:
-            raise StoreError(f"{self.path}: not entered; read from it inside `with store:`")
-        pieces, at = self._documents.pieces(starts, stops), 0
+    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+        """Tokens of the stream's ranges."""
+        pieces, at = self.documents.pieces(starts, stops), 0
         tokens = self._checked(pieces.documents)
         for some, begin, end in zip(tokens, pieces.begin.tolist(), pieces.end.tolist()):
             out[at : at + end - begin] = some[begin:end]
             at += end - begin
-        return out
 
     def will_need(self, starts: I64, stops: I64) -> None:
         """Ask for the bytes of documents in ranges that are going to be read; returns at once."""
-        self._announce(self._documents.pieces(*self._ranges(starts, stops)))
+        self._announce(self.documents.pieces(*self._ranges(starts, stops)))
 
     def forget_needs(self) -> None:
         """What was announced and is not read yet will not be."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +16,15 @@ from meshfeed.files import ByteFile, FileStats, Folder, LocalFile
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.sums import BIN, IDX, SUFFIX
 from meshfeed.files.url import join
+from meshfeed.store.base import StreamStore, checked_places
 from meshfeed.store.checksums import compare, is_guarded, refuse_others
 from meshfeed.store.guarded import GuardedFile
 from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
 from meshfeed.store.node_index import NodeIndex
-from meshfeed.store.stream import I64, checked_out, checked_places, checked_ranges
+from meshfeed.store.stream import I64
 
 
-class IndexedStore:
+class IndexedStore(StreamStore):
     """A Megatron token store: `path`.bin holds the tokens, `path`.idx says where each sequence lies.
 
     Making one only remembers the path. The attributes read the index's header, once, and close the
@@ -39,14 +39,13 @@ class IndexedStore:
     def __init__(
         self, path: str | os.PathLike[str], idx: ByteFile | None = None, data: ByteFile | None = None
     ) -> None:
+        super().__init__()
         self.path = os.fspath(path)
         if idx is None or data is None:
             idx = NodeIndex(self.path)
             data = GuardedFile(idx)
         self._idx, self._data = idx, data
-        self._depth = 0
         self._index: Index | None = None
-        self._lock = threading.RLock()  # taken again where garbage is collected
 
     # -- what it is ---------------------------------------------------------------------------------
 
@@ -89,9 +88,6 @@ class IndexedStore:
     def num_documents(self) -> int:
         """Documents in the store, empty ones included."""
         return self.header.num_documents
-
-    def __len__(self) -> int:
-        return self.num_documents
 
     @property
     def has_modes(self) -> bool:
@@ -159,23 +155,12 @@ class IndexedStore:
 
     # -- entering and leaving -----------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
-        with self._lock:
-            if self._depth == 0:
-                with contextlib.ExitStack() as stack:
-                    stack.enter_context(self._idx)
-                    stack.enter_context(self._data)
-                    self._index = look_up(self.header, self._idx)
-                    self._files = stack.pop_all()
-            self._depth += 1
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                self._index = None
-                self._files.close()
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        """Map the index; the .bin is opened by the first read."""
+        stack.enter_context(self._idx)
+        stack.enter_context(self._data)
+        self._index = look_up(self.header, self._idx)
+        stack.callback(setattr, self, "_index", None)
 
     def __getstate__(self) -> dict[str, Any]:
         known = ("path", "_idx", "_data", "header", "_fingerprint")
@@ -183,16 +168,13 @@ class IndexedStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["path"], state["_idx"], state["_data"])
-        self.__dict__.update(state)
-
-    def __repr__(self) -> str:
-        return f"IndexedStore({self.path!r})"
+        vars(self).update(state)
 
     # -- documents ----------------------------------------------------------------------------------
 
     def lengths(self, documents: I64) -> I64:
         """Tokens of each document; int64 [n] -> int64 [n]."""
-        documents = checked_places(self.path, documents, self.num_documents, "document")
+        documents = self._existing(documents)
         index = self._entered()
         if self.is_stream:
             lengths = index.offsets_of(documents + 1) - index.offsets_of(documents)
@@ -212,13 +194,13 @@ class IndexedStore:
 
         With `lengths` and `read_stream` it reads many documents at once.
         """
-        documents = checked_places(self.path, documents, self.num_documents, "document")
+        documents = self._existing(documents)
         self._refuse_no_stream()
         return self._entered().offsets_of(documents)
 
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
         """Tokens start..stop of one document, its sequences back to back; [stop - start] of `dtype`."""
-        checked_places(self.path, np.array([document]), self.num_documents, "document")
+        self._existing(np.array([document]))
         index = self._entered()
         both_ends = np.array([document, document + 1])
         if self.is_stream:
@@ -230,10 +212,7 @@ class IndexedStore:
             lengths = index.lengths_of(sequences)
             begins = index.pointers_of(sequences, lengths) // self.dtype.itemsize
         length = int(lengths.sum())
-        if not 0 <= start <= stop <= length:
-            raise StoreError(
-                f"{self.path}: tokens {start}..{stop} of document {document} asked for, it has {length}"
-            )
+        self._refuse_outside(document, start, stop, length)
         # pieces of 3 4 2 tokens, 2..6 wanted -> skip 2 0 0, take 1 3 0
         ends = lengths.cumsum()
         skip = np.minimum((start - ends + lengths).clip(0), lengths)
@@ -251,25 +230,12 @@ class IndexedStore:
 
     # -- the stream ---------------------------------------------------------------------------------
 
-    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Tokens of the stream's ranges, back to back: [sum(stops - starts)] of `dtype`.
-
-        starts, stops: int64 [m], stream offsets in tokens, in any order and overlapping at will.
-        out: 1-D, contiguous and of exactly that size to read into and return; None for a new array.
-        """
-        starts, stops = self._ranges(starts, stops)
-        sizes = stops - starts
-        out = checked_out(self.path, out, self.dtype, int(sizes.sum()))
-        self._fill(out, starts, sizes)
-        return out
+    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+        """Tokens of the stream's ranges."""
+        self._fill(out, starts, stops - starts)
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """Stream offsets o of documents with start < o < stop, range after range, each once.
-
-        starts, stops: int64 [m], stream offsets in tokens. Returns offsets int64 [total], ascending
-        within a range, and how many each range has, int64 [m]. A document without tokens shares its
-        offset with the next and adds none.
-        """
+        """Stream offsets of documents strictly inside each range, and their counts; see `StreamStore`."""
         starts, stops = self._ranges(starts, stops)
         index = self._entered()
         found = index.first_from(np.concatenate((starts + 1, stops)))
@@ -308,10 +274,8 @@ class IndexedStore:
     # -- below --------------------------------------------------------------------------------------
 
     def _entered(self) -> Index:
-        index = self._index
-        if index is None:
-            raise StoreError(f"{self.path}: not entered; read from it inside `with store:`")
-        return index
+        self._refuse_not_entered()
+        return cast(Index, self._index)
 
     def _refuse_no_stream(self) -> None:
         if not self.is_stream:
@@ -322,7 +286,7 @@ class IndexedStore:
 
     def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         self._refuse_no_stream()
-        return checked_ranges(self.path, self.num_tokens, starts, stops)
+        return super()._ranges(starts, stops)
 
     def _fill(self, out: npt.NDArray[Any], offsets: I64, sizes: I64) -> None:
         """Read `sizes` tokens at each of `offsets` into `out`, which they fill exactly."""

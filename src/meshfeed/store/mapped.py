@@ -21,6 +21,7 @@ import torch
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
+from meshfeed.mixture import Store
 from meshfeed.order import EpochIndex
 from meshfeed.store.workers import Failure, Workers
 
@@ -51,7 +52,7 @@ Item = dict[str, Array | bytes | Refused]
 """One item: an array of numbers, or bytes, by name."""
 
 
-class Mapped:
+class Mapped(Store):
     """A user's dataset as a store, for `meshfeed.Samples`.
 
     Args:
@@ -113,7 +114,7 @@ class Mapped:
 
     # -- what it is -----------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hex digest of the dataset's class name and own fingerprint, its length, lengths, valid and version.
 
@@ -121,6 +122,10 @@ class Mapped:
         has none, another dataset of the same class and length is taken for this one, and so are other items
         or changed code: that is what `version` is for.
         """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         told = f"{name_of(self._dataset)} {self.num_documents} {self.version}"
         if own := fingerprint_of(self._dataset):
             told += f" {own}"

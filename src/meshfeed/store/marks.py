@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.files import Cache
+from meshfeed.store.base import StreamStore
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
-from meshfeed.store.protocol import StreamStore
 
 I64 = npt.NDArray[np.int64]
 

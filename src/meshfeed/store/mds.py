@@ -14,6 +14,7 @@ import numpy.typing as npt
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.order import EpochIndex
+from meshfeed.store.base import checked_places
 from meshfeed.store.mds_index import INDEX, Column, Shard, least_bytes, parse_index
 from meshfeed.store.mds_sample import (
     DTYPE_CODES,
@@ -25,7 +26,7 @@ from meshfeed.store.mds_sample import (
 )
 from meshfeed.store.mds_shard import ShardFile, Tokens, refuse_size, values_of
 from meshfeed.store.sharded import Even, ShardedStore
-from meshfeed.store.stream import I64, checked_places
+from meshfeed.store.stream import I64
 
 _TOKENS = ("tokens", "input_ids")
 

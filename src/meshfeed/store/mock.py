@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
-
-I64 = npt.NDArray[np.int64]
+from meshfeed.store.base import DocumentStore
+from meshfeed.store.stream import I64, LengthsIndex
 
 _VOCAB = 32_768
 
 
-class Lengths:
+class Lengths(DocumentStore):
     """Documents of given lengths, laid end to end; token t of the stream is a hash of t.
 
     Holds the lengths in memory, and nothing else. Works wherever a token store does.
@@ -30,15 +30,16 @@ class Lengths:
     Raises StoreError for anything else.
     """
 
-    dtype = np.dtype(np.uint16)
+    path = "Lengths"
 
     def __init__(self, lengths: npt.ArrayLike) -> None:
         given = np.asarray(lengths)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu") or (given < 0).any():
             raise StoreError("Lengths: give one whole number from 0 for each document, in one dimension")
+        super().__init__()
         self._lengths = given.astype(np.int64)
-        self._starts = np.concatenate(([0], np.cumsum(self._lengths)))
-        self.stats = FileStats()
+        self._documents = LengthsIndex(np.concatenate(([0], np.cumsum(self._lengths))))
+        self._stats = FileStats()
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
@@ -84,65 +85,42 @@ class Lengths:
         drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
         return cls(drawn.clip(shortest, longest).astype(np.int64))
 
-    def __len__(self) -> int:
-        return self.num_documents
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint16."""
+        return np.dtype(np.uint16)
 
     @property
-    def num_documents(self) -> int:
-        """Documents."""
-        return self._lengths.size
+    def documents(self) -> LengthsIndex:
+        """Where documents begin."""
+        return self._documents
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return int(self._starts[-1])
+    def stats(self) -> FileStats:
+        """What was read so far."""
+        return self._stats
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """Hex digest of the lengths."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         return hashlib.blake2b(self._lengths.tobytes(), digest_size=16).hexdigest()
 
-    def lengths(self, documents: I64) -> I64:
-        """Tokens of each document; int64 [n]."""
-        return self._lengths[documents]
-
-    def offsets(self, documents: I64) -> I64:
-        """Stream offset of each document's first token; int64 [n]."""
-        return self._starts[documents]
-
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens start..stop of one document."""
-        first = self._starts[document]
-        return self.read_stream(np.array([first + start]), np.array([first + stop]))
-
-    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """Tokens of the stream's ranges, back to back."""
-        sizes = np.asarray(stops) - starts
-        made = np.empty(int(sizes.sum()), self.dtype) if out is None else out
-        place = np.arange(made.size) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-        made[:] = (place.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(
+    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+        """A hash of each token's place in the stream."""
+        sizes = stops - starts
+        place = np.arange(out.size) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+        out[:] = (place.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(
             _VOCAB
         )
-        self.stats.reads += sizes.size
-        self.stats.bytes_read += made.nbytes
-        return made
+        self._stats.reads += sizes.size
+        self._stats.bytes_read += out.nbytes
 
-    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """Offsets of documents strictly inside each range, and how many each has."""
-        bounds = np.unique(self._starts[:-1][self._lengths > 0])
-        first = np.searchsorted(bounds, starts, side="right")
-        counts = np.maximum(np.searchsorted(bounds, stops, side="left") - first, 0)
-        places = np.arange(int(counts.sum())) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        return bounds[places], counts
-
-    def will_need(self, starts: I64, stops: I64) -> None:
-        """Nothing to fetch."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
+    def _refuse_not_entered(self) -> None:
+        return  # there is nothing to open
 
     def __repr__(self) -> str:
         return f"Lengths({self.num_documents} documents, {self.num_tokens} tokens)"

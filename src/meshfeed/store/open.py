@@ -14,6 +14,7 @@ import numpy.typing as npt
 from meshfeed.errors import AccessError, MissingError, OptionError, StoreError
 from meshfeed.files import ByteFile, Cache, Folder
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
+from meshfeed.store.base import StreamStore
 from meshfeed.store.dataset import NAME, DatasetStore, open_dataset
 from meshfeed.store.documents import DocumentFiles
 from meshfeed.store.indexed import IndexedStore, indexed_in
@@ -23,7 +24,6 @@ from meshfeed.store.mds import MDSStore
 from meshfeed.store.mds_index import INDEX
 from meshfeed.store.parquet import ParquetStore
 from meshfeed.store.prepared import documents_in, is_report
-from meshfeed.store.protocol import OpenedStore
 from meshfeed.store.tokens import Column
 
 _SUFFIXES = (".bin", ".idx")
@@ -80,7 +80,7 @@ def open_store(
     tokenizer: str | os.PathLike[str] | None = None,
     cache: Cache | str | os.PathLike[str] | None = None,
     options: Mapping[str, str] | None = None,
-) -> OpenedStore:
+) -> StreamStore:
     """The token store at `path`, recognised and checked; no file stays open.
 
     path: of a Megatron store, with or without .bin or .idx; of a folder with dataset.json, or with an MDS
@@ -251,7 +251,7 @@ def _documents(kind: type[DocumentFiles], place: Place, files: Sequence[ByteFile
     return kind(place.shown, files, Column(place.column, place.tokenizer), _cache(place)).check()
 
 
-_RECOGNISERS: tuple[Callable[[Place], OpenedStore | None], ...] = (
+_RECOGNISERS: tuple[Callable[[Place], StreamStore | None], ...] = (
     _indexed,
     _file_of_documents,
     _dataset,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StoreError
+from meshfeed.mixture import Store
+from meshfeed.store.base import StreamStore
 from meshfeed.store.index import Index
 from meshfeed.store.indexed import IndexedStore
 
@@ -43,7 +45,7 @@ class Sequences(Protocol):
         ...
 
 
-def sequences_of(store: Any) -> Sequences:
+def sequences_of(store: Store) -> Sequences:
     """The sequences of a token store; documents, where it knows no smaller unit.
 
     Good without entering the store, where that is an `IndexedStore`. Raises RecipeError for what is no
@@ -53,7 +55,7 @@ def sequences_of(store: Any) -> Sequences:
         if not store.is_stream:
             raise StoreError(f"{store.path}: its sequences do not fill the .bin in order; write it again")
         return _OfIndex(store, store.index())
-    if not hasattr(store, "read_stream") or not hasattr(store, "offsets"):
+    if not isinstance(store, StreamStore):
         raise RecipeError(f"{store!r} is no stream of tokens by document; give a store as mf.open(path) does")
     return _OfDocuments(store)
 
@@ -88,7 +90,7 @@ class _OfIndex:
 
 @dataclass(frozen=True, slots=True)
 class _OfDocuments:
-    store: Any
+    store: StreamStore
 
     @property
     def count(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -18,10 +19,11 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.files import ByteFile, Cache, Content, FileStats, Folder, typed_errors
 from meshfeed.files.url import join, without_secrets
+from meshfeed.store.base import DocumentStore
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
 from meshfeed.store.shard_files import ShardFiles
-from meshfeed.store.stream import I64, DocumentStream, LengthsIndex, Multiples, Pieces, checked_out
+from meshfeed.store.stream import I64, LengthsIndex, Multiples, Pieces
 
 T = TypeVar("T")
 
@@ -59,7 +61,7 @@ class Even:
     stride_bytes: int
 
 
-class ShardedStore(DocumentStream):
+class ShardedStore(DocumentStore):
     """A StreamStore over the shards of a folder: documents lie end to end, in the order of the index.
 
     Making one only remembers. Everything but the attributes wants `with store:`. At most 128 shards are open
@@ -76,6 +78,7 @@ class ShardedStore(DocumentStream):
     """Of the format, for the key under which lengths are kept."""
 
     def __init__(self, folder: Folder) -> None:
+        super().__init__()
         self.path = without_secrets(folder.url)
         self._folder = folder
         self._forget()
@@ -147,13 +150,10 @@ class ShardedStore(DocumentStream):
     def _shard_ends(self) -> I64:
         return np.cumsum([shard.num_documents for shard in self.shards], dtype=np.int64)
 
-    def __len__(self) -> int:
-        return int(self.shard_ends[-1]) if self.shard_ends.size else 0
-
     @property
     def num_documents(self) -> int:
         """Documents in all shards."""
-        return len(self)
+        return int(self.shard_ends[-1]) if self.shard_ends.size else 0
 
     @property
     def wants_ahead(self) -> bool:
@@ -186,35 +186,31 @@ class ShardedStore(DocumentStream):
 
     # -- entering and leaving -----------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        """Let shards be opened, each by its first read."""
         self._files.open()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._files.close()
+        stack.callback(self._files.close)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in _NOT_PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
+        super().__setstate__(state)
         self._forget()
 
     # -- documents and the stream -------------------------------------------------------------------------
 
-    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
-        """See DocumentStream."""
-        starts, stops = self._ranges(starts, stops)
-        out = checked_out(self.path, out, self.dtype, int((stops - starts).sum()))
-        shards, begins, sizes = self._bytes_of(self._documents.pieces(starts, stops))
+    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+        """Tokens of the stream's ranges."""
+        shards, begins, sizes = self._bytes_of(self.documents.pieces(starts, stops))
         places, raw = sizes.cumsum() - sizes, out.view(np.uint8)
         for number, mine in _by_shard(shards):
             self._files.read_into(number, raw, begins[mine], sizes[mine], places[mine])
-        return out
 
     def will_need(self, starts: I64, stops: I64) -> None:
         """Announce ranges of the stream that will be read, each once; waits for lengths at most."""
-        shards, begins, sizes = self._bytes_of(self._documents.pieces(*self._ranges(starts, stops)))
+        shards, begins, sizes = self._bytes_of(self.documents.pieces(*self._ranges(starts, stops)))
         for number, mine in _by_shard(shards):
             self._files.will_need(number, begins[mine], begins[mine] + sizes[mine])
 
@@ -240,7 +236,8 @@ class ShardedStore(DocumentStream):
     # -- where documents lie, and how long they are ----------------------------------------------------------
 
     @property
-    def _documents(self) -> LengthsIndex:
+    def documents(self) -> LengthsIndex:
+        """Where documents begin, from the index or the shards' heads."""
         fixed = self._fixed_tokens
         return LengthsIndex(self._table["starts"] if fixed is None else Multiples(fixed, len(self) + 1))
 

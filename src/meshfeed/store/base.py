@@ -1,0 +1,236 @@
+"""The base classes of token stores: what every store can do, and what a format has to add.
+
+A store of documents whose lengths are known subclasses `DocumentStore`: it says where documents begin and
+reads stream ranges. Any other subclasses `StreamStore`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+from meshfeed.files import FileStats
+from meshfeed.mixture import Store
+from meshfeed.store.stream import I64, LengthsIndex
+
+_NOT_PICKLED = ("_depth", "_lock", "_opened")
+
+
+class StreamStore(Store):
+    """Documents of tokens that lie back to back: one unshuffled stream.
+
+    A constructor only remembers its arguments. The attributes work at once; everything else needs
+    `with store:`. Threads may share an entered store. Pickled or copied, it arrives not entered. All methods
+    may raise StoreError.
+
+    Attributes:
+        path: where it lies, as messages name it.
+    """
+
+    path: str
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._lock = threading.RLock()  # garbage collection may take it again
+
+    # -- what a format adds -----------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype[Any]:
+        """Of the tokens."""
+
+    @property
+    @abstractmethod
+    def num_documents(self) -> int:
+        """Documents, including empty ones."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens in the stream."""
+
+    @abstractmethod
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
+
+    @abstractmethod
+    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """Stream offsets o of documents with start < o < stop, range after range, each once.
+
+        starts, stops: int64 [m], stream offsets in tokens. Returns offsets int64 [total], ascending within a
+        range, and how many each range has, int64 [m]. A document without tokens shares its offset with the
+        next and adds none.
+        """
+
+    @abstractmethod
+    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+        """Fill `out`, [sum(stops - starts)] of `dtype`, with ranges that are known to lie in the stream."""
+
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        """Open what reading needs; `stack` closes it when the last `with` ends."""
+        return
+
+    def will_need(self, starts: I64, stops: I64) -> None:
+        """Announce ranges that are going to be read, each once; returns at once.
+
+        starts, stops: int64 [m], stream offsets in tokens.
+        """
+        self._ranges(starts, stops)
+
+    @property
+    def stats(self) -> FileStats:
+        """What reading has cost so far."""
+        return FileStats()
+
+    def facts(self) -> dict[str, Any]:
+        """What its format says of it beside counts, as JSON-able values; "format" is one."""
+        return {"format": type(self).__name__}
+
+    def verify(self) -> Iterator[float]:
+        """Check all that can be checked, as the files are now, yielding the part done, in (0, 1]."""
+        yield 1.0
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether stream ranges can be read; if not, only `read` by document."""
+        return True
+
+    # -- what all have in common ------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
+
+    def read_stream(self, starts: I64, stops: I64, out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """Tokens of the stream's ranges, back to back: [sum(stops - starts)] of `dtype`.
+
+        starts, stops: int64 [m], stream offsets in tokens, in any order and overlapping at will.
+        out: 1-D, contiguous and of exactly that size to read into and return; None for a new array.
+        """
+        starts, stops = self._ranges(starts, stops)
+        out = self._checked_out(out, int((stops - starts).sum()))
+        self._refuse_not_entered()
+        self.read_into(out, starts, stops)
+        return out
+
+    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
+        """Tokens start..stop of one document; [stop - start] of `dtype`."""
+        at = np.array([document])
+        first, length = int(self.offsets(at)[0]), int(self.lengths(at)[0])
+        self._refuse_outside(document, start, stop, length)
+        return self.read_stream(np.array([first + start]), np.array([first + stop]))
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            if self._depth == 0:
+                with contextlib.ExitStack() as stack:
+                    self.acquire(stack)
+                    self._opened = stack.pop_all()
+            self._depth += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._opened.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        StreamStore.__init__(self)
+        vars(self).update(state)
+
+    # -- checks -----------------------------------------------------------------------------------------
+
+    def _refuse_not_entered(self) -> None:
+        if not self._depth:
+            raise StoreError(f"{self.path}: not entered; read from it inside `with store:`")
+
+    def _refuse_outside(self, document: int, start: int, stop: int, length: int) -> None:
+        if not 0 <= start <= stop <= length:
+            raise StoreError(
+                f"{self.path}: tokens {start}..{stop} of document {document} asked for, it has {length}"
+            )
+
+    def _existing(self, documents: I64) -> I64:
+        return checked_places(self.path, documents, self.num_documents, "document")
+
+    def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """The ranges as int64. Raises StoreError for one that is not inside the stream."""
+        starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
+        if starts.ndim != 1 or starts.shape != stops.shape:
+            raise StoreError(f"{self.path}: starts {starts.shape} and stops {stops.shape}; both must be [m]")
+        outside = (starts < 0) | (stops < starts) | (stops > self.num_tokens)
+        if outside.any():
+            i = int(outside.argmax())
+            raise StoreError(
+                f"{self.path}: range {i}: tokens {starts[i]}..{stops[i]} asked for, the stream has "
+                f"{self.num_tokens}"
+            )
+        return starts, stops
+
+    def _checked_out(self, out: npt.NDArray[Any] | None, total: int) -> npt.NDArray[Any]:
+        """`out`, or a new array for `total` tokens. Raises StoreError for one that does not fit."""
+        dtype = self.dtype
+        if out is None:
+            return np.empty(total, dtype)
+        if out.dtype != dtype or out.shape != (total,) or not out.flags.carray:
+            raise StoreError(
+                f"{self.path}: out is {out.dtype.name} {out.shape}; it must be a contiguous, writeable "
+                f"{dtype.name} ({total},)"
+            )
+        return out
+
+
+class DocumentStore(StreamStore):
+    """A StreamStore that knows where its documents begin; a format adds that, a dtype and `read_into`."""
+
+    @property
+    @abstractmethod
+    def documents(self) -> LengthsIndex:
+        """Where documents begin in the stream."""
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, including empty ones."""
+        return self.documents.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return self.documents.num_tokens
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each document; int64 [n] -> int64 [n]."""
+        return self.documents.lengths(self._existing(documents))
+
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
+        return self.documents.offsets(self._existing(documents))
+
+    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """Stream offsets o of documents with start < o < stop, range after range, and how many; see base."""
+        return self.documents.document_starts(*self._ranges(starts, stops))
+
+
+def checked_places(name: str, places: I64, count: int, what: str) -> I64:
+    """Places as int64. Raises StoreError for one that is not in [0, count)."""
+    places = np.asarray(places, np.int64)
+    outside = (places < 0) | (places >= count)
+    if outside.any():
+        raise StoreError(
+            f"{name}: {what} {places[outside.argmax()]} asked for, it has {count}, counted from 0"
+        )
+    return places
