@@ -47,6 +47,7 @@ class GlobalBatch:
     Attributes:
         step: from 0.
         draws: the sequences, in order.
+        lengths: tokens of each, before the plan splits or truncates it; int64 [n].
         plan: the rank of each sequence.
         tokens, valid_tokens, sum_sq: of the whole batch; see `batch.Step`.
         account: its balance; None without packing.
@@ -57,6 +58,7 @@ class GlobalBatch:
 
     step: int
     draws: Draws
+    lengths: npt.NDArray[np.int64]
     plan: StepPlan
     tokens: int
     valid_tokens: int
@@ -121,7 +123,8 @@ class Stepping:
         draws = draws_of_step(self.recipe, step)
         if not len(draws):
             return None
-        plan = self._plan(step, draws, self.rule.lengths(self.recipe, draws))
+        whole = self.rule.lengths(self.recipe, draws)
+        plan = self._plan(step, draws, whole)
         is_mixed = len(self.recipe.sources) > 1
         kept = np.flatnonzero(plan.microbatch >= 0)
         lengths, starts = plan.lengths[kept], plan.start[kept]
@@ -129,6 +132,7 @@ class Stepping:
         return GlobalBatch(
             step=step,
             draws=draws,
+            lengths=whole,
             plan=plan,
             tokens=int(lengths.sum()),
             valid_tokens=int(valid.sum()),
@@ -230,6 +234,7 @@ class Stepping:
         return portions_of(
             batch.plan,
             batch.draws,
+            batch.lengths,
             first + coord.cp,
             group=[first + cp for cp in served],
             rows=0 if self.packing else self.micro_batch_size,

@@ -136,7 +136,9 @@ def check_packs(
     split: Any,
 ) -> None:
     """Put together from its ranks, a row is the tokens of its item."""
-    batch = GlobalBatch(step=0, draws=gathered.draws, plan=step, tokens=0, valid_tokens=0, sum_sq=0)
+    batch = GlobalBatch(
+        step=0, draws=gathered.draws, lengths=gathered.lengths, plan=step, tokens=0, valid_tokens=0, sum_sq=0
+    )
     for rank in served:
         for portion in portions(batch, layout, rank, split):
             ((made,), _) = packed(received, portion, ITEM_KEYS, None, OnHost())

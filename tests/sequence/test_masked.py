@@ -211,7 +211,15 @@ def test_documents_of_several_sources(tmp_path: Path) -> None:
         ]
         for rank, group in ((0, [0]), (1, [0, 1])):
             (portion,) = portions_of(
-                plan, draws, rank, group=group, rows=5, split="zigzag", together=1, rank_of_dp_cp=np.arange(2)
+                plan,
+                draws,
+                plan.lengths,
+                rank,
+                group=group,
+                rows=5,
+                split="zigzag",
+                together=1,
+                rank_of_dp_cp=np.arange(2),
             )
             rule.announce(recipe, [portion])
             columns = rule.load(recipe, portion, host.allocate)

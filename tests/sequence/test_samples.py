@@ -238,6 +238,7 @@ def test_sequences_of_several_sources(packed: bool) -> None:
     (portion,) = portions_of(
         plan,
         draws,
+        lengths,
         0,
         group=[0],
         rows=0 if packed else 6,

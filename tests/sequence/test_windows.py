@@ -266,6 +266,7 @@ def test_one_reader_may_serve_any_ranks_of_its_group(
                 return portions_of(
                     plan,
                     draws,
+                    plan.lengths,
                     rank,
                     group=group,
                     rows=rows,
@@ -299,7 +300,15 @@ def test_only_the_fields_that_are_named_are_made(
     rule, draws = recipe.sequence, draws_of_step(recipe, 2)
     plan = plan_fixed(rule.lengths(recipe, draws), dp=1, cp=1, micro_batch_size=4)
     (portion,) = portions_of(
-        plan, draws, 0, group=[0], rows=4, split="zigzag", together=1, rank_of_dp_cp=np.arange(1)
+        plan,
+        draws,
+        plan.lengths,
+        0,
+        group=[0],
+        rows=4,
+        split="zigzag",
+        together=1,
+        rank_of_dp_cp=np.arange(1),
     )
     with recipe.data:
         columns = rule.load(recipe, portion, np.empty)

@@ -29,7 +29,8 @@ from meshfeed.plan import CpSplit, Packing, StepPlan, account_of, plan_step
 from meshfeed.plan.account import exact_sum
 from meshfeed.plan.policy import room_of
 from meshfeed.sequence import Portion, portions_of
-from meshfeed.sequence.packed import PLAN_FIELDS, Pieces, fields_of_plan
+from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.runs import Runs
 from meshfeed.stepping import GlobalBatch, ranks_beside
 
 _OTHERS = "(keys that are not declared)"
@@ -97,6 +98,7 @@ def plan(
     return GlobalBatch(
         step=step,
         draws=gathered.draws,
+        lengths=gathered.lengths,
         plan=made,
         tokens=int(lengths.sum()),
         valid_tokens=int(lengths.sum() if valid is None else valid[np.unique(made.sequence[kept])].sum()),
@@ -239,6 +241,7 @@ def portions(batch: GlobalBatch, layout: Layout, rank: int, split: CpSplit) -> l
     return portions_of(
         batch.plan,
         batch.draws,
+        batch.lengths,
         at,
         group=[at],
         rows=0,
@@ -283,61 +286,25 @@ def fields_of_pack(
     split_keys = {name: (dtype, shape) for schema in gathered.schemas for name, dtype, shape in schema.split}
     types |= {name: dtype for name, (dtype, _) in split_keys.items()}
     types |= {name: dtype for schema in gathered.schemas for name, dtype, _ in schema.rest}
-    own = Pieces.of(portion)
-    runs = _TokenRuns.of(portion, own, rows, received.shipment)
+    own, at = portion.own_tokens
+    piece = rows[own.sequence]
+    runs = Runs(at, received.shipment.tokens_at(piece, own.start), own.sizes)
     arrays: Arrays = {}
     for key in keys.declared:
         if not key.split or (names is not None and key.name not in names):
             continue
         dtype, shape = split_keys.get(key.name, (key.dtype, ()))
         if dtype != ANY:  # otherwise no item of the step has it and its type is unknown
-            out = allocate((1, own.num_tokens, *shape), carrier(dtype))
-            _fill(out, bits_of(key.pad, dtype), key.name, received, runs)
+            out = allocate((1, portion.num_tokens, *shape), carrier(dtype))
+            out[:] = bits_of(key.pad, dtype)
+            begins, entry = received.begins(key.name)
+            has = begins[piece] >= 0  # a sequence without the key is padding
+            at, start, size = (each[has] * entry for each in (runs.at, runs.start, runs.size))
+            Runs(at, begins[piece][has] + start, size).copy(received.data, out.reshape(-1).view(np.uint8))
             arrays[key.name] = out
     arrays |= _rest(received, rows, keys, names)
     every = [each.name for each in PLAN_FIELDS]
-    return arrays | fields_of_plan(portion, own, every if names is None else names, allocate)
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenRuns:
-    """A rank's own real tokens as runs, located in the shipment and in its pack.
-
-    Attributes:
-        piece: of the shipment; int64 [n].
-        before: tokens of that piece before the run; int64 [n].
-        at, size: the run's start in the pack, and its tokens; int64 [n].
-        num_tokens: of the pack, including padding.
-    """
-
-    piece: Longs
-    before: Longs
-    at: Longs
-    size: Longs
-    num_tokens: int
-
-    @classmethod
-    def of(cls, portion: Portion, own: Pieces, rows: Longs, shipment: Shipment) -> _TokenRuns:
-        """rows: the pieces of the portion's pack, in its order."""
-        slices, some = own.own, np.flatnonzero(own.real > 0)
-        sequence = slices.sequence[some]
-        piece, first = rows[sequence], portion.starts[sequence] + slices.start[some]
-        at = (np.cumsum(slices.sizes) - slices.sizes)[some]
-        return cls(piece, shipment.tokens_at(piece, first), at, own.real[some], own.num_tokens)
-
-
-def _fill(out: Array, pad: Any, name: str, received: Received, runs: _TokenRuns) -> None:
-    """Fill a split key with the rank's own tokens of sequences that have it, and with `pad` elsewhere."""
-    begins, entry = received.begins(name)
-    begins = begins[runs.piece]
-    size = np.where(begins < 0, 0, runs.size)
-    if int(size.sum()) < runs.num_tokens:
-        out[:] = pad
-    begin, to, size = begins + runs.before * entry, runs.at * entry, size * entry
-    # slicing a memoryview costs half as much as slicing an array, and there are many short runs
-    whole, data = out.reshape(-1).view(np.uint8).data, received.data.data
-    for a, b, c, d in zip(to.tolist(), (to + size).tolist(), begin.tolist(), (begin + size).tolist()):
-        whole[a:b] = data[c:d]
+    return arrays | fields_of_plan(portion, every if names is None else names, allocate)
 
 
 def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str] | None) -> dict[str, Any]:

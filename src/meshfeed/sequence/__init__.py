@@ -5,7 +5,8 @@ from meshfeed.sequence.chat import Chat
 from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.documents import Documents
 from meshfeed.sequence.masked import Masked
-from meshfeed.sequence.rule import Portion, SequenceRule, portions_of
+from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.runs import Portion, portions_of
 from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.windows import Windows
 

@@ -20,7 +20,8 @@ from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import Portion, SequenceRule
+from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.runs import Portion
 
 Longs = npt.NDArray[np.int64]
 

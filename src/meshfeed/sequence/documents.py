@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
+from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.packed import PLAN_FIELDS, Pieces, fields_of_plan, holder_of, real_sizes
-from meshfeed.sequence.rule import Portion, dtype_of
+from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.rule import dtype_of
+from meshfeed.sequence.runs import Longs, Portion, Runs
 from meshfeed.store import StreamStore
-
-Longs = npt.NDArray[np.int64]
 
 _FIELDS = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
@@ -33,8 +32,74 @@ _FIELDS = (
 )
 
 
+def document_lengths(recipe: Recipe, draws: Draws) -> Longs:
+    """Tokens of the document of each draw; int64 [n]."""
+    lengths = np.zeros(len(draws), np.int64)
+    for s in np.unique(draws.source).tolist():
+        mine = np.flatnonzero(draws.source == s)
+        lengths[mine] = recipe.sources[s].lengths(draws.index[mine])
+    return lengths
+
+
+class DocumentRule:
+    """The common part of rules whose sequences are documents: reading what a portion holds of them."""
+
+    def num_sequences(self, store: Store) -> int:
+        """Documents in the store, including empty ones. Raises RecipeError unless it is a token store."""
+        if not hasattr(store, "read_stream"):
+            raise RecipeError(f"{type(self).__name__} reads a token store; {store!r} is not one")
+        return cast(StreamStore, store).num_documents
+
+    def shard_ends(self, store: Store) -> Longs | None:
+        """The ends of a store's own shards, in documents; int64 [num_shards], None without shards."""
+        return getattr(store, "shard_ends", None)
+
+    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
+        """Exact bytes of the one column."""
+        return int(self._held(portion).sizes.sum()) * dtype_of(recipe, portion.draws).itemsize
+
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
+        """Announce the held slices to each store."""
+        for portion in portions:
+            for store, _, starts, stops in self._reads(recipe, portion):
+                store.will_need(starts, stops)
+
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
+        """The held tokens of the documents, slice after slice."""
+        sizes = self._held(portion).sizes
+        ends = np.cumsum(sizes)
+        tokens = allocate((int(sizes.sum()),), dtype_of(recipe, portion.draws).name)
+        for store, slices, starts, stops in self._reads(recipe, portion):
+            if len(recipe.sources) == 1:
+                store.read_stream(starts, stops, out=tokens)
+                break
+            size = stops - starts
+            runs = Runs(ends[slices] - size, np.cumsum(size) - size, size)
+            runs.copy(store.read_stream(starts, stops), tokens)
+        return {"tokens": tokens}
+
+    def _held(self, portion: Portion) -> Slices:
+        """What the portion's group reads, as tokens of its draws."""
+        raise NotImplementedError
+
+    def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
+        """Stream offset of the first token of each draw, all of one source; int64 [n]."""
+        return recipe.sources[source].offsets(draws.index)
+
+    def _reads(self, recipe: Recipe, portion: Portion) -> Iterator[tuple[StreamStore, Longs, Longs, Longs]]:
+        """For each store: (store, its held slices that are not empty, their stream ranges)."""
+        held, draws = self._held(portion), portion.draws
+        source = draws.source[held.sequence]
+        for s in np.unique(draws.source).tolist():
+            slices = np.flatnonzero((source == s) & (held.sizes > 0))
+            if slices.size:
+                of, first = np.unique(held.sequence[slices], return_inverse=True)
+                begins = self._first_tokens(recipe, s, draws.take(of))[first]
+                yield recipe.sources[s], slices, begins + held.start[slices], begins + held.stop[slices]
+
+
 @dataclass(frozen=True)
-class Documents:
+class Documents(DocumentRule):
     """A sequence is a document; a microbatch is a pack of them.
 
     Needs a `Packing`. A document's last token has no label and bears no loss. If the packing splits a
@@ -71,22 +136,9 @@ class Documents:
         """All options in one line."""
         return repr(self)
 
-    def num_sequences(self, store: Store) -> int:
-        """Documents in the store, including empty ones. Raises RecipeError unless it is a token store."""
-        if not hasattr(store, "read_stream"):
-            raise RecipeError(f"Documents reads a token store; {store!r} is not one")
-        return cast(StreamStore, store).num_documents
-
-    def shard_ends(self, store: Store) -> Longs | None:
-        """The ends of a store's own shards, in documents; int64 [num_shards], None without shards."""
-        return getattr(store, "shard_ends", None)
-
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each document, up to max_len; int64 [n]."""
-        lengths = np.zeros(len(draws), np.int64)
-        for s in np.unique(draws.source).tolist():
-            mine = np.flatnonzero(draws.source == s)
-            lengths[mine] = _stores(recipe)[s].lengths(draws.index[mine])
+        lengths = document_lengths(recipe, draws)
         return lengths if self.max_len is None else np.minimum(lengths, self.max_len)
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
@@ -98,37 +150,13 @@ class Documents:
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
     ) -> tuple[Longs, Longs, Longs]:
         """See `RuleOfTokens`."""
-        first = _stores(recipe)[source].offsets(draws.index)
+        first = recipe.sources[source].offsets(draws.index)
         begins = first + starts + ahead
         ends = np.minimum(begins + lengths, first + self.lengths(recipe, draws))
         return begins, np.maximum(ends, begins), np.arange(len(draws))
 
-    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
-        """Exact bytes of the one column."""
-        sizes, ahead = self._held_sizes(recipe, portion)
-        return int((sizes + ahead).sum()) * dtype_of(recipe, portion.draws).itemsize
-
-    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
-        """Announce the held slices to each store."""
-        for portion in portions:
-            for store, _, starts, stops in self._ranges(recipe, portion):
-                store.will_need(starts, stops)
-
-    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
-        """The held tokens, slice after slice, each followed by the next token if there is one."""
-        sizes, ahead = self._held_sizes(recipe, portion)
-        ends = np.cumsum(sizes + ahead)
-        tokens = allocate((int(ends[-1]) if ends.size else 0,), dtype_of(recipe, portion.draws).name)
-        for store, slices, starts, stops in self._ranges(recipe, portion):
-            if len(recipe.sources) == 1:
-                store.read_stream(starts, stops, out=tokens)
-                break
-            read = store.read_stream(starts, stops)
-            at = 0
-            for end, size in zip(ends[slices].tolist(), (stops - starts).tolist()):
-                tokens[end - size : end] = read[at : at + size]
-                at += size
-        return {"tokens": tokens}
+    def _held(self, portion: Portion) -> Slices:
+        return portion.ranges(portion.held, extra=1)
 
     def build(
         self,
@@ -139,66 +167,16 @@ class Documents:
         allocate: Allocate,
     ) -> list[Arrays]:
         """The named fields of the one pack; see the class."""
-        pieces = Pieces.of(portion)
         arrays: Arrays = {}
         for field in _FIELDS:
             if field.name not in names or field in PLAN_FIELDS:
                 continue
-            out = allocate((1, pieces.num_tokens), field.dtype)
+            out = allocate((1, portion.num_tokens), field.dtype)
             out[:] = field.pad
-            if field.stored and columns is not None:
-                self._fill_stored(recipe, portion, pieces, np.asarray(columns["tokens"]), field, out[0])
-            elif field.name == "loss_mask":
-                self._fill_loss_mask(recipe, portion, pieces, out[0])
+            runs = portion.runs(extra=1, ahead=int(field.name != "tokens"))
+            if field.name == "loss_mask":
+                runs.fill(1, out[0])  # wherever there is a label
+            elif columns is not None:
+                runs.copy(np.asarray(columns["tokens"]), out[0])
             arrays[field.name] = out
-        arrays |= fields_of_plan(portion, pieces, names, allocate)
-        return [arrays]
-
-    # -- geometry ---------------------------------------------------------------------------------------
-
-    def _held_sizes(self, recipe: Recipe, portion: Portion) -> tuple[Longs, Longs]:
-        """(real tokens of each held slice, 1 if the document continues after it); int64 [m]."""
-        held = portion.held
-        sizes = real_sizes(held, portion.pack.lengths)
-        stop = held.start + sizes
-        goes_on = portion.starts[held.sequence] + stop < self.lengths(recipe, portion.draws)[held.sequence]
-        return sizes, (goes_on & (sizes > 0)).astype(np.int64)
-
-    def _ranges(self, recipe: Recipe, portion: Portion) -> Iterator[tuple[StreamStore, Longs, Longs, Longs]]:
-        """For each store: (store, its held slices, their stream ranges)."""
-        held, draws = portion.held, portion.draws
-        sizes, ahead = self._held_sizes(recipe, portion)
-        for s in np.unique(draws.source).tolist():
-            store = _stores(recipe)[s]
-            slices = np.flatnonzero((draws.source[held.sequence] == s) & (sizes > 0))
-            if slices.size:
-                documents = held.sequence[slices]
-                starts = (
-                    store.offsets(draws.index[documents]) + portion.starts[documents] + held.start[slices]
-                )
-                yield store, slices, starts, starts + sizes[slices] + ahead[slices]
-
-    def _fill_stored(
-        self, recipe: Recipe, portion: Portion, pieces: Pieces, raw: Array, field: Field, out: Array
-    ) -> None:
-        """Fill tokens, or labels, which are shifted by one token."""
-        sizes, ahead = self._held_sizes(recipe, portion)
-        held_at = np.cumsum(sizes + ahead) - (sizes + ahead)
-        held, last = portion.held, sizes + ahead
-        for piece, at, start, size in pieces:
-            h = holder_of(held, int(portion.own.sequence[piece]), start)
-            first = int(held_at[h]) + start - int(held.start[h]) + (field.name == "labels")
-            size = min(size, int(held_at[h]) + int(last[h]) - first)
-            out[at : at + size] = raw[first : first + size]
-
-    def _fill_loss_mask(self, recipe: Recipe, portion: Portion, pieces: Pieces, out: Array) -> None:
-        ends = portion.starts + portion.pack.lengths == self.lengths(recipe, portion.draws)
-        for piece, at, start, size in pieces:
-            sequence = portion.own.sequence[piece]
-            out[at : at + size] = 1
-            if ends[sequence] and start + size == portion.pack.lengths[sequence]:
-                out[at + size - 1] = 0
-
-
-def _stores(recipe: Recipe) -> Sequence[Any]:
-    return recipe.sources
+        return [arrays | fields_of_plan(portion, names, allocate)]

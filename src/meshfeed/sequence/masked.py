@@ -7,14 +7,13 @@ Only the stored tokens are sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
 from functools import cached_property
 from typing import Any, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PlanError, RecipeError
@@ -23,12 +22,10 @@ from meshfeed.order import Draws, key_of, philox
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.masks import MaskedPiece, Masks, special_marks
-from meshfeed.sequence.packed import holder_of
-from meshfeed.sequence.rule import Portion, dtype_of
+from meshfeed.sequence.documents import DocumentRule, document_lengths
+from meshfeed.sequence.masks import Masks, special_marks
+from meshfeed.sequence.runs import Longs, Portion, Runs, holding, runs_of
 from meshfeed.store import StreamStore
-
-Longs = npt.NDArray[np.int64]
 
 _TAG = 0x4D41534B  # separates these keys from others of the same four numbers
 _CROP = 0x43524F50
@@ -36,7 +33,7 @@ _UNIT = 2.0**-53
 
 
 @dataclass(frozen=True)
-class Masked:
+class Masked(DocumentRule):
     """A sequence is a document's first tokens, or a random part of it, in a row of `length`.
 
     Of a document's n tokens, mask_fraction * n, rounded, are hidden, at least 1. There the model sees
@@ -139,31 +136,24 @@ class Masked:
 
     def num_sequences(self, store: Store) -> int:
         """Documents in the store, including empty ones. Raises RecipeError unless it holds integer tokens."""
-        if not hasattr(store, "read_stream"):
-            raise RecipeError(f"Masked reads a token store; {store!r} is not one")
-        stream = cast(StreamStore, store)
-        if stream.dtype.kind not in "iu":
-            raise RecipeError(f"Masked needs integer tokens; {store!r} holds {stream.dtype.name}")
-        return stream.num_documents
-
-    def shard_ends(self, store: Store) -> Longs | None:
-        """The ends of a store's own shards, in documents; int64 [num_shards], None without shards."""
-        return getattr(store, "shard_ends", None)
+        count = super().num_sequences(store)
+        dtype = cast(StreamStore, store).dtype
+        if dtype.kind not in "iu":
+            raise RecipeError(f"Masked needs integer tokens; {store!r} holds {dtype.name}")
+        return count
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each row without padding; int64 [n]."""
-        lengths = np.zeros(len(draws), np.int64)
-        for s, store in enumerate(_stores(recipe)):
-            mine = np.flatnonzero(draws.source == s)
-            lengths[mine] = store.lengths(draws.index[mine])
-        return np.minimum(lengths, self._room) + self._num_special
+        return np.minimum(document_lengths(recipe, draws), self._room) + self._num_special
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Hidden tokens of each row, always whole; int64 [n]."""
         sizes = lengths - self._num_special
         candidates = sizes.copy()
         if self.special_tokens:
-            for s, mine, begin in self._begins(recipe, draws):
+            for s in np.unique(draws.source).tolist():
+                mine = np.flatnonzero(draws.source == s)
+                begin = self._first_tokens(recipe, s, draws.take(mine))
                 marks = special_marks(recipe.sources[s], self.special_tokens)
                 candidates[mine] -= marks.count(begin, begin + sizes[mine])
         return self.num_hidden(candidates)
@@ -193,34 +183,6 @@ class Masked:
         seen = np.where(chance < self.replace + self.random, others, -1)
         return Masks(places, np.where(chance < self.replace, self.mask_token, seen))
 
-    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
-        """Exact bytes of the one column."""
-        first, stop = self._in_document(portion.held, portion)
-        return int((stop - first).sum()) * dtype_of(recipe, portion.draws).itemsize
-
-    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
-        """Announce the held slices to each store."""
-        for portion in portions:
-            for store, _, starts, stops in self._ranges(recipe, portion):
-                store.will_need(starts, stops)
-
-    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
-        """The held tokens of the documents, slice after slice."""
-        first, stop = self._in_document(portion.held, portion)
-        sizes = stop - first
-        ends = np.cumsum(sizes)
-        dtype = dtype_of(recipe, portion.draws)
-        tokens = allocate((int(sizes.sum()),), dtype.name)
-        for store, slices, starts, stops in self._ranges(recipe, portion):
-            if len(recipe.sources) == 1:
-                store.read_stream(starts, stops, out=tokens)
-                break
-            read, at = store.read_stream(starts, stops), 0
-            for end, size in zip(ends[slices].tolist(), sizes[slices].tolist()):
-                tokens[end - size : end] = read[at : at + size]
-                at += size
-        return {"tokens": tokens}
-
     def build(
         self,
         recipe: Recipe,
@@ -238,13 +200,21 @@ class Masked:
                 whole[field.name] = allocate((rows, width), field.dtype)
                 whole[field.name][:] = field.pad
         flat = {name: array.reshape(-1) for name, array in whole.items()}
-        raw = np.asarray(columns["tokens"]) if columns else np.zeros(0, np.int64)
-        hides = flat.keys() & {"tokens", "labels", "loss_mask"}
-        masks = self._masks_of(recipe, portion) if hides else []
-        for piece in self._pieces(portion, width):
-            self._fill_plain(piece, flat)
-            if hides:
-                self._fill_hidden(piece, masks[piece.row], raw, flat)
+        own, real, at = portion.own, portion.ranges(portion.own), self._places(portion, width)
+        row = Runs(at, real.start, real.sizes)
+        if "position_ids" in flat:
+            row.copy(np.arange(self.length), flat["position_ids"])
+        if "padding_mask" in flat:
+            row.fill(False, flat["padding_mask"])
+        if "tokens" in flat:
+            last = portion.pack.lengths[own.sequence] - 1
+            for token, place in ((self.first_token, 0 * last), (self.last_token, last)):
+                if token is not None:
+                    here = (real.start <= place) & (place < real.stop)
+                    flat["tokens"][(at + place - real.start)[here]] = token
+        if flat.keys() & {"tokens", "labels", "loss_mask"}:
+            raw = np.asarray(columns["tokens"]) if columns else np.zeros(0, np.int64)
+            self._fill_documents(recipe, portion, at, raw, flat)
         made: list[Arrays] = []
         for m in range(len(portion.microbatches)):
             mine = slice(m * portion.rows, (m + 1) * portion.rows)
@@ -271,106 +241,76 @@ class Masked:
         """Tokens of a row before its document."""
         return int(self.first_token is not None)
 
-    def _in_document(self, slices: Slices, portion: Portion) -> tuple[Longs, Longs]:
-        """The document tokens in slices of rows: first and stop; int64 [m] each."""
+    def _in_document(self, slices: Slices, portion: Portion) -> Slices:
+        """The document tokens in slices of rows."""
         size = (portion.pack.lengths - self._num_special)[slices.sequence]
-        return (slices.start - self._lead).clip(0, size), (slices.stop - self._lead).clip(0, size)
+        lead = int(self.first_token is not None)
+        return Slices(
+            slices.sequence, (slices.start - lead).clip(0, size), (slices.stop - lead).clip(0, size)
+        )
 
-    def _ranges(self, recipe: Recipe, portion: Portion) -> Iterator[tuple[Any, Longs, Longs, Longs]]:
-        """For each store: (store, its held slices, their stream ranges)."""
-        held, draws = portion.held, portion.draws
-        first, stop = self._in_document(held, portion)
-        begins = np.zeros(len(draws), np.int64)
-        for _, mine, begin in self._begins(recipe, draws):
-            begins[mine] = begin
-        for s, store in enumerate(_stores(recipe)):
-            slices = np.flatnonzero((draws.source[held.sequence] == s) & (first < stop))
-            if slices.size:
-                begin = begins[held.sequence[slices]]
-                yield store, slices, begin + first[slices], begin + stop[slices]
+    def _held(self, portion: Portion) -> Slices:
+        return self._in_document(portion.held, portion)
 
-    def _begins(self, recipe: Recipe, draws: Draws) -> Iterator[tuple[int, Longs, Longs]]:
-        """For each source: (source, its draws, stream offset of the first token in each row)."""
-        for s in np.unique(draws.source).tolist():
-            mine, store = np.flatnonzero(draws.source == s), _stores(recipe)[s]
-            index = draws.index[mine]
-            begin = store.offsets(index)
-            if self.crop == "random":
-                spare = (store.lengths(index) - self._room).clip(0)
-                for at in np.flatnonzero(spare).tolist():
-                    key = key_of(recipe.seed, s, int(draws.epoch[mine[at]]), int(index[at]), _CROP)
-                    begin[at] += key % (int(spare[at]) + 1)
-            yield s, mine, begin
+    def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
+        store = recipe.sources[source]
+        first = store.offsets(draws.index)
+        if self.crop == "random":
+            spare = (store.lengths(draws.index) - self._room).clip(0)
+            for at in np.flatnonzero(spare).tolist():
+                key = key_of(recipe.seed, source, int(draws.epoch[at]), int(draws.index[at]), _CROP)
+                first[at] += key % (int(spare[at]) + 1)
+        return first
 
-    def _pieces(self, portion: Portion, width: int) -> Iterator[MaskedPiece]:
-        own, held, lengths = portion.own, portion.held, portion.pack.lengths
+    def _places(self, portion: Portion, width: int) -> Longs:
+        """Offset of each own slice among the tokens of all rows of this rank; int64 [m]."""
+        own, lengths = portion.own, portion.pack.lengths
         in_row = np.bincount(own.sequence, own.sizes, lengths.size)
         if ((in_row != width) & (lengths > 0)).any():
             raise PlanError("Masked has rows of one length: choose cp_split='zigzag' or 'contiguous'")
-        first, stop = self._in_document(own, portion)
-        held_first, held_stop = self._in_document(held, portion)
-        held_at = np.cumsum(held_stop - held_first) - (held_stop - held_first)
-        row_at, row = 0, -1
-        for s, sequence in enumerate(own.sequence.tolist()):
-            row_at, row = (row_at if sequence == row else sequence * width), sequence
-            h = holder_of(held, sequence, int(own.start[s]))
-            start, size = int(own.start[s]), int(lengths[sequence])
-            yield MaskedPiece(
-                row=sequence,
-                at=row_at,
-                start=start,
-                stop=max(min(int(own.stop[s]), size), start),
-                length=size,
-                first=int(first[s]),
-                last=int(stop[s]),
-                raw_at=int(held_at[h] + first[s] - held_first[h]),
-            )
-            row_at += int(own.stop[s]) - start
+        before = np.cumsum(own.sizes) - own.sizes
+        return before - before[np.searchsorted(own.sequence, own.sequence)] + own.sequence * width
 
     # -- fields ---------------------------------------------------------------------------------------
 
     def _masks_of(self, recipe: Recipe, portion: Portion) -> list[Masks]:
         draws, sizes = portion.draws, portion.pack.lengths - self._num_special
         special: list[Longs | None] = [None] * len(draws)
-        if self.special_tokens:
-            for s, mine, begin in self._begins(recipe, draws):
-                marks = special_marks(recipe.sources[s], self.special_tokens)
-                for row, at, size in zip(mine.tolist(), begin.tolist(), sizes[mine].tolist()):
-                    special[row] = marks.places(at, at + size)
+        for s in np.unique(draws.source).tolist() if self.special_tokens else ():
+            mine = np.flatnonzero(draws.source == s)
+            begin = self._first_tokens(recipe, s, draws.take(mine))
+            marks = special_marks(recipe.sources[s], self.special_tokens)
+            for row, at, size in zip(mine.tolist(), begin.tolist(), sizes[mine].tolist()):
+                special[row] = marks.places(at, at + size)
         rows = zip(sizes.tolist(), draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist(), special)
         return [
             self.masks(size, recipe.seed, source, epoch, index, own)
             for size, source, epoch, index, own in rows
         ]
 
-    def _fill_plain(self, piece: MaskedPiece, flat: dict[str, Array]) -> None:
-        """Fill the fields that do not depend on hidden tokens."""
-        here = slice(piece.at, piece.at + piece.stop - piece.start)
-        if "position_ids" in flat:
-            flat["position_ids"][here] = np.arange(piece.start, piece.stop)
-        if "padding_mask" in flat:
-            flat["padding_mask"][here] = False
+    def _fill_documents(
+        self, recipe: Recipe, portion: Portion, at: Longs, raw: Array, flat: dict[str, Array]
+    ) -> None:
+        """Fill in the documents' tokens and what the hidden ones become."""
+        own = self._in_document(portion.own, portion)
+        some = np.flatnonzero(own.sizes)
+        # a slice that begins with first_token has it before the document's tokens
+        at = (at + np.maximum(int(self.first_token is not None) - portion.own.start, 0))[some]
+        own = Slices(own.sequence[some], own.start[some], own.stop[some])
+        runs = runs_of(own, self._held(portion), at)
         if "tokens" in flat:
-            last = piece.length - 1
-            if self.first_token is not None and piece.start == 0 < piece.stop:
-                flat["tokens"][piece.at] = self.first_token
-            if self.last_token is not None and piece.start <= last < piece.stop:
-                flat["tokens"][piece.at + last - piece.start] = self.last_token
-
-    def _fill_hidden(self, piece: MaskedPiece, masks: Masks, raw: Array, flat: dict[str, Array]) -> None:
-        """Fill the document's tokens and the hidden ones."""
-        some = slice(*np.searchsorted(masks.places, [piece.first, piece.last]).tolist())
-        inside, seen = masks.places[some] - piece.first, masks.tokens[some]
-        begin = piece.at + piece.first + self._lead - piece.start
+            runs.copy(raw, flat["tokens"])
+        masks = self._masks_of(recipe, portion)
+        row = np.repeat(np.arange(len(masks)), [each.places.size for each in masks])
+        place = np.concatenate([each.places for each in masks] or [own.start[:0]])
+        seen = np.concatenate([each.tokens for each in masks] or [own.start[:0]])
+        found = holding(own, row, place)
+        here, slot = found >= 0, found[found >= 0]
+        place, seen = place[here] - own.start[slot], seen[here]
+        hidden = runs.at[slot] + place
         if "loss_mask" in flat:
-            flat["loss_mask"][begin + inside] = 1
-        tokens = raw[piece.raw_at : piece.raw_at + piece.last - piece.first]
+            flat["loss_mask"][hidden] = 1
         if "labels" in flat:
-            flat["labels"][begin + inside] = tokens[inside]
+            flat["labels"][hidden] = raw[runs.start[slot] + place]
         if "tokens" in flat:
-            flat["tokens"][begin : begin + tokens.size] = tokens
-            flat["tokens"][begin + inside] = np.where(seen < 0, tokens[inside], seen)
-
-
-def _stores(recipe: Recipe) -> Sequence[Any]:
-    return recipe.sources
+            flat["tokens"][hidden] = np.where(seen < 0, flat["tokens"][hidden], seen)

@@ -1,4 +1,4 @@
-"""Data of `Masked`: the hidden tokens of a document, pieces of rows, and marks of special tokens."""
+"""Data of `Masked`: the hidden tokens of a document, and marks of special tokens."""
 
 from __future__ import annotations
 
@@ -26,29 +26,6 @@ class Masks:
 
     places: Longs
     tokens: Longs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MaskedPiece:
-    """One own slice of a row.
-
-    Attributes:
-        row: index of the row.
-        at: its offset among the tokens of all rows of this rank.
-        start, stop: its real tokens in the row, including first_token and last_token.
-        length: real tokens of the whole row.
-        first, last: its range of the document's tokens; `last` is excluded.
-        raw_at: offset of that range in the held tokens.
-    """
-
-    row: int
-    at: int
-    start: int
-    stop: int
-    length: int
-    first: int
-    last: int
-    raw_at: int
 
 
 @lru_cache(maxsize=16)

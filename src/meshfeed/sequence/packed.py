@@ -1,20 +1,15 @@
-"""Common parts of rules for packs: a rank's real tokens, and the fields computed from the plan."""
+"""The fields of a pack that are computed from the plan, for all rules that pack."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays
-from meshfeed.plan import Slices
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import Portion
-
-Longs = npt.NDArray[np.int64]
+from meshfeed.sequence.runs import Longs, Portion
 
 PLAN_FIELDS = (
     Field(name="position_ids", dtype="int64", split=True, stored=False),
@@ -27,59 +22,20 @@ PLAN_FIELDS = (
 """Fields of a pack computed from lengths alone; see `Documents` for their shapes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """The real tokens of a rank's own slices: iterates (slice, offset in the pack, start, size).
-
-    Attributes:
-        own: the slices.
-        real: tokens of each without padding; int64 [m].
-        num_tokens: tokens of this rank, including padding and dummies.
-    """
-
-    own: Slices
-    real: Longs
-    num_tokens: int
-
-    @classmethod
-    def of(cls, portion: Portion) -> Self:
-        """The pieces of a portion's one pack."""
-        own = portion.own
-        num_tokens = int(own.sizes.sum()) if len(portion.draws) else portion.idle_tokens
-        return cls(own, real_sizes(own, portion.pack.lengths), num_tokens)
-
-    def __iter__(self) -> Iterator[tuple[int, int, int, int]]:
-        at = np.cumsum(self.own.sizes) - self.own.sizes
-        rows = zip(at.tolist(), self.own.start.tolist(), self.real.tolist())
-        return ((i, offset, start, size) for i, (offset, start, size) in enumerate(rows) if size > 0)
-
-
-def real_sizes(slices: Slices, lengths: Longs) -> Longs:
-    """Tokens of each slice without padding; sequence i has lengths[i] real tokens; int64 [m]."""
-    return np.maximum(np.minimum(slices.stop, lengths[slices.sequence]) - slices.start, 0)
-
-
-def holder_of(held: Slices, sequence: int, start: int) -> int:
-    """The held slice that contains an own slice; slices ascend by sequence and start."""
-    first, stop = np.searchsorted(held.sequence, [sequence, sequence + 1])
-    return int(first + np.searchsorted(held.start[first:stop], start, side="right") - 1)
-
-
-def fields_of_plan(portion: Portion, pieces: Pieces, names: Sequence[str], allocate: Allocate) -> Arrays:
+def fields_of_plan(portion: Portion, names: Sequence[str], allocate: Allocate) -> Arrays:
     """The named PLAN_FIELDS of a portion's one pack."""
     arrays: Arrays = {}
-    own, some = pieces.own, np.flatnonzero(pieces.real)
-    at = (np.cumsum(own.sizes) - own.sizes)[some]
-    edges = zip([0, *(at + pieces.real[some]).tolist()], [*at.tolist(), pieces.num_tokens])
+    (own, at), num_tokens = portion.own_tokens, portion.num_tokens
+    edges = zip([0, *(at + own.sizes).tolist()], [*at.tolist(), num_tokens])
     gaps = [slice(a, b) for a, b in edges if a < b]
     for field in PLAN_FIELDS:
         if field.name not in names or not field.split:
             continue
-        out = arrays[field.name] = allocate((1, pieces.num_tokens), field.dtype)
+        out = arrays[field.name] = allocate((1, num_tokens), field.dtype)
         if field.name == "position_ids":
-            _count(out[0], at, own.start[some], 1)
+            _count(out[0], at, own.start - portion.starts[own.sequence], 1)
         elif field.name == "sequence_ids":
-            _count(out[0], at, own.sequence[some], 0)
+            _count(out[0], at, own.sequence, 0)
         else:
             out[:] = False
         for gap in gaps:

@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns, Constant
 from meshfeed.errors import RecipeError
@@ -20,18 +19,14 @@ from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import Portion, dtype_of
+from meshfeed.sequence.rule import dtype_of
+from meshfeed.sequence.runs import Longs, Portion, Runs, runs_of
 from meshfeed.store import StreamStore
-
-Longs = npt.NDArray[np.int64]
 
 Starts = tuple[Longs, Longs]
 """Document starts: the row of each, and its offset in that row."""
 
 _NO_STARTS: Starts = (np.zeros(0, np.int64), np.zeros(0, np.int64))
-
-Cut = list[tuple[int, int]]
-"""Token ranges [start, stop) of one row. Every row of a pack has the same cut."""
 
 _FIELDS = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
@@ -100,13 +95,13 @@ class Rows:
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
         itemsize = dtype_of(recipe, portion.draws).itemsize
-        return len(portion.draws) * width_of(self._cut(portion.held)) * itemsize
+        return len(portion.draws) * width_of(self._in_row(portion.held)) * itemsize
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the held slices to each store."""
         if not portions:
             return
-        cut = self._cut(portions[0].held)
+        cut = self._in_row(portions[0].held)
         draws = concatenated([portion.draws for portion in portions])
         stores = stores_of(recipe)
         for s in np.unique(draws.source).tolist():
@@ -115,7 +110,7 @@ class Rows:
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held slices of each row, each followed by one more token; [rows, held tokens]."""
-        stores, cut = stores_of(recipe), self._cut(portion.held)
+        stores, cut = stores_of(recipe), self._in_row(portion.held)
         tokens = allocate((len(portion.draws), width_of(cut)), dtype_of(recipe, portion.draws).name)
         if len(stores) == 1:
             self._read(recipe, 0, portion.draws, cut, tokens)
@@ -137,7 +132,10 @@ class Rows:
     ) -> list[Arrays]:
         """The named fields of each microbatch; see the class for shapes."""
         shape, k = self._shape(portion), len(portion.draws)
-        own, held = self._cut(portion.own), self._cut(portion.held)
+        own, held = self._in_row(portion.own), self._in_row(portion.held)
+        held = Slices(held.sequence, held.start, held.stop + 1)
+        at = np.cumsum(own.sizes) - own.sizes
+        in_row = Runs(at, own.start, own.sizes)
         starts = self._document_starts(recipe, portion.draws) if self._minds_documents else _NO_STARTS
         whole: dict[str, Array] = {}
         fixed = self._fixed(recipe, portion) & set(names)
@@ -147,19 +145,19 @@ class Rows:
             out = whole[field.name] = allocate(shape, field.dtype)
             if field.name == "loss_mask":
                 mask = self._loss_mask(starts, self._tokens_in(recipe, portion.draws))
-                _fill(mask, own, 0, out, k, field.pad)
+                _fill(mask, in_row, out, k, field.pad)
             elif field.name == "position_ids":
-                _fill(self._positions(starts, k), own, 0, out, k, field.pad)
+                _fill(self._positions(starts, k), in_row, out, k, field.pad)
             elif columns is not None:
-                raw, ahead = np.asarray(columns["tokens"]), int(field.name == "labels")
-                _fill(raw, _places(own, held), ahead, out, k, field.pad)
+                runs = runs_of(own, held, at, ahead=int(field.name == "labels"))
+                _fill(np.asarray(columns["tokens"]), runs, out, k, field.pad)
         made: list[Arrays] = []
+        edges = (*own.start.tolist(), *own.stop.tolist())
         for m in range(len(portion.microbatches)):
             rows = slice(m * portion.rows, (m + 1) * portion.rows)
             made.append({name: array[rows] for name, array in whole.items()})
             for field in (field for field in self.fields if field.name in fixed):
-                shape_of_one = (portion.rows, shape[1])
-                made[m][field.name] = _fixed_rows(field, shape_of_one, tuple(own), self.length)
+                made[m][field.name] = _fixed_rows(field, (portion.rows, shape[1]), edges, self.length)
         if self.reset_attention_mask and "cu_seqlens" in names:
             width = shape[1] * portion.pack.cp_size
             for arrays, cu_seqlens in zip(made, self._cu_seqlens(starts, portion, width)):
@@ -169,7 +167,7 @@ class Rows:
 
     # -- defined by the rule ----------------------------------------------------------------------------
 
-    def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Cut) -> tuple[Longs, Longs]:
+    def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Slices) -> tuple[Longs, Longs]:
         """Stream ranges of slices of each row, one more token each; all draws of one source."""
         raise NotImplementedError
 
@@ -181,19 +179,16 @@ class Rows:
         """Stored tokens of each row, including its last label; int64 [n], all length + 1 here."""
         return np.full(len(draws), self.length + 1)
 
-    def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Cut, out: Array) -> None:
+    def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Slices, out: Array) -> None:
         """Read slices of rows, all of one source; out: [rows, width of the cut], contiguous."""
         stores_of(recipe)[source].read_stream(*self.ranges(recipe, source, draws, cut), out=out.reshape(-1))
 
     # -- geometry -------------------------------------------------------------------------------------
 
-    def _cut(self, slices: Slices) -> Cut:
-        """The slices of one row, without padding."""
-        if not slices.start.size:
-            return []
-        per_row = slices.start.size // (int(slices.sequence[-1]) + 1)
-        starts, stops = slices.start[:per_row].tolist(), slices.stop[:per_row].tolist()
-        return [(start, min(stop, self.length)) for start, stop in zip(starts, stops) if start < self.length]
+    def _in_row(self, slices: Slices) -> Slices:
+        """The slices of one row without padding, none empty; every row of a pack has the same."""
+        one = (slices.sequence == 0) & (slices.start < self.length)
+        return Slices(slices.sequence[one], slices.start[one], np.minimum(slices.stop[one], self.length))
 
     def _shape(self, portion: Portion) -> tuple[int, int]:
         """Rows and tokens per rank of all microbatches of a portion."""
@@ -256,19 +251,21 @@ class Rows:
 
 
 @lru_cache(maxsize=8)
-def _fixed_rows(
-    field: Field, shape: tuple[int, int], own: tuple[tuple[int, int], ...], length: int
-) -> Constant:
-    """Rows of a field that does not depend on documents: loss everywhere, or positions from 0."""
-    out = np.empty(shape, field.dtype)
+def _fixed_rows(field: Field, shape: tuple[int, int], own: tuple[int, ...], length: int) -> Constant:
+    """Rows of a field that does not depend on documents: loss everywhere, or positions from 0.
+
+    own: the starts of the slices of a row, then their stops.
+    """
+    out, (starts, stops) = np.empty(shape, field.dtype), np.array(own).reshape(2, -1)
+    sizes = stops - starts
     whole = np.ones(length) if field.name == "loss_mask" else np.arange(length)
-    _fill(whole[None], list(own), 0, out, shape[0], field.pad)
+    _fill(whole[None], Runs(np.cumsum(sizes) - sizes, starts, sizes), out, shape[0], field.pad)
     return Constant.of(out)
 
 
-def width_of(cut: Cut) -> int:
+def width_of(cut: Slices) -> int:
     """Tokens held of each row: every slice includes one more token, for its last label."""
-    return sum(stop - start + 1 for start, stop in cut)
+    return int((cut.sizes + 1).sum())
 
 
 def stores_of(recipe: Recipe) -> Sequence[StreamStore]:
@@ -276,28 +273,11 @@ def stores_of(recipe: Recipe) -> Sequence[StreamStore]:
     return cast(Sequence[StreamStore], recipe.sources)
 
 
-def _places(own: Cut, held: Cut) -> Cut:
-    """Ranges of the own slices in the held ones as `load` stores them; each is inside one of them."""
-    places: Cut = []
-    for start, stop in own:
-        at = 0
-        for held_start, held_stop in held:
-            if held_start <= start and stop <= held_stop:
-                places.append((at + start - held_start, at + stop - held_start))
-            at += held_stop - held_start + 1
-    return places
-
-
-def _fill(whole: Array, cut: Cut, ahead: int, out: Array, num_rows: int, pad: float) -> None:
-    """The slices of every row, side by side, shifted by `ahead`; padding elsewhere.
+def _fill(whole: Array, runs: Runs, out: Array, num_rows: int, pad: float) -> None:
+    """Fill the runs of every row, and padding elsewhere.
 
     whole: [rows, ...] or [1, ...] for the same in each. out: [rows, tokens].
     """
-    to = 0
-    for start, stop in cut:
-        out[:num_rows, to : to + stop - start] = whole[:, start + ahead : stop + ahead]
-        to += stop - start
-    if to < out.shape[1]:
-        out[:num_rows, to:] = pad
-    if num_rows < out.shape[0]:
-        out[num_rows:] = pad
+    runs.copy(whole, out[:num_rows])
+    out[:num_rows, int(runs.size.sum()) :] = pad
+    out[num_rows:] = pad

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PlanError, RecipeError, StoreError
@@ -20,11 +19,10 @@ from meshfeed.mixture import Store
 from meshfeed.order import Draws, EpochIndex
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.packed import PLAN_FIELDS, Pieces, fields_of_plan, holder_of, real_sizes
-from meshfeed.sequence.rule import Portion
+from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.runs import Longs, Portion, Runs
 from meshfeed.store import NUMBERS, Item, Mapped, Refused
 
-Longs = npt.NDArray[np.int64]
 Value = Array | bytes
 
 ANY = "any"
@@ -134,7 +132,7 @@ class Samples:
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Bytes of the split columns; those of the others are unknown."""
-        tokens = int(real_sizes(portion.held, portion.pack.lengths).sum())
+        tokens = int(portion.ranges(portion.held).sizes.sum())
         return tokens * sum(np.dtype(field.dtype).itemsize for field in self.declared if field.split)
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
@@ -176,15 +174,16 @@ class Samples:
         wanted = [field for field in self.declared if field.name in names and columns is not None]
         held = columns or {}
         if self.packed:
-            pieces = Pieces.of(portion)
             arrays: Arrays = {}
             for field in wanted:
                 column = held[field.name]
                 if field.split:
-                    arrays[field.name] = _own_tokens(portion, pieces, field, np.asarray(column), allocate)
+                    out = arrays[field.name] = allocate((1, portion.num_tokens), field.dtype)
+                    out[:] = field.pad
+                    portion.runs().copy(np.asarray(column), out[0])
                 else:
                     arrays[field.name] = _copies(column, 0, len(portion.draws))
-            return [arrays | fields_of_plan(portion, pieces, names, allocate)]
+            return [arrays | fields_of_plan(portion, names, allocate)]
         made: list[Arrays] = []
         for m, draws in enumerate(portion.draws_by_microbatch()):
             start, stop = m * portion.rows, m * portion.rows + len(draws)
@@ -297,24 +296,10 @@ def _row_values(column: Any, start: int, stop: int, allocate: Allocate) -> Array
 
 def _held_tokens(portion: Portion, field: Field, arrays: list[Array], allocate: Allocate) -> Array:
     """The held slices of each item, concatenated; [held tokens]."""
-    held, sizes = portion.held, real_sizes(portion.held, portion.pack.lengths)
-    tokens = allocate((int(sizes.sum()),), field.dtype)
-    starts = (portion.starts[held.sequence] + held.start).tolist()
-    at = 0
-    for sequence, start, size in zip(held.sequence.tolist(), starts, sizes.tolist()):
-        tokens[at : at + size] = arrays[sequence][start : start + size]
-        at += size
+    held = portion.ranges(portion.held)
+    ends = np.cumsum(held.sizes)
+    tokens = allocate((int(held.sizes.sum()),), field.dtype)
+    for i, array in enumerate(arrays):
+        mine = np.flatnonzero(held.sequence == i)
+        Runs((ends - held.sizes)[mine], held.start[mine], held.sizes[mine]).copy(array, tokens)
     return tokens
-
-
-def _own_tokens(portion: Portion, pieces: Pieces, field: Field, tokens: Array, allocate: Allocate) -> Array:
-    """This rank's slices from the held ones, padded; [1, tokens]."""
-    held, sizes = portion.held, real_sizes(portion.held, portion.pack.lengths)
-    held_at = np.cumsum(sizes) - sizes
-    out = allocate((1, pieces.num_tokens), field.dtype)
-    out[:] = field.pad
-    for piece, at, start, size in pieces:
-        h = holder_of(held, int(pieces.own.sequence[piece]), start)
-        first = int(held_at[h]) + start - int(held.start[h])
-        out[0, at : at + size] = tokens[first : first + size]
-    return out

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.order import Draws
+from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.documents import Documents
 from meshfeed.sequence.rows import Rows
@@ -71,7 +72,7 @@ def _ranges_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs,
         whole = np.full(len(draws), rule.length)
         return rule.stream_ranges(recipe, source, draws, np.zeros_like(whole), whole, ahead=0)
     each = [
-        rule.ranges(recipe, source, draws.take(np.array([i])), [(0, rule.length - 1)])
+        rule.ranges(recipe, source, draws.take(np.array([i])), _first(rule.length - 1))
         for i in range(len(draws))
     ]
     of = np.repeat(np.arange(len(draws)), [starts.size for starts, _ in each])
@@ -91,12 +92,16 @@ def sequences_with(recipe: Recipe, source: int, document: int, epoch: int) -> Lo
     if isinstance(rule, Windows):
         at, size = int(store.offsets(np.array([document]))[0]), int(store.lengths(np.array([document]))[0])
         tokens = np.append(np.arange(at, at + size, rule.length), at + size - 1) if size else np.zeros(0, int)
-        first = rule.ranges(recipe, source, _draw(source, epoch), [(0, 1)])[0][0]
+        first = rule.ranges(recipe, source, _draw(source, epoch), _first(1))[0][0]
         windows = np.unique((tokens - first) % store.num_tokens // rule.length)
         return windows[windows < rule.num_sequences(store)]
     if isinstance(rule, Documents) or not isinstance(rule, Rows):
         return np.array([document])
     raise RecipeError(f"{rule.summary()} cannot find the sequences of a document; trace by step")
+
+
+def _first(tokens: int) -> Slices:
+    return Slices(np.zeros(1, np.int32), np.zeros(1, np.int64), np.array([tokens]))
 
 
 def _draw(source: int, epoch: int) -> Draws:

@@ -16,8 +16,10 @@ import numpy as np
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.mixture import Store
 from meshfeed.order import Draws, key_of
+from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.rows import Cut, Longs, Rows, Starts, stores_of
+from meshfeed.sequence.rows import Rows, Starts, stores_of
+from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
 
 
@@ -66,13 +68,12 @@ class Windows(Rows):
             first[draws.epoch == epoch] += key_of(recipe.seed, source, epoch, self.length) % self.length
         return first % stores_of(recipe)[source].num_tokens
 
-    def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Cut) -> tuple[Longs, Longs]:
+    def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Slices) -> tuple[Longs, Longs]:
         """Stream ranges of slices of each window, one more token each, split at the stream's end."""
-        starts_in, stops_in = np.array(cut, np.int64).reshape(-1, 2).T
         total = stores_of(recipe)[source].num_tokens
         first = self._first_tokens(recipe, source, draws)[:, None]
-        sizes = np.broadcast_to(stops_in - starts_in + 1, (len(draws), len(cut)))
-        return _around((first + starts_in).ravel(), sizes.ravel(), total)[:2]
+        sizes = np.broadcast_to(cut.sizes + 1, (len(draws), cut.sizes.size))
+        return _around((first + cut.start).ravel(), sizes.ravel(), total)[:2]
 
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int

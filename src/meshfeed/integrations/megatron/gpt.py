@@ -20,9 +20,10 @@ from meshfeed.integrations.megatron.gpt_index import Ask, Indexes
 from meshfeed.integrations.megatron.gpt_order import PARTS, Part, document_range, passes_of
 from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws
+from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.rows import Cut, Longs, Rows, Starts, stores_of
-from meshfeed.sequence.rule import Portion
+from meshfeed.sequence.rows import Rows, Starts, stores_of
+from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.store import Lengths
 from meshfeed.store.sequences import sequences_of
 
@@ -158,8 +159,7 @@ class MegatronGPT(Rows):
         row, offset = self._document_starts(recipe, portion.draws)
         ends = np.zeros((len(portion.draws), self.length), np.bool_)
         ends[row, offset - 1] = True
-        cut = self._cut(portion.held)
-        places = np.concatenate([np.arange(start, stop + 1) for start, stop in cut] or [offset[:0]])
+        places = _places(self._in_row(portion.held))
         whole = places < self.length  # the index does not say whether the token after the sample is an end
         places, tokens = places[whole], tokens[:, whole]
         made_up = np.array([isinstance(store, Lengths) for store in recipe.sources])[portion.draws.source]
@@ -210,28 +210,33 @@ class MegatronGPT(Rows):
         ascending = np.lexsort((offset, row))
         return row[ascending], offset[ascending]
 
-    def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Cut) -> tuple[Longs, Longs]:
+    def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Slices) -> tuple[Longs, Longs]:
         """See Rows; a slice is in as many pieces as it has documents, shuffled ones."""
         pieces = self._indexes(recipe).dataset(source).pieces_of(draws.index)
-        starts_in, stops_in = np.array(cut, np.int64).reshape(-1, 2).T[:, :, None]
         # Each slice of the cut, with the token after it, meets each piece: [slices, pieces].
-        first = np.maximum(starts_in, pieces.at)
-        size = np.minimum(stops_in + 1, pieces.at + pieces.size) - first
+        first = np.maximum(cut.start[:, None], pieces.at)
+        size = np.minimum(cut.stop[:, None] + 1, pieces.at + pieces.size) - first
         which, piece = np.nonzero(size > 0)
-        in_order = np.argsort(pieces.row[piece] * len(cut) + which, kind="stable")
+        in_order = np.argsort(pieces.row[piece] * cut.start.size + which, kind="stable")
         which, piece = which[in_order], piece[in_order]
         starts = (pieces.start - pieces.at)[piece] + first[which, piece]
         return starts, starts + size[which, piece]
 
-    def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Cut, out: Array) -> None:
+    def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Slices, out: Array) -> None:
         tokens = self._indexes(recipe).tokens_of(source, draws.index)
         if (tokens > self.length).all():
             return super()._read(recipe, source, draws, cut, out)
         ranges = self.ranges(recipe, source, draws, cut)
-        places = np.concatenate([np.arange(start, stop + 1) for start, stop in cut])
+        places = _places(cut)
         out[:] = 0
         out[places < tokens[:, None]] = stores_of(recipe)[source].read_stream(*ranges)
         return None
+
+
+def _places(cut: Slices) -> Longs:
+    """Offsets in a row of the tokens that are held, each slice with one more; int64."""
+    sizes = cut.sizes + 1
+    return np.arange(sizes.sum()) + np.repeat(cut.start - (np.cumsum(sizes) - sizes), sizes)
 
 
 def _weights_of(recipe: Recipe) -> Sequence[float] | None:

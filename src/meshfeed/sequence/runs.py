@@ -1,0 +1,192 @@
+"""A rank's portion of a step, and where its tokens lie in what its reader has read.
+
+All rules share this geometry. A plan gives *slices* of a pack, which count padding. A portion turns them into
+ranges of draws, which do not. What a reader reads of its group's slices lies back to back; `Runs` say which
+part of it goes where in a rank's fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Array
+from meshfeed.order import Draws
+from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
+
+Longs = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Tokens start..start + size of what was read are tokens at..at + size of a field; int64 [n] each."""
+
+    at: Longs
+    start: Longs
+    size: Longs
+
+    def copy(self, read: Array, out: Array) -> None:
+        """Copy the runs along the last axis, and convert them to the type of `out`."""
+        runs = zip(self.at.tolist(), self.start.tolist(), self.size.tolist())
+        if out.ndim == 1 and read.dtype == out.dtype:
+            source, target = (
+                read.data,
+                out.data,
+            )  # slicing a memoryview costs half as much as slicing an array
+            for at, start, size in runs:
+                target[at : at + size] = source[start : start + size]
+        else:
+            for at, start, size in runs:
+                out[..., at : at + size] = read[..., start : start + size]
+
+    def fill(self, value: float, out: Array) -> None:
+        """Write one value to all runs."""
+        for at, size in zip(self.at.tolist(), self.size.tolist()):
+            out[..., at : at + size] = value
+
+
+def holding(slices: Slices, sequence: npt.NDArray[np.integer], token: Longs) -> Longs:
+    """Index of the slice that holds each token, -1 if none does; int64, the shape of `token`.
+
+    slices: ascending and apart. sequence: of each token.
+    """
+    if not slices.sequence.size:
+        return np.full(token.shape, -1)
+    beyond = max(int(slices.stop.max(initial=0)), int(token.max(initial=0))) + 1
+    keys = slices.sequence.astype(np.int64) * beyond + slices.start
+    found = np.searchsorted(keys, sequence.astype(np.int64) * beyond + token, side="right") - 1
+    return np.where((slices.sequence[found] == sequence) & (token < slices.stop[found]), found, -1)
+
+
+def runs_of(own: Slices, held: Slices, at: Longs, *, ahead: int = 0) -> Runs:
+    """Where own tokens lie in the held ones, which are stored one slice after the other.
+
+    own: not empty, each inside a held slice. at: offset of each in the field, int64 [m]. ahead: shift by so
+    many tokens, up to the end of the held slice.
+    """
+    ends = np.cumsum(held.sizes)
+    holder = holding(held, own.sequence, own.start)
+    start = (ends - held.stop)[holder] + own.start + ahead
+    return Runs(at, start, np.minimum(own.sizes, ends[holder] - start))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Portion:
+    """One rank's part of some consecutive microbatches, and the part of its delivery group.
+
+    Small microbatches are read and delivered several at a time, which shares the fixed costs.
+
+    Attributes:
+        microbatches: their indices in the step.
+        pack: their sequences, one after the other.
+        draws: one for each of `pack.sequences`.
+        whole: tokens of each draw, before the plan splits or truncates it; int64 [k].
+        own: the token slices that this rank works on.
+        held: the token slices of all ranks that one reader serves; each own slice is inside a held one.
+        rows: sequences per microbatch; missing ones are rows of padding. 0 for a pack.
+        starts: the first token of each of `pack.sequences` in its draw; int64 [k]. Above 0 if the plan has
+            split a long sequence.
+        idle_tokens: with packing, tokens per rank of a microbatch without a sequence, all padding.
+        cp_ranks: global ranks of the cp group, in the order of their slices.
+    """
+
+    microbatches: range
+    pack: Pack
+    draws: Draws
+    whole: Longs
+    own: Slices
+    held: Slices
+    rows: int
+    starts: Longs
+    idle_tokens: int
+    cp_ranks: tuple[int, ...]
+    _known: dict[tuple[int, int], Runs] = field(
+        default_factory=dict[tuple[int, int], Runs], init=False, repr=False
+    )
+
+    def draws_by_microbatch(self) -> list[Draws]:
+        """The draws of each microbatch."""
+        if not self.rows:
+            return [self.draws]
+        return [self.draws.between(m * self.rows, (m + 1) * self.rows) for m in range(len(self.microbatches))]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank in a pack, including padding and dummies."""
+        return int(self.own.sizes.sum()) if len(self.draws) else self.idle_tokens
+
+    def ranges(self, slices: Slices, *, extra: int = 0) -> Slices:
+        """Slices of the pack as tokens of its draws, without padding.
+
+        extra: with so many more tokens after each that is not empty, as far as its draw has them.
+        """
+        of = slices.sequence
+        first = self.starts[of]
+        start = first + slices.start
+        stop = np.maximum(first + np.minimum(slices.stop, self.pack.lengths[of]), start)
+        if extra:
+            stop = np.where(start < stop, np.minimum(stop + extra, self.whole[of]), stop)
+        return Slices(of, start, stop)
+
+    def runs(self, *, extra: int = 0, ahead: int = 0) -> Runs:
+        """The own tokens of a pack in what was read, which is `ranges(held, extra=extra)`; computed once.
+
+        ahead: the tokens that are so many further on, where they were read.
+        """
+        if (extra, ahead) not in self._known:
+            held, own, at = self.ranges(self.held, extra=extra), *self.own_tokens
+            self._known[extra, ahead] = runs_of(own, held, at, ahead=ahead)
+        return self._known[extra, ahead]
+
+    @cached_property
+    def own_tokens(self) -> tuple[Slices, Longs]:
+        """The own tokens of a pack as tokens of its draws, none empty, and their offsets in a field."""
+        own, at = self.ranges(self.own), np.cumsum(self.own.sizes) - self.own.sizes
+        some = np.flatnonzero(own.sizes)
+        return Slices(own.sequence[some], own.start[some], own.stop[some]), at[some]
+
+
+def portions_of(
+    plan: StepPlan,
+    draws: Draws,
+    lengths: Longs,
+    dp_cp_rank: int,
+    *,
+    group: Sequence[int],
+    rows: int,
+    split: CpSplit,
+    together: int,
+    rank_of_dp_cp: npt.NDArray[np.int64],
+) -> list[Portion]:
+    """One rank's portions of a step, each of `together` microbatches.
+
+    draws: the step's global batch. lengths: tokens of each; int64 [n]. group: the dp_cp ranks that this
+    rank's reader serves, including this one; they share every pack. rank_of_dp_cp: the global rank of each
+    dp_cp rank at this rank's tp and pp. Raises PlanError if cp cannot split the sequences.
+    """
+    portions: list[Portion] = []
+    starts = range(0, plan.num_microbatches, together)
+    for start, pack in zip(starts, packs_of(plan, dp_cp_rank, together=together)):
+        own = slices_of(pack, [pack.cp_rank], split)
+        first = dp_cp_rank - pack.cp_rank
+        held = own if len(group) == 1 else slices_of(pack, [rank - first for rank in group], split)
+        of = plan.sequence[pack.sequences]
+        portions.append(
+            Portion(
+                microbatches=range(start, min(start + together, plan.num_microbatches)),
+                pack=pack,
+                draws=draws.take(of),
+                whole=lengths[of],
+                own=own,
+                held=held,
+                rows=rows,
+                starts=plan.start[pack.sequences],
+                idle_tokens=int(plan.align.pack_multiple(pack.cp_size)) // pack.cp_size,
+                cp_ranks=tuple(rank_of_dp_cp[first : first + pack.cp_size].tolist()),
+            )
+        )
+    return portions
