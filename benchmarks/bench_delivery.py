@@ -172,15 +172,15 @@ def fed(prefix: str, length: int, delivery: Any) -> tuple[Iterator[Any], Callabl
         sequence=mf.Windows(length, reset_attention_mask=True),
         batch=mf.Batch(sequences=64),
     )
-    stats: list[dict[str, Any]] = []
+    steps: list[mf.Step] = []
 
     def batches() -> Iterator[Any]:
         with mf.Feed(recipe, mf.Layout(tp=RANKS), delivery=delivery, prefetch=0) as feed:
             for step in feed:
-                stats.append(step.stats)
+                steps.append(step)
                 yield from step.microbatches
 
-    return batches(), lambda: sum(each["collectives"] for each in stats)
+    return batches(), lambda: sum(step.stats.collectives for step in steps)
 
 
 if __name__ == "__main__":

@@ -258,8 +258,8 @@ def exchange_steps(exchange: mf.Exchange, counted: Counted) -> Iterator[list[Any
     with exchange:
         for step in exchange:
             made = list(step.microbatches)
-            counted.calls += step.stats["collectives"]
-            counted.num_bytes += step.stats["delivered_bytes"]
+            counted.calls += step.stats.collectives
+            counted.num_bytes += step.stats.delivered_bytes
             yield made
 
 

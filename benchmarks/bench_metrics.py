@@ -28,13 +28,24 @@ import torch
 from measure import Row, ratio
 
 import meshfeed as mf
-from meshfeed.metrics import ProfilerRanges, Recorder, RunLog, RunStart, Sink, Span, StageClock, Telemetry
+from meshfeed.metrics import (
+    ProfilerRanges,
+    Recorder,
+    RunLog,
+    RunStart,
+    Sink,
+    Span,
+    StageClock,
+    StepCosts,
+    StepStats,
+    Telemetry,
+)
 from meshfeed.store import IndexedWriter
 
 MICROBATCHES = 8
 ROUNDS = 5
 TOLD = 2000  # steps told to a recorder by itself
-ONLY_FOR_SINKS = ("courier", "run_log", "lines", "telemetry", "ranges", "sink")
+ONLY_FOR_SINKS = ("background", "run_log", "lines", "telemetry", "ranges", "sink")
 
 
 def measured(short: bool) -> Iterator[Row]:
@@ -106,12 +117,13 @@ def cpu_in_turn(loops: dict[str, Callable[[], None]], rounds: int) -> dict[str, 
 
 def told(metrics: list[Sink] | None, steps: int) -> float:
     """CPU seconds that a recorder and its sinks take for a step, all stages of it included."""
-    layout, drawn, asked = mf.Layout(), np.array([70, 30]), np.array([0.7, 0.3])
+    layout = mf.Layout()
+    planned = StepStats(source_drawn=np.array([70, 30]), source_asked=np.array([0.7, 0.3]))
     recorder = Recorder(metrics, lambda step: RunStart.here(step, layout, 0, "direct", "", ["code", "docs"]))
     began = time.process_time()
     recorder.start(0)
     for step in range(steps):
-        recorder.step(step, 65_536, 2, {"source_drawn": drawn, "source_asked": asked})
+        recorder.step(step, 65_536, 2, StepCosts(planned))
         tell_step(recorder)
         recorder.over()
         if step % 500 == 499:

@@ -228,7 +228,7 @@ class Journal:
         line = {"step": step.index, "delivery": self._feed.delivery, "reads": self._feed.role.reads}
         line |= {"seconds": now_s - self._last_s, "tokens": step.tokens}
         self._last_s = now_s
-        self._files[1].write(json.dumps(line | step.stats) + "\n")
+        self._files[1].write(json.dumps(line | dict(step.stats)) + "\n")
         if len(self._files) > 2:
             self._files[2].write(json.dumps({"step": step.index, "loss": loss}) + "\n")
 

@@ -54,7 +54,7 @@ def one_epoch(
         fetched, seen = 0, []
         for step in feed:
             seen += take([step])
-            fetched += step.stats["bytes_fetched"]
+            fetched += step.stats.bytes_fetched
     return seen, fetched
 
 

@@ -441,8 +441,8 @@ def test_views_read_nothing_twice_and_each_step_has_its_own_stats(corpus: str) -
             for k in range(5):
                 step = next(views[view])
                 assert step.index == k and len(list(step.microbatches)) == 16
-                assert step.stats is ahead[k].stats
-        assert [step.stats["bytes_read"] for step in ahead] == expected
+                assert step.stats == ahead[k].stats
+        assert [step.stats.bytes_read for step in ahead] == expected
         assert recipe.data.stats.opens == 1
 
 

@@ -48,7 +48,7 @@ def loop(rank: int, path: Path) -> dict[tuple[str, str, str], list[Any]]:
                 for microbatch in step.microbatches:
                     assert microbatch.cp_ranks == feed.cp_groups[microbatch.cp_size]
                     taken.append(plain(microbatch))
-                assert step.stats["efficiency"] > 0
+                assert step.stats.efficiency > 0
                 if step.index + 1 == STEPS:
                     break
     return seen
@@ -112,8 +112,8 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     )
     with mf.Feed(recipe, packing=mf.Packing(capacity=100, oversize="drop")) as feed:
         step = next(iter(feed))
-        assert step.stats["oversize"] == [(0, 0, 2)]
-        assert step.stats["empty"] == [(0, 0, 1)]
+        assert step.stats.oversize == [(0, 0, 2)]
+        assert step.stats.empty == [(0, 0, 1)]
         assert (step.tokens, step.valid_tokens, step.sum_sq) == (12, 10, 25 + 49)
         shape = mf.ModelShape(hidden_size=8, num_layers=2, num_heads=2, ffn_size=16, vocab_size=10)
         assert step.flops(shape) == 3 * step.flops(shape, backward=False)

@@ -275,7 +275,7 @@ def test_a_slow_read_shows_under_read(
             assert step.index != 6 or prefetch == 0 or reading.wait(SOON_S)
             for _ in step.microbatches:
                 pass
-            assert step.stats["exposed_wait_s"] == ({"read": 5.0} if step.index == 6 else {}), step.index
+            assert step.stats.exposed_wait_s == ({"read": 5.0} if step.index == 6 else {}), step.index
 
 
 def late_to_the_meeting(rank: int, path: str) -> dict[str, float]:
@@ -331,7 +331,7 @@ def slow_reader(rank: int, path: str, delivery: str, folder: Path) -> dict[str, 
     step.set()
     last = next(steps)
     list(last.microbatches)
-    return last.stats["exposed_wait_s"]
+    return last.stats.exposed_wait_s
 
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])

@@ -132,9 +132,9 @@ def test_what_step_stats_say(corpus: Path) -> None:
     with mf.Feed(recipe_of(corpus), micro_batch_size=2) as feed:
         for step in feed:
             list(step.microbatches)
-            assert step.stats["bytes_read"] == 16 * 65 * 2
-            assert step.stats["collectives"] == 0
-            waits = step.stats["exposed_wait_s"]
+            assert step.stats.bytes_read == 16 * 65 * 2
+            assert step.stats.collectives == 0
+            waits = step.stats.exposed_wait_s
             assert set(waits) <= {"start", "plan", "read", "deliver", "build", "copy", "other"}
             assert all(seconds >= 0 for seconds in waits.values())
             if step.index == 3:

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from meshfeed.errors import StateError
+from meshfeed.metrics import StepCosts, StepStats
 from meshfeed.order import Draws
 from meshfeed.plan import ModelShape, StepPlan, flops
 
@@ -93,18 +94,6 @@ class Step:
         tokens: tokens of the global batch, without padding.
         valid_tokens: its loss-bearing tokens: the denominator of a per-token loss, for any split.
         sum_sq: sum of squared sequence lengths of the global batch.
-        stats: costs of the step on this rank so far; complete once its microbatches are consumed.
-            exposed_wait_s: seconds that the loop waited, by stage; work_s: seconds that the producer worked,
-            by stage. Stages are start (joining the peers), plan (of a later step), read (storage, or a user's
-            iterator), exchange, deliver (including waits for peers), build, copy, verify and other.
-            queue_depth: reads that were ready, of at most `prefetch`, when the loop asked for the step.
-            bytes_read: from storage; bytes_fetched: from remote storage, by this process; opens: of data
-            files; collectives; delivered_bytes: sent or received.
-            With packing, of the whole global batch: efficiency, objective_over_bound, max_over_mean, padding,
-            and the (source, epoch, index) of oversize and empty sequences.
-            With several sources, arrays: source_drawn and source_epochs, totals up to this step;
-            source_asked, the recipe's share of each in this step.
-            With `metrics=`, metrics_lost: steps that a sink has failed to take so far.
         plan: which sequence goes where, for the whole job.
         microbatches: each is handed out once, in order.
     """
@@ -114,9 +103,14 @@ class Step:
     tokens: int
     valid_tokens: int
     sum_sq: int
-    stats: dict[str, Any]
     plan: StepPlan
     microbatches: Microbatches
+    _costs: StepCosts
+
+    @property
+    def stats(self) -> StepStats:
+        """Costs of the step on this rank so far; complete once the loop has asked for the next step."""
+        return self._costs.stats
 
     def __repr__(self) -> str:
         return (

@@ -24,7 +24,7 @@ from meshfeed.deliver import (
 from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import OptionError, StateError
 from meshfeed.layout import Layout
-from meshfeed.metrics import Meter, RunStart, StageClock
+from meshfeed.metrics import Meter, RunStart, StageClock, StepCosts
 from meshfeed.options import FeedKeywords, FeedOptions
 from meshfeed.order import num_positions, num_steps
 from meshfeed.recipe import Recipe
@@ -233,7 +233,7 @@ class Feed(StepSource[Delivery]):
             budget_bytes=self._read_ahead_bytes,
         )
         for batch, portions in ahead:
-            yield StepStart(batch, batch.facts())
+            yield StepStart(batch, StepCosts(batch.stats()))
             digester = Digester(fields) if self._options.verify else None
             for portion in portions:
                 columns, hint = None, self._hint(portion)

@@ -14,7 +14,7 @@ from meshfeed.batch import Microbatch, Microbatches, Step
 from meshfeed.deliver import Delivery, Digests, EndOfStream, Failures, Meeting, Verifier
 from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, PeerError, StateError
-from meshfeed.metrics import Recorder, Span, StageClock
+from meshfeed.metrics import Recorder, Span, StageClock, StepCosts
 from meshfeed.prefetch import Inline, Prefetcher
 from meshfeed.roles import Field, Role, StageMap
 from meshfeed.stepping import GlobalBatch
@@ -24,10 +24,10 @@ _JOIN_S = 10.0  # how long a producer may take to end with its peers
 
 @dataclass(frozen=True, slots=True)
 class StepStart:
-    """The producer begins a step. stats: those of its plan; the step's costs are added later."""
+    """The producer begins a step. costs: those of the step, added up by the run."""
 
     batch: GlobalBatch
-    stats: dict[str, Any]
+    costs: StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Run:
                 consumer.step = item.batch.step + 1
                 if not item.batch.plan.num_microbatches:
                     consumer.whole = consumer.step
-                yield self._step(consumer, item.batch, item.stats)
+                yield self._step(consumer, item.batch, item.costs)
 
     def record(self, error: Exception) -> None:
         """Record the producer's final error. Call before notifying peers."""
@@ -172,16 +172,16 @@ class Run:
                 return  # it waits for a peer that does not close; its group cannot be closed while in use
         self._resources.close()
 
-    def _step(self, view: _View, batch: GlobalBatch, stats: dict[str, Any]) -> Step:
+    def _step(self, view: _View, batch: GlobalBatch, costs: StepCosts) -> Step:
         return Step(
             index=batch.step,
             num_microbatches=batch.plan.num_microbatches,
             tokens=batch.tokens,
             valid_tokens=batch.valid_tokens,
             sum_sq=batch.sum_sq,
-            stats=stats,
             plan=batch.plan,
             microbatches=Microbatches(self._microbatches(view, batch)),
+            _costs=costs,
         )
 
     def _microbatches(self, view: _View, batch: GlobalBatch) -> Iterator[Microbatch]:
@@ -231,7 +231,7 @@ class Run:
             self._failures.fail(lost, self._due)
         if isinstance(item, StepStart):
             batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
-            self._recorder.step(batch.step, batch.tokens, self._num_ready, item.stats)
+            self._recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
             starting, self._starting = self._starting, []
             for span in starting:  # the loop waited for these too, in `iter`
                 self._recorder.waited(span.start, span.stop, [span])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import OptionError, PlanError, RecipeError
 from meshfeed.layout import Coord, Layout
+from meshfeed.metrics import StepStats
 from meshfeed.order import (
     Draws,
     asked_at,
@@ -67,27 +68,25 @@ class GlobalBatch:
     drawn: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None
     asked: npt.NDArray[np.float64] | None = None
 
-    def facts(self) -> dict[str, Any]:
+    def stats(self) -> StepStats:
         """A step's stats from its plan: balance, padding, and every sequence that was cut or left out."""
-        facts: dict[str, Any] = {}
-        if self.drawn is not None:
-            facts["source_drawn"], facts["source_epochs"] = self.drawn
-            facts["source_asked"] = self.asked
+        drawn, epochs = self.drawn or (None, None)
+        of_sources = StepStats(source_drawn=drawn, source_epochs=epochs, source_asked=self.asked)
         if self.account is None:
-            return facts
+            return of_sources
+        return replace(
+            of_sources,
+            efficiency=self.account.efficiency,
+            objective_over_bound=self.account.over_bound,
+            max_over_mean=self.account.max_over_mean,
+            padding=self.account.padding,
+            oversize=self._names(self.plan.oversize),
+            empty=self._names(self.plan.sequence[self.plan.empty]),
+        )
 
-        def names(sequences: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
-            some = self.draws.take(sequences)
-            return list(zip(some.source.tolist(), some.epoch.tolist(), some.index.tolist()))
-
-        return facts | {
-            "efficiency": self.account.efficiency,
-            "objective_over_bound": self.account.over_bound,
-            "max_over_mean": self.account.max_over_mean,
-            "padding": self.account.padding,
-            "oversize": names(self.plan.oversize),
-            "empty": names(self.plan.sequence[self.plan.empty]),
-        }
+    def _names(self, sequences: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
+        some = self.draws.take(sequences)
+        return list(zip(some.source.tolist(), some.epoch.tolist(), some.index.tolist()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,16 @@ from corpus import recipe_of, write_corpus
 from meshfeed.cli.frame import Frame, frame_of, shares_of, straggler_of
 from meshfeed.cli.main import main
 from meshfeed.cli.watch import headline, picture_of, straggler_words
-from meshfeed.metrics import MixtureHistory, RankHistory, RunHistory, RunLog, RunStart, Start, StepRecord
+from meshfeed.metrics import (
+    MixtureHistory,
+    RankHistory,
+    RunHistory,
+    RunLog,
+    RunStart,
+    Start,
+    StepRecord,
+    StepStats,
+)
 from soak import cases
 
 STAGES = ("plan", "read", "deliver")
@@ -210,7 +219,7 @@ def write_log(path: Path, num_ranks: int, *, waits: dict[int, float] | None = No
             ("queue_depth", "bytes_read", "bytes_fetched", "delivered_bytes", "opens", "collectives"), 1
         )
         began = time.time() - 5 - ago_s
-        log.take([StepRecord(step, began + step, 1000, stats) for step in range(5)])
+        log.take([StepRecord(step, began + step, 1000, StepStats(**stats)) for step in range(5)])
         log.close()
 
 

@@ -306,7 +306,7 @@ def collectives(rank: int, path: str) -> dict[str, Any]:
                 with mf.Feed(recipe, layout, delivery=delivery, prefetch=1) as feed:
                     for step in itertools.islice(feed, 12):
                         microbatches = list(step.microbatches)
-                        counts.append((len(microbatches), step.stats["collectives"]))
+                        counts.append((len(microbatches), step.stats.collectives))
                 told[delivery, name] = counts, sorted(set(called))
     return told
 
@@ -345,13 +345,13 @@ def middle_stage(rank: int, path: str, delivery: str) -> dict[str, Any]:
         patch.setattr("os.open", watched)
         called = count_collectives(patch)
         with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=20) as feed:
-            steps = [(step.stats, list(step.microbatches)) for step in itertools.islice(feed, 3)]
+            steps = [(step, list(step.microbatches)) for step in itertools.islice(feed, 3)]
         return {
             "role": feed.role.to_json(),
             "opened": sum(name.endswith(".bin") for name in opened),
             "called": sorted(set(called)),
             "fields": sorted(steps[0][1][0]),
-            "stats": [sum(stats[name] for stats, _ in steps) for name in ("bytes_read", "opens")],
+            "stats": [sum(step.stats[name] for step, _ in steps) for name in ("bytes_read", "opens")],
         }
 
 
@@ -375,8 +375,8 @@ def cost(rank: int, path: str, text: str) -> tuple[int, int, int]:
         for step in feed:
             for _ in step.microbatches:
                 pass
-            bytes_read += step.stats["bytes_read"]
-            opens += step.stats["opens"]
+            bytes_read += step.stats.bytes_read
+            opens += step.stats.opens
             tokens += step.tokens
     return bytes_read, opens, tokens
 
@@ -426,7 +426,7 @@ def own_readers(rank: int, path: str) -> list[str]:
             got = []
             for step in itertools.islice(feed, 3):
                 got.append(seen_step(step, step.microbatches))
-                opens += step.stats["opens"]
+                opens += step.stats.opens
         if got != expected:
             wrong.append(f"{text} {delivery} {readers}: {first_difference(got, expected)}")
         if opens and rank not in readers:

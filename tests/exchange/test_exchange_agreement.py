@@ -77,7 +77,7 @@ def test_stages_with_other_items_do_not_train_a_step_to_its_end() -> None:
 def counted(rank: int) -> list[Any]:
     layout = mf.Layout(dp=2, pp=2)
     with mf.Exchange(rows(), layout, packing=PACKING, timeout_s=60) as exchange:
-        return [step.stats["collectives"] for step in exchange if list(step.microbatches)]
+        return [step.stats.collectives for step in exchange if list(step.microbatches)]
 
 
 def test_comparing_costs_no_collective() -> None:

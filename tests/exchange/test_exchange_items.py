@@ -188,7 +188,7 @@ def counted(rank: int, keys: Any, kinds: list[list[str]]) -> list[Any]:
             got.append([])
             for step in exchange:
                 fields = {name for m in step.microbatches for name in m}
-                got[-1].append((step.stats["collectives"], "image" in fields, "uid" in fields))
+                got[-1].append((step.stats.collectives, "image" in fields, "uid" in fields))
     return got
 
 

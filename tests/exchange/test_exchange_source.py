@@ -283,7 +283,7 @@ def test_an_item_without_a_token_is_told() -> None:
     empty = {"tokens": torch.zeros(0, dtype=torch.int64), "image": torch.ones(2)}
     with exchange_of([[numbered(0), empty]]) as exchange:
         step = next(iter(exchange))
-        assert (numbers(step), step.stats["empty"]) == ([0], [(0, 0, 1)])
+        assert (numbers(step), step.stats.empty) == ([0], [(0, 0, 1)])
 
 
 def test_flags_of_a_tensor_are_resolved() -> None:

@@ -16,6 +16,7 @@ import pytest
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
+from meshfeed.metrics import StepStats
 
 DELAY_S = 0.5
 DELAYED = (4, 7, 10)  # calls of the stage
@@ -57,13 +58,13 @@ def delayed(rank: int, path: str, delivery: str, log: str) -> Told:
         method = {"read": "load", "plan": "lengths", "build": "build"}[SLOW[rank]]
         object.__setattr__(recipe.sequence, method, slowed(getattr(recipe.sequence, method), slept))
     layout = mf.Layout.parse("tp2-dp2")
-    stats: list[dict[str, Any]] = []
+    steps: list[mf.Step] = []
     with mf.Feed(recipe, layout, delivery=delivery, timeout_s=600, metrics=mf.metrics.RunLog(log)) as feed:
         for step in itertools.islice(feed, STEPS):
-            stats.append(step.stats)
+            steps.append(step)
             for _ in step.microbatches:
                 pass
-    return stats, slept
+    return [step.stats for step in steps], slept
 
 
 @pytest.mark.parametrize("delivery", ["direct", "broadcast", "share"])
@@ -76,7 +77,7 @@ def test_a_delay_shows_on_its_rank_and_in_its_stage(corpus: str, tmp_path: Path,
         check_log(history, rank, stats)
 
 
-def check_slow(slow: str, stats: list[dict[str, Any]], slept: list[float]) -> None:
+def check_slow(slow: str, stats: list[StepStats], slept: list[float]) -> None:
     """The delays of a rank stand in the right stage of its work and wait; those of others, at most in deliver."""
     assert len(slept) == len(DELAYED)
     for key in ("work_s", "exposed_wait_s"):
@@ -88,7 +89,7 @@ def check_slow(slow: str, stats: list[dict[str, Any]], slept: list[float]) -> No
             assert sum(each[key].get(stage, 0.0) > DELAY_S / 2 for each in stats) <= 1, (key, stage)
 
 
-def check_log(history: Any, rank: int, stats: list[dict[str, Any]]) -> None:
+def check_log(history: Any, rank: int, stats: list[StepStats]) -> None:
     """The log says of each step what its stats say."""
     logged = history.ranks[rank]
     assert logged.step.tolist() == list(range(STEPS))

@@ -187,9 +187,9 @@ def test_what_a_full_disk_refused_is_written_once_there_is_room(
             for _ in range(4):
                 next(loop)
             rounds.await_lost(4, 9)  # steps 2 to 5 were told after the disk was full
-            assert next(loop).stats["metrics_lost"] >= 4
+            assert next(loop).stats.metrics_lost >= 4
         rounds.await_lost(0, 0)
-        assert next(loop).stats["metrics_lost"] == 0
+        assert next(loop).stats.metrics_lost == 0
     rank = read_run(tmp_path / "run").ranks[0]
     assert rank.step.tolist() == list(range(9))
 
@@ -271,7 +271,7 @@ def test_a_sink_that_fails_is_told_again_and_forgets_the_oldest(
             whole.await_step(step)
         sink.broken = None
         sink.await_step(19)
-        assert next(loop).stats["metrics_lost"] == 12
+        assert next(loop).stats.metrics_lost == 12
     assert sink.steps == list(range(12, 22)) and sink.starts == [0]
     assert whole.steps == list(range(22))
 

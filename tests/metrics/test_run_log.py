@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
-from meshfeed.metrics import RunLog, RunReader, RunStart, StepRecord, read_run
+from meshfeed.metrics import RunLog, RunReader, RunStart, StepRecord, StepStats, read_run
 from soak import cases
 
 PATIENCE_S = 60.0
@@ -39,7 +39,7 @@ def start_at(step: int, rank: int = 0, layout: mf.Layout = LAYOUT, **changed: An
 def record_of(step: int, time_s: float = 0.0, **changed: Any) -> StepRecord:
     counts = ("queue_depth", "bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
     stats = {"exposed_wait_s": {"read": 0.5}, "work_s": {"read": 0.75, "plan": 1e-3}}
-    return StepRecord(step, time_s, 1000 + step, stats | dict.fromkeys(counts, 2) | changed)
+    return StepRecord(step, time_s, 1000 + step, StepStats(**stats | dict.fromkeys(counts, 2) | changed))
 
 
 def write(folder: Path, *entries: RunStart | StepRecord) -> Path:
@@ -66,7 +66,7 @@ def test_a_feed_tells_all_of_its_steps(corpus: str, tmp_path: Path) -> None:
     assert rank.coord == {"tp": 0, "cp": 0, "dp": 0, "pp": 0}
     assert rank.step.tolist() == list(range(7)) and rank.start.tolist() == [0] * 7
     assert rank.tokens.tolist() == [step.tokens for step, _ in steps]
-    assert rank.bytes_read.tolist() == [step.stats["bytes_read"] for step, _ in steps]
+    assert rank.bytes_read.tolist() == [step.stats.bytes_read for step, _ in steps]
     assert (np.diff(rank.time) > 0).all() and before <= start.time <= rank.time[0] <= rank.time[
         -1
     ] <= time.time()

@@ -190,10 +190,10 @@ def test_a_step_tells_what_was_drawn_of_each_source(tmp_path: Path) -> None:
     recipe = mf.Recipe(data=data, sequence=mf.Windows(32), batch=mf.Batch(sequences=9))
     with mf.Feed(recipe) as feed:
         for step in feed:
-            drawn = step.stats["source_drawn"]
+            drawn = step.stats.source_drawn
             assert drawn.sum() == 9 * (step.index + 1)
             assert abs(drawn[1] - 2 * drawn[0]) <= 3
-            np.testing.assert_allclose(step.stats["source_epochs"], drawn / 62)
+            np.testing.assert_allclose(step.stats.source_epochs, drawn / 62)
             if step.index == 20:
                 break
 

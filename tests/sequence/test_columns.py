@@ -154,7 +154,7 @@ def every_delivery(rank: int, folder: str, layouts: list[mf.Layout]) -> list[str
                     got, collectives[delivery] = [], 0
                     for step in feed:
                         got += take([step])
-                        collectives[delivery] += step.stats["collectives"]
+                        collectives[delivery] += step.stats.collectives
                 if got != expected:
                     wrong.append(f"{name} {layout} {delivery}")
             if collectives["broadcast"] > sum(len(step) for step in expected):

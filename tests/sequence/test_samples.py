@@ -298,7 +298,7 @@ def every_delivery(rank: int) -> list[str]:
                     got += take([step])
                     if bool(multiprocessing.active_children()) != (workers > 0 and feed.role.reads):
                         wrong.append(f"{text} {delivery}: workers of a rank with reads={feed.role.reads}")
-                    spent += step.stats["collectives"]
+                    spent += step.stats.collectives
             if got != expected:
                 wrong.append(f"{text} {delivery} workers={workers}: {got}\n{expected}")
             messages = sum(step["num_microbatches"] for step in got)

@@ -26,7 +26,7 @@ from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
 from meshfeed.layout import Layout
-from meshfeed.metrics import Meter, RunStart, StageClock
+from meshfeed.metrics import Meter, RunStart, StageClock, StepCosts
 from meshfeed.options import Options, SharedKeywords, check_counts
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.roles import DeliveryName, Field, Role, Roles
@@ -77,7 +77,7 @@ class Exchange(StepSource[ExchangeDelivery]):
             uneven="drop".
 
     A microbatch's `draws` hold the data-parallel rank (`source`) and number in its iterator (`index`) of each
-    item. An item without tokens is in no microbatch, whatever else it holds; a step's `stats["empty"]` lists
+    item. An item without tokens is in no microbatch, whatever else it holds; a step's `stats.empty` lists
     it as (data-parallel rank, 0, number). Errors are MeshfeedErrors, the same on every rank: DeliveryError if
     an iterator raises (on its own rank, the iterator's error is the cause), StoreError for an invalid item,
     PlanError for one that is too long, RoleError if no rank has an iterator or an iterator is unused,
@@ -251,7 +251,7 @@ class Exchange(StepSource[ExchangeDelivery]):
             if planned is None:
                 break
             batch, received = planned
-            yield StepStart(batch, batch.facts())
+            yield StepStart(batch, StepCosts(batch.stats()))
             digester = Digester(self._compared) if self._options.verify else None
             for portion in portions(batch, self.layout, self.rank, self._options.cp_split):
                 with clock.stage("build"):

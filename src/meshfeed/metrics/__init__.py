@@ -17,6 +17,7 @@ from meshfeed.metrics.ranges import ProfilerRanges
 from meshfeed.metrics.recorder import Recorder
 from meshfeed.metrics.run_log import RunLog
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord, package_version
+from meshfeed.metrics.stats import StepCosts, StepStats
 from meshfeed.metrics.telemetry import Telemetry
 
 __all__ = [
@@ -34,7 +35,9 @@ __all__ = [
     "Span",
     "StageClock",
     "Start",
+    "StepCosts",
     "StepRecord",
+    "StepStats",
     "Telemetry",
     "exposed_wait",
     "package_version",

@@ -37,12 +37,8 @@ def line_of(entry: RunStart | StepRecord) -> str:
 
 def mixture_line(record: StepRecord) -> str:
     """Draws of each source until the end of a step, and the recipe's shares in that step."""
-    stats = record.stats
-    told = {
-        "step": record.step,
-        "drawn": stats["source_drawn"].tolist(),
-        "asked": stats["source_asked"].tolist(),
-    }
+    drawn, asked = (record.stats[name].tolist() for name in ("source_drawn", "source_asked"))
+    told = {"step": record.step, "drawn": drawn, "asked": asked}
     return _line({"mixture": told})
 
 
@@ -69,16 +65,16 @@ def _line_of_start(start: RunStart) -> str:
 
 def _line_of_step(record: StepRecord) -> str:
     stats = record.stats
-    wait, work = stats["exposed_wait_s"], stats["work_s"]
+    wait, work = stats.exposed_wait_s, stats.work_s
     numbers = (
         record.step,
         round(record.time_s, 6),
         *(_seconds(wait.get(stage)) for stage in STAGES),
         *(_seconds(work.get(stage)) for stage in STAGES),
-        *(stats[name] for name in COUNTED),
+        *(getattr(stats, name) for name in COUNTED),
         record.tokens,
-        _share(stats.get("padding")),
-        _share(stats.get("max_over_mean")),
+        _share(stats.padding),
+        _share(stats.max_over_mean),
     )
     return _line(numbers)
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 
 from meshfeed.errors import MetricsError
 from meshfeed.metrics.background import BackgroundSinks
-from meshfeed.metrics.clock import Span, StageClock, exposed_wait, work
-from meshfeed.metrics.meter import COUNTERS
+from meshfeed.metrics.clock import Span, StageClock
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.metrics.stats import StepCosts, StepStats
 
 _NOTHING = contextlib.nullcontext()
 
@@ -37,8 +37,8 @@ class Recorder:
         self._about = about
         self._background: BackgroundSinks | None = None
         self._clocks = (0.0, 0.0)  # unix and monotonic, at one moment
-        self._open: StepRecord | None = None
-        self._stats: dict[str, Any] = {}
+        self._received: tuple[int, int, float] | None = None  # step, its tokens, unix time
+        self._costs = StepCosts(StepStats())
 
     def around(self, name: str) -> AbstractContextManager[Any]:
         """The sinks' context managers for a stage."""
@@ -54,24 +54,19 @@ class Recorder:
         elif self._sinks:
             self._background = BackgroundSinks(self._sinks, self._about(step))
 
-    def step(self, step: int, tokens: int, queue_depth: int, stats: dict[str, Any]) -> None:
-        """The loop receives a step. stats: those of its plan; costs are added until `over`."""
-        stats |= {
-            "exposed_wait_s": {},
-            "work_s": {},
-            "queue_depth": queue_depth,
-            **dict.fromkeys(COUNTERS, 0),
-        }
-        self._stats = stats
-        if self._background is not None:
-            stats["metrics_lost"] = self._background.lost
+    def step(self, step: int, tokens: int, queue_depth: int, costs: StepCosts) -> None:
+        """The loop receives a step, whose costs are added until `over`."""
+        self._costs = costs
+        if self._background is None:
+            costs.begin(queue_depth, None)
+        else:
+            costs.begin(queue_depth, self._background.lost)
             unix, monotonic = self._clocks
-            self._open = StepRecord(step, unix + (time.monotonic() - monotonic), tokens, stats)
+            self._received = step, tokens, unix + (time.monotonic() - monotonic)
 
     def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
         """The loop asked for something at `start` and got it at `stop`. spans: how it was made."""
-        _add(self._stats["exposed_wait_s"], exposed_wait(start, stop, spans))
-        _add(self._stats["work_s"], work(spans))
+        self._costs.waited(start, stop, spans)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:
@@ -86,13 +81,14 @@ class Recorder:
 
     def counted(self, counts: Mapping[str, int]) -> None:
         """Add counters."""
-        _add(self._stats, counts)
+        self._costs.counted(counts)
 
     def over(self) -> None:
         """The step is complete."""
-        if self._open is not None and self._background is not None:
-            self._background.send(self._open)
-        self._open = None
+        if self._received is not None and self._background is not None:
+            step, tokens, time_s = self._received
+            self._background.send(StepRecord(step, time_s, tokens, self._costs.stats))
+        self._received = None
 
     def close(self, during: BaseException | None = None) -> None:
         """Pass on the rest. Raises MetricsError if a sink has missed anything.
@@ -107,11 +103,6 @@ class Recorder:
             if during is None:
                 raise
             during.add_note(str(lost))
-
-
-def _add(sums: dict[str, Any], more: Mapping[str, float]) -> None:
-    for name, amount in more.items():
-        sums[name] = sums.get(name, 0) + amount
 
 
 @contextlib.contextmanager

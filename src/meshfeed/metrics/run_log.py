@@ -45,7 +45,7 @@ class RunLog(Sink):
         for entry in entries:
             if isinstance(entry, RunStart):
                 start = entry
-            elif start is not None and start.is_lowest and "source_drawn" in entry.stats:
+            elif start is not None and start.is_lowest and entry.stats.source_drawn is not None:
                 drawn = entry
             lines.append(line_of(entry))
         if drawn is not None:

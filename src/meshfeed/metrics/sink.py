@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshfeed.layout import Layout
+from meshfeed.metrics.stats import StepStats
 
 _NOTHING = nullcontext()
 
@@ -88,13 +89,13 @@ class StepRecord:
         step: from 0.
         time_s: unix time at which the loop received it.
         tokens: of the global batch, without padding.
-        stats: its costs; see `batch.Step`.
+        stats: its costs.
     """
 
     step: int
     time_s: float
     tokens: int
-    stats: Mapping[str, Any]
+    stats: StepStats
 
 
 class Sink:

@@ -82,20 +82,20 @@ class _Instruments:
         """Record one step of a rank."""
         stats, who = record.stats, {"rank": start.rank, "dp": start.coord["dp"]}
         for report_s, by_stage in (
-            (self._wait, stats["exposed_wait_s"]),
-            (self._work, stats["work_s"]),
+            (self._wait, stats.exposed_wait_s),
+            (self._work, stats.work_s),
         ):
             for stage, seconds in by_stage.items():
                 report_s(seconds, who | {"stage": stage})
         for instruments in (self._counters, self._gauges):
             for key, report in instruments.items():
-                if key in stats:
-                    report(stats[key], who)
+                if (value := getattr(stats, key)) is not None:
+                    report(value, who)
         if start.is_lowest:
             self._steps(1)
             self._tokens(record.tokens)
-            if "source_drawn" in stats:
-                self._record_mixture(stats["source_drawn"], stats["source_asked"], start.sources)
+            if stats.source_drawn is not None:
+                self._record_mixture(stats.source_drawn, stats.source_asked, start.sources)
 
     def _record_mixture(self, drawn: Any, asked: Any, names: Sequence[str]) -> None:
         shares = (drawn / drawn.sum()).tolist()
