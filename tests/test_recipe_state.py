@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.order import draws_of_step
+from meshfeed.recipe import Rule
 from meshfeed.summary import brief, digest_of, same_text
 from soak import cases
 
@@ -150,7 +151,7 @@ def test_a_step_past_the_end_is_refused(corpus: Path) -> None:
     assert feed.state_dict()["step"] == 20 and list(feed) == [], "a job that is done ends at once"
 
 
-class Wordy:
+class Wordy(Rule):
     """A rule that says much of itself."""
 
     def __init__(self, words: str) -> None:

@@ -7,11 +7,15 @@ A change of any part changes the fingerprint, so that a saved state refuses to l
 from __future__ import annotations
 
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence, Sized
 from copy import copy
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Mixture, Store, check_next, is_past
@@ -29,16 +33,20 @@ _WANTED = {
 }
 
 
-class Rule(Protocol):
+class Rule(ABC):
     """What a recipe needs of a sequence rule, which turns a store into sequences."""
 
+    @abstractmethod
     def num_sequences(self, store: Store) -> int:
         """Sequences in one epoch of a store; the same for every epoch."""
-        ...
 
     def summary(self) -> str:
         """The rule and all its options in one line; part of the fingerprint."""
-        ...
+        return repr(self)
+
+    def shard_ends(self, store: Store) -> npt.NDArray[np.int64] | None:
+        """The ends of a store's own shards, in sequences; int64 [num_shards], None without shards."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -173,9 +181,10 @@ class Recipe:
         mixed = isinstance(self.data, Mixture)
         if not isinstance(self.data, (Store, Mixture)):
             raise RecipeError(f"data={reprlib.repr(self.data)}: {_WANTED['data']}{_hint(self.data)}")
-        for part, needed in (("sequence", "num_sequences"), ("batch", "sequences")):
-            if not hasattr(getattr(self, part), needed):
-                shown = reprlib.repr(getattr(self, part))  # a list may be long
+        given: dict[str, tuple[Any, type]] = {"sequence": (self.sequence, Rule), "batch": (self.batch, Batch)}
+        for part, (value, needed) in given.items():
+            if not isinstance(value, needed):
+                shown = reprlib.repr(value)  # a list may be long
                 raise RecipeError(f"{part}={shown}: {_WANTED[part]}")
         for name in ("epochs", "steps"):
             value = getattr(self, name)

@@ -210,14 +210,10 @@ class Stepping:
         num_classes = math.gcd(self.layout.dp, cast(Blocks, self.recipe.shuffle).lanes)
         return np.lexsort((lanes, draws.source, lanes % num_classes))
 
-    @property
-    def _row_tokens(self) -> int:
-        """Tokens of a row if the rule pads its sequences to one length; else 1."""
-        return getattr(self.rule, "row_tokens", 1)
-
     def _row_align(self) -> Align:
-        width = int(Align().padded(np.array(self._row_tokens), self.layout.cp))
-        return Align(sequence=width) if self._row_tokens > 1 else Align()
+        row_tokens = self.rule.row_tokens
+        width = int(Align().padded(np.array(row_tokens), self.layout.cp))
+        return Align(sequence=width if row_tokens > 1 else 1)
 
     @property
     def shares_packs(self) -> bool:
@@ -248,9 +244,9 @@ class Stepping:
 
     def _together(self, batch: GlobalBatch) -> int:
         """Microbatches to read and deliver at a time; the same on every rank."""
-        if self.packing is not None or getattr(self.rule, "reads_singly", False):
+        if self.packing is not None or self.rule.reads_singly:
             return 1  # packs are large and differ in size; so do items of unknown size
-        tokens = int(batch.plan.lengths.max(initial=self._row_tokens)) * self.micro_batch_size
+        tokens = int(batch.plan.lengths.max(initial=self.rule.row_tokens)) * self.micro_batch_size
         return max(1, _TOKENS_TOGETHER // tokens)
 
 

@@ -16,6 +16,7 @@ from meshfeed.mixture import Store
 from meshfeed.order import draws_between, draws_of_step, key_of, permute, position_of
 from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.permutation import subkeys
+from meshfeed.recipe import Rule
 from soak import cases
 
 laws = settings(max_examples=cases(250), deadline=None)
@@ -33,7 +34,7 @@ class Sharded(Store):
         return np.ones_like(documents)
 
 
-class Whole:
+class Whole(Rule):
     """Every document is a sequence."""
 
     def num_sequences(self, store: Sharded) -> int:

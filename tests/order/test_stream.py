@@ -22,6 +22,7 @@ from meshfeed.order import (
     permute,
     position_of,
 )
+from meshfeed.recipe import Rule
 from soak import cases
 
 
@@ -36,7 +37,7 @@ class Numbered(Store):
         return np.ones_like(documents)
 
 
-class Whole:
+class Whole(Rule):
     """Every document is a sequence."""
 
     def num_sequences(self, store: Numbered) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import meshfeed as mf
 from meshfeed.cli.command import positive, refuse_given, whole
@@ -94,8 +94,8 @@ def stepping_of(
     args: argparse.Namespace, recipe: mf.Recipe, micro_batch_size: int, cp_split: CpSplit = "zigzag"
 ) -> Stepping:
     """The steps of a recipe under the options; plans do not depend on cp_split. Raises MeshfeedError."""
-    packed, rule = packing_of(args), recipe.sequence
-    if getattr(rule, "packed", False) and packed is None:
+    packed, rule = packing_of(args), cast(SequenceRule, recipe.sequence)
+    if rule.packed and packed is None:
         raise MeshfeedError(
             f"{rule.summary()} needs packing; give --capacity N, and --policy, as the job has"
         )

@@ -3,6 +3,7 @@
 from meshfeed.order.interleave import Interleaving
 from meshfeed.order.keyed import philox, rng
 from meshfeed.order.permutation import key_of, permute, unpermute
+from meshfeed.order.schedule import OwnOrder
 from meshfeed.order.stream import (
     Draws,
     EpochIndex,
@@ -21,6 +22,7 @@ __all__ = [
     "Draws",
     "EpochIndex",
     "Interleaving",
+    "OwnOrder",
     "asked_at",
     "concatenated",
     "drawn_until",

@@ -9,11 +9,12 @@ there: no state is kept, and no sequence is lost.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,9 @@ from meshfeed.order.blocks import BlockShuffle
 from meshfeed.order.interleave import Interleaving, Runs
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
 from meshfeed.recipe import Batch, Blocks, Recipe
+
+if TYPE_CHECKING:
+    from meshfeed.order.stream import Draws
 
 Longs = npt.NDArray[np.int64]
 
@@ -51,15 +55,17 @@ class Schedule:
 
     def __init__(self, recipe: Recipe) -> None:
         self._seed, self._names = recipe.seed, recipe.source_names
-        if has_own_order(recipe):
-            self.end = self._whole(recipe, cast(Any, recipe.sequence).num_positions(recipe))
+        if isinstance(recipe.sequence, OwnOrder):
+            self.end = self._whole(recipe, recipe.sequence.num_positions(recipe))
             return
         self.sizes = np.array([_epoch_size(recipe, store) for store in recipe.sources], np.int64)
         self._shuffled = recipe.shuffle != "none"
         self._replaces = recipe.shuffle == "replacement"
         self._blocks: BlockShuffle | None = None
         if isinstance(recipe.shuffle, Blocks):
-            self._blocks = BlockShuffle(recipe.shuffle, self.sizes, _shard_ends(recipe))
+            self._blocks = BlockShuffle(
+                recipe.shuffle, self.sizes, [recipe.sequence.shard_ends(store) for store in recipe.sources]
+            )
         parts = recipe.data.parts if isinstance(recipe.data, Mixture) else (_ALONE,)
         self._per_source = isinstance(recipe.data, Mixture) and recipe.data.batches == "per_source"
         self._segments: list[_Segment] = []
@@ -212,12 +218,16 @@ class Schedule:
         return batch.position(recipe.steps) if end is None else min(end, batch.position(recipe.steps))
 
 
-def has_own_order(recipe: Recipe) -> bool:
-    """Whether the sequence rule has its own order, like `MegatronGPT`, instead of the recipe's shuffle.
+class OwnOrder(ABC):
+    """A sequence rule with an order of its own, such as another framework's, instead of the recipe's."""
 
-    Such a rule has num_positions(recipe) and draws_between(recipe, start, stop).
-    """
-    return hasattr(recipe.sequence, "draws_between")
+    @abstractmethod
+    def num_positions(self, recipe: Recipe) -> int:
+        """Length of the stream."""
+
+    @abstractmethod
+    def draws_between(self, recipe: Recipe, start: int, stop: int) -> Draws:
+        """Positions [start, stop) of the stream."""
 
 
 class _Same:
@@ -273,9 +283,3 @@ def _epoch_size(recipe: Recipe, store: Any) -> int:
     if size < 1:
         raise RecipeError(f"{recipe.sequence.summary()} makes no sequence of store {store}")
     return size
-
-
-def _shard_ends(recipe: Recipe) -> list[Longs | None]:
-    """The ends of each source's shards, in sequences; None without shards."""
-    ends_of = getattr(recipe.sequence, "shard_ends", None)
-    return [None if ends_of is None else ends_of(store) for store in recipe.sources]

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.order.schedule import has_own_order, schedule_of
+from meshfeed.order.schedule import OwnOrder, schedule_of
 from meshfeed.recipe import Blocks, Recipe
 
 
@@ -109,8 +108,8 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
         start, stop = min(start, schedule.end), min(stop, schedule.end)
     if start < 0 or stop >= 2**62:
         raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**62 - 1")
-    if has_own_order(recipe):
-        return cast(Any, recipe.sequence).draws_between(recipe, start, stop)
+    if isinstance(recipe.sequence, OwnOrder):
+        return recipe.sequence.draws_between(recipe, start, stop)
     source, epoch, place = schedule.places(start, stop)
     return Draws(source, epoch, schedule.indices(source, epoch, place))
 
@@ -130,7 +129,7 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
 
     None for a rule with its own order.
     """
-    if has_own_order(recipe):
+    if isinstance(recipe.sequence, OwnOrder):
         return None
     schedule, position = schedule_of(recipe), recipe.batch.position(step)
     drawn = schedule.counts(position if schedule.end is None else min(position, schedule.end))
@@ -140,7 +139,11 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
 def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
     """The recipe's share of each source in a step; float64 [num_sources]. None for a rule with its own
     order."""
-    return None if has_own_order(recipe) else schedule_of(recipe).shares(recipe.batch.position(step))
+    return (
+        None
+        if isinstance(recipe.sequence, OwnOrder)
+        else schedule_of(recipe).shares(recipe.batch.position(step))
+    )
 
 
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
@@ -152,7 +155,7 @@ def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | No
         raise RecipeError(
             "drawn with replacement, a sequence comes at any number of positions; look for it by step"
         )
-    if has_own_order(recipe):
+    if isinstance(recipe.sequence, OwnOrder):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
     schedule = schedule_of(recipe)
     place = int(schedule.unshuffled(*(np.array([each]) for each in (source, epoch, index)))[0])

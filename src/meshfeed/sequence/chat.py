@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from meshfeed.errors import RecipeError
@@ -36,13 +35,12 @@ class Chat(Documents):
 
     def num_sequences(self, store: Store) -> int:
         """Conversations in the store, including empty ones. Raises RecipeError for other stores."""
-        columns: Collection[str] = getattr(store, "columns", ())
-        if _MASK not in columns:
+        if _MASK not in store.columns:
             raise RecipeError(
                 f"Chat needs a column {_MASK!r}, which {store!r} lacks; prepare it with --chat, write it "
                 f"with DatasetWriter, or use Documents to train on every token"
             )
-        if "labels" in columns:
+        if "labels" in store.columns:
             raise RecipeError(
                 f"Chat computes labels from the tokens, but {store!r} has a column of labels; use Documents, "
                 f"which delivers that column"

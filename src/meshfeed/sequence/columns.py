@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, cast
+from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
@@ -20,26 +19,10 @@ from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import SequenceRule
-from meshfeed.sequence.runs import Portion
-
-Longs = npt.NDArray[np.int64]
+from meshfeed.sequence.rule import SequenceRule, TokenRule
+from meshfeed.sequence.runs import Longs, Portion
 
 _REPLACED = ("labels", "loss_mask")
-
-
-class RuleOfTokens(SequenceRule, Protocol):
-    """A rule whose fields "tokens" and "labels" are pieces of the stream; labels are shifted by one token."""
-
-    def stream_ranges(
-        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
-    ) -> tuple[Longs, Longs, Longs]:
-        """Stream ranges of the tokens of draws of one source; with ahead=1, of their labels.
-
-        starts, lengths: the range of tokens in each draw, int64 [n]. Returns begins, ends and the draw of
-        each, int64 [m]. Labels that do not exist, or that bear no loss by the rule, are omitted.
-        """
-        ...
 
 
 def rule_of(recipe: Recipe) -> SequenceRule:
@@ -48,7 +31,7 @@ def rule_of(recipe: Recipe) -> SequenceRule:
     Raises RecipeError if the columns of the stores differ or the rule does not support them.
     """
     rule, stores = cast(SequenceRule, recipe.sequence), recipe.sources
-    names: list[tuple[str, ...]] = [tuple(sorted(getattr(store, "columns", ()))) for store in stores]
+    names: list[tuple[str, ...]] = [tuple(sorted(store.columns)) for store in stores]
     for source, store, found in zip(recipe.source_names, stores, names):
         if found != names[0]:
             raise RecipeError(
@@ -57,7 +40,7 @@ def rule_of(recipe: Recipe) -> SequenceRule:
             )
     if not names[0]:
         return rule
-    if not hasattr(rule, "stream_ranges"):
+    if not isinstance(rule, TokenRule):
         raise RecipeError(
             f"{rule.summary()} delivers only tokens, but {stores[0]!r} has more columns; open its tokens by "
             f"their own path, or use Windows or Documents"
@@ -68,13 +51,13 @@ def rule_of(recipe: Recipe) -> SequenceRule:
             raise RecipeError(
                 f"column {name!r}: {rule.summary()} makes a field of that name; rename the column"
             )
-    if "labels" in names[0] and getattr(rule, "eod_mask_loss", False):
+    if "labels" in names[0] and rule.eod_mask_loss:
         raise RecipeError("eod_mask_loss=True with a column of labels: use a column loss_mask instead")
-    return WithColumns(cast(RuleOfTokens, rule), {name: _of_column(recipe, name) for name in names[0]})
+    return WithColumns(rule, {name: _of_column(recipe, name) for name in names[0]})
 
 
 @dataclass(frozen=True)
-class WithColumns:
+class WithColumns(SequenceRule):
     """A rule bound to the additional columns of one recipe.
 
     Attributes:
@@ -90,7 +73,7 @@ class WithColumns:
     - any other: like tokens, with its own dtype, on all stages.
     """
 
-    rule: RuleOfTokens
+    rule: TokenRule
     recipes: Mapping[str, Recipe]
 
     @property
@@ -115,16 +98,15 @@ class WithColumns:
 
     # -- forwarded to the rule --------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        # Optional attributes of a rule, such as row_tokens.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.rule, name)
-
     @property
     def packed(self) -> bool:
         """As the rule."""
         return self.rule.packed
+
+    @property
+    def row_tokens(self) -> int:
+        """As the rule."""
+        return self.rule.row_tokens
 
     def summary(self) -> str:
         """The rule's; the stores' fingerprints identify the columns."""

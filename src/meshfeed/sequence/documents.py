@@ -6,9 +6,9 @@ followed by one more token if the document continues. All other fields are compu
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
-from meshfeed.sequence.rule import dtype_of
+from meshfeed.sequence.rule import SequenceRule, TokenRule, dtype_of
 from meshfeed.sequence.runs import Longs, Portion, Runs
 from meshfeed.store import StreamStore
 
@@ -41,18 +41,18 @@ def document_lengths(recipe: Recipe, draws: Draws) -> Longs:
     return lengths
 
 
-class DocumentRule:
+class DocumentRule(SequenceRule):
     """The common part of rules whose sequences are documents: reading what a portion holds of them."""
 
     def num_sequences(self, store: Store) -> int:
         """Documents in the store, including empty ones. Raises RecipeError unless it is a token store."""
-        if not hasattr(store, "read_stream"):
+        if not isinstance(store, StreamStore):
             raise RecipeError(f"{type(self).__name__} reads a token store; {store!r} is not one")
-        return cast(StreamStore, store).num_documents
+        return store.num_documents
 
     def shard_ends(self, store: Store) -> Longs | None:
-        """The ends of a store's own shards, in documents; int64 [num_shards], None without shards."""
-        return getattr(store, "shard_ends", None)
+        """See `Rule`; sequences are documents."""
+        return store.shard_ends
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
@@ -78,9 +78,9 @@ class DocumentRule:
             runs.copy(store.read_stream(starts, stops), tokens)
         return {"tokens": tokens}
 
+    @abstractmethod
     def _held(self, portion: Portion) -> Slices:
         """What the portion's group reads, as tokens of its draws."""
-        raise NotImplementedError
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Stream offset of the first token of each draw, all of one source; int64 [n]."""
@@ -99,7 +99,7 @@ class DocumentRule:
 
 
 @dataclass(frozen=True)
-class Documents(DocumentRule):
+class Documents(DocumentRule, TokenRule):
     """A sequence is a document; a microbatch is a pack of them.
 
     Needs a `Packing`. A document's last token has no label and bears no loss. If the packing splits a
@@ -132,10 +132,6 @@ class Documents(DocumentRule):
         """All fields of a pack."""
         return _FIELDS
 
-    def summary(self) -> str:
-        """All options in one line."""
-        return repr(self)
-
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each document, up to max_len; int64 [n]."""
         lengths = document_lengths(recipe, draws)
@@ -149,7 +145,7 @@ class Documents(DocumentRule):
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
     ) -> tuple[Longs, Longs, Longs]:
-        """See `RuleOfTokens`."""
+        """See `TokenRule`."""
         first = recipe.sources[source].offsets(draws.index)
         begins = first + starts + ahead
         ends = np.minimum(begins + lengths, first + self.lengths(recipe, draws))

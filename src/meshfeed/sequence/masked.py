@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as dataclass_field
-from functools import cached_property
+from functools import lru_cache
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -108,25 +108,14 @@ class Masked(DocumentRule):
             raise RecipeError(f"Masked(length={self.length}) leaves no token between first and last")
 
     @property
-    def packed(self) -> bool:
-        """Documents are in rows."""
-        return False
-
-    @property
     def row_tokens(self) -> int:
         """Every row is padded to this."""
         return self.length
 
-    @cached_property
+    @property
     def fields(self) -> tuple[Field, ...]:
         """All fields of a row."""
-        return (
-            Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True, pad=self.pad_token),
-            Field(name="labels", dtype="int64", stages=("last",), split=True, pad=-100),
-            Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=False),
-            Field(name="padding_mask", dtype="bool", split=True, pad=1, stored=False),
-            Field(name="position_ids", dtype="int64", split=True, stored=False),
-        )
+        return _fields(self.pad_token)
 
     def summary(self) -> str:
         """All options in one line; options added later only if they differ from the default."""
@@ -314,3 +303,14 @@ class Masked(DocumentRule):
             flat["labels"][hidden] = raw[runs.start[slot] + place]
         if "tokens" in flat:
             flat["tokens"][hidden] = np.where(seen < 0, flat["tokens"][hidden], seen)
+
+
+@lru_cache
+def _fields(pad_token: int) -> tuple[Field, ...]:
+    return (
+        Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True, pad=pad_token),
+        Field(name="labels", dtype="int64", stages=("last",), split=True, pad=-100),
+        Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=False),
+        Field(name="padding_mask", dtype="bool", split=True, pad=1, stored=False),
+        Field(name="position_ids", dtype="int64", split=True, stored=False),
+    )

@@ -6,9 +6,10 @@ cu_seqlens) are computed by each rank and never read or sent.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import dtype_of
+from meshfeed.sequence.rule import SequenceRule, dtype_of
 from meshfeed.sequence.runs import Longs, Portion, Runs, runs_of
 from meshfeed.store import StreamStore
 
@@ -41,7 +42,7 @@ _DOCUMENT_FIELDS = (
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(SequenceRule):
     """Options and fields of rows of one length. A rule defines a row by `ranges` and `_document_starts`.
 
     Attributes:
@@ -65,23 +66,14 @@ class Rows:
             if type(getattr(self, option)) is not bool:
                 raise RecipeError(f"{name}({option}={getattr(self, option)!r}): choose True or False")
 
-    @cached_property
+    @property
     def fields(self) -> tuple[Field, ...]:
         """The fields for these options."""
         return _FIELDS + (_DOCUMENT_FIELDS if self.reset_attention_mask else ())
 
-    def summary(self) -> str:
-        """All options in one line."""
-        return repr(self)
-
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each row, all equal; int64 [n]."""
         return np.full(len(draws), self.length, np.int64)
-
-    @property
-    def packed(self) -> bool:
-        """Rows have one length and need no packing."""
-        return False
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Loss-bearing tokens of each row, always whole; int64 [n]."""
@@ -167,13 +159,13 @@ class Rows:
 
     # -- defined by the rule ----------------------------------------------------------------------------
 
+    @abstractmethod
     def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Slices) -> tuple[Longs, Longs]:
         """Stream ranges of slices of each row, one more token each; all draws of one source."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         """(row, offset in the row) of every document start in (0, length]; ascending."""
-        raise NotImplementedError
 
     def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
         """Stored tokens of each row, including its last label; int64 [n], all length + 1 here."""

@@ -7,66 +7,69 @@ fields computed from lengths alone are never sent.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.order import Draws
 from meshfeed.recipe import Recipe, Rule
 from meshfeed.roles import Field
-from meshfeed.sequence.runs import Portion
+from meshfeed.sequence.runs import Longs, Portion
 
 
-class SequenceRule(Rule, Protocol):
+class SequenceRule(Rule):
     """How draws become sequences. Implementations are frozen and keep no state.
 
-    A rule of rows may have `row_tokens` (int), the length that its shorter sequences are padded to. Any rule
-    may have `reads_singly` (bool): read one microbatch at a time, since lengths do not determine its size.
-    `shard_ends(store)` returns the ends of a store's own shards, in sequences; int64 [num_shards] or None.
+    `meshfeed.testing.assert_rule` checks what the methods promise.
     """
-
-    @property
-    def fields(self) -> tuple[Field, ...]:
-        """Every field that `build` can make."""
-        ...
-
-    def lengths(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.int64]:
-        """Tokens of each sequence, from the index alone; int64 [n]."""
-        ...
 
     @property
     def packed(self) -> bool:
         """Whether its sequences differ in length and need a `Packing`."""
-        ...
+        return False
 
-    def valid_tokens(
-        self,
-        recipe: Recipe,
-        draws: Draws,
-        starts: npt.NDArray[np.int64],
-        lengths: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.int64]:
+    @property
+    def row_tokens(self) -> int:
+        """The length that the shorter sequences of a rule of rows are padded to; 1 for no such length."""
+        return 1
+
+    @property
+    def reads_singly(self) -> bool:
+        """Whether to read one microbatch at a time, since lengths do not determine its bytes."""
+        return False
+
+    @property
+    @abstractmethod
+    def fields(self) -> tuple[Field, ...]:
+        """Every field that `build` can make."""
+
+    @abstractmethod
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each sequence, from the index alone; int64 [n]."""
+
+    @abstractmethod
+    def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Loss-bearing tokens of some pieces of sequences, from the index alone; int64 [n].
 
         starts, lengths: the range of tokens in each draw, int64 [n].
         """
-        ...
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Tell the stores that `load` will read the portions of a step."""
-        ...
+        return
 
+    @abstractmethod
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """Read the group's slices. Raises StoreError."""
-        ...
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Bytes of the columns as far as the plan determines them; a hint for the buffer size."""
-        ...
+        return 0
 
+    @abstractmethod
     def build(
         self,
         recipe: Recipe,
@@ -80,7 +83,25 @@ class SequenceRule(Rule, Protocol):
         columns: may be None if no stored field is named. They are valid until the call returns: copy what is
         kept.
         """
-        ...
+
+
+class TokenRule(SequenceRule):
+    """A rule whose fields "tokens" and "labels" are pieces of the stream; labels are shifted by one token.
+
+    Such a rule serves the further columns of a store too; see `columns`.
+    """
+
+    eod_mask_loss: bool = False
+
+    @abstractmethod
+    def stream_ranges(
+        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
+    ) -> tuple[Longs, Longs, Longs]:
+        """Stream ranges of the tokens of draws of one source; with ahead=1, of their labels.
+
+        starts, lengths: the range of tokens in each draw, int64 [n]. Returns begins, ends and the draw of
+        each, int64 [m]. Labels that do not exist, or that bear no loss by the rule, are omitted.
+        """
 
 
 def dtype_of(recipe: Recipe, draws: Draws) -> np.dtype[Any]:

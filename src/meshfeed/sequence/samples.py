@@ -20,6 +20,7 @@ from meshfeed.order import Draws, EpochIndex
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.rule import SequenceRule
 from meshfeed.sequence.runs import Longs, Portion, Runs
 from meshfeed.store import NUMBERS, Item, Mapped, Refused
 
@@ -30,7 +31,7 @@ ANY = "any"
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class Samples:
+class Samples(SequenceRule):
     """A sequence is an item of a `Mapped`.
 
     Each field is a name or a `Field`. A plain name goes to all stages, unsplit, with its own dtype. A field's
@@ -58,13 +59,13 @@ class Samples:
     """
 
     declared: tuple[Field, ...]
-    packed: bool
+    _packed: bool
 
     def __init__(self, *fields: Field | str, packed: bool = False) -> None:
         declared = tuple(Field(name=f, dtype=ANY) if isinstance(f, str) else f for f in fields)
         _check(declared, packed)
         object.__setattr__(self, "declared", declared)
-        object.__setattr__(self, "packed", packed)
+        object.__setattr__(self, "_packed", packed)
 
     def __repr__(self) -> str:
         told = [
@@ -72,6 +73,11 @@ class Samples:
             for f in self.declared
         ]
         return f"Samples({', '.join(told)}, packed={self.packed})"
+
+    @property
+    def packed(self) -> bool:
+        """Whether items are packed."""
+        return self._packed
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -82,10 +88,6 @@ class Samples:
     def reads_singly(self) -> bool:
         """Read one microbatch at a time: the size of items is unknown."""
         return True
-
-    def summary(self) -> str:
-        """All fields and options in one line."""
-        return repr(self)
 
     def num_sequences(self, store: Store) -> int:
         """Items in the store. Raises RecipeError unless it is a `Mapped`, with lengths if packed."""

@@ -14,6 +14,7 @@ from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.documents import Documents
 from meshfeed.sequence.rows import Rows
+from meshfeed.sequence.rule import TokenRule
 from meshfeed.sequence.windows import Windows
 
 Longs = npt.NDArray[np.int64]
@@ -67,8 +68,8 @@ def _documents_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Lon
 
 def _ranges_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs, Longs]:
     """Stream ranges of the tokens of rows of one source, in order, and the row of each."""
-    rule = cast(Any, recipe.sequence)
-    if hasattr(rule, "stream_ranges"):
+    rule = cast(Rows, recipe.sequence)
+    if isinstance(rule, TokenRule):
         whole = np.full(len(draws), rule.length)
         return rule.stream_ranges(recipe, source, draws, np.zeros_like(whole), whole, ahead=0)
     each = [

@@ -9,7 +9,6 @@ different ones each time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -19,12 +18,13 @@ from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows, Starts, stores_of
+from meshfeed.sequence.rule import TokenRule
 from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
 
 
 @dataclass(frozen=True)
-class Windows(Rows):
+class Windows(Rows, TokenRule):
     """Windows of the unshuffled token stream, next token as label.
 
     The options are those of Megatron's GPTDataset, with document ends taken from the index.
@@ -48,12 +48,11 @@ class Windows(Rows):
         Raises StoreError for a store smaller than one window and its last label, RecipeError unless it is a
         stream of integers.
         """
-        if not hasattr(store, "read_stream"):
+        if not isinstance(store, StreamStore):
             raise RecipeError(f"Windows cuts a stream of tokens; {store!r} has none")
-        stream = cast(StreamStore, store)
-        if stream.dtype.kind not in "iu":
-            raise RecipeError(f"Windows needs integer tokens; {store!r} holds {stream.dtype.name}")
-        num_tokens = stream.num_tokens
+        if store.dtype.kind not in "iu":
+            raise RecipeError(f"Windows needs integer tokens; {store!r} holds {store.dtype.name}")
+        num_tokens = store.num_tokens
         if num_tokens < self.length + 1:
             raise StoreError(
                 f"{store!r} has {num_tokens} tokens; one window of {self.length} and its last label need "
@@ -78,7 +77,7 @@ class Windows(Rows):
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
     ) -> tuple[Longs, Longs, Longs]:
-        """See `RuleOfTokens`; windows are never split."""
+        """See `TokenRule`; windows are never split."""
         begins = self._first_tokens(recipe, source, draws) + ahead
         ends, of = begins + self.length, np.arange(len(draws))
         if self.eod_mask_loss and ahead:

@@ -1,7 +1,8 @@
-"""Laws for your own test suite: a dataset, a recipe and a layout that keep them can be killed anywhere.
+"""Laws for your own test suite: what keeps them can be split, killed and resumed anywhere.
 
     from meshfeed.testing import assert_deterministic, assert_epochs_differ
     from meshfeed.testing import assert_elastic, assert_resumable, assert_roles
+    from meshfeed.testing import assert_rule
 
 Each raises AssertionError that shows the first field, place and value that differ.
 """
@@ -9,6 +10,7 @@ Each raises AssertionError that shows the first field, place and value that diff
 from meshfeed.testing.datasets import assert_deterministic, assert_epochs_differ
 from meshfeed.testing.difference import difference
 from meshfeed.testing.jobs import assert_elastic, assert_resumable, assert_roles
+from meshfeed.testing.rules import assert_rule
 
 __all__ = [
     "assert_deterministic",
@@ -16,5 +18,6 @@ __all__ = [
     "assert_epochs_differ",
     "assert_resumable",
     "assert_roles",
+    "assert_rule",
     "difference",
 ]

@@ -19,7 +19,7 @@ from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_index import Ask, Indexes
 from meshfeed.integrations.megatron.gpt_order import PARTS, Part, document_range, passes_of
 from meshfeed.mixture import Mixture, Store
-from meshfeed.order import Draws
+from meshfeed.order import Draws, OwnOrder
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows, Starts, stores_of
@@ -41,7 +41,7 @@ class _Memo:
 
 
 @dataclass(frozen=True)
-class MegatronGPT(Rows):
+class MegatronGPT(Rows, OwnOrder):
     """The samples that a Megatron-core GPT job trains on, bit for bit and in its order.
 
     The recipe's seed is Megatron's `seed`; its sources are the data paths, in their order, blended by the

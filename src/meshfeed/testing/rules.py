@@ -1,0 +1,124 @@
+"""Whether a sequence rule keeps the promises that reading once and delivering to many ranks rest on."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from typing import Any, cast
+
+import numpy as np
+
+from meshfeed.columns import Arrays, Columns
+from meshfeed.layout import Layout
+from meshfeed.mixture import Mixture, Store
+from meshfeed.plan import Packing
+from meshfeed.recipe import Batch, Recipe
+from meshfeed.sequence import Portion, SequenceRule
+from meshfeed.stepping import GlobalBatch, Stepping
+from meshfeed.testing.difference import difference
+
+
+def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, max_cp: int = 2) -> None:
+    """Make some steps of a rule over a store on every rank of small layouts, and compare.
+
+    data: at least 8 sequences. steps: how many to make. max_cp: the largest context-parallel group; 1 if the
+    rule's sequences cannot be split.
+
+    Raises AssertionError if a pickled copy of the rule differs; if a field has not its declared dtype, or cp
+    splits fields differently; if what one reader holds for several ranks makes other fields than what each
+    reads itself; if a field shares memory with the columns; if a field that is not stored needs columns; or
+    if loss_mask and valid_tokens disagree.
+    """
+    copied: SequenceRule = pickle.loads(pickle.dumps(rule))
+    _equal(rule.summary(), copied.summary(), "summary() of a pickled copy")
+    _equal(rule.fields, copied.fields, "fields of a pickled copy")
+    names = [field.name for field in rule.fields]
+    _require(len(names) == len(set(names)), f"fields {names}: two have the same name")
+    for cp in range(1, max_cp + 1):
+        recipe = Recipe(data=data, sequence=rule, batch=Batch(sequences=8))
+        layout = Layout(dp=2, cp=cp)
+        with contextlib.ExitStack() as stack:
+            for store in recipe.sources:
+                stack.enter_context(store)
+            stepping = _stepping(recipe, layout)
+            for step in range(steps):
+                batch = stepping.global_batch(step)
+                _require(batch is not None, f"step {step}: the stream has ended; give more sequences")
+                if batch is not None:
+                    again = copied.lengths(recipe, batch.draws)
+                    _equal(batch.lengths, again, f"lengths of step {step} by a pickled copy")
+                    _check_step(stepping, layout, batch)
+
+
+def _stepping(recipe: Recipe, layout: Layout) -> Stepping:
+    packed = cast(SequenceRule, recipe.sequence).packed
+    packing = Packing(capacity=1 << 20, policy="in_order") if packed else None
+    return Stepping(recipe=recipe, layout=layout, micro_batch_size=2, cp_split="zigzag", packing=packing)
+
+
+def _check_step(stepping: Stepping, layout: Layout, batch: GlobalBatch) -> None:
+    loss = 0.0
+    has_loss = False
+    for rank in range(layout.world_size):
+        coord = layout.coord(rank)
+        alone = stepping.portions(batch, coord, [coord.cp])
+        shared = stepping.portions(batch, coord, range(layout.cp))
+        for mine, groups in zip(alone, shared):
+            where = f"step {batch.step}, {coord}"
+            for made in _check_portion(stepping, mine, groups, where):
+                if "loss_mask" in made:
+                    has_loss = True
+                    loss += float(np.count_nonzero(made["loss_mask"]))
+    if has_loss:
+        _equal(batch.valid_tokens, int(loss), f"step {batch.step}: valid_tokens, and nonzero loss_mask")
+
+
+def _check_portion(stepping: Stepping, alone: Portion, shared: Portion, where: str) -> list[Arrays]:
+    rule, recipe = stepping.rule, stepping.recipe
+    names = [field.name for field in rule.fields]
+    rule.announce(recipe, [shared])
+    own, held = (rule.load(recipe, each, np.empty) for each in (alone, shared))
+    made = rule.build(recipe, alone, own, names, np.empty)
+    _equal(len(alone.microbatches), len(made), f"{where}: microbatches")
+    theirs = rule.build(recipe, shared, held, names, np.empty)
+    _equal(made, theirs, f"{where}: fields from what one reader holds for all of its cp group")
+    _overwrite(own)
+    _equal(theirs, made, f"{where}: fields after the columns were overwritten")
+    unstored = [field.name for field in rule.fields if not field.stored]
+    _equal(
+        [{name: each[name] for name in unstored} for each in made],
+        rule.build(recipe, alone, None, unstored, np.empty),
+        f"{where}: fields that are not stored, built without columns",
+    )
+    for arrays in made:
+        _equal(sorted(names), sorted(arrays), f"{where}: the fields that are declared, and those made")
+        _check_types(rule, arrays, where)
+    return made
+
+
+def _check_types(rule: SequenceRule, arrays: Arrays, where: str) -> None:
+    shapes: set[tuple[int, ...]] = set()
+    for field in rule.fields:
+        value = arrays[field.name]
+        if isinstance(value, np.ndarray) and field.dtype not in ("any", "bytes"):
+            _equal(field.dtype, value.dtype.name, f"{where}: dtype of {field.name}")
+            if field.split:
+                shapes.add(value.shape[:2])
+    _require(len(shapes) <= 1, f"{where}: fields that cp splits have shapes {sorted(shapes)}")
+
+
+def _overwrite(columns: Columns) -> None:
+    for column in columns.values():
+        for array in [column] if isinstance(column, np.ndarray) else column:
+            if isinstance(array, np.ndarray):
+                array.fill(1)
+
+
+def _equal(one: Any, other: Any, what: str) -> None:
+    found = difference(one, other)
+    _require(found is None, f"{what}: {found}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)

@@ -1,0 +1,137 @@
+"""The laws of a sequence rule, on every rule of ours, and on rules that break each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshfeed as mf
+from corpus import write_corpus
+from meshfeed.integrations.megatron.gpt import MegatronGPT
+from meshfeed.testing import assert_rule
+from user_datasets import Rich
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rules") / "text"
+    write_corpus(path, num_tokens=8_000)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("rules") / "chat"
+    random = np.random.default_rng(5)
+    with mf.DatasetWriter(str(path), {"tokens": "uint16", "loss_mask": "uint8"}) as writer:
+        for size in random.integers(1, 60, 64).tolist():
+            ids, mask = random.integers(0, 999, size), random.integers(0, 2, size)
+            writer.add_document(tokens=ids, loss_mask=mask)
+    return str(path)
+
+
+OF_TOKENS: list[Any] = [
+    mf.Windows(33),
+    mf.Windows(32, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True),
+    mf.Documents(),
+    mf.Documents(max_len=9),
+    mf.Masked(24, vocab_size=999, mask_token=7, first_token=1, last_token=2, crop="random"),
+    MegatronGPT(32, samples=64, split="9,1", eod_mask_loss=False),
+]
+
+
+@pytest.mark.parametrize("rule", OF_TOKENS, ids=repr)
+def test_our_rules_of_tokens(rule: Any, tokens: str) -> None:
+    assert_rule(rule, mf.open(tokens))
+
+
+@pytest.mark.parametrize("rule", [mf.Documents(), mf.Chat(), mf.Windows(16)], ids=repr)
+def test_our_rules_of_columns(rule: Any, columns: str) -> None:
+    assert_rule(rule, mf.open(columns))
+
+
+IDS = mf.Field(name="ids", dtype="int32", split=True)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_our_rule_of_samples(packed: bool) -> None:
+    rule = mf.Samples(IDS if packed else "ids", "image", "caption", "score", packed=packed)
+    assert_rule(rule, mf.Mapped(Rich(), lengths=Rich().lengths()))
+
+
+class LongerElsewhere(mf.Documents):
+    """Says something else in another process."""
+
+    def __reduce__(self) -> Any:
+        return mf.Documents, (3,)
+
+
+class Miscounting(mf.Windows):
+    def valid_tokens(self, *args: Any) -> Any:
+        return super().valid_tokens(*args) + 1
+
+
+class OtherTypes(mf.Windows):
+    def build(self, *args: Any) -> Any:
+        made = super().build(*args)
+        return [{name: np.asarray(value, np.float64) for name, value in each.items()} for each in made]
+
+
+class KeepsMemory(mf.Documents):
+    def build(self, recipe: Any, portion: Any, columns: Any, names: Any, allocate: Any) -> Any:
+        made = super().build(recipe, portion, columns, names, allocate)
+        if columns is not None:
+            whole = columns["tokens"].astype(np.int64, copy=columns["tokens"].dtype != np.int64)
+            made[0]["max_seqlen"] = columns["tokens"][:1].view(np.uint16)[0:1] if whole.size else whole
+        return made
+
+
+class OnlyItsOwn(mf.Documents):
+    """Takes what was read for its own, as is right with one reader per rank."""
+
+    def build(self, recipe: Any, portion: Any, columns: Any, names: Any, allocate: Any) -> Any:
+        made = super().build(recipe, portion, columns, names, allocate)
+        if columns is not None:
+            size = made[0]["tokens"].size
+            made[0]["tokens"] = np.resize(columns["tokens"], (1, size)).astype(np.int64)
+        return made
+
+
+class NeedsColumns(mf.Windows):
+    def build(self, recipe: Any, portion: Any, columns: Any, names: Any, allocate: Any) -> Any:
+        made = super().build(recipe, portion, columns, names, allocate)
+        if columns is None:
+            made[0]["position_ids"] = made[0]["position_ids"] + 1
+        return made
+
+
+class LeavesOut(mf.Windows):
+    def build(self, *args: Any) -> Any:
+        made = super().build(*args)
+        made[0].pop("labels", None)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (LongerElsewhere(), "pickled copy"),
+        (Miscounting(32), "valid_tokens, and nonzero loss_mask"),
+        (OtherTypes(32), "dtype of tokens: .*int64.*float64"),
+        (KeepsMemory(), "columns were overwritten"),
+        (OnlyItsOwn(), "one reader holds"),
+        (NeedsColumns(32), "built without columns"),
+        (LeavesOut(32), "fields that are declared"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_rule_that_breaks_a_law_is_named(rule: Any, message: str, tokens: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_rule(rule, mf.open(tokens))
+
+
+def test_a_stream_that_is_too_short_is_named(tokens: str) -> None:
+    with pytest.raises(AssertionError, match="give more sequences"):
+        assert_rule(MegatronGPT(32, samples=9), mf.open(tokens), steps=3)
