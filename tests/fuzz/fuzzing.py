@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow.parquet
 
 import meshfeed as mf
-from meshfeed.store import DatasetWriter, IndexedWriter, MDSStore
+from meshfeed.formats.mds import MDSStore
+from meshfeed.store import DatasetWriter, IndexedWriter
 
 _NUMBERS = (0, 1, -1, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, -(2**63))
 _VALUES: tuple[Any, ...] = (

@@ -17,9 +17,9 @@ from texts import Here, documents, jsonl, parquet
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import LocalFile
+from meshfeed.formats.documents import Span
+from meshfeed.formats.jsonl import lines_of
 from meshfeed.prepare import Text, prepare
-from meshfeed.store.documents import Span
-from meshfeed.store.jsonl import lines_of
 from services.needs import missing_thing
 
 BYTES = Text(tokenizer="bytes")

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from meshfeed.errors import ChangedError, MissingError, StoreError
 from meshfeed.files import descriptors
-from meshfeed.store import IndexedWriter, jsonl, open_store, parquet
+from meshfeed.formats import jsonl, parquet
+from meshfeed.store import IndexedWriter, open_store
 from services.needs import needs
 from services.nginx import Nginx
 from soak import cases

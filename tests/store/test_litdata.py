@@ -21,7 +21,9 @@ from fuzz.fuzzing import damaged
 from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.codec import decompress
-from meshfeed.store import IndexedWriter, LitdataStore, MDSStore
+from meshfeed.formats.litdata import LitdataStore
+from meshfeed.formats.mds import MDSStore
+from meshfeed.store import IndexedWriter
 from services.needs import needs
 from services.nginx import Nginx
 from streams import check_tokens

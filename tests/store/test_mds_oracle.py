@@ -15,7 +15,7 @@ import pytest
 import meshfeed as mf
 import mosaic
 from meshfeed.errors import StoreError
-from meshfeed.store.mds import MDSStore
+from meshfeed.formats.mds import MDSStore
 from streams import check_tokens
 
 streaming = mosaic.imported()

@@ -20,8 +20,9 @@ import meshfeed as mf
 import mosaic
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
-from meshfeed.store import MDSStore, shard_files, sharded
-from meshfeed.store.shard_files import ShardFiles
+from meshfeed.formats import shard_files, sharded
+from meshfeed.formats.mds import MDSStore
+from meshfeed.formats.shard_files import ShardFiles
 from services.faults import NOTHING, Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx

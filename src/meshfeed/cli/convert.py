@@ -8,11 +8,11 @@ from typing import Any
 
 from meshfeed.cli.command import OK, add_command, print_json, say, show_progress
 from meshfeed.cli.recipes import add_storage_options, storage_options
+from meshfeed.formats.mds_sample import DTYPE_CODES
 from meshfeed.prepare.convert import Conversion
 from meshfeed.report.words import counted
 from meshfeed.store import open_store
 from meshfeed.store.index import DTYPES
-from meshfeed.store.mds_sample import DTYPE_CODES
 
 _KEYS = {
     "source, destination, format": "what was read, and what was written",

@@ -38,12 +38,12 @@ from meshfeed.errors import (
 )
 from meshfeed.files import Cache
 from meshfeed.files.url import is_remote, without_secrets
+from meshfeed.formats.documents import DocumentFiles
+from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.report.lengths import Lengths
 from meshfeed.report.store import Picture, page
 from meshfeed.store import IndexedStore, StreamStore
 from meshfeed.store.checksums import checksums_of, is_of, write_checksums
-from meshfeed.store.documents import DocumentFiles
-from meshfeed.store.tokens import TOKEN_COLUMNS
 
 _LOOKED_AT_WHOLE = 1 << 20
 _NUM_BLOCKS = 64

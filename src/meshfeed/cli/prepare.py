@@ -17,6 +17,8 @@ from rich.progress import Progress as Bars
 
 from meshfeed.cli.command import OK, Console, add_command, print_json, say, whole
 from meshfeed.errors import PrepareError
+from meshfeed.formats.prepared import ERRORS
+from meshfeed.formats.tokenizer import KNOWN
 from meshfeed.prepare import (
     Chats,
     Encoding,
@@ -33,8 +35,6 @@ from meshfeed.prepare.encoders import DTYPES
 from meshfeed.prepare.inputs import KINDS
 from meshfeed.prepare.records import RECORD_BYTES
 from meshfeed.report.words import counted
-from meshfeed.store.prepared import ERRORS
-from meshfeed.store.tokenizer import KNOWN
 
 _KEYS = {
     "path, format": "the folder that was made, or its URL, and by what",

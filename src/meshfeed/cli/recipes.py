@@ -12,8 +12,8 @@ from typing import Any
 import meshfeed as mf
 from meshfeed.cli.command import refuse_given, whole
 from meshfeed.errors import MeshfeedError
+from meshfeed.formats.tokenizer import KNOWN
 from meshfeed.store import StreamStore, open_store
-from meshfeed.store.tokenizer import KNOWN
 
 HELP = (
     "FILE.py or FILE.py:NAME that makes a mf.Recipe (NAME: recipe), or the path or URL of a token store, "

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from meshfeed.errors import MeshfeedError
+from meshfeed.formats.tokenizer import BYTES, tokenizer_file
 from meshfeed.store import StreamStore
-from meshfeed.store.tokenizer import BYTES, tokenizer_file
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -32,7 +32,7 @@ def beginnings(store: StreamStore, count: int, decode: Decode | None) -> list[tu
 
 
 def decoder(tokenizer: str) -> Decode:
-    """How tokens are read as text. tokenizer: see `store.tokenizer.KNOWN`. Raises StoreError for another."""
+    """How tokens are read as text. tokenizer: `formats.tokenizer.KNOWN`. Raises StoreError for another."""
     made = tokenizer_file(tokenizer).load()
     size = made.vocab_size + (tokenizer == BYTES)  # what ends a document there is no byte
 

@@ -12,7 +12,7 @@ from types import ModuleType
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder: its modules are not top-level ones
     root = Path(__file__).resolve().parents[1]
-    for name in ("meshfeed", "meshfeed.store", "meshfeed.prepare"):
+    for name in ("meshfeed", "meshfeed.store", "meshfeed.formats", "meshfeed.prepare"):
         package = ModuleType(name)
         package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
         sys.modules[name] = package

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
+from meshfeed.formats.tokenizer import TokenizerFile, fast_tokenizer, tokenizer_file
 from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate
 from meshfeed.prepare.confined import Confined
 from meshfeed.prepare.conversation import Conversations, Rendered
 from meshfeed.store.indexed_writer import best_dtype
-from meshfeed.store.tokenizer import TokenizerFile, fast_tokenizer, tokenizer_file
 
 TrainOn = Literal["assistant", "last"]
 

@@ -21,11 +21,8 @@ from meshfeed.store import (
     DatasetWriter,
     IndexedStore,
     IndexedWriter,
-    LitdataStore,
-    MDSStore,
     StreamStore,
 )
-from meshfeed.store.parquet import ParquetStore
 
 I64 = npt.NDArray[np.int64]
 Add = Callable[[I64, Mapping[str, Array]], None]
@@ -120,7 +117,7 @@ class Conversion:
     def _stores(self) -> Mapping[str, StreamStore]:
         """The columns to write, each as a store. Raises StoreError for what would be lost unasked."""
         store, drop = self._store, self._drop
-        others, losses = _columns_beside(store), _losses(store)
+        others, losses = store.beside(), _losses(store)
         for name in drop:
             if name not in others and name not in losses:
                 there = ", ".join([*others, *losses]) or "nothing but tokens"
@@ -142,17 +139,6 @@ class Conversion:
             return store.dtype
         except StoreError as error:
             raise StoreError(f"{error}; or leave column {name!r} behind by --drop {name}") from error
-
-
-def _columns_beside(store: StreamStore) -> Mapping[str, StreamStore]:
-    """Every column but the tokens, as a store. One that has no lists of numbers raises when it is read."""
-    match store:
-        case DatasetStore():
-            return store.columns
-        case MDSStore() | LitdataStore() | ParquetStore():
-            return store.beside()
-        case _:
-            return {}
 
 
 def _losses(store: StreamStore) -> Mapping[str, str]:

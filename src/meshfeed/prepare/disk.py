@@ -10,8 +10,8 @@ from typing import Any
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.durable import sync_directory
+from meshfeed.formats.prepared import MANIFEST
 from meshfeed.prepare.output import OnBytes, Output, manifest_in
-from meshfeed.store.prepared import MANIFEST
 
 
 class OnDisk(Output):

@@ -14,11 +14,11 @@ from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
+from meshfeed.formats.jsonl import place_of
 from meshfeed.prepare.encoders import Encoder, hash_of
 from meshfeed.prepare.job import Job, load_job
 from meshfeed.prepare.part_file import Block, Malformed, PartSummary, part_path, write_block, write_summary
 from meshfeed.prepare.records import HERE, Record, reason_of, records
-from meshfeed.store.jsonl import place_of
 
 _RECORDS_TOGETHER, _BYTES_TOGETHER = 512, 1 << 18
 _SHOWN = 5

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
+from meshfeed.formats.prepared import MARKER
 from meshfeed.prepare.output import Output, some
-from meshfeed.store.prepared import MARKER
 
 _OURS = ("job", "old", "out", "parts", "slurm", "spans", "tasks", "tokenizer", "uploads")
 _UNBEGUN = {"job.json", "spans.npy", "parts", "tasks", MARKER}

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from meshfeed.errors import PrepareError
 from meshfeed.files import ByteFile, Folder, LocalFile, typed_errors
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
-from meshfeed.store.parquet import extent_of, name_in, parquet_of
-from meshfeed.store.prepared import documents_in
+from meshfeed.formats.parquet import extent_of, name_in, parquet_of
+from meshfeed.formats.prepared import documents_in
 
 I64 = npt.NDArray[np.int64]
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from meshfeed.errors import PrepareError
 from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
+from meshfeed.formats.prepared import ERRORS
 from meshfeed.prepare.choose import Mask, first_of_each, set_apart
 from meshfeed.prepare.encode import refuse_malformed
 from meshfeed.prepare.job import Job
@@ -27,7 +28,6 @@ from meshfeed.prepare.part_file import (
     write_array,
 )
 from meshfeed.store import DatasetWriter, open_store
-from meshfeed.store.prepared import ERRORS
 
 I64 = npt.NDArray[np.int64]
 

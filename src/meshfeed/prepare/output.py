@@ -10,8 +10,8 @@ from typing import Any
 
 from meshfeed.errors import PrepareError
 from meshfeed.files.url import is_remote
+from meshfeed.formats.prepared import ERRORS, FORMAT, MANIFEST
 from meshfeed.prepare.job import Request
-from meshfeed.store.prepared import ERRORS, FORMAT, MANIFEST
 
 OnBytes = Callable[[int, int], None]
 """Is called with bytes: that are there so far, and in the end."""

@@ -28,6 +28,7 @@ from meshfeed.errors import MeshfeedError, PrepareError
 from meshfeed.files import Cache, typed_errors
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.files.writer import PIECE_BYTES
+from meshfeed.formats.prepared import FORMAT, MANIFEST
 from meshfeed.prepare.disk import OnDisk
 from meshfeed.prepare.encode import refuse_malformed
 from meshfeed.prepare.encoders import TRAINED, Encoding
@@ -41,7 +42,6 @@ from meshfeed.prepare.part_file import Malformed, part_path, summary_of_part
 from meshfeed.prepare.records import RECORD_BYTES, encodings_of
 from meshfeed.prepare.storage import InStorage
 from meshfeed.prepare.train import train_bpe
-from meshfeed.store.prepared import FORMAT, MANIFEST
 
 _MOST_PART_BYTES, _LEAST_PART_BYTES, _PARTS = 16 << 20, 256 << 10, 64
 

@@ -13,10 +13,10 @@ from typing import Any, cast
 from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile
+from meshfeed.formats.documents import Span, read_bytes
+from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
+from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.prepare.inputs import Input
-from meshfeed.store.documents import Span, read_bytes
-from meshfeed.store.jsonl import lines_of, place_of, record_of, split_lines, value_in
-from meshfeed.store.parquet import RawStream, name_in, parquet_of, typed_arrow
 
 HERE = "here"
 """What errors call a record until it is known which line it is in."""

@@ -6,10 +6,7 @@ from meshfeed.store.dataset import DatasetStore
 from meshfeed.store.dataset_writer import DatasetWriter
 from meshfeed.store.indexed import IndexedStore
 from meshfeed.store.indexed_writer import IndexedWriter, best_dtype
-from meshfeed.store.jsonl import JsonlStore
-from meshfeed.store.litdata import LitdataStore
 from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
-from meshfeed.store.mds import MDSStore
 from meshfeed.store.mock import Lengths
 from meshfeed.store.open import open_store
 from meshfeed.store.views import Resampled, SameEveryEpoch
@@ -22,10 +19,7 @@ __all__ = [
     "IndexedStore",
     "IndexedWriter",
     "Item",
-    "JsonlStore",
     "Lengths",
-    "LitdataStore",
-    "MDSStore",
     "Mapped",
     "Refused",
     "Resampled",

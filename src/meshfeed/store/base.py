@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -102,6 +102,10 @@ class StreamStore(Store):
     def is_stream(self) -> bool:
         """Whether stream ranges can be read; if not, only `read` by document."""
         return True
+
+    def beside(self) -> Mapping[str, StreamStore]:
+        """Every column but the tokens, as a store. One that is no lists of numbers raises when it is read."""
+        return {}
 
     # -- what all have in common ------------------------------------------------------------------------
 

@@ -58,6 +58,10 @@ class DatasetStore(StreamStore):
         """Name -> store of each column but the tokens."""
         return MappingProxyType(self._columns)
 
+    def beside(self) -> Mapping[str, IndexedStore]:
+        """Its columns."""
+        return self.columns
+
     def check(self) -> Self:
         """Check each index as `IndexedStore.check` does, and that all have as many documents and tokens."""
         expected = self.tokens.check()

@@ -14,17 +14,17 @@ import numpy.typing as npt
 from meshfeed.errors import AccessError, MissingError, OptionError, StoreError
 from meshfeed.files import ByteFile, Cache, Folder
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
+from meshfeed.formats.documents import DocumentFiles
+from meshfeed.formats.jsonl import JsonlStore
+from meshfeed.formats.litdata import LitdataStore, recognised
+from meshfeed.formats.mds import MDSStore
+from meshfeed.formats.mds_index import INDEX
+from meshfeed.formats.parquet import ParquetStore
+from meshfeed.formats.prepared import documents_in, is_report
+from meshfeed.formats.tokens import Column
 from meshfeed.store.base import StreamStore
 from meshfeed.store.dataset import NAME, DatasetStore, open_dataset
-from meshfeed.store.documents import DocumentFiles
 from meshfeed.store.indexed import IndexedStore, indexed_in
-from meshfeed.store.jsonl import JsonlStore
-from meshfeed.store.litdata import LitdataStore, recognised
-from meshfeed.store.mds import MDSStore
-from meshfeed.store.mds_index import INDEX
-from meshfeed.store.parquet import ParquetStore
-from meshfeed.store.prepared import documents_in, is_report
-from meshfeed.store.tokens import Column
 
 _SUFFIXES = (".bin", ".idx")
 _SHOWN = 8

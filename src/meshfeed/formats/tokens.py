@@ -12,8 +12,8 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
+from meshfeed.formats.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenizer_file
 from meshfeed.store.indexed_writer import best_dtype
-from meshfeed.store.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenizer_file
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
 """Columns of token lists, the first that is there, where none is named."""

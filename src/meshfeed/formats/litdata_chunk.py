@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Vector
-from meshfeed.store.litdata_column import Family
-from meshfeed.store.litdata_index import Chunk
+from meshfeed.formats.litdata_column import Family
+from meshfeed.formats.litdata_index import Chunk
 from meshfeed.store.stream import I64
 
 _MOST_DIMS = 16

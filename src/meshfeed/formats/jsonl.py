@@ -13,10 +13,10 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile
-from meshfeed.store.documents import DocumentFiles, Span, by_file, read_bytes
+from meshfeed.formats.documents import DocumentFiles, Span, by_file, read_bytes
+from meshfeed.formats.tokens import hint_for
 from meshfeed.store.lengths import joined
 from meshfeed.store.stream import I64, Pieces
-from meshfeed.store.tokens import hint_for
 
 _SPAN_BYTES = 1 << 26
 _STEP_BYTES = 1 << 23

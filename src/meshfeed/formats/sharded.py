@@ -19,10 +19,10 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.files import ByteFile, Cache, Content, FileStats, Folder, typed_errors
 from meshfeed.files.url import join, without_secrets
+from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.store.base import DocumentStore
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
-from meshfeed.store.shard_files import ShardFiles
 from meshfeed.store.stream import I64, LengthsIndex, Multiples, Pieces
 
 T = TypeVar("T")

@@ -17,10 +17,10 @@ from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Cache
-from meshfeed.store.documents import DocumentFiles, Span
+from meshfeed.formats.documents import DocumentFiles, Span
+from meshfeed.formats.tokens import Column, hint_for
 from meshfeed.store.lengths import joined
 from meshfeed.store.stream import I64, Pieces
-from meshfeed.store.tokens import Column, hint_for
 
 _SPAN_BYTES = 1 << 26
 _ROWS_TOGETHER = 1024

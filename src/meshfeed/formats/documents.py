@@ -17,11 +17,11 @@ from meshfeed.columns import Array
 from meshfeed.errors import ChangedError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
+from meshfeed.formats.tokens import Column
 from meshfeed.store.base import DocumentStore
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
 from meshfeed.store.stream import I64, LengthsIndex, Pieces
-from meshfeed.store.tokens import Column
 
 VERSION = 1
 """Of the index: part of its key, so that a change here never meets an old one."""

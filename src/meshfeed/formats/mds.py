@@ -13,10 +13,8 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Content, Folder
-from meshfeed.order import EpochIndex
-from meshfeed.store.base import checked_places
-from meshfeed.store.mds_index import INDEX, Column, Shard, least_bytes, parse_index
-from meshfeed.store.mds_sample import (
+from meshfeed.formats.mds_index import INDEX, Column, Shard, least_bytes, parse_index
+from meshfeed.formats.mds_sample import (
     DTYPE_CODES,
     PICKLE,
     Sample,
@@ -24,8 +22,10 @@ from meshfeed.store.mds_sample import (
     ndarray_of,
     refused_pickle,
 )
-from meshfeed.store.mds_shard import ShardFile, Tokens, refuse_size, values_of
-from meshfeed.store.sharded import Even, ShardedStore
+from meshfeed.formats.mds_shard import ShardFile, Tokens, refuse_size, values_of
+from meshfeed.formats.sharded import Even, ShardedStore
+from meshfeed.order import EpochIndex
+from meshfeed.store.base import checked_places
 from meshfeed.store.stream import I64
 
 _TOKENS = ("tokens", "input_ids")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from meshfeed.files import Content
-from meshfeed.store.index_json import IndexReader
+from meshfeed.formats.index_json import IndexReader
 
 INDEX = "index.json"
 CODECS = {"zstd": "zstd", "gz": "gz", "bz2": "bz2", "br": "br", "snappy": "snappy"}

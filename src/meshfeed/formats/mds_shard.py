@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Vector
-from meshfeed.store.mds_index import Column, Shard, least_bytes
-from meshfeed.store.mds_sample import DTYPE_CODES, Ndarray
+from meshfeed.formats.mds_index import Column, Shard, least_bytes
+from meshfeed.formats.mds_sample import DTYPE_CODES, Ndarray
 
 I64 = npt.NDArray[np.int64]
 

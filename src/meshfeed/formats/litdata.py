@@ -14,10 +14,10 @@ import numpy as np
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Content, Folder
-from meshfeed.store.litdata_chunk import ChunkFile, Items
-from meshfeed.store.litdata_column import Column
-from meshfeed.store.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
-from meshfeed.store.sharded import ShardedStore
+from meshfeed.formats.litdata_chunk import ChunkFile, Items
+from meshfeed.formats.litdata_column import Column
+from meshfeed.formats.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
+from meshfeed.formats.sharded import ShardedStore
 from meshfeed.store.stream import I64
 
 _TOKENS = ("tokens", "input_ids")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from meshfeed.errors import StoreError
-from meshfeed.store.index_json import IndexReader
-from meshfeed.store.litdata_column import Column
+from meshfeed.formats.index_json import IndexReader
+from meshfeed.formats.litdata_column import Column
 
 INDEX = "index.json"
 _MOST_BYTES = 1 << 32  # offsets in a chunk are u32
