@@ -17,7 +17,8 @@ from texts import Here, jsonl, texts, tree
 import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.errors import PrepareError, StoreError
-from meshfeed.formats.tokenizer import _PATTERNS, tokenizer_file
+from meshfeed.formats.tokenizer import tokenizer_file
+from meshfeed.formats.tokenizers import _PATTERNS
 from meshfeed.prepare import ChatEncoder, Local, Text, prepare
 
 TEXTS = [text for text in texts(80, 4) if text] + ["<|endoftext|> </s> it's  3.14159\r\n\tEs WAR's\u00a0 42"]

@@ -8,24 +8,29 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import ChangedError
+from meshfeed.errors import ChangedError, StoreError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
+from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import Column
 from meshfeed.store.base import DocumentStore
+from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
+from meshfeed.store.open import stores_inside
 from meshfeed.store.stream import I64, LengthsIndex, Pieces
 
 VERSION = 1
 """Of the index: part of its key, so that a change here never meets an old one."""
 
+SUFFIXES = (".jsonl", ".parquet")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
 
@@ -241,3 +246,36 @@ def read_bytes(file: ByteFile, begin: int, end: int) -> bytes:
     out = np.empty(end - begin, np.uint8)
     file.read_into(out, np.array([begin]), np.array([out.size]))
     return out.tobytes()
+
+
+class DocumentFilesFormat(StoreFormat):
+    """A file of documents, or a folder of such. Subclasses say which suffix they have."""
+
+    options = ("column", "tokenizer")
+    suffix: ClassVar[str]
+    store: ClassVar[type[DocumentFiles]]
+
+    def open(self, place: Place) -> DocumentFiles | None:
+        """The store, if it is such a file, or a folder with one.
+
+        Raises StoreError for a folder of several kinds.
+        """
+        if Path(place.name).suffix == self.suffix and place.is_file:
+            if is_report(place.beside, place.name):
+                raise StoreError(
+                    f"{place.shown}: lists what `meshfeed prepare` left out, and holds no documents; give "
+                    f"the path of a store{stores_inside(place.beside)}"
+                )
+            files = [place.beside.file(place.name)]
+        else:
+            names = [name for name in documents_in(place.within, place.names) if name.endswith(SUFFIXES)]
+            kinds = sorted({Path(name).suffix for name in names})
+            if self.suffix not in kinds:
+                return None
+            if len(kinds) > 1:
+                raise StoreError(
+                    f"{place.shown}: both {' and '.join(kinds)} files; keep each kind in a folder of its own"
+                )
+            files = [place.within.file(name) for name in names]
+        column = Column(place.column, place.tokenizer)
+        return self.store(place.shown, files, column, place.cache).check()

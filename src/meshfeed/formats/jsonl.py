@@ -13,7 +13,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile
-from meshfeed.formats.documents import DocumentFiles, Span, by_file, read_bytes
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span, by_file, read_bytes
 from meshfeed.formats.tokens import hint_for
 from meshfeed.store.lengths import joined
 from meshfeed.store.stream import I64, Pieces
@@ -100,6 +100,14 @@ class JsonlStore(DocumentFiles):
             return value_in(record_of(line, partial(where, i)), self._column.names, partial(where, i))
 
         return self._column.encoded([value(i, line) for i, line in enumerate(lines)], where)
+
+
+class JsonlFormat(DocumentFilesFormat):
+    """JSON lines."""
+
+    name = "jsonl"
+    lies_at = "a .jsonl file, or a folder of such"
+    suffix, store = ".jsonl", JsonlStore
 
 
 def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[], str]) -> Any:

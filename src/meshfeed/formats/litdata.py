@@ -18,6 +18,7 @@ from meshfeed.formats.litdata_chunk import ChunkFile, Items
 from meshfeed.formats.litdata_column import Column
 from meshfeed.formats.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
 from meshfeed.formats.sharded import ShardedStore
+from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.stream import I64
 
 _TOKENS = ("tokens", "input_ids")
@@ -178,7 +179,18 @@ class LitdataStore(ShardedStore):
             yield (number + 1) / len(self._index.chunks)
 
 
-def recognised(folder: Folder) -> bool:
-    """Whether a folder's index.json is litdata's."""
-    index = folder.file(INDEX)
-    return is_litdata(index.peek([(0, index.size_bytes)])[0])
+class LitdataFormat(StoreFormat):
+    """A folder with litdata's index.json."""
+
+    name = "litdata"
+    lies_at = "a folder of a litdata dataset"
+    options = ("column",)
+
+    def open(self, place: Place) -> LitdataStore | None:
+        """The store, if there is an index.json of litdata's."""
+        if place.is_file or not place.holds(place.within, INDEX):
+            return None
+        index = place.within.file(INDEX)
+        if not is_litdata(index.peek([(0, index.size_bytes)])[0]):
+            return None
+        return LitdataStore(place.within, column=place.column)

@@ -26,6 +26,7 @@ from meshfeed.formats.mds_shard import ShardFile, Tokens, refuse_size, values_of
 from meshfeed.formats.sharded import Even, ShardedStore
 from meshfeed.order import EpochIndex
 from meshfeed.store.base import checked_places
+from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.stream import I64
 
 _TOKENS = ("tokens", "input_ids")
@@ -226,3 +227,17 @@ def _read(file: ByteFile, begin: int, size: int) -> bytes:
     out = np.empty(size, np.uint8)
     file.read_into(out, np.array([begin]), np.array([size]))
     return out.tobytes()
+
+
+class MDSFormat(StoreFormat):
+    """A folder with MDS's index.json."""
+
+    name = "MDS"
+    lies_at = "a folder of an MDS dataset"
+    options = ("column", "dtype")
+
+    def open(self, place: Place) -> MDSStore | None:
+        """The store, if there is an index.json: that of litdata is recognised before."""
+        if place.is_file or not place.holds(place.within, INDEX):
+            return None
+        return MDSStore(place.within, column=place.column, dtype=place.dtype)

@@ -17,7 +17,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Cache
-from meshfeed.formats.documents import DocumentFiles, Span
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
 from meshfeed.formats.tokens import Column, hint_for
 from meshfeed.store.lengths import joined
 from meshfeed.store.stream import I64, Pieces
@@ -176,6 +176,14 @@ class ParquetStore(DocumentFiles):
 
     def _name(self, f: int) -> str:
         return name_in(self._parquet(f), self._column.names, self._files[f].url)
+
+
+class ParquetFormat(DocumentFilesFormat):
+    """Parquet."""
+
+    name = "parquet"
+    lies_at = "a .parquet file, or a folder of such"
+    suffix, store = ".parquet", ParquetStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import hashlib
-import importlib
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, cast
-
-import numpy as np
+from typing import Any, cast
 
 from meshfeed.columns import Array
 from meshfeed.errors import MissingError, StoreError
-from meshfeed.extras import install
 from meshfeed.files import typed_errors
+from meshfeed.plugins import TOKENIZERS, loaded, registered
 
 BYTES = "bytes"
 KNOWN = (
@@ -28,30 +24,31 @@ KNOWN = (
 TIKTOKEN = "tiktoken:"
 
 
-class Tokenizer(Protocol):
-    """Text -> tokens."""
+class Tokenizer(ABC):
+    """Text -> tokens. An entry point of the group `meshfeed.tokenizers` is made of a `TokenizerFile`.
 
-    @property
-    def vocab_size(self) -> int:
-        """One more than the greatest id."""
-        ...
+    Attributes:
+        vocab_size: one more than the greatest id.
+        end: the token that ends a document, if the tokenizer has one.
+    """
 
-    @property
-    def end(self) -> int | None:
-        """What ends a document, where the tokenizer itself says so."""
-        ...
+    vocab_size: int
+    end: int | None = None
 
+    def __init__(self, file: TokenizerFile) -> None:
+        self.file = file
+
+    @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """The tokens of each text; whole numbers [n]. No text in it becomes a special token."""
-        ...
+        """The tokens of each text; whole numbers [n]. No text becomes a special token."""
 
+    @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of some tokens."""
-        ...
 
+    @abstractmethod
     def id_of(self, token: str) -> int | None:
-        """A token's id, special ones too; None where there is none such."""
-        ...
+        """A token's id, including special ones; None for an unknown token."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,8 @@ class TokenizerFile:
 
     Attributes:
         name: as KNOWN says.
-        kind: "bytes", "tiktoken", "sentencepiece" or "tokenizers".
-        content: of its file; empty where the name says all.
+        kind: the entry point that makes it, such as "bytes" or "sentencepiece".
+        content: of its file; empty if the name says all.
         config: of tokenizer_config.json beside it, in a directory.
     """
 
@@ -94,11 +91,13 @@ class TokenizerFile:
 
 
 def tokenizer_file(name: str) -> TokenizerFile:
-    """The tokenizer of a name, read but not made. Raises StoreError where there is none."""
+    """The tokenizer of a name, read but not made. Raises StoreError if there is none."""
     if name == BYTES:
-        return TokenizerFile(name, "bytes")
-    if name.startswith(TIKTOKEN):
-        return TokenizerFile(name, "tiktoken")
+        return TokenizerFile(name, BYTES)
+    kind, colon, rest = name.partition(":")
+    if colon and kind in {point.name for point in registered(TOKENIZERS)}:
+        with typed_errors(rest):
+            return TokenizerFile(name, kind, Path(rest).read_bytes() if "/" in rest else b"")
     with typed_errors(name):
         path, config = Path(name), b""
         if not path.exists():
@@ -117,188 +116,7 @@ def tokenizer_file(name: str) -> TokenizerFile:
         return TokenizerFile(name, kind, path.read_bytes(), config)
 
 
-# -- each library -----------------------------------------------------------------------------------------
-
-
-class _Bytes:
-    """UTF-8, byte by byte."""
-
-    vocab_size, end = 256, None
-
-    def encode(self, texts: Sequence[str]) -> list[Array]:
-        """See Tokenizer."""
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """See Tokenizer."""
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-    def id_of(self, token: str) -> int | None:
-        """See Tokenizer."""
-        raw = token.encode()
-        return raw[0] if len(raw) == 1 else None
-
-
-def fast_tokenizer(file: TokenizerFile) -> Any:
-    """A `tokenizers.Tokenizer`, which neither pads nor truncates. Raises StoreError."""
-    package = _package("tokenizers", file.name)
-    with _made(file.name, "give a JSON file as `tokenizers` saves it"):
-        found = package.Tokenizer.from_buffer(file.content)
-        found.no_padding()
-        found.no_truncation()
-        return found
-
-
-class _Tokenizers:
-    """Of the package `tokenizers`."""
-
-    def __init__(self, file: TokenizerFile) -> None:
-        self._own = fast_tokenizer(file)
-        self.vocab_size = 1 + max(self._own.get_vocab(with_added_tokens=True).values(), default=-1)
-        end = _configured(file, "eos_token")
-        self.end = None if end is None else self.id_of(end)
-
-    def encode(self, texts: Sequence[str]) -> list[Array]:
-        """See Tokenizer."""
-        found = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.int64) for one in found]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """See Tokenizer."""
-        return self._own.decode(list(tokens), skip_special_tokens=False)
-
-    def id_of(self, token: str) -> int | None:
-        """See Tokenizer."""
-        return self._own.token_to_id(token)
-
-
-class _SentencePiece:
-    """Of the package `sentencepiece`."""
-
-    def __init__(self, file: TokenizerFile) -> None:
-        package = _package("sentencepiece", file.name)
-        self._own: Any = package.SentencePieceProcessor()
-        with _made(file.name, "give a .model as sentencepiece trains it"):
-            self._own.LoadFromSerializedProto(file.content)
-        self.vocab_size = int(self._own.get_piece_size())
-        self.end = int(self._own.eos_id()) if self._own.eos_id() >= 0 else None
-
-    def encode(self, texts: Sequence[str]) -> list[Array]:
-        """See Tokenizer."""
-        return [np.array(ids, np.int64) for ids in self._own.encode(list(texts), out_type=int)]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """See Tokenizer."""
-        return self._own.decode([int(token) for token in tokens])
-
-    def id_of(self, token: str) -> int | None:
-        """See Tokenizer."""
-        found = int(self._own.piece_to_id(token))
-        return found if self._own.id_to_piece(found) == token else None
-
-
-class _Tiktoken:
-    """Of the package `tiktoken`: one of its encodings, or ranks from a file under one's pattern."""
-
-    def __init__(self, file: TokenizerFile) -> None:
-        package = _package("tiktoken", file.name)
-        with _made(file.name, "give tiktoken:ENCODING that it knows, or a file of ranks"):
-            if file.content:
-                self._own: Any = package.Encoding(**_ranks(file))
-            else:
-                self._own = package.get_encoding(file.name.removeprefix(TIKTOKEN))
-        self.vocab_size = int(self._own.max_token_value) + 1
-        self.end = self.id_of("<|endoftext|>")
-
-    def encode(self, texts: Sequence[str]) -> list[Array]:
-        """See Tokenizer."""
-        return [np.array(self._own.encode_ordinary(text), np.int64) for text in texts]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """See Tokenizer."""
-        return self._own.decode([int(token) for token in tokens])
-
-    def id_of(self, token: str) -> int | None:
-        """See Tokenizer."""
-        with contextlib.suppress(KeyError):
-            return int(self._own.encode_single_token(token))
-        return None
-
-
-_LOADERS: Mapping[str, Callable[[TokenizerFile], Tokenizer]] = {
-    "bytes": lambda file: _Bytes(),
-    "tokenizers": _Tokenizers,
-    "sentencepiece": _SentencePiece,
-    "tiktoken": _Tiktoken,
-}
-
-
 @lru_cache(maxsize=1)
 def _loaded(file: TokenizerFile) -> Tokenizer:
     """Large vocabularies take seconds, and a process mostly has one."""
-    return _LOADERS[file.kind](file)
-
-
-_ENDINGS = r"'(?i:[sdmt]|ll|ve|re)"
-_GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-_CL100K = (
-    _ENDINGS
-    + r"""|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
-)
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_O200K = "|".join(
-    (
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-_PATTERNS = {"gpt2": _GPT2, "r50k_base": _GPT2, "cl100k_base": _CL100K, "o200k_base": _O200K}
-"""Encoding -> how it cuts text into words: the ranks in a file do not say."""
-
-
-def _ranks(file: TokenizerFile) -> dict[str, Any]:
-    encoding = Path(file.name).stem.rpartition(".")[2]
-    if encoding not in _PATTERNS:
-        raise StoreError(
-            f"{file.name}: its ranks do not say how text is cut into words; call it NAME.ENCODING.tiktoken, "
-            f"with the encoding that it was trained for: {', '.join(_PATTERNS)}"
-        )
-    pairs = (line.split() for line in file.content.splitlines() if line)
-    ranks = {base64.b64decode(token): int(rank) for token, rank in pairs}
-    # OpenAI's own files leave an id out before the end.
-    end = {100_256: 100_257, 199_998: 199_999}.get(len(ranks), max(ranks.values(), default=-1) + 1)
-    return {
-        "name": file.name,
-        "pat_str": _PATTERNS[encoding],
-        "mergeable_ranks": ranks,
-        "special_tokens": {"<|endoftext|>": end},
-    }
-
-
-def _configured(file: TokenizerFile, name: str) -> str | None:
-    value = file.settings.get(name)
-    return cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
-
-
-def _package(name: str, tokenizer: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as missing:
-        raise StoreError(
-            f"{tokenizer}: a tokenizer needs the package {name}: {install('prepare')}"
-        ) from missing
-
-
-@contextlib.contextmanager
-def _made(name: str, hint: str) -> Generator[None, None, None]:
-    try:
-        yield
-    except StoreError:
-        raise
-    except Exception as error:  # tokenizers raises Exception itself, the others what comes
-        raise StoreError(f"{name}: no tokenizer: {' '.join(str(error).split())}; {hint}") from error
+    return next(loaded(point) for point in registered(TOKENIZERS) if point.name == file.kind)(file)

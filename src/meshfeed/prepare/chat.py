@@ -18,7 +18,8 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
-from meshfeed.formats.tokenizer import TokenizerFile, fast_tokenizer, tokenizer_file
+from meshfeed.formats.tokenizer import TokenizerFile, tokenizer_file
+from meshfeed.formats.tokenizers import fast_tokenizer
 from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate
 from meshfeed.prepare.confined import Confined
 from meshfeed.prepare.conversation import Conversations, Rendered

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache, FileStats, Folder
 from meshfeed.store.base import StreamStore
+from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.marks import Marks, marks_of
 
@@ -232,3 +233,19 @@ def _columns_of(told: Any, where: str) -> dict[str, str]:
                 f"{where}: column {name!r} is {prefix!r}; give the relative prefix of a .bin/.idx pair"
             )
     return cast(dict[str, str], columns)
+
+
+class DatasetFormat(StoreFormat):
+    """A folder with dataset.json."""
+
+    name = "a dataset.json"
+    lies_at = f"a folder with {NAME}"
+
+    def open(self, place: Place) -> DatasetStore | None:
+        """The store, if it is such a folder or its dataset.json."""
+        inside = place.name == NAME
+        folder = place.beside if inside else place.within
+        if (place.is_file and not inside) or not place.holds(folder, NAME):
+            return None
+        shown = place.shown.removesuffix(NAME) if inside else place.shown
+        return open_dataset(folder, shown.rstrip("/") or shown or ".", place.cache)

@@ -11,17 +11,20 @@ from typing import Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import AccessError, StoreError
+from meshfeed.errors import AccessError, MissingError, StoreError
 from meshfeed.files import ByteFile, FileStats, Folder, LocalFile
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.sums import BIN, IDX, SUFFIX
 from meshfeed.files.url import join
 from meshfeed.store.base import StreamStore, checked_places
 from meshfeed.store.checksums import compare, is_guarded, refuse_others
+from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.guarded import GuardedFile
 from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
 from meshfeed.store.node_index import NodeIndex
 from meshfeed.store.stream import I64
+
+_SUFFIXES = (".bin", ".idx")
 
 
 class IndexedStore(StreamStore):
@@ -324,3 +327,38 @@ def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:
     sequences = np.arange(counts.sum()) + (firsts - stops + counts).repeat(counts)
     running = np.append(0, index.lengths_of(sequences).cumsum())
     return np.where(ends < firsts, -1, running[stops] - running[stops - counts])
+
+
+class IndexedFormat(StoreFormat):
+    """A Megatron .bin/.idx pair."""
+
+    name = "a Megatron store"
+    lies_at = "a Megatron .bin/.idx pair, with or without the suffix"
+
+    def open(self, place: Place) -> IndexedStore | None:
+        """The store, if one of the two files is there."""
+        stem = _stem_of(place)
+        if stem is None:
+            return None
+        prefix = f"{place.shown[: len(place.shown) - len(place.name)]}{stem}"
+        try:
+            return indexed_in(place.beside, stem, prefix).check()
+        except MissingError as missing:
+            if place.holds(place.beside, f"{stem}.idx") or not place.holds(place.beside, f"{stem}.bin"):
+                raise
+            raise MissingError(
+                f"{missing}; if {prefix}.bin holds raw tokens that never had an index, as nanoGPT's "
+                f"train.bin does, write a store of them: np.memmap and mf.IndexedWriter, as in "
+                f"docs/migrating.md, nanoGPT"
+            ) from missing
+
+
+def _stem_of(place: Place) -> str | None:
+    """What the two files are called; a store may itself be called corpus.bin, so what is there decides."""
+    name = place.name
+    if not name:
+        return None
+    for stem in (name, *(name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix))):
+        if any(place.holds(place.beside, f"{stem}{suffix}") for suffix in _SUFFIXES):
+            return stem
+    return None

@@ -1,0 +1,124 @@
+"""The base class of formats that `mf.open` recognises, and the path that they are asked about.
+
+Formats are entry points of the group `meshfeed.stores`. Each is imported and asked in the order of the names,
+until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 60-parquet, then names that
+begin with a letter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import numpy.typing as npt
+
+from meshfeed.errors import AccessError, OptionError
+from meshfeed.files import Cache, Folder
+from meshfeed.files.url import is_http, join, local_path, without_secrets
+from meshfeed.plugins import STORES, loaded, registered
+from meshfeed.store.base import StreamStore
+
+
+class StoreFormat(ABC):
+    """How a format recognises and opens its stores.
+
+    Attributes:
+        name: as messages call it.
+        lies_at: what the user gives the path of.
+        options: those of column, dtype and tokenizer that apply; others are refused.
+    """
+
+    name: ClassVar[str]
+    lies_at: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def open(self, place: Place) -> StreamStore | None:
+        """The store, checked, without an open file; None if no store of this format lies there.
+
+        Raises StoreError for a damaged one.
+        """
+
+
+def formats() -> Iterator[StoreFormat]:
+    """Every registered format in the order in which they are asked, each imported when it is reached."""
+    return (loaded(point)() for point in registered(STORES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A path or URL that may be a store.
+
+    Attributes:
+        given: as the user gave it.
+        beside: the folder that it lies in, and `name` its name there; "" if it ends in a slash.
+        within: itself, as a folder.
+        column, dtype, tokenizer: how tokens are found in records; None if the user does not say.
+        tried: file -> whether it is there; None if storage refuses to say.
+    """
+
+    given: str
+    beside: Folder
+    name: str
+    within: Folder
+    column: str | None
+    dtype: npt.DTypeLike | None
+    tokenizer: str | None
+    tried: dict[str, bool | None] = field(default_factory=dict[str, "bool | None"])
+
+    @property
+    def shown(self) -> str:
+        """As messages show it."""
+        return without_secrets(self.given) if self.beside.is_remote else local_path(self.given)
+
+    @property
+    def cache(self) -> Cache:
+        """Where a node keeps what it fetches and derives."""
+        return self.beside.cache or Cache()
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a file whose name has a suffix."""
+        return bool(Path(self.name).suffix) and self.holds(self.beside, self.name)
+
+    def holds(self, folder: Folder, name: str) -> bool:
+        """Whether there is such a file, as far as storage says; asked once.
+
+        A bucket that may not be listed answers "forbidden" for a missing object.
+        """
+        shown = without_secrets(join(folder.url, name))
+        if shown not in self.tried:
+            try:
+                self.tried[shown] = folder.holds(name)
+            except AccessError:
+                self.tried[shown] = None
+        return bool(self.tried[shown])
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Files below it, without hidden ones; empty unless it is a folder that can be listed."""
+        folder = self.within
+        is_folder = not is_http(self.given) if folder.is_remote else Path(local_path(self.given)).is_dir()
+        if not is_folder:
+            return []
+        try:
+            listed = [name for name, _ in folder.names()]
+        except AccessError:
+            if not folder.is_remote:
+                raise
+            self.tried[f"the list of {self.shown}"] = None
+            return []
+        return [name for name in listed if not any(part[:1] in "._" for part in name.split("/"))]
+
+    def refuse_options(self, form: StoreFormat) -> None:
+        """Refuse options that have no effect on a format."""
+        given = {"column": self.column, "dtype": self.dtype, "tokenizer": self.tokenizer}
+        for name, value in given.items():
+            if value is not None and name not in form.options:
+                raise OptionError(
+                    f"{self.shown}: {name}={value!r} says nothing about {form.name}; leave it out"
+                )
