@@ -39,8 +39,8 @@ def sequence_of(recipe: mf.Recipe, steps: Any, layout: mf.Layout | None = None, 
 
 
 def threads() -> int:
-    """Threads of runs that still run; a process keeps its two for the rendezvous store."""
-    kept = ("meshfeed-store", "meshfeed-notices")
+    """Threads of runs that still run; not a process's two for the rendezvous store, and its short sweep."""
+    kept = ("meshfeed-store", "meshfeed-notices", "meshfeed-sweep")
     running = (t for t in threading.enumerate() if t not in before and t.name not in kept)
     return sum(t.name.startswith("meshfeed") for t in running)
 

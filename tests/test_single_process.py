@@ -125,7 +125,8 @@ def test_memory_of_batches_that_are_dropped_is_used_again(corpus: Path) -> None:
             addresses |= {m["tokens"].untyped_storage().data_ptr() for m in step.microbatches}
             if step.index == 200:
                 break
-    assert len(addresses) <= 16 * (2 + 2), "of what was read ahead, what is held, and what is being built"
+    most = 16 * (2 + 3)
+    assert len(addresses) <= most, "read ahead, just taken, still held from before, and being built"
 
 
 def test_what_step_stats_say(corpus: Path) -> None:

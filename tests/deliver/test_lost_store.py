@@ -66,6 +66,12 @@ def host() -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.kill()
 
 
+def states_of(pid: int) -> set[str]:
+    """What the threads of a process do; the thread that serves goes on until another has taken a signal."""
+    stats = (each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
 def ending(feed: mf.Feed, after: Any) -> tuple[str, str, list[str], float]:
     """How a feed ends, and how long after the host was lost."""
     try:
@@ -140,6 +146,9 @@ def test_every_rank_ends_in_time_when_the_store_is_lost(
         line.cut.set()
     else:
         process.send_signal(signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        while how == "stopped" and {"T"} != states_of(process.pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
     (tmp_path / "lost.new").write_text(str(time.time()))
     os.rename(tmp_path / "lost.new", tmp_path / "lost")
     first, failing, waiting, _ = jobs.results(200)
