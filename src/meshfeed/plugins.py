@@ -10,6 +10,7 @@ from meshfeed.errors import OptionError
 
 STORES = "meshfeed.stores"
 TOKENIZERS = "meshfeed.tokenizers"
+RULES = "meshfeed.rules"
 
 
 @cache

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import meshfeed as mf
 from corpus import write_corpus
 from meshfeed.cli.main import main
+from meshfeed.sequence.named import rule_named
 from meshfeed.store import IndexedWriter
 
 RECIPE = "recipe = mf.Recipe(data=mf.open({!r}), sequence=mf.Windows(32), batch=mf.Batch(sequences=4))\n"
@@ -69,6 +71,27 @@ def test_a_store_alone_has_the_options_of_a_stream(folder: Path, capsys: pytest.
     assert by_path != traced(capsys, "c", "--window", "32", "--sequences", "4", "--step", "3", "--seed", "5")
     assert main(["trace", "recipe.py", "--step", "0", "--sequences", "8"]) == 2
     assert "--sequences is of a store given by its path; recipe.py says it itself" in capsys.readouterr().err
+
+
+def test_a_store_alone_has_any_registered_rule(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = ["--sequences", "4", "--step", "3"]
+    windows = traced(capsys, "c", "--rule", "windows(32)", *step)
+    assert windows == traced(capsys, "c", "--window", "32", *step)
+    packs = ["--capacity", "4096", *step]
+    assert traced(capsys, "c", "--rule", "documents", *packs) == traced(capsys, "c", *packs)
+    assert traced(capsys, "c", "--rule", "masked(16, vocab_size=99, mask_token=7)", *step) != windows
+    assert rule_named("windows(32, eod_mask_loss=True)") == mf.Windows(32, eod_mask_loss=True)
+    for rule, why in {
+        "window(32)": "there is no rule 'window'; known rules: chat, documents, masked, megatron_gpt, windows",
+        "windows(": "write a name and literal arguments, such as windows(4096)",
+        "windows(len([]))": "write a name and literal arguments",
+        "windows": "missing 1 required positional argument: 'length'",
+        "windows(0)": "Windows(length=0): at least one token",
+    }.items():
+        assert main(["trace", "c", "--rule", rule, *step]) == 2
+        assert why in capsys.readouterr().err
+    assert main(["trace", "c", "--rule", "documents", "--window", "32", *step]) == 2
+    assert "--rule and --window are two rules; give one of them" in capsys.readouterr().err
 
 
 def test_a_store_alone_has_the_options_of_open(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def add_parser(subparsers: Any) -> None:
         "--dump", type=Path, metavar="FILE", help="write the first step's plan as JSON: which rank holds what"
     )
     packing.add_options(parser, required=True)
-    recipes.add_options(parser, windows=False)
+    recipes.add_options(parser, rules=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,28 +13,29 @@ import meshfeed as mf
 from meshfeed.cli.command import refuse_given, whole
 from meshfeed.errors import MeshfeedError
 from meshfeed.formats.tokenizer import KNOWN
+from meshfeed.sequence.named import rule_named
 from meshfeed.store import StreamStore, open_store
 
 HELP = (
     "FILE.py or FILE.py:NAME that makes a mf.Recipe (NAME: recipe), or the path or URL of a token store, "
     "whose documents are its sequences"
 )
-OF_STORE = ("sequences", "seed", "window", "column", "dtype", "tokenizer", "cache", "storage")
+OF_STORE = ("sequences", "seed", "rule", "window", "column", "dtype", "tokenizer", "cache", "storage")
 
 
-def add_options(parser: argparse.ArgumentParser, *, windows: bool = True) -> None:
-    """Options of a store that is given without a recipe. windows: whether it may be cut into them."""
+def add_options(parser: argparse.ArgumentParser, *, rules: bool = True) -> None:
+    """Options of a store that is given without a recipe. rules: whether its sequences may be chosen."""
     group = parser.add_argument_group("for a store given by its path (a recipe sets these itself)")
     group.add_argument("--sequences", type=whole(1), metavar="N", help="sequences per step (256)")
     group.add_argument("--seed", type=whole(0), metavar="N", help="seed of the shuffle (0)")
-    if windows:
+    if rules:
         group.add_argument(
-            "--window",
-            type=whole(1),
-            metavar="N",
-            help="cut sequences of N tokens, instead of whole documents",
+            "--rule",
+            metavar="RULE",
+            help="sequence rule, such as 'masked(512, vocab_size=33, mask_token=32)' (documents)",
         )
-    parser.set_defaults(window=None)
+        group.add_argument("--window", type=whole(1), metavar="N", help="the same as --rule 'windows(N)'")
+    parser.set_defaults(rule=None, window=None)
     add_store_options(group)
 
 
@@ -100,9 +101,11 @@ def recipe_of(text: str, args: argparse.Namespace) -> mf.Recipe:
 
 
 def _of_store(path: str, args: argparse.Namespace) -> mf.Recipe:
+    if args.window is not None:
+        refuse_given(args, ["rule"], "and --window are two rules; give one of them")
     return mf.Recipe(
         data=opened(path, args),
-        sequence=mf.Documents() if args.window is None else mf.Windows(args.window),
+        sequence=rule_named(args.rule or "documents") if args.window is None else mf.Windows(args.window),
         batch=mf.Batch(sequences=256 if args.sequences is None else args.sequences),
         seed=args.seed or 0,
     )
