@@ -21,13 +21,36 @@ MeshfeedError
     └── VerifyError   ranks that should agree and do not
 
 Each message says what is wrong, where (file and offset, rank, position or argument) and what to do.
+File, bytes, rank and step are also attributes, if they are known.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable
+from typing import Any
 
 
 class MeshfeedError(Exception):
-    """The root of the tree: catch this to catch all of them."""
+    """The root of the tree: catch this to catch all of them.
+
+    Attributes:
+        path: the file or URL; None, like the others, if there is none or it is not known.
+        rank: the rank that met the error.
+        step: the step at which its run ends.
+        range: the bytes of the file, (first, end).
+    """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        path: str | None = None,
+        rank: int | None = None,
+        step: int | None = None,
+        range: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.path, self.rank, self.step, self.range = path, rank, step, range
 
 
 def class_of(error: BaseException) -> type[MeshfeedError] | None:
@@ -99,25 +122,23 @@ class DeliveryError(MeshfeedError, RuntimeError):
     """Bytes that did not reach a rank."""
 
 
-class PeerError(DeliveryError):
+class _RanksError(DeliveryError):
+    def __init__(self, message: str = "", ranks: Iterable[int] = (), **where: Any) -> None:
+        super().__init__(message, **where)
+        self.ranks = tuple(ranks)
+
+
+class PeerError(_RanksError):
     """A rank that is missing, late or dead.
 
     Attributes:
         ranks: the global ranks at fault, as far as they are known.
     """
 
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)
 
-
-class VerifyError(DeliveryError):
+class VerifyError(_RanksError):
     """Ranks that should hold the same bytes and do not.
 
     Attributes:
         ranks: the global ranks that differ from the majority; all of the group without a majority.
     """
-
-    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
-        super().__init__(message)
-        self.ranks = tuple(ranks)

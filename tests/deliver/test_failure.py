@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import threading
 import time
 import traceback
@@ -333,6 +334,42 @@ def test_an_error_travels(kind: type[mf.MeshfeedError], text: str, ranks: list[i
     again = ErrorRecord.decode(ErrorRecord.of(error).encode(4096)).exception()
     assert type(again) is kind and getattr(again, "ranks", None) == (tuple(ranks) if blame else None)
     assert str(again) == text.encode(errors="replace").decode()
+
+
+WHERE = st.fixed_dictionaries(
+    {},
+    optional={
+        "path": st.text(max_size=50),
+        "rank": st.integers(0, 2**40),
+        "step": st.integers(0, 2**40),
+        "range": st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)),
+    },
+)
+
+
+@given(st.sampled_from(ERRORS), WHERE)
+def test_where_it_arose_travels_too(kind: type[mf.MeshfeedError], where: dict[str, Any]) -> None:
+    error = kind("x", **where)
+    for again in (ErrorRecord.decode(ErrorRecord.of(error).encode(4096)).exception(), pickled(error)):
+        assert type(again) is kind and str(again) == "x"
+        for name in ("path", "rank", "step", "range"):
+            assert getattr(again, name) == where.get(name)
+
+
+def pickled(error: mf.MeshfeedError) -> mf.MeshfeedError:
+    return pickle.loads(pickle.dumps(error))
+
+
+def test_a_read_that_fails_names_file_bytes_rank_and_step(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "text", num_tokens=20_000)
+    recipe = recipe_of(str(tmp_path / "text"))
+    with pytest.raises(mf.ChangedError) as caught, mf.Feed(recipe, rank=0, prefetch=0) as feed:
+        for step in feed:
+            (tmp_path / "text.bin").write_bytes(b"") if step.index == 2 else None
+    assert caught.value.path == str(tmp_path / "text.bin")
+    assert (caught.value.rank, caught.value.step) == (0, 2)
+    first, end = caught.value.range or (0, 0)
+    assert 0 <= first < end <= 40_000
 
 
 def test_all_ranks_of_a_large_job_are_named() -> None:

@@ -20,7 +20,7 @@ def tell(delivery: Delivery, error: Exception, rank: int, step: int, num_bytes: 
     """Send the peers the read error of `rank`. Returns the error that every rank raises."""
     record = ErrorRecord.of(error)
     who = f"rank {rank} (host {socket.gethostname()}) could not read step {step}"
-    record = replace(record, text=f"{who}: {record.text}")
+    record = replace(record, text=f"{who}: {record.text}", where={**record.where, "rank": rank, "step": step})
     named = record.exception().with_traceback(error.__traceback__)
     with contextlib.suppress(EndOfStream, TimeoutError, DeliveryError):
         delivery.fail(named, num_bytes)

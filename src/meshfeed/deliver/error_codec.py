@@ -1,4 +1,4 @@
-"""Errors as bytes: class, message and the ranks at fault.
+"""Errors as bytes: class, message, the ranks at fault, and where: path, rank, step, byte range.
 
 Decoding creates classes of `meshfeed.errors` only.
 """
@@ -6,14 +6,15 @@ Decoding creates classes of `meshfeed.errors` only.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from meshfeed import errors
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
 
 _UNREADABLE = "a rank failed; its error message cannot be decoded"
+_WHERE: Mapping[str, type] = {"path": str, "rank": int, "step": int, "range": Sequence}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +25,23 @@ class ErrorRecord:
         kind: name of its class in `meshfeed.errors`; any other name means DeliveryError.
         text: its message.
         ranks: the ranks at fault, of a PeerError or VerifyError.
+        where: its attributes path, rank, step and range, as far as they are known.
     """
 
     kind: str
     text: str
     ranks: tuple[int, ...] = ()
+    where: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
         """The record of an error. A class from outside meshfeed is named in the text."""
         known = errors.class_of(error)
-        if known is None:
+        if known is None or not isinstance(error, MeshfeedError):
             return cls(DeliveryError.__name__, f"{type(error).__name__}: {error}")
         ranks = error.ranks if isinstance(error, PeerError | VerifyError) else ()
-        return cls(known.__name__, str(error), tuple(ranks))
+        where = {name: getattr(error, name) for name in _WHERE if getattr(error, name) is not None}
+        return cls(known.__name__, str(error), tuple(ranks), where)
 
     def exception(self) -> MeshfeedError:
         """The recorded error."""
@@ -45,16 +49,19 @@ class ErrorRecord:
         if not (isinstance(kind, type) and issubclass(kind, MeshfeedError)):
             kind = DeliveryError
         if issubclass(kind, PeerError | VerifyError):
-            return kind(self.text, self.ranks)
-        return kind(self.text)
+            return kind(self.text, self.ranks, **self.where)
+        return kind(self.text, **self.where)
 
     def encode(self, max_bytes: int) -> bytes:
-        """JSON of at most `max_bytes`. A long text, or a list of thousands of ranks, is truncated."""
-        text, ranks = self.text, self.ranks
+        """JSON of at most `max_bytes`. A long text, or a list of thousands of ranks, is truncated;
+        a long path is left out."""
+        text, ranks, where = self.text, self.ranks, dict(self.where)
+        if len(json.dumps(where)) > max_bytes // 4:
+            where.pop("path", None)
         while len(ranks_in_words(ranks)) > max_bytes // 2:
             ranks = ranks[: len(ranks) // 2]
         while True:
-            record = [self.kind, text, ranks_in_words(ranks)]
+            record = [self.kind, text, ranks_in_words(ranks), where]
             encoded = json.dumps(record, ensure_ascii=False).encode(errors="replace")
             if len(encoded) <= max_bytes or not text:
                 return encoded
@@ -65,10 +72,20 @@ class ErrorRecord:
         """Decode a record. Accepts any bytes: reporting an error must not fail."""
         try:
             record: Any = json.loads(encoded.decode(errors="replace"))
-            kind, text, ranks = record
-            return cls(str(kind), str(text), tuple(ranks_of_words(ranks)))
+            kind, text, ranks, where = record
+            return cls(str(kind), str(text), tuple(ranks_of_words(ranks)), _decoded_where(where))
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls(DeliveryError.__name__, _UNREADABLE)
+
+
+def _decoded_where(given: Mapping[str, Any]) -> dict[str, Any]:
+    where: dict[str, Any] = {
+        name: given[name] for name, kind in _WHERE.items() if isinstance(given.get(name), kind)
+    }
+    if "range" in where:
+        first, end = where["range"]
+        where["range"] = int(first), int(end)
+    return where
 
 
 def runs_of(ranks: Sequence[int]) -> list[list[int]]:

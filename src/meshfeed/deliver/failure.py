@@ -17,7 +17,7 @@ from typing import NoReturn, Self
 from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.deliver.meeting import Meeting
 from meshfeed.deliver.store_client import Notice
-from meshfeed.errors import DeliveryError, PeerError, StateError
+from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
 
 _MAX_BYTES = 4096
 
@@ -88,6 +88,9 @@ class Failures:
         from different steps: they have no step in common.
         """
         self.record(error)
+        if isinstance(error, MeshfeedError):
+            error.rank = self._rank if error.rank is None else error.rank
+            error.step = step if error.step is None else error.step
         own, notice = self._publish(error, step), self._notice()
         if notice is None or notice.error.text == own.text:
             raise error

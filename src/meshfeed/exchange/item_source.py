@@ -238,6 +238,6 @@ def _failed(error: Exception, rank: int, step: int, taken: int) -> Given:
     cause = ErrorRecord.of(error)
     if not cause.text.startswith("rank "):
         text = f"rank {rank}: its iterator failed at step {step}, after {taken} items: {cause.text}"
-        cause = ErrorRecord(cause.kind, text, cause.ranks)
+        cause = replace(cause, text=text, where={**cause.where, "rank": rank, "step": step})
     encoded = cause.encode(_MOST_BYTES)
     return Given(Report(status=ERROR, rows=np.zeros((0, 4), np.int64), cause=encoded), (), error)

@@ -176,7 +176,9 @@ class LocalFile:
         version = found.st_dev, found.st_ino, found.st_mtime_ns
         known = self._version or version
         if version[:2] != known[:2]:
-            raise ChangedError(f"{self.url}: another file than when it was opened; open the store again")
+            raise ChangedError(
+                f"{self.url}: another file than when it was opened; open the store again", path=self.url
+            )
         if version != known:
             self._allow_written(version[2])
         self._version = version
@@ -185,14 +187,16 @@ class LocalFile:
         """Raise ChangedError for a changed modification time."""
         raise ChangedError(
             f"{self.url}: was written, or its modification time was set, after this run opened it; if its "
-            f"bytes are unchanged, resume the run; else restore them, or start a new run"
+            f"bytes are unchanged, resume the run; else restore them, or start a new run",
+            path=self.url,
         )
 
     def _refuse_resized(self, found: os.stat_result) -> None:
         size = found.st_size
         if size != self.size_bytes:
             raise ChangedError(
-                f"{self.url}: {size} bytes, {self.size_bytes} when it was opened; open the store again"
+                f"{self.url}: {size} bytes, {self.size_bytes} when it was opened; open the store again",
+                path=self.url,
             )
 
 
@@ -204,11 +208,13 @@ def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
     except StoreError:
         raise
     except FileNotFoundError as error:
-        raise MissingError(f"{path}: missing; check the path and that it exists on this node") from error
+        cure = "check the path and that it exists on this node"
+        raise MissingError(f"{path}: missing; {cure}", path=str(path)) from error
     except PermissionError as error:
-        raise AccessError(f"{path}: {error.strerror}; check the permissions of this user") from error
+        cure = "check the permissions of this user"
+        raise AccessError(f"{path}: {error.strerror}; {cure}", path=str(path)) from error
     except (OSError, ValueError) as error:
-        raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+        raise StoreError(f"{path}: {getattr(error, 'strerror', None) or error}", path=str(path)) from error
 
 
 def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> None:
@@ -224,10 +230,12 @@ def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: 
                 if more == 0:
                     raise ChangedError(
                         f"{url}: byte {begin + got}: the file ends within a read of {size} bytes; it was "
-                        f"truncated after it was opened"
+                        f"truncated after it was opened",
+                        path=url,
+                        range=(begin, begin + size),
                     )
                 got += more
     except StoreError:
         raise
     except OSError as error:
-        raise StoreError(f"{url}: byte {begin}: {error.strerror or error}") from error
+        raise StoreError(f"{url}: byte {begin}: {error.strerror or error}", path=url) from error

@@ -116,6 +116,8 @@ class GuardedFile(LocalFile):
         for low, high in sums.wrong(data.data, begin):
             raise ChecksumError(
                 f"{self.url}: bytes {low}..{high} are not those that its .sums has a checksum of; copy the "
-                f"file again, or, where it was written anew since, {ANEW}"
+                f"file again, or, where it was written anew since, {ANEW}",
+                path=self.url,
+                range=(low, high),
             )
         seen[block] = 1
