@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 import meshfeed as mf
+from corpus import recipe_of, write_corpus
 
 RECIPE = mf.Recipe(data=mf.Lengths(np.ones(64, int)), sequence=mf.Documents(), batch=mf.Batch(sequences=4))
 
@@ -55,3 +60,27 @@ def test_a_feed_refuses_numbers_that_are_none(options: dict[str, Any]) -> None:
 def test_devices_are_taken_in_every_spelling() -> None:
     for device in ("cpu", torch.device("cpu"), "cuda", "cuda:1", torch.device("cuda", 0)):
         mf.Feed(RECIPE, packing=mf.Packing(capacity=16), device=device)
+
+
+def resources() -> set[Any]:
+    """This process's threads, open descriptors and children."""
+    pid = os.getpid()  # also the id of the main thread, which runs this
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {*threading.enumerate(), *os.listdir("/proc/self/fd"), *children}
+
+
+def test_constructors_only_store(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "text", num_tokens=5_000)
+    recipe = recipe_of(str(tmp_path / "text"))
+    pulled = itertools.count()
+    before, read = resources(), recipe.data.stats.bytes_read
+    log = mf.metrics.RunLog(tmp_path / "log")
+    made = [
+        mf.Feed(recipe, metrics=[log, mf.metrics.ProfilerRanges()], verify=True),
+        mf.Feed(recipe, mf.Layout(dp=2), rank=1, delivery="share", prefetch=4),
+        mf.Exchange(
+            ({"tokens": [next(pulled)]} for _ in range(3)), packing=mf.Packing(capacity=16), metrics=log
+        ),
+    ]
+    assert resources() <= before and len(made) == 3  # threads of earlier tests may end meanwhile
+    assert recipe.data.stats.bytes_read == read and not (tmp_path / "log").exists() and next(pulled) == 0

@@ -55,25 +55,23 @@ class _Backlog:
 
 
 class BackgroundSinks:
-    """The sinks and the thread that passes records to them.
+    """The sinks and the thread that passes records to them, from `start` to `close`."""
 
-    Args:
-        sinks: the receivers.
-        start: the first record; passed on the caller's thread, where errors of a sink are raised.
-    """
-
-    def __init__(self, sinks: Sequence[Sink], start: RunStart) -> None:
+    def __init__(self, sinks: Sequence[Sink]) -> None:
         self._backlogs = [_Backlog(sink) for sink in sinks]
-        with contextlib.ExitStack() as stack:
-            for sink in sinks:
-                stack.callback(sink.close)
-                sink.take([start])
-            stack.pop_all()
         self._inbox: deque[Entry] = deque()
         self._overflown = 0  # records dropped because a sink hangs
         self._process = os.getpid()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meshfeed-metrics", daemon=True)
+
+    def start(self, first: RunStart) -> None:
+        """Pass on the first record, raising a sink's error here, and start the thread."""
+        with contextlib.ExitStack() as stack:
+            for backlog in self._backlogs:
+                stack.callback(backlog.sink.close)
+                backlog.sink.take([first])
+            stack.pop_all()
         self._thread.start()
 
     def send(self, entry: Entry) -> None:

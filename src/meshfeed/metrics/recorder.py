@@ -52,7 +52,9 @@ class Recorder:
         if self._background is not None:
             self._background.send(self._about(step))
         elif self._sinks:
-            self._background = BackgroundSinks(self._sinks, self._about(step))
+            background = BackgroundSinks(self._sinks)
+            background.start(self._about(step))
+            self._background = background
 
     def step(self, step: int, tokens: int, queue_depth: int, costs: StepCosts) -> None:
         """The loop receives a step, whose costs are added until `over`."""
