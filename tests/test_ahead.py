@@ -13,7 +13,7 @@ import pytest
 
 import meshfeed as mf
 from corpus import write_corpus
-from meshfeed.ahead import MOST_STEPS
+from meshfeed.feed.ahead import MOST_STEPS
 from meshfeed.store import StreamStore
 
 LENGTH, SEQUENCES = 64, 16

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from meshfeed.device import OnHost
+from meshfeed.feed.device import OnHost
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,9 +12,9 @@ import pytest
 
 import meshfeed as mf
 from corpus import write_corpus
+from meshfeed.feed.stepping import Stepping
 from meshfeed.order import draws_of_step, lanes_of_step, num_steps
 from meshfeed.plan import plan_fixed
-from meshfeed.stepping import Stepping
 from meshfeed.testing import assert_elastic, assert_resumable
 
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
+from meshfeed.feed.prefetch import Inline, Prefetcher
 from meshfeed.metrics import Span, StageClock, exposed_wait, work
-from meshfeed.prefetch import Inline, Prefetcher
 from soak import cases
 
 SOON_S = 10.0
@@ -74,7 +74,7 @@ class FakeTime:
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
     monkeypatch.setattr("meshfeed.metrics.clock.time", fake)
-    monkeypatch.setattr("meshfeed.run.time", fake)
+    monkeypatch.setattr("meshfeed.feed.run.time", fake)
     return fake
 
 

@@ -14,7 +14,7 @@ import torch
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
-from meshfeed import stepping
+from meshfeed.feed import stepping
 
 LAYOUTS = (
     "dp1", "dp2", "dp3", "dp5", "tp2-dp2", "tp4-pp2", "cp2-dp2", "cp4-dp2-pp2", "dp2-cp2-tp2", "pp2-dp4",

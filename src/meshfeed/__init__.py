@@ -11,7 +11,6 @@ with mf.Feed(recipe, layout) as feed:
         save(feed.state_dict())
 """
 
-from meshfeed.batch import Microbatch, Step
 from meshfeed.errors import (
     AccessError,
     CacheError,
@@ -35,6 +34,7 @@ from meshfeed.errors import (
 )
 from meshfeed.exchange import Exchange
 from meshfeed.feed import Feed
+from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.files import Cache
 from meshfeed.integrations.megatron.gpt import MegatronGPT
 from meshfeed.layout import Coord, Layout

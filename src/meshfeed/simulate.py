@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from meshfeed.batch import Microbatch
-from meshfeed.device import OnHost, microbatches_of
+from meshfeed.feed.batch import Microbatch
+from meshfeed.feed.device import OnHost, microbatches_of
+from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord, Layout
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
 from meshfeed.roles import StageMap
-from meshfeed.stepping import GlobalBatch, Stepping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

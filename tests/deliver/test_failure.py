@@ -148,7 +148,7 @@ def users_own_error(rank: int, path: str) -> list[Any]:
     exchange = mf.Exchange(items, mf.Layout(dp=2), packing=packing, prefetch=2, timeout_s=60)
     both = mf.Exchange(({}[f"of {rank}"] for _ in range(2)), mf.Layout(dp=2), packing=packing, timeout_s=60)
     if rank == 0:
-        heard_first(meshfeed.feed, "tell", lambda: feed._run)
+        heard_first(meshfeed.feed.feed, "tell", lambda: feed._run)
         heard_first(meshfeed.exchange.loop, "gather_reports", lambda: exchange._run)
     told: list[Any] = []
     for source in (feed, exchange, both):

@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
-from meshfeed.device import OnHost
 from meshfeed.exchange.items import Given, encode, nothing
 from meshfeed.exchange.lengths import ERROR, GatheredLengths, Report, Schema
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment, write_pieces
 from meshfeed.exchange.steps import Received, packed, plan, portions
+from meshfeed.feed.device import OnHost
+from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.plan import packs_of, slices_of
 from meshfeed.roles import assign_roles
-from meshfeed.stepping import GlobalBatch
 from soak import cases
 
 POLICIES = ("in_order", "balanced", "dynamic_cp")

@@ -11,8 +11,8 @@ import torch
 
 import meshfeed as mf
 import world
-from meshfeed import run
 from meshfeed.exchange.items import tensor_of, value_of
+from meshfeed.feed import run
 
 
 def numbered(number: int) -> dict[str, Any]:

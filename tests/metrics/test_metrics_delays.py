@@ -51,7 +51,7 @@ def delayed(rank: int, path: str, delivery: str, log: str) -> Told:
     """The stats of every step of a rank that is slow at one stage, and the delays it had."""
     recipe, slept = recipe_of(path), list[float]()
     if SLOW[rank] == "copy":
-        import meshfeed.feed as house
+        import meshfeed.feed.feed as house
 
         house.microbatches_of = slowed(house.microbatches_of, slept)
     else:

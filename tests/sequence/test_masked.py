@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 import world
-from meshfeed.device import OnHost
+from meshfeed.feed.device import OnHost
 from meshfeed.plan import Align, plan_fixed
 from meshfeed.sequence import portions_of
 from meshfeed.store import IndexedWriter

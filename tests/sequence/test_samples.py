@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 import world
-from meshfeed.device import OnHost
+from meshfeed.feed.device import OnHost
 from meshfeed.plan import plan_fixed, plan_step
 from meshfeed.sequence import portions_of
 from observe import simulated, take

@@ -9,10 +9,10 @@ from typing import Any, cast, get_args
 import meshfeed as mf
 from meshfeed.cli.command import positive, refuse_given, whole
 from meshfeed.errors import MeshfeedError
+from meshfeed.feed.stepping import Stepping
 from meshfeed.plan import CpSplit, Packing
 from meshfeed.plan.policy import Oversize, Policy
 from meshfeed.sequence import SequenceRule
-from meshfeed.stepping import Stepping
 
 _DEFAULT = Packing(capacity=1)
 _OF_PACKS = ("policy", "oversize", "alpha", "cost", "microbatches", "align_sequence", "align_pack")

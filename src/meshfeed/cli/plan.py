@@ -27,10 +27,10 @@ from meshfeed.cli.command import (
     write_text,
 )
 from meshfeed.errors import MeshfeedError
+from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.plan import Account, StepPlan, account_of, plan_step
 from meshfeed.report.plan import Picture, page
 from meshfeed.report.words import counted
-from meshfeed.stepping import GlobalBatch
 
 _KEYS = {
     "steps": "one object per step, with the keys below; with --lengths, that object alone",

@@ -19,12 +19,12 @@ from meshfeed.cli import packing, recipes
 from meshfeed.cli.command import OK, Console, Table, add_command, print_json, refuse_given, span, whole
 from meshfeed.deliver.error_codec import runs_of
 from meshfeed.errors import MeshfeedError
+from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord
 from meshfeed.order import position_of
 from meshfeed.plan import CpSplit
 from meshfeed.sequence import SequenceRule
 from meshfeed.sequence.trace import Pieces, pieces_of, sequences_with
-from meshfeed.stepping import GlobalBatch, Stepping
 
 _NOWHERE = {"tokens": None, "microbatch": None, "ranks": list[int]()}
 

@@ -13,10 +13,8 @@ from typing import Any, Literal, Unpack, cast, get_args
 
 import numpy as np
 
-from meshfeed.batch import Step
 from meshfeed.columns import Columns
 from meshfeed.deliver import Digester, Digests, EndOfStream, Meeting, make_delivery
-from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, OptionError, RecipeError, RoleError, StateError
 from meshfeed.exchange.delivery import ExchangeDelivery
 from meshfeed.exchange.item_source import ItemSource
@@ -25,14 +23,16 @@ from meshfeed.exchange.lengths import Bytes, GatheredLengths, Report
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
+from meshfeed.feed.batch import Step
+from meshfeed.feed.device import Placer
+from meshfeed.feed.options import Options, SharedKeywords, check_counts
+from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
+from meshfeed.feed.source import StepSource
+from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, StageClock, StepCosts
-from meshfeed.options import Options, SharedKeywords, check_counts
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.roles import DeliveryName, Field, Role, Roles
-from meshfeed.run import Item, Made, Run, StepEnd, StepStart
-from meshfeed.source import StepSource
-from meshfeed.stepping import GlobalBatch
 
 Uneven = Literal["drain", "drop", "error"]
 """drain: continue with smaller steps until all iterators are exhausted.

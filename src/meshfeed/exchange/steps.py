@@ -12,10 +12,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from meshfeed.batch import Microbatch, Value
 from meshfeed.columns import Allocate, Array, Arrays
 from meshfeed.deliver import Digester, EndOfStream, ErrorRecord
-from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import PlanError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier, item_bytes
 from meshfeed.exchange.group import Group
@@ -24,6 +22,9 @@ from meshfeed.exchange.keys import ANY, Keys
 from meshfeed.exchange.lengths import END, ERROR, Bytes, GatheredLengths, Report
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Longs, Shipment, read_rest, write_pieces
+from meshfeed.feed.batch import Microbatch, Value
+from meshfeed.feed.device import OnHost, Placer, microbatches_of
+from meshfeed.feed.stepping import GlobalBatch, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, account_of, plan_step
 from meshfeed.plan.account import exact_sum
@@ -31,7 +32,6 @@ from meshfeed.plan.policy import room_of
 from meshfeed.sequence import Portion, portions_of
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.runs import Runs
-from meshfeed.stepping import GlobalBatch, ranks_beside
 
 _OTHERS = "(keys that are not declared)"
 

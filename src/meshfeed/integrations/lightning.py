@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from meshfeed.batch import Step
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
+from meshfeed.feed.batch import Step
 from meshfeed.integrations.loader import (
     BatchOf,
     EvalLoader,

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshfeed.batch import Microbatch, Step
 from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.extras import install
 from meshfeed.feed import Feed
-from meshfeed.options import FeedOptions
+from meshfeed.feed.batch import Microbatch, Step
+from meshfeed.feed.options import FeedOptions
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.state import State, sealed

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from meshfeed.batch import Microbatch
 from meshfeed.errors import LayoutError, RecipeError, StateError
 from meshfeed.feed import Feed
+from meshfeed.feed.batch import Microbatch
 from meshfeed.integrations.loader import TrainLoader, at_step_start, check_state, framework, masked_labels
 from meshfeed.layout import Layout
 from meshfeed.order import draws_of_step

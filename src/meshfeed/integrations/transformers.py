@@ -19,9 +19,9 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from meshfeed.batch import Microbatch, Step
 from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
+from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.integrations.loader import (
     EvalLoader,
     Settings,

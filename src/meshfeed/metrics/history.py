@@ -58,7 +58,7 @@ class RankHistory:
         seconds: from then until the loop received the next; NaN for the last of a start; float64 [n].
         wait: seconds that the loop waited; float64 [n, stages].
         work: seconds that the producer worked; float64 [n, stages].
-        queue_depth, bytes_read, bytes_fetched, delivered_bytes, opens, collectives: see `batch.Step`; int64
+        queue_depth, bytes_read, bytes_fetched, delivered_bytes, opens, collectives: see `StepStats`; int64
             [n].
         tokens: of the global batch, without padding; int64 [n].
         padding: share of padding in the global batch; NaN without packing; float64 [n].

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshfeed.batch import Microbatch
 from meshfeed.feed import Feed
+from meshfeed.feed.batch import Microbatch
 from meshfeed.layout import Layout
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Packing

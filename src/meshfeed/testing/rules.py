@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 
 from meshfeed.columns import Arrays, Columns
+from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Layout
 from meshfeed.mixture import Mixture, Store
 from meshfeed.plan import Packing
 from meshfeed.recipe import Batch, Recipe
 from meshfeed.sequence import Portion, SequenceRule
-from meshfeed.stepping import GlobalBatch, Stepping
 from meshfeed.testing.difference import difference
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.distributed import get_process_group_ranks
 
-from meshfeed.batch import Step
 from meshfeed.errors import LayoutError, RecipeError
 from meshfeed.exchange import Exchange
 from meshfeed.feed import Feed
+from meshfeed.feed.batch import Step
 from meshfeed.integrations.megatron.core import core
 from meshfeed.plan import Pack, StepPlan, packs_of
 from meshfeed.roles import Field

@@ -17,6 +17,7 @@ from meshfeed.exchange import Group, Keys, Membership, encode, gather_lengths, n
 from meshfeed.exchange.items import Given
 from meshfeed.exchange.keys import RESERVED
 from meshfeed.exchange.lengths import ERROR, Schema
+from meshfeed.feed.stepping import ranks_beside
 from meshfeed.integrations.megatron.core import core
 from meshfeed.integrations.megatron.samples import per_token_of, sequences_of
 from meshfeed.integrations.megatron.schedule import packing_of
@@ -24,7 +25,6 @@ from meshfeed.integrations.megatron.stages import device_of, layout_of
 from meshfeed.layout import Layout
 from meshfeed.plan import StepPlan, packs_of
 from meshfeed.roles import Field
-from meshfeed.stepping import ranks_beside
 
 SampleGroups = list[list[list[int]]]
 """[group][dp_cp rank] -> ids of the samples that the rank works on, one after the other."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from meshfeed.deliver import can_share
 from meshfeed.errors import RoleError
 from meshfeed.feed import Feed
+from meshfeed.feed.launch import this_layout
 from meshfeed.integrations.megatron.core import core
-from meshfeed.launch import this_layout
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe

@@ -12,7 +12,6 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Unpack
 
-from meshfeed.ahead import Ahead, forget
 from meshfeed.deliver import (
     Delivery,
     Digester,
@@ -21,19 +20,20 @@ from meshfeed.deliver import (
     make_delivery,
     tell,
 )
-from meshfeed.device import OnHost, Placer, microbatches_of
 from meshfeed.errors import OptionError, StateError
+from meshfeed.feed.ahead import Ahead, forget
+from meshfeed.feed.device import OnHost, Placer, microbatches_of
+from meshfeed.feed.options import FeedKeywords, FeedOptions
+from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
+from meshfeed.feed.source import StepSource
+from meshfeed.feed.stepping import Stepping
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, StageClock, StepCosts
-from meshfeed.options import FeedKeywords, FeedOptions
 from meshfeed.order import num_positions, num_steps
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field, StageMap
-from meshfeed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.sequence import Columns, Portion, SequenceRule
-from meshfeed.source import StepSource
 from meshfeed.state import State
-from meshfeed.stepping import Stepping
 from meshfeed.store import Mapped, StreamStore
 
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from meshfeed.batch import Microbatch, Value
 from meshfeed.columns import Array, Arrays, Constant
 from meshfeed.errors import RecipeError
+from meshfeed.feed.batch import Microbatch, Value
 from meshfeed.sequence import Portion
 
 _MOST_KEPT = 128

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from meshfeed.errors import StoreError
+from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord
 from meshfeed.metrics import StageClock
 from meshfeed.mixture import Store
 from meshfeed.sequence import Portion
-from meshfeed.stepping import GlobalBatch, Stepping
 
 MOST_STEPS = 64
 """The most steps planned ahead, however small they are."""

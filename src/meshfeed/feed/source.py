@@ -15,7 +15,6 @@ from typing import Any, Generic, NoReturn, Self, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from meshfeed.batch import Step
 from meshfeed.deliver import (
     Delivery,
     Failures,
@@ -25,15 +24,16 @@ from meshfeed.deliver import (
     default_store,
     ranks_in_words,
 )
-from meshfeed.device import Placer, placer_of
 from meshfeed.errors import DeliveryError, LayoutError, StateError
-from meshfeed.launch import check_layout, check_rank, num_processes, this_layout, this_rank
+from meshfeed.feed.batch import Step
+from meshfeed.feed.device import Placer, placer_of
+from meshfeed.feed.launch import check_layout, check_rank, num_processes, this_layout, this_rank
+from meshfeed.feed.options import Options
+from meshfeed.feed.run import Item, Run, VirtualStage, views_of
+from meshfeed.feed.stepping import cp_groups_of
 from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, StageClock, package_version
-from meshfeed.options import Options
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_roles, choose_delivery
-from meshfeed.run import Item, Run, VirtualStage, views_of
-from meshfeed.stepping import cp_groups_of
 
 D = TypeVar("D", bound=Delivery)
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshfeed.batch import Microbatch, Microbatches, Step
 from meshfeed.deliver import Delivery, Digests, EndOfStream, Failures, Meeting, Verifier
-from meshfeed.device import Placer
 from meshfeed.errors import DeliveryError, PeerError, StateError
+from meshfeed.feed.batch import Microbatch, Microbatches, Step
+from meshfeed.feed.device import Placer
+from meshfeed.feed.prefetch import Inline, Prefetcher
+from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.metrics import Recorder, Span, StageClock, StepCosts
-from meshfeed.prefetch import Inline, Prefetcher
 from meshfeed.roles import Field, Role, StageMap
-from meshfeed.stepping import GlobalBatch
 
 _JOIN_S = 10.0  # how long a producer may take to end with its peers
 
