@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -38,7 +37,6 @@ def main() -> None:
     rank = dist.get_rank()
     layout = mf.Layout.parse(args.layout)
     place = Place(layout, rank)
-    (args.out / f"pid-{args.name}-rank{rank}").write_text(str(os.getpid()))
     shape = Shape(vocab=args.vocab, window=args.window)
     stage = Stage(shape, place)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, weight_decay=0.01)

@@ -16,9 +16,9 @@ from meshfeed.store import IndexedWriter, best_dtype
 
 VOCAB = 2048
 BLOCK_BYTES = 1 << 12
-"""What is fetched at one time when the corpus lies far away, and so what each checksum is of."""
-_MOST_BYTES = 6_000_000
-_TRAINED_ON_BYTES = 1_500_000
+"""What is fetched at one time of a remote corpus, and so what each checksum covers."""
+_MOST_BYTES = 3_000_000
+_TRAINED_ON_BYTES = 500_000
 _END = "<|eod|>"
 _BATCH = 64
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests"}
@@ -82,9 +82,7 @@ def make_corpus(directory: Path, console: Console) -> Corpus:
 def _sources() -> list[str]:
     """Python files of the standard library, in the order of their names, up to a few megabytes."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(
-        path for path in root.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts)
-    )
+    files = sorted(path for path in root.rglob("*.py") if not _NOT_SOURCE & set(path.parts))
     texts = _first([path.read_text(errors="replace") for path in files], _MOST_BYTES)
     if not texts:
         raise MeshfeedError(f"{root}: no Python source of a standard library; is it zipped?")

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from demo.compare import Comparison, Run
-from demo.far_page import Far, far_section
+from demo.remote_page import Remote, remote_section
 from meshfeed.layout import Layout
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 300, 56, 34, 14
@@ -22,13 +22,13 @@ def page(
     corpus: Mapping[str, Any],
     runs: Mapping[str, Run],
     packed: Mapping[str, Run],
-    far: Far,
+    remote: Remote,
     found: Comparison,
 ) -> str:
     """The whole page.
 
     facts: what losses.json holds. corpus: its counts. runs: "reference", "first" and "then". packed: runs
-    over the same documents by packing policy. far: the runs from far storage.
+    over the same documents by packing policy. remote: the runs from remote storage.
     """
     shell = Template(Path(__file__).with_name("page.html").read_text())
     verdict = "The two jobs agree" if found.agree else "The two jobs do NOT agree"
@@ -52,10 +52,10 @@ def page(
         losses=_loss_chart(facts, runs),
         ledger=_ledger_picture(facts, runs, found),
         packed=_packed_table(packed),
-        far=far_section(far),
-        far_layout=escape(far.layout),
-        far_latency=f"{far.latency_s * 1e3:.0f} ms",
-        far_late_by=f"{far.late_by:.0f}",
+        remote=remote_section(remote),
+        remote_layout=escape(remote.layout),
+        remote_latency=f"{remote.latency_s * 1e3:.0f} ms",
+        remote_late_by=f"{remote.late_by:.0f}",
         ranks="".join(
             _ranks_section(facts[name], runs[name], title)
             for name, title in (("first", "Before the kill"), ("then", "After the kill"))

@@ -1,18 +1,18 @@
-"""Runs of the example trainer: real processes under torchrun, watched by what they write."""
+"""Runs of the example trainer: a process for each rank, watched by what they write."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import multiprocessing
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -28,17 +28,27 @@ from meshfeed.errors import MeshfeedError
 from meshfeed.layout import Layout
 
 CHECKPOINT_EVERY = 5
+WINDOW = 64
 _LOOK_EVERY_S = 0.05
 _TAIL = 3000
-_TRAINER = Path(__file__).parents[1] / "train_gpt.py"
+_EXAMPLES = Path(__file__).parents[1]
 
 
 class Trainer:
-    """Starts the trainer under a layout and follows it to its end, or to the step at which it is killed."""
+    """Starts the trainer under a layout and follows it to its end, or to the step at which it is killed.
+
+    It starts ranks as torchrun does, but forks them from one server that has imported torch and the trainer.
+    """
 
     def __init__(self, out: Path, corpus: Corpus, steps: int, delivery: str, console: Console) -> None:
         self._out, self._corpus, self._steps = out.resolve(), corpus, steps
         self._delivery, self._console = delivery, console
+        # a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(_EXAMPLES), os.environ.get("PYTHONPATH", "")])
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["train_gpt", "torch._dynamo"]
+        )  # an optimizer imports the latter
 
     def train(
         self,
@@ -48,40 +58,43 @@ class Trainer:
         *,
         kill_at: int | None = None,
         resume: Path | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         """One run. kill_at: SIGKILL to every rank once this step is done. options: the trainer's own.
 
         Raises MeshfeedError with the end of the run's output where it fails.
         """
         log = self._out / f"log-{name}.txt"
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                self._command(name, layout, resume, options or {}),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-                start_new_session=True,
-            )
+        log.touch()
+        ranks = Layout.parse(layout).world_size
+        # where the ranks meet: served here, as by torchrun
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+        arguments = self._arguments(name, layout, resume, options or {})
+        processes = [self._start(log, rank, ranks, store.port, arguments) for rank in range(ranks)]
         try:
-            self._follow(process, name, told, int((options or {}).get("steps", self._steps)), kill_at)
-        except BaseException:
-            self._kill(process, name)
-            raise
-        if kill_at is not None:
-            self._kill(process, name)
-        elif process.wait() != 0:
+            steps = int((options or {}).get("steps", self._steps))
+            succeeded = self._follow(processes, name, told, steps, kill_at)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        if not succeeded:
             raise MeshfeedError(f"the run {name!r} failed; the end of {log}:\n{log.read_text()[-_TAIL:]}")
 
-    def _command(self, name: str, layout: str, resume: Path | None, further: Mapping[str, Any]) -> list[str]:
-        ranks = Layout.parse(layout).world_size
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-        ]
+    def _start(self, log: Path, rank: int, ranks: int, port: int, arguments: Sequence[str]) -> BaseProcess:
+        environment = {
+            "RANK": rank,
+            "WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_RESTART_COUNT": 0,
+        }
+        process = self._context.Process(target=_train, args=(log, environment, arguments), daemon=True)
+        process.start()
+        return process
+
+    def _arguments(self, name: str, layout: str, resume: Path | None, further: dict[str, Any]) -> list[str]:
         options: dict[str, Any] = {
             "layout": layout,
             "corpus": self._corpus.prefix,
@@ -89,47 +102,46 @@ class Trainer:
             "out": self._out,
             "name": name,
             "steps": self._steps,
+            "window": WINDOW,
+            "micro-batch-size": 4,
             "delivery": self._delivery,
             "checkpoint-every": CHECKPOINT_EVERY if name != "reference" else self._steps + 1,
         }
         if resume is not None:
             options["resume"] = resume
-        options |= further
-        flat = [
-            part
-            for option, value in options.items()
-            for part in ([f"--{option}"] if value is True else [f"--{option}", str(value)])
-        ]
-        return [*launcher, f"--nproc-per-node={ranks}", str(_TRAINER), *flat]
+        return [part for option, value in (options | further).items() for part in (f"--{option}", str(value))]
 
     def _follow(
-        self, process: subprocess.Popen[bytes], name: str, told: str, steps: int, kill_at: int | None
-    ) -> None:
-        """Show the run's steps until it ends, or has done `kill_at`."""
+        self, processes: Sequence[BaseProcess], name: str, told: str, steps: int, kill_at: int | None
+    ) -> bool:
+        """Show the run's steps until it has done `kill_at` or ended; returns whether it did."""
         losses = self._out / f"losses-{name}.jsonl"
         columns = (SpinnerColumn(), TextColumn(told), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self._console) as progress:
             task = progress.add_task(told, total=steps)
-            while process.poll() is None:
+            while True:
+                statuses = [process.exitcode for process in processes]
                 done = _last_step(losses) + 1
                 progress.update(task, completed=done)
                 if kill_at is not None and done > kill_at:
-                    return
+                    return True
+                if any(statuses):
+                    return False
+                if None not in statuses:
+                    return kill_at is None
                 time.sleep(_LOOK_EVERY_S)  # how often the bar moves; nothing waits for it
-            progress.update(task, completed=_last_step(losses) + 1)
-        if kill_at is not None:
-            log = self._out / f"log-{name}.txt"
-            raise MeshfeedError(
-                f"the run {name!r} ended before step {kill_at}; the end of {log}:\n{log.read_text()[-_TAIL:]}"
-            )
 
-    def _kill(self, process: subprocess.Popen[bytes], name: str) -> None:
-        """SIGKILL to every rank and to their launcher."""
-        ranks = [int(path.read_text()) for path in self._out.glob(f"pid-{name}-rank*")]
-        for pid in [*ranks, process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+
+def _train(log: Path, environment: Mapping[str, object], arguments: Sequence[str]) -> None:
+    """A rank's process: the trainer's own main, with arguments and the environment that torchrun sets."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    sys.argv = ["train_gpt.py", *arguments]
+    import train_gpt
+
+    train_gpt.main()
 
 
 def latest_checkpoint(out: Path) -> tuple[Path | None, int]:

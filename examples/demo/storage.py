@@ -1,4 +1,4 @@
-"""A storage server with the manners of a far one: slow to answer, narrow, and now and then very late.
+"""A storage server that behaves like a remote one: slow to answer, narrow, and now and then very late.
 
 It serves a folder over HTTP with range requests, and counts what it sends.
 """
@@ -38,7 +38,7 @@ class Manners:
 
 @dataclass(slots=True)
 class Served:
-    """What was sent so far: answers to GET, those of them that were late, and the bytes of their bodies."""
+    """Answers to GET since the last reset, those of them that were late, and the bytes of their bodies."""
 
     requests: int = 0
     late: int = 0

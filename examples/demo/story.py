@@ -1,4 +1,4 @@
-"""The demo from start to end: train on eight processes, kill them, resume under another layout, compare."""
+"""The demo from start to end: train on eight processes, kill them, resume under a different layout."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rich.console import Console
 
 from demo.compare import Comparison, Run, compare
 from demo.corpus import make_corpus
-from demo.far import train_from_afar
-from demo.far_page import Far
 from demo.page import balance_of, page
+from demo.remote import train_from_remote_storage
+from demo.remote_page import Remote
 from demo.runs import Trainer, latest_checkpoint
 from meshfeed.errors import LayoutError, MeshfeedError
 from meshfeed.layout import Layout
 
 TOLERANCE = 1e-6
 PACKED = ("in_order", "balanced")
-PACKED_STEPS = 7
+PACKED_STEPS = 5
 _MOST_RANKS = 16
 
 
@@ -50,20 +50,20 @@ def run(args: argparse.Namespace) -> int:
 
     _train_packed(trainer)
     packed = {policy: Run.read(out, policy) for policy in PACKED}
-    far = train_from_afar(trainer, corpus, out, console)
+    remote = train_from_remote_storage(trainer, corpus, out, console)
 
     runs = {name: Run.read(out, name) for name in ("reference", "first", "then")}
     found = compare(runs["reference"], runs["first"], runs["then"], resumed_at, TOLERANCE)
-    _write(out, args, corpus.facts(), runs, packed, far, found, resumed_at)
+    _write(out, args, corpus.facts(), runs, packed, remote, found, resumed_at)
     for policy, run_ in packed.items():
         told = balance_of(run_)
         console.print(f"packed, {policy}: {told.step_ms:.0f} ms a step, {told.efficiency:.1%} of it work")
-    for name, told in (("far", "meshfeed"), ("broadcast", "tp rank 0 broadcasts")):
-        fetched = far.fetched_bytes[name] / far.consumed_bytes[name]
-        waited_ms = far.exposed_s(name) / far.num_steps(name) * 1e3
-        late = f"{far.late[name]} of {far.requests[name]} requests {far.late_by:.0f} x slow"
+    for name, told in (("remote", "meshfeed"), ("broadcast", "tp rank 0 broadcasts")):
+        fetched = remote.fetched_bytes[name] / remote.consumed_bytes[name]
+        waited_ms = remote.exposed_s(name) / remote.num_steps(name) * 1e3
+        late = f"{remote.late[name]} of {remote.requests[name]} requests {remote.late_by:.0f} x slow"
         console.print(
-            f"far storage, {told}: {fetched:.1f} x the bytes, {late}, waited {waited_ms:,.0f} ms a step"
+            f"remote storage, {told}: {fetched:.1f} x the bytes, {late}, waited {waited_ms:,.0f} ms a step"
         )
     _tell(console, found, out)
     return 0 if found.agree else 1
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train_packed(trainer: Trainer) -> None:
     """The same text as whole documents: in stream order, and balanced; a process for each of two cores."""
-    sizes = {"capacity": 2048, "window": 1024, "sequences": 12, "steps": PACKED_STEPS}
+    sizes = {"capacity": 1024, "window": 512, "sequences": 16, "steps": PACKED_STEPS}
     for policy in PACKED:
         options = {**sizes, "packing": policy, "checkpoint-every": PACKED_STEPS + 1}
         trainer.train(policy, "dp2", f"2 processes, packed {policy}", options=options)
@@ -103,7 +103,7 @@ def _write(
     corpus: dict[str, Any],
     runs: dict[str, Run],
     packed: dict[str, Run],
-    far: Far,
+    remote: Remote,
     found: Comparison,
     resumed_at: int,
 ) -> None:
@@ -120,7 +120,7 @@ def _write(
         "losses": losses,
     }
     (out / "losses.json").write_text(json.dumps(facts, indent=1))
-    (out / "report.html").write_text(page(facts, corpus, runs, packed, far, found))
+    (out / "report.html").write_text(page(facts, corpus, runs, packed, remote, found))
 
 
 def _tell(console: Console, found: Comparison, out: Path) -> None:

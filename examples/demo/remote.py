@@ -1,4 +1,4 @@
-"""The demo on far storage: the same steps fed from a disk, from far storage, by two deliveries."""
+"""Remote storage in the demo: the same steps fed from a disk, and from remote storage by two deliveries."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from rich.console import Console
 
 from demo.compare import Run
 from demo.corpus import BLOCK_BYTES, Corpus
-from demo.far_page import Far
+from demo.remote_page import Remote
 from demo.runs import Trainer
 from demo.storage import Manners, Served, SlowStorage
 
 LAYOUT = "tp2"
-STEPS = {"near": 10, "far": 50, "broadcast": 50}  # some 160 requests: the 20th and the 120th are late
+STEPS = {"local": 6, "remote": 30, "broadcast": 30}  # more than 20 requests: the 20th is late
 HEADROOM = 1.2
-_OPTIONS = {"window": 128, "sequences": 48, "micro-batch-size": 12, "shuffle": "blocks"}
+_OPTIONS = {"window": 128, "sequences": 24, "micro-batch-size": 12, "shuffle": "blocks"}
 _TOKEN_BYTES = 2
 
 
-def train_from_afar(trainer: Trainer, corpus: Corpus, out: Path, console: Console) -> Far:
+def train_from_remote_storage(trainer: Trainer, corpus: Corpus, out: Path, console: Console) -> Remote:
     """Three short runs of one recipe; the storage gives 1.2 times what the steps of the first one take."""
     options: dict[str, Any] = {**_OPTIONS, "checkpoint-every": 1000}
-    near_options = options | {"steps": STEPS["near"]}
-    trainer.train("near", LAYOUT, "2 processes, corpus on the disk", options=near_options)
-    near = Run.read(out, "near")
+    local_options = options | {"steps": STEPS["local"]}
+    trainer.train("local", LAYOUT, "2 processes, corpus on the disk", options=local_options)
+    local = Run.read(out, "local")
     consumed = int(_OPTIONS["sequences"]) * int(_OPTIONS["window"]) * _TOKEN_BYTES
-    step_s = median(line["seconds"] for line in near.costs[0] if line["step"])
+    step_s = median(line["seconds"] for line in local.costs[0] if line["step"])
     manners = Manners(bytes_per_s=HEADROOM * consumed / step_s)
     served: dict[str, Served] = {}
     with SlowStorage(Path(corpus.prefix).parent, manners) as storage:
         for name, told, further in (
-            ("far", "the same, corpus behind slow storage", {}),
+            ("remote", "the same, corpus behind slow storage", {}),
             ("broadcast", "the same, tp rank 0 reads and broadcasts", {"delivery": "broadcast"}),
         ):
             cache = out / "cache"
-            far: dict[str, Any] = {"corpus": f"{storage.url}/{Path(corpus.prefix).name}", "cache": cache}
+            remote: dict[str, Any] = {"corpus": f"{storage.url}/{Path(corpus.prefix).name}", "cache": cache}
             storage.served = served[name] = Served()
-            far |= {"block-bytes": BLOCK_BYTES, "steps": STEPS[name]}
-            trainer.train(name, LAYOUT, told, options=options | far | further)
+            remote |= {"block-bytes": BLOCK_BYTES, "steps": STEPS[name]}
+            trainer.train(name, LAYOUT, told, options=options | remote | further)
             shutil.rmtree(cache, ignore_errors=True)
-    return Far(
+    return Remote(
         layout=LAYOUT,
-        runs={name: Run.read(out, name) for name in ("near", "far", "broadcast")},
+        runs={name: Run.read(out, name) for name in ("local", "remote", "broadcast")},
         fetched_bytes={name: counted.num_bytes for name, counted in served.items()},
         consumed_bytes={name: consumed * steps for name, steps in STEPS.items()},
         latency_s=manners.latency_s,

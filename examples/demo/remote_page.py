@@ -1,4 +1,4 @@
-"""Far storage in the demo's page: what each rank fetched, and how long the training loop stood still."""
+"""Remote storage in the demo's page: what each rank fetched, and how long the training loop stood still."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from statistics import mean
 
 from demo.compare import Run
 
-WARM_UP = 18
+WARM_UP = 12
 """Steps at a run's start whose waiting is not counted: storage has yet to get ahead of training."""
 
 _TOLD = {
-    "near": "corpus on the disk",
-    "far": "meshfeed, far storage",
-    "broadcast": "tp rank 0 reads and broadcasts, far storage",
+    "local": "corpus on the disk",
+    "remote": "meshfeed, remote storage",
+    "broadcast": "tp rank 0 reads and broadcasts, remote storage",
 }
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 960, 220, 56, 34, 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Far:
-    """Three runs of one recipe: "near" from a disk, "far" and "broadcast" from one far storage.
+class Remote:
+    """Three runs of one recipe: "local" from a disk, "remote" and "broadcast" from remote storage.
 
     Attributes:
         layout: of all three.
         runs: by name.
-        fetched_bytes: what the storage sent to each of the far runs.
+        fetched_bytes: what the storage sent to each of the remote runs.
         consumed_bytes: bytes of the tokens that the steps of each used.
-        requests, late: that the storage had from each of the far runs, and how many of them it answered late.
+        requests, late: of each remote run, and how many of them the storage answered late.
         latency_s, bytes_per_s, late_by: how the storage answers; see the demo's `Manners`.
     """
 
@@ -65,33 +65,33 @@ class Far:
         return mean(slowest[WARM_UP:] or slowest[1:])
 
 
-def far_section(far: Far) -> str:
+def remote_section(remote: Remote) -> str:
     """A table of the three runs and a chart of what each step waited."""
-    longest = max(far.step_s(name) for name in far.runs)
+    longest = max(remote.step_s(name) for name in remote.runs)
     rows: list[str] = []
-    for name in far.runs:
-        fetched = far.fetched_bytes.get(name)
-        bar = f'<i class="time" style="width:{far.step_s(name) / longest * 100:.0f}px"></i>'
+    for name in remote.runs:
+        fetched = remote.fetched_bytes.get(name)
+        bar = f'<i class="time" style="width:{remote.step_s(name) / longest * 100:.0f}px"></i>'
         cells = (
             _TOLD[name],
             "-" if fetched is None else f"{fetched / 1024:,.0f} KiB",
-            "-" if fetched is None else f"{fetched / far.consumed_bytes[name]:.2f}",
-            "-" if fetched is None else f"{far.late[name]} of {far.requests[name]}",
-            f"{bar} {far.step_s(name) * 1e3:,.0f} ms",
-            f"{far.exposed_s(name) / far.num_steps(name) * 1e3:,.0f} ms",
+            "-" if fetched is None else f"{fetched / remote.consumed_bytes[name]:.2f}",
+            "-" if fetched is None else f"{remote.late[name]} of {remote.requests[name]}",
+            f"{bar} {remote.step_s(name) * 1e3:,.0f} ms",
+            f"{remote.exposed_s(name) / remote.num_steps(name) * 1e3:,.0f} ms",
         )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return (
-        f'<div class="panel">{_chart(far)}</div>'
+        f'<div class="panel">{_chart(remote)}</div>'
         "<table><thead><tr><th>run</th><th>fetched</th><th>per byte used</th><th>late requests</th>"
         "<th>time of a step</th><th>waited, after warm-up</th></tr></thead>"
         f"<tbody>{''.join(rows)}</tbody></table>"
     )
 
 
-def _chart(far: Far) -> str:
-    """Seconds waited, step by step; a line for each of the far runs."""
-    waits = {name: far.waits(name) for name in ("far", "broadcast")}
+def _chart(remote: Remote) -> str:
+    """Seconds waited, step by step; a line for each of the remote runs."""
+    waits = {name: remote.waits(name) for name in ("remote", "broadcast")}
     steps = 1 + max(step for run in waits.values() for step in run)
     most = max([waited for run in waits.values() for waited in run.values()] + [1e-3])
 
@@ -113,7 +113,7 @@ def _chart(far: Far) -> str:
         f'<rect class="redone" x="{x(0):.1f}" width="{x(WARM_UP) - x(0):.1f}" y="{_TOP}" '
         f'height="{_HEIGHT - _TOP - _BOTTOM}"/>'
     )
-    for name, kind in (("broadcast", "then"), ("far", "first")):
+    for name, kind in (("broadcast", "then"), ("remote", "first")):
         points = " ".join(f"{x(step):.1f},{y(waited):.1f}" for step, waited in sorted(waits[name].items()))
         parts.append(f'<polyline class="{kind}" points="{points}"/>')
     return "".join([*parts, "</svg>"])
