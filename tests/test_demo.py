@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import time
 import urllib.request
 from dataclasses import replace
@@ -16,13 +15,16 @@ from demo.compare import Run, compare
 from demo.page import balance_of
 from demo.storage import Manners, Served, SlowStorage
 
+import quick
+
 STEPS, KILL_AT, TOLERANCE = 9, 6, 1e-6
 SHORT = """
 import sys
 from meshfeed.cli import demo, main
 sys.path.insert(0, str(demo._examples()))
-import demo.remote
-demo.remote.STEPS = {"local": 3, "remote": 20, "broadcast": 20}
+import demo.remote, demo.story
+demo.remote.STEPS = {"local": 3, "remote": 12, "broadcast": 12}
+demo.story.PACKED_STEPS = 3
 sys.exit(main.main())
 """
 
@@ -32,7 +34,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whole demo, on four processes and then two."""
     out = tmp_path_factory.mktemp("demo") / "out"
     layouts = ["--first", "tp2-pp2", "--then", "cp2", "--kill-at", str(KILL_AT), "--steps", str(STEPS)]
-    command = [sys.executable, "-c", SHORT, "demo", *layouts, "--out", str(out)]
+    command = [quick.python(), "-c", SHORT, "demo", *layouts, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "they agree" in done.stdout
@@ -153,7 +155,7 @@ def test_a_tampered_loss_is_found_out(told: Path) -> None:
     ],
 )
 def test_what_cannot_be_asked_is_refused(arguments: list[str], says: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "meshfeed", "demo", "--out", str(tmp_path / "out"), *arguments]
+    command = [quick.python(), "-m", "meshfeed", "demo", "--out", str(tmp_path / "out"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert says in done.stderr
@@ -162,7 +164,7 @@ def test_what_cannot_be_asked_is_refused(arguments: list[str], says: str, tmp_pa
 
 def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
-    command = [sys.executable, "-m", "meshfeed", "demo", "--out", str(tmp_path)]
+    command = [quick.python(), "-m", "meshfeed", "demo", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert (tmp_path / "thesis.tex").read_text() == "years of work"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import quick
 from services.needs import needs
 from soak import SOAK
 
@@ -52,7 +53,7 @@ def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     """Its short form, as a user starts it. Its rows are those of the table: nothing is said of their values."""
     if name in NGINX:
         needs("nginx")
-    command = [sys.executable, f"benchmarks/bench_{name}.py", "--short", "--json", str(tmp_path / "rows")]
+    command = [quick.python(), f"benchmarks/bench_{name}.py", "--short", "--json", str(tmp_path / "rows")]
     done = subprocess.run(command, cwd=BENCHMARKS.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "rows").read_text())

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import meshfeed as mf
+import quick
 from services.needs import needs, program_path
 
 ROOT = Path(__file__).parents[1]
@@ -37,12 +37,12 @@ def run_page(name: str, expected: int) -> dict[str, Any]:
 
 
 def run_shell(commands: str) -> None:
-    """As a user's shell does, by this interpreter and these sources."""
+    """As a user's shell does, by these sources."""
     modules = {"python": "", "meshfeed": "-m meshfeed", "torchrun": "-m torch.distributed.run"}
-    ours = "\n".join(f'{name}() {{ "{sys.executable}" {module} "$@"; }}' for name, module in modules.items())
+    ours = "\n".join(f'{name}() {{ "{quick.python()}" {module} "$@"; }}' for name, module in modules.items())
     ran = subprocess.run(
         ["sh", "-e", "-c", f"{ours}\n{commands}"],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHON_EXEC": quick.python(), "OMP_NUM_THREADS": "1"},  # the former is torchrun's
         capture_output=True,
         text=True,
         timeout=240,

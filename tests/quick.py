@@ -1,0 +1,145 @@
+"""A Python that starts at once: each start is a fork of one process that has imported torch and meshfeed.
+
+    subprocess.run([quick.python(), "-m", "meshfeed", "roles", "tp2"])
+
+For tests of what a command does, not of how it starts. It takes `-u`, `-m MODULE`, `-c CODE` or a script.
+"""
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+@functools.cache
+def python() -> str:
+    """The path of an executable; the server behind it ends with this process."""
+    folder = Path(tempfile.mkdtemp(prefix="quick"))
+    address, executable = folder / "socket", folder / "python"
+    server = subprocess.Popen(
+        [sys.executable, __file__, "serve", address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    atexit.register(server.kill)
+    assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+    executable.write_text(f'#!/bin/sh\nexec "{sys.executable}" -ISs "{__file__}" ask "{address}" "$@"\n')
+    executable.chmod(0o755)
+    return str(executable)
+
+
+def _ask(address: str, words: list[str]) -> NoReturn:
+    """Have the server run `words` with this process's files, folder and environment; end as that ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.connect(address)
+        asked = json.dumps([words, dict(os.environ), os.getcwd()]).encode()
+        socket.send_fds(server, [asked], [0, 1, 2])
+        status = int(server.recv(64))
+    if status < 0:
+        with contextlib.suppress(OSError):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _serve(address: str) -> None:
+    import torch._dynamo  # optimizers import it
+    import torch.distributed.launcher.api  # what torchrun imports
+
+    import meshfeed.cli.main  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen(64)
+        print("ready", flush=True)
+        while True:
+            if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
+                return  # who started this has ended
+            client, _ = listener.accept()
+            if os.fork() == 0:
+                break
+            client.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    message, files, *_ = socket.recv_fds(client, 1 << 20, 3)
+    child = os.fork()
+    if child:
+        _attend(client, child)
+    client.close()
+    for at, file in enumerate(files):
+        os.dup2(file, at)
+        os.close(file)
+    words, environment, folder = json.loads(message)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    try:
+        _run(words)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(bool(end.code))
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    # The rest of an exit, without the seconds that it takes to free what torch has imported.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def _attend(client: socket.socket, child: int) -> NoReturn:
+    """Tell the client how its process ends; kill the process where the client dies."""
+    if client in select.select([client, os.pidfd_open(child)], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(OSError):
+        client.send(str(status).encode())
+    os._exit(0)
+
+
+def _run(words: list[str]) -> None:
+    import runpy
+
+    if words[0] == "-u":
+        sys.stdout.reconfigure(line_buffering=True)
+        words = words[1:]
+    known: Any = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in known if path and path not in sys.path]
+    if words[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        _serve(sys.argv[2])
+    else:
+        _ask(sys.argv[2], sys.argv[3:])
