@@ -10,7 +10,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Sized
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -164,6 +164,7 @@ class Recipe:
         shuffle: "global" permutes each epoch differently; "blocks", or a `Blocks`, permutes some shards at a
             time; "none" keeps storage order; "replacement" draws with replacement, as many sequences as an
             epoch has.
+        sources: the stores, in the order in which `Draws.source` counts them; computed.
 
     Raises RecipeError for any other value.
     """
@@ -175,6 +176,7 @@ class Recipe:
     epochs: int | None = None
     steps: int | None = None
     shuffle: Order | Blocks = "global"
+    sources: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
@@ -203,11 +205,9 @@ class Recipe:
             )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
-
-    @property
-    def sources(self) -> tuple[Any, ...]:
-        """The stores, in the order in which `Draws.source` counts them."""
-        return self.data.stores if isinstance(self.data, Mixture) else (self.data,)
+        object.__setattr__(
+            self, "sources", self.data.stores if isinstance(self.data, Mixture) else (self.data,)
+        )
 
     @property
     def source_names(self) -> tuple[str, ...]:

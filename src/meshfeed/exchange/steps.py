@@ -27,8 +27,8 @@ from meshfeed.feed.device import OnHost, Placer, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, account_of, plan_step
-from meshfeed.plan.account import exact_sum
 from meshfeed.plan.policy import room_of
+from meshfeed.plan.types import exact_sum
 from meshfeed.sequence import Portion, portions_of
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.runs import Runs

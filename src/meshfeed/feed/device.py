@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from meshfeed.columns import Array, Arrays, Constant
-from meshfeed.errors import RecipeError
+from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Microbatch, Value
 from meshfeed.sequence import Portion
 
 _MOST_KEPT = 128
 _MOST_CONSTANTS = 16
+_lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
 _FREE = 2  # sys.getrefcount of an array that only its deque holds: the deque's reference and the call's
 
 
@@ -38,12 +39,12 @@ class Placer(Protocol):
 
 
 def placer_of(device: str | torch.device) -> Placer:
-    """The placer for a device. Raises RecipeError for one that this machine lacks."""
+    """The placer for a device. Raises OptionError for one that this machine lacks."""
     wanted = torch.device(device)
     if wanted.type != "cuda":
         return OnHost()
     if (wanted.index or 0) >= (count := torch.cuda.device_count()):
-        raise RecipeError(
+        raise OptionError(
             f"device={str(wanted)!r}: torch sees {count} CUDA devices here; give one of them, or 'cpu'"
         )
     return OnCuda(wanted)
@@ -81,7 +82,8 @@ class OnHost:
         """No copy is in flight."""
 
     def _placed(self, value: Any) -> Value:
-        return _shared(self._constants.of(value)) if isinstance(value, Constant) else _tensors(value)
+        # a copy-on-write clone, as writing to a field must not change the next microbatch's
+        return _lazy_clone(self._constants.of(value)) if isinstance(value, Constant) else _tensors(value)
 
 
 class OnCuda:
@@ -143,12 +145,6 @@ def _room_for(num_bytes: int) -> int:
     """Round up, by at most a quarter, to one of four sizes per power of two."""
     grain = 1 << max((num_bytes - 1).bit_length() - 3, 6)
     return -(-num_bytes // grain) * grain
-
-
-def _shared(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy-on-write clone."""
-    lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
-    return cast(torch.Tensor, lazy_clone(tensor))
 
 
 def microbatches_of(

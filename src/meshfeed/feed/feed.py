@@ -32,7 +32,7 @@ from meshfeed.metrics import Meter, RunStart, StageClock, StepCosts
 from meshfeed.order import num_positions, num_steps
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field, StageMap
-from meshfeed.sequence import Columns, Portion, SequenceRule
+from meshfeed.sequence import Columns, Portion
 from meshfeed.state import State
 from meshfeed.store import Mapped, StreamStore
 
@@ -104,7 +104,7 @@ class Feed(StepSource[Delivery]):
             vpp=self.stage_map.vpp,
             cp_split=given.cp_split,
         )
-        self._host = OnHost()
+        self._rule, self._host = self._stepping.rule, OnHost()
         self._resources = contextlib.ExitStack()
 
     @property
@@ -191,10 +191,6 @@ class Feed(StepSource[Delivery]):
             forget(self.recipe.sources)
 
     # -- the producer's side --------------------------------------------------------------------------
-
-    @property
-    def _rule(self) -> SequenceRule:
-        return self._stepping.rule
 
     @property
     def _fields(self) -> Sequence[Field]:

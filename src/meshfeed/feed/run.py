@@ -109,6 +109,7 @@ class Run:
         items = self._reporting(items, start)
         self._prefetcher = Prefetcher(items, clock, prefetch, _is_read) if prefetch else Inline(items, clock)
         self._failures = Failures(meeting, role.rank, self._wake)
+        self._is_alone = meeting is None
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that were not handed out
         self._resources = contextlib.ExitStack()
@@ -261,7 +262,7 @@ class Run:
             self._failures.fail(error, self._due)
 
     def _job_error(self) -> BaseException | None:
-        return self._failures.error_at(self._due)
+        return None if self._is_alone else self._failures.error_at(self._due)
 
     def _wake(self) -> None:
         """Another rank has published a notice: interrupt the loop's wait."""

@@ -258,7 +258,7 @@ class StepSource(abc.ABC, Generic[D]):
 
     def _run_of(self, meeting: Meeting | None, by_stage: StageMap | None) -> Run:
         role, placer = self.role, placer_of(self._options.device)
-        clock = StageClock(self._recorder.around)
+        clock = self._recorder.new_clock()
         delivery = self._new_delivery(meeting, None if self._depth else self._options.timeout_s)
         verifier = None
         if self._options.verify:

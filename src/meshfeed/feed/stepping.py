@@ -34,7 +34,7 @@ from meshfeed.plan import (
     plan_fixed,
     plan_step,
 )
-from meshfeed.plan.account import exact_sum
+from meshfeed.plan.types import exact_sum
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import Portion, SequenceRule, portions_of, rule_of
 
@@ -109,6 +109,7 @@ class Stepping:
     packing: Packing | None = None
     vpp: int = 1
     rule: SequenceRule = field(init=False, repr=False)
+    _row_align: Align = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", rule_of(self.recipe))
@@ -116,6 +117,9 @@ class Stepping:
             raise RecipeError(f"{self.rule.summary()} needs packing=mf.Packing(capacity=...)")
         if self.packing is not None and not self.rule.packed:
             raise RecipeError(f"{self.rule.summary()} has sequences of one length; leave packing out")
+        row_tokens = self.rule.row_tokens
+        width = int(Align().padded(np.array(row_tokens), self.layout.cp)) if row_tokens > 1 else 1
+        object.__setattr__(self, "_row_align", Align(sequence=width))
 
     def global_batch(self, step: int) -> GlobalBatch | None:
         """One step; None past the end of the stream."""
@@ -186,7 +190,7 @@ class Stepping:
                 dp=dp,
                 cp=cp,
                 micro_batch_size=self.micro_batch_size,
-                align=self._row_align(),
+                align=self._row_align,
                 order=self._by_lanes(step, draws),
             )
         try:
@@ -209,11 +213,6 @@ class Stepping:
             return None
         num_classes = math.gcd(self.layout.dp, cast(Blocks, self.recipe.shuffle).lanes)
         return np.lexsort((lanes, draws.source, lanes % num_classes))
-
-    def _row_align(self) -> Align:
-        row_tokens = self.rule.row_tokens
-        width = int(Align().padded(np.array(row_tokens), self.layout.cp))
-        return Align(sequence=width if row_tokens > 1 else 1)
 
     @property
     def shares_packs(self) -> bool:

@@ -4,20 +4,19 @@ A Feed or an Exchange takes `metrics=`, a sink or several:
 
     with mf.Feed(recipe, layout, metrics=mf.metrics.RunLog("runs/7")) as feed: ...
 
-`clock` times stages and `meter` counts. `recorder` adds both to each step's stats, and `background` passes
-them to
-the sinks on its own thread: `RunLog` (lines on disk), `Telemetry` (OpenTelemetry), `ProfilerRanges` (torch's
-profiler), or another subclass of `Sink`. `read_run` reads a log; `RunReader` follows one that grows.
+`clock` times stages. `stats` counts and adds up each step. `recorder` hands the sums to `background`, which
+passes them to the sinks on its own thread: `RunLog` (lines on disk), `Telemetry` (OpenTelemetry),
+`ProfilerRanges` (torch's profiler), or another subclass of `Sink`. `read_run` reads a log; `RunReader`
+follows one that grows.
 """
 
 from meshfeed.metrics.clock import STAGES, Span, StageClock, exposed_wait, work
 from meshfeed.metrics.history import MixtureHistory, RankHistory, RunHistory, RunReader, Start, read_run
-from meshfeed.metrics.meter import Meter
 from meshfeed.metrics.ranges import ProfilerRanges
 from meshfeed.metrics.recorder import Recorder
 from meshfeed.metrics.run_log import RunLog
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord, package_version
-from meshfeed.metrics.stats import StepCosts, StepStats
+from meshfeed.metrics.stats import Meter, StepCosts, StepStats
 from meshfeed.metrics.telemetry import Telemetry
 
 __all__ = [

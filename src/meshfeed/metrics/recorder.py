@@ -46,6 +46,10 @@ class Recorder:
             return _all([stage(name) for stage in self._ranges])
         return self._ranges[0](name) if self._ranges else _NOTHING
 
+    def new_clock(self) -> StageClock:
+        """A clock whose stages the sinks see."""
+        return StageClock(self.around if self._ranges else None)
+
     def start(self, step: int) -> None:
         """A run begins. Raises a sink's error at its first record."""
         self._clocks = time.time(), time.monotonic()
@@ -73,7 +77,7 @@ class Recorder:
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Time a stage on the loop's own thread, which counts as waiting."""
-        clock = StageClock(self.around)
+        clock = self.new_clock()
         try:
             with clock.stage(name):
                 yield

@@ -1,4 +1,4 @@
-"""The costs of one step on one rank: what a step offers as `stats`, and the sums it is made from."""
+"""The costs of one step on one rank: what a step offers as `stats`, and the counters and sums behind it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.deliver import Traffic
 from meshfeed.metrics.clock import Span, exposed_wait, work
-from meshfeed.metrics.meter import COUNTERS
+
+COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
+"""The counters of every microbatch, summed in a step's stats."""
 
 SequenceName = tuple[int, int, int]
 """(source, epoch, index) of a sequence."""
@@ -105,6 +108,31 @@ class StepCosts:
         return replace(
             self._planned, exposed_wait_s=dict(self._wait), work_s=dict(self._work), **self._counts
         )
+
+
+class Meter:
+    """Counts data read and delivered, from one `take` to the next."""
+
+    def __init__(self, sources: Sequence[Any], *traffic: Traffic) -> None:
+        self._sources, self._traffic = sources, traffic
+        self._before = self._now()
+
+    def take(self) -> dict[str, int]:
+        """The counts since the last call."""
+        before, self._before = self._before, self._now()
+        return {name: now - then for name, now, then in zip(COUNTERS, self._before, before)}
+
+    def _now(self) -> tuple[int, ...]:
+        bytes_read = bytes_fetched = opens = collectives = delivered_bytes = 0
+        for source in self._sources:
+            stats = source.stats
+            bytes_read += stats.bytes_read
+            bytes_fetched += stats.bytes_fetched
+            opens += stats.opens
+        for traffic in self._traffic:
+            collectives += traffic.collectives
+            delivered_bytes += traffic.num_bytes
+        return bytes_read, bytes_fetched, opens, collectives, delivered_bytes
 
 
 def _add(sums: dict[str, Any], more: Mapping[str, float]) -> None:

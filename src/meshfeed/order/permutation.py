@@ -27,7 +27,7 @@ _Words = npt.NDArray[np.uint64]
 
 def key_of(*parts: int) -> int:
     """A 64-bit key from integers such as (seed, source, epoch); unrelated keys for related parts."""
-    packed = b"".join(struct.pack("<q", part) for part in parts)
+    packed = struct.pack(f"<{len(parts)}q", *parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from meshfeed.plan.bounds import objective_bound
 from meshfeed.plan.cost import FloatArray, ModelShape, attended_pairs
 from meshfeed.plan.policy import Packing, Room
-from meshfeed.plan.types import LongArray, StepPlan
+from meshfeed.plan.types import LongArray, StepPlan, exact_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +118,6 @@ def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:
     layer = 2 * shape.layer_matmul_params * tokens + 4 * shape.attention_width * pairs
     forward = shape.num_layers * layer + 2 * shape.hidden_size * shape.vocab_size * tokens
     return forward * (3 if backward else 1)
-
-
-def exact_sum(values: LongArray, times: LongArray | None = None) -> int:
-    """The sum of integers, or of their products, as a Python int that cannot overflow.
-
-    values, times: each from 0 to below 2**62 (without times) or 2**31; int64 [n].
-    """
-    products = values if times is None else values * times
-    # halves of 31 bits: their sums hold for more rows than fit memory
-    return (int((products >> 31).sum()) << 31) + int((products & (2**31 - 1)).sum())
 
 
 def exact_sums(values: LongArray, part: npt.NDArray[np.integer], num_parts: int) -> LongArray:

@@ -180,3 +180,13 @@ def _int32(starts: LongArray) -> IntArray:
     if starts[-1] > _MOST_TOKENS:
         raise PlanError(f"a pack of {starts[-1]} tokens does not fit cu_seqlens (int32); lower the capacity")
     return starts.astype(np.int32)
+
+
+def exact_sum(values: LongArray, times: LongArray | None = None) -> int:
+    """The sum of integers, or of their products, as a Python int that cannot overflow.
+
+    values, times: each from 0 to below 2**62 (without times) or 2**31; int64 [n].
+    """
+    products = values if times is None else values * times
+    # halves of 31 bits: their sums hold for more rows than fit memory
+    return (int((products >> 31).sum()) << 31) + int((products & (2**31 - 1)).sum())
