@@ -265,7 +265,7 @@ def test_the_rest_of_a_stream_is_validated_too(corpus: str, tmp_path: Path) -> N
 
 def test_shares_of_a_stream_are_refused(corpus: str, tmp_path: Path) -> None:
     for options, said in (
-        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5: .* whole number"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5: .* multiple of"),
         ({"overfit_batches": 4}, "overfit_batches=4: .*leave it out"),
         ({"overfit_batches": 0.5}, "overfit_batches=0.5"),
     ):
@@ -341,7 +341,7 @@ def test_what_no_feed_takes_is_refused_at_once() -> None:
         mf.RecipeError, match=r"DataModule has 'micro_batch_sizes', .*mean 'micro_batch_size'"
     ):
         fed.DataModule(micro_batch_sizes=2)
-    with pytest.raises(mf.RecipeError, match="DataModule has 'rank', which the Trainer decides"):
+    with pytest.raises(mf.RecipeError, match="DataModule has 'rank', which the Trainer sets"):
         fed.DataModule(rank=2)
 
 

@@ -155,7 +155,7 @@ def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
     next(batches)
     with pytest.raises(
         mf.StateError,
-        match=r"within step 0: .*dp_world_size=1 .*4 microbatches of local_batch_size=2, and 1 .*be .* 8",
+        match=r"within step 0: .*dp_world_size=1 .*4 microbatches of local_batch_size=2, 1 .*be .* 8",
     ):
         loader.state_dict()
     for _ in range(3):

@@ -144,7 +144,7 @@ def test_what_recipe_and_arguments_disagree_about_is_refused(corpus: str, tmp_pa
         match=r"4 microbatches .*\(per_device_train_batch_size=2\), but gradient_accumulation_steps is 2, for 4",
     ):
         trainer(tmp_path, recipe(corpus), gradient_accumulation_steps=2).train()
-    with pytest.raises(mf.RecipeError, match="max_steps=3, and the stream ends after 2 steps"):
+    with pytest.raises(mf.RecipeError, match="max_steps=3, but the stream ends after 2 steps"):
         trainer(tmp_path, recipe(corpus, steps=2)).train()
     with pytest.raises(mf.RecipeError, match="never ends"):
         trainer(tmp_path, recipe(corpus), recipe(corpus)).evaluate()
@@ -156,9 +156,9 @@ def test_what_recipe_and_arguments_disagree_about_is_refused(corpus: str, tmp_pa
 def test_arguments_that_say_nothing_are_refused_at_construction(corpus: str, tmp_path: Path) -> None:
     one = recipe(corpus)
     for options, told in (
-        ({"packin": 1}, "'packin', which is no option of a Feed; did you mean 'packing'"),
-        ({"quux": 1}, "'quux', which is no option of a Feed; a Feed takes .*'delivery'"),
-        ({"rank": 1}, "'rank', which accelerate decides"),
+        ({"packin": 1}, "'packin', which is not an option of a Feed; did you mean 'packing'"),
+        ({"quux": 1}, "'quux', which is not an option of a Feed; a Feed takes .*'delivery'"),
+        ({"rank": 1}, "'rank', which accelerate sets"),
     ):
         with pytest.raises(mf.RecipeError, match=told):
             trainer(tmp_path, one, feed=options)

@@ -1,11 +1,11 @@
 """Lightning: a data module whose train loader resumes, and whose other loaders never do.
 
-A batch of Lightning's is a microbatch, so that `accumulate_grad_batches` (which must be the number of
-microbatches of a step) keeps its meaning, and gradients are synchronised once a step. What Lightning has
-fetched ahead is not trained: the state is counted by the trainer's own progress.
+A Lightning batch is a microbatch. `accumulate_grad_batches` must equal the microbatches of a step, so
+gradients are synchronised once a step. Lightning fetches batches before it trains them, so the state follows
+the trainer's own progress.
 
-Within a step the weights are still those of its beginning, so that is where a checkpoint that was saved there
-goes on: the trainer's progress is put back by the microbatches whose gradients were lost.
+Weights do not change within a step. So a checkpoint saved within a step resumes at the beginning of that
+step, and the trainer's progress is reduced by the microbatches whose gradients were lost.
 
     data = DataModule(train=recipe, validate=other, micro_batch_size=2)
     Trainer(max_steps=1000, accumulate_grad_batches=4).fit(model, datamodule=data, ckpt_path="last")
@@ -53,15 +53,15 @@ Recipes = Recipe | Sequence[Recipe]
 
 
 class _Data:
-    """A LightningDataModule of recipes; made into one by `DataModule`.
+    """A LightningDataModule of recipes; `DataModule` adds Lightning's base class.
 
-    train, validate, test, predict: what to read in each role; validate, test and predict may be several.
-    layout: where the ranks stand; None for the strategy's device mesh, or data parallelism alone.
-    batch_of: a microbatch -> what the LightningModule is handed; its fields by name where it is not given.
-    steps_per_epoch: optimizer steps in an epoch of Lightning's; None for the whole stream.
-    feed_options: further arguments of `Feed`, for every role: micro_batch_size, packing, delivery, ...
+    train, validate, test, predict: the recipe of each role; validate, test and predict also take a list.
+    layout: of all ranks; None takes the strategy's device mesh, or plain data parallelism.
+    batch_of: microbatch -> the batch that the LightningModule gets; by default a dict of its fields.
+    steps_per_epoch: optimizer steps in a Lightning epoch; None for the whole stream.
+    feed_options: other arguments of `Feed`, for every role: micro_batch_size, packing, delivery, ...
 
-    A module resumes where it stood when it is given to a trainer again; make a new one to start again.
+    Given to another trainer, a module resumes where it stopped; make a new one to start from the beginning.
     """
 
     trainer: Any
@@ -86,15 +86,15 @@ class _Data:
         self._loader: TrainLoader | None = None
         self._state: dict[str, Any] | None = None
         self._evaluating: list[Feed] = []
-        self._num_lost = 0  # microbatches that a checkpoint has counted, and whose gradients it has not
+        self._num_lost = 0  # microbatches that a checkpoint counts, but whose gradients it lacks
 
     @property
     def step(self) -> Step | None:
-        """The step that is being trained: its index, valid_tokens, stats; None outside of fit."""
+        """The step in training, with its index, valid_tokens and stats; None outside fit."""
         return self._loader.step if self._loader is not None else None
 
     def train_dataloader(self) -> TrainLoader:
-        """The training stream, from where the checkpoint was taken."""
+        """The training stream, from the checkpoint on."""
         train = self._recipes["train"]
         if not isinstance(train, Recipe):
             raise RecipeError(f"fit needs one recipe: DataModule(train=recipe), not {type(train).__name__}")
@@ -130,10 +130,10 @@ class _Data:
         return self._evaluated("predict")
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, for Lightning's checkpoint; {} outside of fit before it began.
+        """The position of training, for Lightning's checkpoint; {} outside fit before it began.
 
-        Raises StateError within a step under manual optimization: the weights may be no longer those of its
-        beginning.
+        Raises StateError within a step under manual optimization, which may have changed the weights since
+        the beginning of the step.
         """
         if self._loader is None:
             train, run = self._recipes["train"], self.trainer and self.trainer.state.fn
@@ -142,31 +142,31 @@ class _Data:
             return self._state or {}
         state = self._loader.state_dict()
         step, done = at_step_start(state)
-        if done and self._by_hand:
+        if done and self._manual:
             raise StateError(
                 f"a checkpoint after {done} microbatches of step {step['step']}, under manual optimization: "
-                f"what of it is in the weights is not known; save between steps (every_n_train_steps)"
+                f"it is unknown which of them changed the weights; save between steps (every_n_train_steps)"
             )
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on training there. A checkpoint that is loaded to validate, test or predict changes nothing."""
+        """Resume training there. A checkpoint loaded to validate, test or predict changes nothing."""
         train = self._recipes["train"]
         if state_dict and isinstance(train, Recipe) and self.trainer.state.fn == "fit":
             state, num_lost = at_step_start(state_dict)
             check_state(state, train)
             self._state, self._num_lost = state, num_lost
-            # amid a fit, as lr_find puts things back: the next loader begins there
+            # during a fit, as lr_find restores its start: the next loader begins there
             if self._loader is not None:
                 self._loader.close()
                 self._loader = None
 
     def teardown(self, stage: str) -> None:
-        """Keep the place and let go of files and peers. A run that only tries the code out moves nothing."""
+        """Keep the position and close files and connections. A fast_dev_run keeps the old position."""
         self._let_go()
 
     def on_exception(self, exception: BaseException) -> None:
-        """The same where a run fails: another one resumes at the first step that is not wholly trained."""
+        """The same after an error: the next run resumes at the first step that was not fully trained."""
         self._let_go(exception)
 
     def _let_go(self, during: BaseException | None = None) -> None:
@@ -174,22 +174,22 @@ class _Data:
         if loader is not None:
             if not self.trainer.fast_dev_run:
                 state = loader.state_dict()
-                self._state = state if self._by_hand else at_step_start(state)[0]
+                self._state = state if self._manual else at_step_start(state)[0]
             loader.close(during)
-        while self._evaluating:  # a pass that was left midway has its feed open
+        while self._evaluating:  # an unfinished pass has left its feed open
             self._evaluating.pop().__exit__(None, during, None)
 
     def _check_limit(self, loader: TrainLoader) -> None:
-        """Refuse an epoch that would end within a step: Lightning would take one of fewer sequences."""
+        """Refuse an epoch that would end within a step: Lightning would train on a part of the step."""
         limit, each = self.trainer.limit_train_batches, self._accumulated()
         if isinstance(limit, float) and limit != 1.0:
             raise RecipeError(
-                f"limit_train_batches={limit}: a share of a stream is no epoch; give a whole number, a "
-                f"multiple of accumulate_grad_batches, or DataModule(steps_per_epoch=...)"
+                f"limit_train_batches={limit}: an epoch cannot be a share of a stream; give a multiple of "
+                f"accumulate_grad_batches, or DataModule(steps_per_epoch=...)"
             )
         if isinstance(limit, float) or each is None or limit % each == 0:
             return
-        with contextlib.suppress(TypeError):  # endless: any limit ends it
+        with contextlib.suppress(TypeError):  # an endless stream has no length
             if limit >= len(loader):
                 return
         raise RecipeError(
@@ -199,9 +199,9 @@ class _Data:
         )
 
     def _check_max_steps(self, loader: TrainLoader) -> None:
-        """Refuse at the start what `_Loader` would refuse at the end of the stream."""
+        """Refuse max_steps beyond the end of the stream before training instead of at that end."""
         trainer, left = self.trainer, loader.num_left
-        if left is None or trainer.max_epochs != -1 or self._by_hand or trainer.fast_dev_run:
+        if left is None or trainer.max_epochs != -1 or self._manual or trainer.fast_dev_run:
             return
         if trainer.max_steps > trainer.global_step + left:
             raise RecipeError(
@@ -228,8 +228,8 @@ class _Data:
     def _feed(self, recipe: Recipe) -> Feed:
         if self.trainer.overfit_batches:
             raise RecipeError(
-                f"overfit_batches={self.trainer.overfit_batches}: a stream goes on from epoch to epoch, and "
-                f"does not repeat its beginning; leave it out, and overfit a corpus of so few sequences"
+                f"overfit_batches={self.trainer.overfit_batches}: a stream continues from epoch to epoch and "
+                f"does not repeat its first batches; leave it out, and train on a corpus of a few sequences"
             )
         strategy = self.trainer.strategy
         mesh = getattr(strategy, "device_mesh", None)
@@ -240,15 +240,15 @@ class _Data:
         return Feed(recipe, layout or Layout(dp=self.trainer.world_size), self.trainer.global_rank, **options)
 
     @property
-    def _by_hand(self) -> bool:
+    def _manual(self) -> bool:
         return not self.trainer.lightning_module.automatic_optimization
 
     def _accumulated(self) -> int | None:
-        takes_any = self._by_hand or self.trainer.fast_dev_run
+        takes_any = self._manual or self.trainer.fast_dev_run
         return None if takes_any else self.trainer.accumulate_grad_batches
 
     def _put_back(self) -> Any:
-        """The trainer's progress in batches, without those whose gradients were lost."""
+        """The trainer's progress in batches, less those whose gradients were lost."""
         progress, lost = self.trainer.fit_loop.epoch_loop.batch_progress, self._num_lost
         self._num_lost = 0
         for count in (progress.total, progress.current) if lost else ():
@@ -257,10 +257,10 @@ class _Data:
 
 
 class _Loader(TrainLoader):
-    """Lightning keeps the states of loaders too: the data module's, which has put back what was lost.
+    """The loader that Lightning iterates and whose state it saves.
 
-    It would go through empty epochs for ever, so none begins after the end of the stream. A run that is
-    resumed there may find that it has no more to do.
+    Lightning would repeat empty epochs forever, so no epoch begins after the end of the stream, except in a
+    run that resumes there.
     """
 
     resumes: Callable[[], bool]
@@ -274,7 +274,7 @@ class _Loader(TrainLoader):
         return super().__iter__()
 
     def __len__(self) -> int:
-        if self._steps_per_epoch is None and not self.resumes():  # of the stream, Lightning counts the rest
+        if self._steps_per_epoch is None and not self.resumes():  # Lightning counts the rest of the stream
             return num_microbatches(self._feed, self._position(), self._feed.num_steps)
         return super().__len__()
 
@@ -294,6 +294,6 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _data_module() -> type:
-    """The class, made when it is first asked for: Lightning itself takes seconds to import."""
+    """The class, made on first use: importing Lightning takes seconds."""
     base = framework("lightning.pytorch", "lightning").LightningDataModule
     return type("DataModule", (_Data, base), {"__module__": __name__, "__doc__": _Data.__doc__})

@@ -1,7 +1,7 @@
-"""A feed for a training loop that belongs to somebody else: microbatch by microbatch.
+"""A feed for the training loop of a framework, one microbatch at a time.
 
-Such a loop may fetch further than it has trained, and ends its epochs where it likes. So a `TrainLoader`
-keeps two counts, and its state is that of what was trained.
+Such a loop may fetch batches before it trains them, and may end an epoch anywhere. So a `TrainLoader` counts
+both fetched and trained microbatches, and its state follows the trained ones.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from meshfeed.recipe import Recipe
 from meshfeed.state import State, sealed
 
 BatchOf = Callable[[Microbatch], Any]
-"""A microbatch -> what the loop takes for a batch."""
+"""Microbatch -> the loop's batch."""
 
-_IGNORED = -100  # the label that torch's cross entropy, and every framework with it, leaves out
+_IGNORED = -100  # torch's cross entropy ignores this label
 _DONE = "microbatches_done"
 
 
 def framework(module: str, extra: str) -> Any:
-    """A framework's module. Raises MeshfeedError, naming the pip extra, where it is not installed."""
+    """A framework's module. Raises MeshfeedError naming the pip extra if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as missing:
@@ -39,13 +39,13 @@ def framework(module: str, extra: str) -> Any:
 
 
 def masked_labels(microbatch: Microbatch) -> torch.Tensor:
-    """The labels, int64 [rows, tokens], with -100 where they bear no loss."""
+    """The labels, int64 [rows, tokens], with -100 where there is no loss."""
     labels: torch.Tensor = microbatch["labels"]
     return labels.masked_fill(microbatch["loss_mask"] == 0, _IGNORED)
 
 
 class Settings(NamedTuple):
-    """What a framework calls that on which it and the recipe must agree, for messages."""
+    """A framework's names of the settings that must match the recipe, for messages."""
 
     accumulated: str = "the number of microbatches that the loop accumulates"
     micro_batch_size: str = "micro_batch_size"
@@ -55,8 +55,8 @@ class Settings(NamedTuple):
 class EvalLoader:
     """A validation or test set: every pass begins at its first step, and no state is kept.
 
-    feed: this loader's own; closed after every pass, whole or not.
-    batch_of: what to hand out of a microbatch; its fields by name, as a dict, where it is not given.
+    feed: used by this loader alone; closed after every pass, complete or not.
+    batch_of: the batch from a microbatch; by default a dict of its fields.
     """
 
     def __init__(self, feed: Feed, batch_of: BatchOf = dict) -> None:
@@ -66,7 +66,7 @@ class EvalLoader:
         return (self._batch_of(microbatch) for _, microbatch in self._microbatches())
 
     def _microbatches(self) -> Iterator[tuple[Step, Microbatch]]:
-        """Those of a pass, each with its step."""
+        """The microbatches of a pass, each with its step."""
         self._feed.load_state_dict(state_at(self._feed.recipe, 0))
         with self._feed:
             for step in self._feed:
@@ -74,25 +74,25 @@ class EvalLoader:
                     yield step, microbatch
 
     def __len__(self) -> int:
-        """Microbatches of a pass. Raises TypeError, as len does, where they cannot be counted."""
+        """Microbatches of a pass. Raises TypeError, as len does, if they cannot be counted."""
         return num_microbatches(self._feed, 0, self._feed.num_steps)
 
 
 class TrainLoader:
-    """The training stream. Each iteration is an epoch of the loop's, and resumes where the last one ended.
+    """The training stream. Each iteration is an epoch of the loop and continues after the last one.
 
-    The state is the first step that is not wholly trained. It is meant to be taken between steps: one that
-    was taken within a step says so, and is refused when it is loaded, for its gradients are lost.
+    The state is the first step that is not fully trained. Take it between steps: a state taken within a step
+    records that, and is refused when it is loaded, since the gradients are lost.
 
-    feed: this loader's own.
-    batch_of: what to hand out of a microbatch; its fields by name, as a dict, where it is not given.
-    steps_per_epoch: where iterations end; None for the end of the stream.
-    accumulated: tells how many microbatches the loop takes for a step; None where it takes what comes.
-    trained: tells how many microbatches the loop has trained, counted from any start; None for a loop that
-        trains whatever it has fetched before it takes a state.
-    settings: what the loop calls these numbers.
+    feed: used by this loader alone.
+    batch_of: the batch from a microbatch; by default a dict of its fields.
+    steps_per_epoch: steps of an iteration; None for the whole stream.
+    accumulated: returns how many microbatches the loop accumulates for a step; None for any number.
+    trained: returns how many microbatches the loop has trained, counted from any start; None if the loop
+        trains everything it has fetched before it takes a state.
+    settings: the loop's names of these numbers.
 
-    Iterating raises RecipeError where recipe and loop disagree about a step's microbatches.
+    Iterating raises RecipeError if recipe and loop disagree about a step's microbatches.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class TrainLoader:
         self._feed, self._batch_of, self._steps_per_epoch = feed, batch_of, steps_per_epoch
         self._accumulated, self._trained = accumulated, trained or self._fetched
         self._settings = settings or Settings()
-        self._steps: Iterator[Step] | None = None  # the feed's, kept from epoch to epoch
-        self._out: deque[Step] = deque()  # fetched, and not known to be trained
+        self._steps: Iterator[Step] | None = None  # of the feed, kept from epoch to epoch
+        self._out: deque[Step] = deque()  # fetched, perhaps not trained
         self._num_fetched = 0
-        self._base = 0  # what `trained` told when all steps before out[0] were trained
-        self._next: int | None = None  # the step that is to be trained next: out[0], where there is one
+        self._base = 0  # the count of `trained` when all steps before out[0] were trained
+        self._next: int | None = None  # the next step to train: out[0], if there is one
 
     # -- the loop's side ------------------------------------------------------------------------------
 
@@ -132,9 +132,9 @@ class TrainLoader:
                 return
 
     def __len__(self) -> int:
-        """All microbatches of the epoch that is trained now or comes next; at the end, of the last.
+        """All microbatches of the current or next epoch; at the end of the stream, of the last one.
 
-        Raises TypeError, as len does, where they cannot be counted.
+        Raises TypeError, as len does, if they cannot be counted.
         """
         self._settle()
         size, end = self._steps_per_epoch, self._feed.num_steps
@@ -146,7 +146,7 @@ class TrainLoader:
 
     @property
     def num_left(self) -> int | None:
-        """Steps of the stream that are not wholly trained; None where it never ends."""
+        """Steps of the stream that are not fully trained; None for an endless stream."""
         self._settle()
         end = self._feed.num_steps
         return None if end is None else max(end - self._position(), 0)
@@ -158,28 +158,28 @@ class TrainLoader:
 
     @property
     def step(self) -> Step | None:
-        """The step that is being trained, with its totals (`valid_tokens`, say); None before the first."""
+        """The step in training, with its totals such as `valid_tokens`; None before the first."""
         self._settle()
         return self._out[0] if self._out else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after what was trained; JSON-able, equal on every rank."""
+        """The state after the steps that were trained; JSON-able, equal on every rank."""
         self._settle()
         done = self._trained() - self._base if self._out else 0
         state = state_at(self._feed.recipe, self._position())
         return sealed(state | {_DONE: done}) if done else state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume at a state. Raises StateError for one that cannot be gone on from."""
+        """Resume at a state. Raises StateError for one taken within a step, or of another recipe."""
         check_state(state_dict, self._feed.recipe)
         self._feed.load_state_dict(state_dict)
         self._steps, self._next = None, None
         self._out.clear()
 
     def close(self, during: BaseException | None = None) -> None:
-        """Let go of the feed's files and peers; iterating opens them again, at the first untrained step.
+        """Close the feed's files and connections; iterating opens them again, at the first untrained step.
 
-        during: an error that is being raised; it is told what goes wrong now.
+        during: an error that is being raised; errors of closing become its notes.
         """
         self._settle()
         self._next = self._position()
@@ -198,14 +198,14 @@ class TrainLoader:
         return self._next
 
     def _settle(self) -> None:
-        """Forget the steps that are wholly trained."""
+        """Forget the steps that are fully trained."""
         done = self._trained() - self._base
         while self._out and done >= self._out[0].num_microbatches:
             size = self._out.popleft().num_microbatches
             done, self._base, self._next = done - size, self._base + size, self._position() + 1
 
     def _begin(self) -> Iterator[Step]:
-        """The steps from the first that is not trained; what the loop fetched and dropped is made again."""
+        """The steps from the first untrained one; fetched and dropped microbatches are made again."""
         self._settle()
         done = self._trained() - self._base if self._out else 0
         if done:
@@ -215,7 +215,7 @@ class TrainLoader:
             )
         if self._steps is None or self._out:
             first, end = self._position(), self._feed.num_steps
-            for step in (first, max(first, (end or 0) - 1)):  # a short last step is better refused now
+            for step in (first, max(first, (end or 0) - 1)):  # refuse a short last step before training
                 self._check(step, self._feed.num_microbatches(step))
             self._feed.load_state_dict(state_at(self._feed.recipe, first))
             self._out.clear()
@@ -234,7 +234,7 @@ class TrainLoader:
 
 
 def disagreement(feed: Feed, step: int, num_microbatches: int, wanted: int, name: Settings) -> str:
-    """Why a step of these microbatches does not suit a loop that wants others, and what to set."""
+    """Why a step does not have the number of microbatches that the loop accumulates, and what to set."""
     ranks = f"each of {feed.layout.dp} data-parallel ranks"
     if feed.packing is not None:
         return (
@@ -257,32 +257,32 @@ def disagreement(feed: Feed, step: int, num_microbatches: int, wanted: int, name
 
 
 def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raises StateError for a state of another recipe, or one that was taken within a step."""
+    """Raises StateError for a state of another recipe, or one taken within a step."""
     state = State.from_json(state_dict)
     state.check(recipe)
     if done := state_dict.get(_DONE):
         raise StateError(
-            f"this state was taken after {done} microbatches of step {state.step}, whose gradients no "
-            f"checkpoint keeps; resume from a checkpoint that was saved between optimizer steps"
+            f"this state was taken after {done} microbatches of step {state.step}, and a checkpoint does not "
+            f"keep their gradients; resume from a checkpoint that was saved between optimizer steps"
         )
 
 
 def check_options(options: Mapping[str, Any], own: Mapping[str, str], where: str) -> None:
-    """Raises RecipeError for what is no option of a Feed. own: those decided elsewhere, and by what."""
+    """Raises RecipeError for a name that is not an option of a Feed. own: options set elsewhere -> where."""
     known = [name for name in FeedOptions.__dataclass_fields__ if name not in own]
     for name in options:
         if name in own:
-            raise RecipeError(f"{where} has {name!r}, which {own[name]} decides; leave it out")
+            raise RecipeError(f"{where} has {name!r}, which {own[name]} sets; leave it out")
         if name not in known:
             near = difflib.get_close_matches(name, known, 3)
             hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"a Feed takes {known}"
-            raise RecipeError(f"{where} has {name!r}, which is no option of a Feed; {hint}")
+            raise RecipeError(f"{where} has {name!r}, which is not an option of a Feed; {hint}")
 
 
 def at_step_start(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The state without what was trained within its step, and how many microbatches that was.
+    """The state at the start of its step, and the microbatches of the step that had been trained.
 
-    Raises StateError for what is no state.
+    Raises StateError for anything but a state.
     """
     return State.from_json(state_dict).to_json(), int(state_dict.get(_DONE, 0))
 
@@ -293,10 +293,10 @@ def state_at(recipe: Recipe, step: int) -> dict[str, Any]:
 
 
 def num_microbatches(feed: Feed, first: int, end: int | None) -> int:
-    """Microbatches of some steps for each rank. Raises TypeError where they are endless, or packed."""
+    """Microbatches of steps first..end on each rank. Raises TypeError if they are endless or packed."""
     if end is None or feed.num_microbatches(first) is None:
         raise TypeError("an endless or packed stream has no len(); give steps_per_epoch, or an end")
-    # they change where the batch does, and in a last step that is short
+    # the number changes where the batch size does, and in a short last step
     starts = {first, end - 1, *(step for step, _ in feed.recipe.batch.stages)}
     starts = sorted(step for step in starts if first <= step < end)
     sizes = [after - step for step, after in zip(starts, [*starts[1:], end])]

@@ -1,8 +1,8 @@
 """torchtitan: a data loader for its trainer and its validator, and for trainers of that shape.
 
-Such a trainer hands every rank of a replica the same whole sequences: it cuts them for context parallelism
-itself, and every pipeline stage looks at the labels. So a rank is its place along the mesh's batch dimension,
-and all other dimensions are one to meshfeed: the ranks that read, share or receive the same bytes.
+Such a trainer needs the same whole sequences on every rank of a replica: it splits them for context
+parallelism itself, and every pipeline stage reads the labels. So only a rank's coordinate in the batch
+dimension of the mesh matters. To meshfeed all other dimensions are one, whose ranks get the same bytes.
 
     config.dataloader = DataLoader.Config(recipe="my_data:train")
     config.validator.dataloader = DataLoader.Config(recipe="my_data:validate")
@@ -32,12 +32,12 @@ from meshfeed.recipe import Recipe
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 _KEY = "feed"
-_WANTED = "give 'package.module:name' of a mf.Recipe, or of a function of no arguments that makes one"
+_WANTED = "give 'package.module:name' of a mf.Recipe, or of a function without arguments that makes one"
 _BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
 
 
 def layout_of(mesh: Any) -> Layout:
-    """The layout of a DeviceMesh whose ranks want whole sequences: dp is its batch dimensions, tp all others.
+    """The layout of a DeviceMesh whose ranks need whole sequences: batch dimensions are dp, all others tp.
 
     mesh: with names, such as ("pp", "batch", "cp", "tp") or ("pp", "dp_replicate", "dp_shard", "cp", "tp").
     Raises LayoutError for a mesh without names.
@@ -47,38 +47,37 @@ def layout_of(mesh: Any) -> Layout:
 
 
 def layout_of_ranks(dp_rank_of_rank: list[int]) -> Layout:
-    """The same from each global rank's place along the batch dimension.
+    """The same from each global rank's coordinate in the batch dimension.
 
-    Raises LayoutError where not every replica has as many ranks as the others.
+    Raises LayoutError if replicas differ in size.
     """
     world_size, dp = len(dp_rank_of_rank), max(dp_rank_of_rank) + 1
     held = [dp_rank_of_rank.count(replica) for replica in range(dp)]
     if len(set(held)) > 1:
-        raise LayoutError(f"dp ranks {dp_rank_of_rank}: replicas have {held} ranks; all must have as many")
+        raise LayoutError(f"dp ranks {dp_rank_of_rank}: replicas have {held} ranks; make all equal")
     table = sorted(range(world_size), key=lambda rank: (dp_rank_of_rank[rank], rank))
     return Layout(tp=world_size // dp, dp=dp, order="tp-dp", table=tuple(table))
 
 
 def batch_of(microbatch: Microbatch) -> Batch:
-    """({"input", "positions"}, labels), each int64 [rows, tokens]; labels are -100 where no loss is borne."""
+    """({"input", "positions"}, labels), each int64 [rows, tokens]; labels are -100 where there is no loss."""
     fields = {"input": microbatch["tokens"], "positions": microbatch["position_ids"]}
     return fields, masked_labels(microbatch)
 
 
 class _Loader:
-    """A torchtitan data loader over a recipe; made into a BaseDataLoader by `DataLoader`.
+    """A torchtitan data loader over a recipe; `DataLoader` adds torchtitan's base class.
 
-    config: `recipe`, where to find it ("package.module:name"; a function is called), or the recipe itself in
-        a config that no command line is to change; `delivery`, `verify`, `pad_rows`, as for `Feed`. dataset,
-        dataset_path and infinite decide nothing: a recipe says itself what it reads and whether it ends.
-    dp_world_size, dp_rank: size of the mesh's batch dimension, and this rank's place along it.
-    seq_len, local_batch_size: tokens per sequence and sequences per microbatch, as the trainer sees them.
-    layout: where all ranks stand, such as `layout_of(mesh)`; None has the ranks tell each other their
-        dp_rank, once.
+    config: `recipe` as "package.module:name" (a function is called), or the recipe itself if the config is
+        not set from a command line; `delivery`, `verify`, `pad_rows` as for `Feed`. dataset, dataset_path and
+        infinite have no effect: the recipe determines what is read and whether it ends.
+    dp_world_size, dp_rank: size of the mesh's batch dimension, and this rank's coordinate in it.
+    seq_len, local_batch_size: tokens per sequence and sequences per microbatch.
+    layout: of all ranks, such as `layout_of(mesh)`; None gathers every rank's dp_rank once.
 
-    The state is one text under one key, the same on every rank: torch.distributed.checkpoint keeps it once,
-    and it loads under any other mesh. Iterating begins where the state was taken; a validator makes a loader
-    for each pass and loads no state into it, so it begins at the recipe's beginning.
+    The state is one string under one key, equal on every rank, so torch.distributed.checkpoint saves it once
+    and it loads under any mesh. Iterating begins at the loaded state. A validator makes a new loader for each
+    pass and loads no state, so it begins at the start of the recipe.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class _Loader:
         self._config, self._given_layout = config, layout
         self._dp_world_size, self._dp_rank = dp_world_size, dp_rank
         self._seq_len, self._local_batch_size = seq_len, local_batch_size
-        self._recipe = self._found()  # at once: a name that is misspelt must not wait for the first batch
+        self._recipe = self._found()  # now: a misspelt name should not fail at the first batch
 
     def __iter__(self) -> Iterator[Batch]:
         try:
@@ -104,19 +103,19 @@ class _Loader:
             self._loader.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after what was handed out. Raises StateError where that is no whole step."""
+        """The state after the batches handed out. Raises StateError within a step."""
         state, done = at_step_start(self._loader.state_dict())
         if step := self._loader.step:
             raise StateError(
-                f"saved within step {step.index}: on each of dp_world_size={self._dp_world_size} ranks it is "
-                f"{step.num_microbatches} microbatches of local_batch_size={self._local_batch_size}, and "
-                f"{done} were taken; training.global_batch_size must be the recipe's sequences per step, "
+                f"saved within step {step.index}: on each of dp_world_size={self._dp_world_size} ranks it "
+                f"has {step.num_microbatches} microbatches of local_batch_size={self._local_batch_size}, "
+                f"{done} of them taken; training.global_batch_size must be the recipe's sequences per step, "
                 f"{len(draws_of_step(self._recipe, step.index))}"
             )
         return {_KEY: json.dumps(state)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume at a state, under whatever mesh. An empty state is none."""
+        """Resume at a state, under any mesh. An empty state changes nothing."""
         if state_dict:
             if _KEY not in state_dict:
                 raise StateError(f"state of another data loader: it has {sorted(state_dict)}, not {_KEY!r}")
@@ -125,7 +124,7 @@ class _Loader:
             self._loader.load_state_dict(state)
 
     def close(self) -> None:
-        """Let go of files and peers."""
+        """Close files and connections to other ranks."""
         self._loader.close()
 
     def _found(self) -> Recipe:
@@ -137,7 +136,7 @@ class _Loader:
 
     @cached_property
     def _loader(self) -> TrainLoader:
-        # Not at construction: all ranks come here together, in whatever order the trainer builds its parts.
+        # Not in the constructor: all ranks reach this point together, whatever the trainer builds first.
         feed = Feed(
             self._recipe,
             self._layout(),
@@ -154,24 +153,24 @@ class _Loader:
         if not dist.is_initialized():
             if self._dp_world_size > 1:
                 raise LayoutError(
-                    f"dp_world_size={self._dp_world_size}, and no process group by which to tell each other "
-                    f"places; call init_process_group first, or pass layout=layout_of(mesh)"
+                    f"dp_world_size={self._dp_world_size}, but no process group can gather every dp_rank; "
+                    f"call init_process_group first, or pass layout=layout_of(mesh)"
                 )
             return Layout()
         device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         mine = torch.tensor([self._dp_rank], dtype=torch.int64, device=device)
-        told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(told, mine)
-        layout = layout_of_ranks([int(rank) for rank in told])
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        layout = layout_of_ranks([int(rank) for rank in gathered])
         if layout.dp != self._dp_world_size:
             raise LayoutError(f"dp_world_size={self._dp_world_size}, and dp ranks are 0 to {layout.dp - 1}")
         return layout
 
 
 def recipe_at(place: object) -> Recipe:
-    """The recipe that "package.module:name" means; a function of no arguments is called.
+    """The recipe named by "package.module:name"; a function without arguments is called.
 
-    Raises RecipeError where there is none.
+    Raises RecipeError if there is none.
     """
     if isinstance(place, Recipe):
         return place
@@ -205,7 +204,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def _data_loader() -> type:
-    """The class, made when it is first asked for."""
+    """The class, made on first use."""
     base = framework("torchtitan.components.dataloader", "torchtitan").BaseDataLoader
     config = make_dataclass(
         "Config",

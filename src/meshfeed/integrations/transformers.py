@@ -1,8 +1,8 @@
 """transformers: a Trainer whose train_dataset and eval_dataset are recipes.
 
-A batch is a microbatch: `per_device_train_batch_size` rows, `gradient_accumulation_steps` of them a step, and
-these two times the data-parallel ranks must be the recipe's sequences per step. accelerate neither shards nor
-wraps the loaders, for they are rank by rank already. With a Packing, a batch is a pack, in
+A batch is a microbatch of `per_device_train_batch_size` rows, and a step has `gradient_accumulation_steps` of
+them. The product of both and the data-parallel ranks must be the recipe's sequences per step. accelerate does
+not shard or wrap the loaders, since each rank already gets its own data. With a Packing, a batch is a pack in
 transformers' padding-free form.
 
     class MyTrainer(FeedTrainer, Trainer): ...
@@ -34,8 +34,8 @@ from meshfeed.layout import Layout
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
 
-_KEY = "meshfeed"  # in the checkpoint's trainer_state.json, beside the step that it belongs to
-_MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate cuts sequences itself: cp ranks are to get whole ones
+_KEY = "meshfeed"  # in the checkpoint's trainer_state.json
+_MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
 _SETTINGS = Settings(
     accumulated="gradient_accumulation_steps",
     micro_batch_size="per_device_train_batch_size",
@@ -44,17 +44,18 @@ _SETTINGS = Settings(
 
 
 def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
-    """What transformers' causal models take; labels are those of the stream, shifted already.
+    """The inputs of transformers' causal models; labels are already shifted.
 
-    input_ids, position_ids, labels, shift_labels: int64 [rows, tokens]; -100 where no loss is borne.
-    Of a pack, [1, tokens]: position_ids begin anew at every sequence, by which eager, sdpa and flex attention
-    keep them apart; cu_seq_lens_q, cu_seq_lens_k, int32, max_length_q, max_length_k are for flash attention.
+    input_ids, position_ids, labels, shift_labels: int64 [rows, tokens]; -100 where there is no loss.
+    For a pack, [1, tokens]: position_ids restart at every sequence, which separates sequences for eager, sdpa
+    and flex attention. cu_seq_lens_q, cu_seq_lens_k (int32), max_length_q and max_length_k are for flash
+    attention.
     """
     labels = masked_labels(microbatch)
     made: dict[str, Any] = {
         "input_ids": microbatch["tokens"],
         "position_ids": microbatch["position_ids"],
-        "labels": labels,  # what the Trainer looks for; the loss is taken of shift_labels
+        "labels": labels,  # the Trainer requires it; the loss uses shift_labels
         "shift_labels": labels,
     }
     if "cu_seqlens_padded" in microbatch:
@@ -64,21 +65,21 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
         made["position_ids"] = (positions - starts[:-1].repeat_interleave(widths))[None]
         made |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         made |= dict.fromkeys(("max_length_q", "max_length_k"), int(widths.max()))
-        made["use_cache"] = False  # with a cache, transformers does not look for packed sequences
+        made["use_cache"] = False  # with a cache, transformers does not detect packed sequences
     return made
 
 
 class FeedTrainer:
-    """Goes before `transformers.Trainer` among the bases of a class; datasets that are no recipes stay its.
+    """A base class to list before `transformers.Trainer`. The Trainer handles datasets that are not recipes.
 
-    layout: where the ranks stand; None for accelerate's device mesh, or data parallelism alone.
-    feed_options: further arguments of `Feed`: packing, delivery, verify, ... A training step is packed into
-        gradient_accumulation_steps microbatches; one that does not go into them is refused.
-    batch_of: what to hand out of a microbatch; override it for models that take something else.
+    layout: of all ranks; None takes accelerate's device mesh, or plain data parallelism.
+    feed_options: other arguments of `Feed`: packing, delivery, verify, ... A training step is packed into
+        gradient_accumulation_steps microbatches; a step that needs more is refused.
+    batch_of: the model's inputs from a microbatch; override it for models with other inputs.
 
-    The stream is one epoch of the Trainer's, `max_steps` long at most; state travels in the checkpoint's
-    trainer_state.json, and nothing is skipped by reading it. Evaluation counts sequences, not the rows that
-    only fill the last batch up. Raises MeshfeedError for a class whose bases are in the wrong order.
+    The stream is one epoch of the Trainer, at most `max_steps` long. The state is saved in the checkpoint's
+    trainer_state.json; resuming reads and skips no data. Evaluation counts sequences, not the rows that
+    only fill up the last batch. Raises MeshfeedError for a class whose bases are in the wrong order.
     """
 
     args: Any
@@ -96,7 +97,7 @@ class FeedTrainer:
     ) -> None:
         self._layout, self._feed_options = layout, dict(feed_options or {})
         self._train_loader: TrainLoader | None = None
-        self._evaluating = False  # a recipe
+        self._evaluating = False  # on a recipe
         if not isinstance(self, framework("transformers", "transformers").Trainer):
             raise MeshfeedError(f"{_BASES}; {type(self).__name__} has no Trainer among its bases")
         check_options(self._feed_options, _OWN, "feed_options")
@@ -111,16 +112,16 @@ class FeedTrainer:
         before = cls.__mro__[1 : cls.__mro__.index(FeedTrainer)]
         if wrong := [base.__name__ for base in before if _is_trainer(base)]:
             raise MeshfeedError(
-                f"{_BASES}; in {cls.__name__}, {wrong[0]} goes before FeedTrainer and hides it"
+                f"{_BASES}; in {cls.__name__}, {wrong[0]} comes before FeedTrainer and hides it"
             )
 
     @property
     def step(self) -> Step | None:
-        """The step that is being trained: its index, valid_tokens, stats; None before the first."""
+        """The step in training, with its index, valid_tokens and stats; None before the first."""
         return self._train_loader.step if self._train_loader is not None else None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own; lets go of files and peers at its end."""
+        """As the Trainer's; closes files and connections at the end."""
         try:
             return cast(Any, super()).train(*args, **kwargs)
         finally:
@@ -128,28 +129,28 @@ class FeedTrainer:
                 self._train_loader.close()
 
     def batch_of(self, microbatch: Microbatch) -> Any:
-        """A microbatch as the model takes it."""
+        """The model's inputs from a microbatch."""
         return causal_batch(microbatch)
 
     def get_train_dataloader(self) -> Any:
-        """The training stream, from where the checkpoint was taken."""
+        """The training stream, from the checkpoint on."""
         if not isinstance(self.train_dataset, Recipe):
             return cast(Any, super()).get_train_dataloader()
-        if self._train_loader is not None:  # of a run that auto_find_batch_size has given up
+        if self._train_loader is not None:  # of an attempt that auto_find_batch_size gave up
             self._train_loader.close()
         feed = self._feed(self.train_dataset, self._micro_batch_size, self.args.gradient_accumulation_steps)
         if feed.num_steps is not None and feed.num_steps < self.args.max_steps:
             raise RecipeError(
-                f"max_steps={self.args.max_steps}, and the stream ends after {feed.num_steps} steps; "
+                f"max_steps={self.args.max_steps}, but the stream ends after {feed.num_steps} steps; "
                 f"lower max_steps, or give the recipe more epochs"
             )
-        # The Trainer would read and drop what a resumed run has trained already; the state knows better.
+        # The Trainer would read and drop all batches trained before; the state makes that unnecessary.
         self.args.ignore_data_skip = True
         self._train_loader = _Resumed(self, feed)
         return self._train_loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """An evaluation set, from its beginning."""
+        """An evaluation set, from its start."""
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         chosen = self.eval_dataset[chosen] if isinstance(chosen, str) else chosen
         if not isinstance(chosen, Recipe):
@@ -157,13 +158,13 @@ class FeedTrainer:
         return self._evaluated(chosen)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """A test set, from its beginning."""
+        """A test set, from its start."""
         if not isinstance(test_dataset, Recipe):
             return cast(Any, super()).get_test_dataloader(test_dataset)
         return self._evaluated(test_dataset)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, over rows that hold a sequence."""
+        """As the Trainer's, over the rows that hold a sequence."""
         trainer = cast(Any, self)
         plain, self._evaluating = trainer.gather_function, isinstance(dataloader, _Evaluated)
         if isinstance(dataloader, _Evaluated):
@@ -174,7 +175,7 @@ class FeedTrainer:
             trainer.gather_function, self._evaluating = plain, False
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own. Losses that are shares of all ranks' tokens mean something only together."""
+        """As the Trainer's; averages losses that count the tokens of all ranks over all ranks."""
         loss, *rest = cast(Any, super()).prediction_step(*args, **kwargs)
         trainer = cast(Any, self)
         of_all = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
@@ -192,7 +193,7 @@ class FeedTrainer:
 
     @property
     def _micro_batch_size(self) -> int:
-        return int(cast(Any, self)._train_batch_size)  # what auto_find_batch_size has come to
+        return int(cast(Any, self)._train_batch_size)  # auto_find_batch_size may have reduced it
 
     def _feed(
         self,
@@ -217,26 +218,26 @@ class FeedTrainer:
 
 
 def _check_dataset(name: str, given: object) -> None:
-    # other datasets are the Trainer's, a list of rows, too
+    # the Trainer handles other datasets, also a list of rows
     if isinstance(given, list | tuple) and given and not isinstance(given[0], Mapping):
         held = type(cast(Any, given[0])).__name__
         raise RecipeError(
-            f"{name} is a {type(given).__name__} of {held}; give a mf.Recipe: data=mf.Mixture(...) of "
-            f"several sources, data=mf.Mapped(...) of items of your own; a torch Dataset stays the Trainer's"
+            f"{name} is a {type(given).__name__} of {held}; give a mf.Recipe: data=mf.Mixture(...) for "
+            f"several sources, data=mf.Mapped(...) for your own items; the Trainer handles a torch Dataset"
         )
 
 
 _OWN = {"recipe": "train_dataset or eval_dataset", "layout": "FeedTrainer's layout", "rank": "accelerate"}
-_BASES = "a class of one's own has the bases (FeedTrainer, Trainer), in this order"
+_BASES = "a subclass needs the bases (FeedTrainer, Trainer), in this order"
 
 
 def _is_trainer(base: type) -> bool:
-    """Whether it is transformers' Trainer, or one that is made of it alone."""
+    """Whether it is transformers' Trainer or a subclass of it alone."""
     return not issubclass(base, FeedTrainer) and hasattr(base, "get_train_dataloader")
 
 
 def check_packing(packing: Packing, mesh: Any) -> None:
-    """Raises RecipeError or LayoutError where sequences would be split among ranks."""
+    """Raises RecipeError or LayoutError if sequences would be split among ranks."""
     if packing.policy == "dynamic_cp":
         raise RecipeError(
             "Packing(policy='dynamic_cp') splits sequences among ranks, and transformers' attention does not "
@@ -245,23 +246,23 @@ def check_packing(packing: Packing, mesh: Any) -> None:
     names = getattr(mesh, "mesh_dim_names", None) or ()
     if cutting := [name for name in names if name in _MESH_NAMES and mesh[name].size() > 1]:
         raise LayoutError(
-            f"accelerate cuts batches along {cutting}, wherever sequences of a pack begin; train packs "
-            f"without {cutting}, or sequences of one length"
+            f"accelerate splits batches along {cutting} regardless of where the sequences of a pack begin; "
+            f"train packs without {cutting}, or sequences of one length"
         )
 
 
 class _Evaluated(EvalLoader):
-    """An evaluation set as the Trainer counts one.
+    """An evaluation set as the Trainer counts it.
 
-    dataset: as long as there are sequences. end_of_dataloader, remainder: what accelerate asks the loader
-    that is being iterated for.
+    dataset: has the number of sequences as its length. end_of_dataloader, remainder: read by accelerate while
+    it iterates.
     """
 
     def __init__(self, trainer: FeedTrainer, feed: Feed) -> None:
         super().__init__(feed, trainer.batch_of)
         if feed.num_sequences is None:
             raise RecipeError(
-                "an evaluation of a stream without end never ends; give its recipe epochs=1 or steps=..."
+                "evaluation on an endless stream never ends; give its recipe epochs=1 or steps=..."
             )
         self.dataset, self.end_of_dataloader, self.remainder = range(feed.num_sequences), False, -1
         self._accelerator = trainer.accelerator
@@ -280,7 +281,7 @@ class _Evaluated(EvalLoader):
             state._remove_dataloader(self)
 
     def gathered(self, data: Any) -> Any:
-        """What all ranks have of the microbatch that was handed out last: rows with a sequence, each once."""
+        """Gather the last microbatch of all ranks: the rows with a sequence, each once."""
         apply = framework("accelerate.utils", "transformers").recursively_apply
         return apply(self._kept, self._accelerator.gather(data))
 
@@ -290,7 +291,7 @@ class _Evaluated(EvalLoader):
 
 
 def held(feed: Feed, plan: StepPlan, microbatch: int) -> list[tuple[int, int]]:
-    """(rank, rows of its microbatch that hold a sequence), of one rank for each dp and cp place in turn."""
+    """(rank, rows of its microbatch that hold a sequence), for one rank of each dp and cp coordinate."""
     layout = feed.layout
     first_ranks = plan.first_rank[plan.microbatch == microbatch]
     num_rows = np.bincount(first_ranks // layout.cp, minlength=layout.dp)
@@ -302,7 +303,7 @@ def held(feed: Feed, plan: StepPlan, microbatch: int) -> list[tuple[int, int]]:
 
 
 class _Resumed(TrainLoader):
-    """Takes up the state that the Trainer has loaded by the time it first iterates."""
+    """Loads the Trainer's saved state when it is first iterated: only then is it known."""
 
     def __init__(self, trainer: FeedTrainer, feed: Feed) -> None:
         args = trainer.args
@@ -321,18 +322,18 @@ class _Resumed(TrainLoader):
         if not self._begun and state.global_step:
             self.load_state_dict(self._saved())
         self._begun = True
-        if state.global_step < state.max_steps:  # a finished run would train a step before it counts them
+        if state.global_step < state.max_steps:  # a finished run would train one more step before it counts
             yield from super().__iter__()
 
     def __len__(self) -> int:
-        raise TypeError("the Trainer counts steps of a stream: give max_steps")
+        raise TypeError("a stream has no len() for the Trainer; give max_steps")
 
     def _saved(self) -> dict[str, Any]:
         at = self._trainer.state.global_step
         saved = self._trainer.state.stateful_callbacks.get(_KEY)
         if saved is None:
             raise StateError(
-                f"the checkpoint of step {at} was saved without meshfeed and does not tell what was trained; "
-                f"resume with the data that it was trained on, or start anew from its model"
+                f"the checkpoint of step {at} was saved without meshfeed and lacks the data position; resume "
+                f"with the data it was trained on, or start a new run from its model"
             )
         return dict(saved)

@@ -1,11 +1,11 @@
-"""meshfeed for Megatron-core: who reads, iterators per virtual stage, `get_batch`, its schedulers' drop-ins.
+"""Megatron-core: who reads, iterators per virtual stage, `get_batch`, replacements of its schedulers.
 
 from meshfeed.integrations import megatron
 
 feed = megatron.feed(recipe, config, loading="shared", micro_batch_size=2)
 iterators = megatron.data_iterators(feed)  # in forward_step: megatron.get_batch(data_iterator)
 
-Megatron-core is imported by the functions that need it, and knows nothing of meshfeed.
+Megatron-core is imported by the functions that need it, and needs no change.
 """
 
 from meshfeed.integrations.megatron.batches import MODEL_KEYS, StageIterator, begin, data_iterators, get_batch

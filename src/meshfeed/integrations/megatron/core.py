@@ -1,4 +1,4 @@
-"""Megatron-core's own modules, imported when they are first needed; of whatever version there is."""
+"""Megatron-core's modules, imported on first use; any installed version."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from meshfeed.integrations.loader import framework
 
 
 def core(name: str) -> Any:
-    """The module megatron.core.NAME. Raises MeshfeedError where Megatron-core, or this part, is missing."""
+    """The module megatron.core.NAME. Raises MeshfeedError if Megatron-core lacks it or is not installed."""
     return framework(f"megatron.core.{name}", "megatron")

@@ -29,11 +29,11 @@ from meshfeed.store.sequences import sequences_of
 
 
 class _Memo:
-    """The indexes of the recipe last asked about, and its end of documents; a copied rule begins without."""
+    """The indexes of the last recipe, and its end-of-document token; a copied rule starts without them."""
 
     def __init__(self) -> None:
         self.last: tuple[Recipe, Indexes] | None = None
-        self.eod: int | None = None  # as documents that were read end in it
+        self.eod: int | None = None  # seen in what was read
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -52,23 +52,23 @@ class MegatronGPT(Rows, OwnOrder):
     Attributes:
         length: Megatron's `seq_length`.
         samples: how many this part of the job draws: for "train", `train_iters * global_batch_size`, also
-            where a Megatron job is taken over halfway. None for one epoch of each source.
-        split: shares of the documents for train, valid and test, such as "969,30,1". A source that is all
-            for one part, as with `train_data_path`, is "1", "0,1" or "0,0,1".
-        part: which of the three this is.
-        reset_position_ids, reset_attention_mask, eod_mask_loss: as in `Windows`. Megatron looks for the
-            end-of-document token, which is the same where each document ends in it and has none inside;
-            reading any other document with one of these options raises StoreError.
-        add_extra_token_to_sequence: whether a sample brings the token after it, as label of its last.
-            Without, the last token of each sample bears no loss.
-        drop_last_partial_validation_sequence: whether "valid" leaves out what does not fill a sample; else
+            when it takes over a Megatron job. None for one epoch of each source.
+        split: shares of the documents for train, valid and test, such as "969,30,1". A source used for one
+            part only, as with `train_data_path`, is "1", "0,1" or "0,0,1".
+        part: "train", "valid" or "test".
+        reset_position_ids, reset_attention_mask, eod_mask_loss: as in `Windows`. Megatron finds documents by
+            the end-of-document token. The result is the same if each document ends in that token and has none
+            inside; reading any other document with one of these options raises StoreError.
+        add_extra_token_to_sequence: whether a sample includes the token after it, the label of its last one.
+            Without it, the last token of each sample bears no loss.
+        drop_last_partial_validation_sequence: whether "valid" drops tokens that do not fill a sample. If not,
             the last sample is filled with tokens 0 that bear no loss.
-        mid_level_dataset_surplus: how many more samples each source of a weighted blend is built to have.
+        mid_level_dataset_surplus: share of additional samples built for each source of a weighted blend.
         cache: a folder for the arrays, which all processes of a node then share; None builds them in the
-            memory of each.
+            memory of each process.
 
-    A document is what Megatron takes for one: a sequence of the .idx. Padding tokens inside the data are not
-    looked for. Fields are those of `Windows`. Raises RecipeError for values outside these.
+    A document is a sequence of the .idx, as in Megatron. Padding tokens inside the data get no special
+    treatment. Fields are those of `Windows`. Raises RecipeError for other values.
     """
 
     _: KW_ONLY
@@ -115,7 +115,7 @@ class MegatronGPT(Rows, OwnOrder):
         return self._indexes(recipe).draws_between(start, stop)
 
     def prepare(self, recipe: Recipe) -> None:
-        """Build or open all arrays now; without it each is when it is first needed."""
+        """Build or open all arrays now, instead of each on first use."""
         self._indexes(recipe).open_all()
 
     def _indexes(self, recipe: Recipe) -> Indexes:
@@ -128,8 +128,8 @@ class MegatronGPT(Rows, OwnOrder):
     def _new_indexes(self, recipe: Recipe) -> Indexes:
         if recipe.epochs is not None or recipe.shuffle != "global":
             raise RecipeError(
-                f"epochs={recipe.epochs}, shuffle={recipe.shuffle!r}: MegatronGPT has an order and an end of "
-                f"its own; leave both out, and say samples="
+                f"epochs={recipe.epochs}, shuffle={recipe.shuffle!r}: MegatronGPT has its own order and end; "
+                f"leave both out, and set samples="
             )
         ask = Ask(
             length=self.length,
@@ -148,14 +148,14 @@ class MegatronGPT(Rows, OwnOrder):
         return self.add_extra_token_to_sequence
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
-        """See Rows. Raises StoreError for documents whose ends Megatron would see elsewhere."""
+        """See Rows. Raises StoreError for documents that Megatron would divide differently."""
         columns = super().load(recipe, portion, allocate)
         if self._minds_documents:
             self._check_ends(recipe, portion, cast(Array, columns["tokens"]))
         return columns
 
     def _check_ends(self, recipe: Recipe, portion: Portion, tokens: Array) -> None:
-        """Whether each document in what was read ends in one token, the same in all, and has none inside."""
+        """Check that each document read ends in the same token and has it nowhere else."""
         row, offset = self._document_starts(recipe, portion.draws)
         ends = np.zeros((len(portion.draws), self.length), np.bool_)
         ends[row, offset - 1] = True
@@ -184,7 +184,7 @@ class MegatronGPT(Rows, OwnOrder):
                 f"(meshfeed prepare --eod), or leave these options out"
             )
 
-    # -- what rows ask ----------------------------------------------------------------------------------
+    # -- defined for rows ----------------------------------------------------------------------------------
 
     def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
         tokens = np.empty(len(draws), np.int64)
@@ -200,7 +200,7 @@ class MegatronGPT(Rows, OwnOrder):
             mine = np.flatnonzero(draws.source == s)
             pieces = self._indexes(recipe).dataset(s).pieces_of(draws.index[mine])
             inside = (pieces.at > 0) & (pieces.at <= self.length)
-            # What fills up a short sample comes after the end of a document.
+            # the filling of a short sample begins after the end of a document
             tokens = self._indexes(recipe).tokens_of(s, draws.index[mine])
             short = np.flatnonzero((tokens > 0) & (tokens <= self.length))
             rows += [mine[pieces.row[inside]], mine[short]]
@@ -211,7 +211,7 @@ class MegatronGPT(Rows, OwnOrder):
         return row[ascending], offset[ascending]
 
     def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Slices) -> tuple[Longs, Longs]:
-        """See Rows; a slice is in as many pieces as it has documents, shuffled ones."""
+        """See Rows; a slice has a piece for each document in it, since documents are shuffled."""
         pieces = self._indexes(recipe).dataset(source).pieces_of(draws.index)
         # Each slice of the cut, with the token after it, meets each piece: [slices, pieces].
         first = np.maximum(cut.start[:, None], pieces.at)
@@ -240,7 +240,7 @@ def _places(cut: Slices) -> Longs:
 
 
 def _weights_of(recipe: Recipe) -> Sequence[float] | None:
-    """What a blend weighs its sources by; None for their sizes."""
+    """The weights of a blend's sources; None for their sizes."""
     if not isinstance(recipe.data, Mixture):
         return None
     (part, *later), names = recipe.data.parts, recipe.data.names
@@ -251,6 +251,6 @@ def _weights_of(recipe: Recipe) -> Sequence[float] | None:
         if units <= {"repeat", "size"} and set(weights) == {1.0}:
             return None
     raise RecipeError(
-        f"MegatronGPT over {', '.join(names[:4])}: Megatron blends by proportions above 0 that stay as they "
-        f"are, or by size, which is every store without an amount"
+        f"MegatronGPT over {', '.join(names[:4])}: Megatron blends by constant proportions above 0, or by "
+        f"size, which means a store without an amount"
     )

@@ -1,4 +1,4 @@
-"""What a `MegatronGPT` has open: the arrays of its datasets and of their blend."""
+"""The arrays that a `MegatronGPT` has open: of its datasets and of their blend."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Longs = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 VERSION = 1
-"""Of the arrays: part of every key, so that a change of theirs never meets an old cache."""
+"""Version of the arrays; part of every cache key, so that a new version never reads an old cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """All that the arrays depend on, beside the stores and their weights.
+    """Everything that determines the arrays besides the stores and their weights.
 
     Attributes: those of `MegatronGPT`, and the recipe's seed.
     """
@@ -68,7 +68,7 @@ class Pieces:
 
 
 class Dataset:
-    """One store as Megatron's GPTDataset has it."""
+    """One store as Megatron's GPTDataset."""
 
     def __init__(self, store: Any, ask: Ask, num_samples: int | None) -> None:
         self.sequences: Sequences = sequences_of(store)
@@ -91,7 +91,7 @@ class Dataset:
         self._arrays: Arrays | None = None
 
     def open(self, cache: str | os.PathLike[str] | None) -> None:
-        """Build the arrays, or map them where they are built. Raises StoreError."""
+        """Build the arrays, or map those in the cache. Raises StoreError."""
         begin, end = self._range
         passes = self.passes
 
@@ -109,13 +109,13 @@ class Dataset:
 
     @property
     def may_be_short(self) -> bool:
-        """Whether some sample, the last, is not filled by the tokens there are."""
+        """Whether there are too few tokens to fill the last sample."""
         passes = self.passes
         return passes.num_samples * passes.length + passes.extra > passes.num_epochs * passes.epoch_tokens
 
     @property
     def is_open(self) -> bool:
-        """Whether the arrays are there."""
+        """Whether the arrays are open."""
         return self._arrays is not None
 
     def order_of(self, indices: Longs) -> Longs:
@@ -123,7 +123,7 @@ class Dataset:
         return self._opened["shuffle"][indices].astype(np.int64)
 
     def tokens_of(self, indices: Longs) -> Longs:
-        """Tokens of each sample, its last label included: length + extra but at the very end; int64 [n]."""
+        """Tokens of each sample with its last label: length + extra, except at the very end; int64 [n]."""
         passes = self.passes
         total = passes.num_epochs * passes.epoch_tokens
         if not self.may_be_short:
@@ -160,7 +160,7 @@ class Dataset:
 
 
 class Indexes:
-    """The datasets and the blend of one recipe, each opened when it is first asked for.
+    """The datasets and the blend of one recipe, each opened on first use.
 
     Threads may share it. weights: of the stores, in their order; None for their sizes.
     """
@@ -208,7 +208,7 @@ class Indexes:
         return dataset
 
     def tokens_of(self, source: int, indices: Longs) -> Longs:
-        """Tokens of each sample of a dataset; its arrays stay closed where they do not matter."""
+        """Tokens of each sample of a dataset; opens its arrays only if they matter."""
         dataset = self._datasets[source]
         return (self.dataset(source) if dataset.may_be_short else dataset).tokens_of(indices)
 

@@ -1,11 +1,11 @@
 """The order of Megatron-core's GPTDataset and BlendedDataset, bit for bit, as arrays. Pure.
 
-There a dataset is its documents, in a shuffled order over all epochs, laid end to end and cut into samples
-of equal length, which are shuffled once more; a blend draws from several such datasets, at every step from
-the one that lags most behind its weight. Both shuffles are NumPy's legacy `RandomState` with the job's own
-seed, and the blend compares rounded doubles: neither can be had by any other arithmetic.
+A dataset's documents are shuffled over all epochs, concatenated and cut into samples of equal length, which
+are shuffled again. A blend draws each sample from the dataset that lags most behind its weight. Both shuffles
+use NumPy's legacy `RandomState` with the job's seed, and the blend compares rounded doubles, so the same
+arithmetic is needed here.
 
-The words are Megatron's: a document is a *sequence* of the .idx, a sample is one row of a batch.
+Terms are Megatron's: a document is a *sequence* of the .idx, a sample is one row of a batch.
 Equal to megatron-core 0.16 to 0.19, on x86-64 (elsewhere a compiler may fuse the blend's multiply and add).
 """
 
@@ -62,7 +62,7 @@ def normalized(weights: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How often a dataset goes through its documents, and what it makes of them.
+    """The epochs of a dataset, and the samples that it makes of them.
 
     Attributes:
         length: tokens of a sample, without the extra one.

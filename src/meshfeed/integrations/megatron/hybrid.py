@@ -27,31 +27,31 @@ from meshfeed.plan import StepPlan, packs_of
 from meshfeed.roles import Field
 
 SampleGroups = list[list[list[int]]]
-"""[group][dp_cp rank] -> ids of the samples that the rank works on, one after the other."""
+"""[group][dp_cp rank] -> ids of the samples that the rank works on, in order."""
 
 _MOST_BYTES = 2048
 
 
 class HybridCPDataLoaderWrapper:
-    """In place of Megatron's own, for its schedule of hybrid context parallelism.
+    """Replaces Megatron's class of this name in its schedule for hybrid context parallelism.
 
-    Every `next` pulls one batch of samples, packed or not, and gives (samples, groups): what this rank works
-    on, id -> whole sample on its device, and the ids of all ranks (see `SampleGroups`). In every group a rank
-    works on samples of one cp size, the same as the ranks that share them and in the same order; who would
-    have none has a dummy sample without loss, whose id is past all others. Samples are padded to what
-    their own cp size needs, and no further. Ranks without an iterator get (None, None).
+    Every `next` pulls one batch of samples, packed or not, and gives (samples, groups): id -> whole sample on
+    its device for those of this rank, and the ids of all ranks (see `SampleGroups`). In each group a rank's
+    samples have one cp size, and the ranks that share them have them in the same order. A rank without a
+    sample gets a dummy without loss, whose id is above all others. Samples are padded only as far as their
+    own cp size needs. Ranks without an iterator get (None, None).
 
     Args:
-        data_iterator: gives lists of samples; all cp ranks of a data-parallel rank give the same.
-        config: see `packing_of`; of schedulers, hybrid cp is always dynamic_cp.
+        data_iterator: gives lists of samples; the same on all cp ranks of a data-parallel rank.
+        config: see `packing_of`; the scheduler is always dynamic_cp.
         pg_collection: with dp_cp, tp, cp, dp and pp; None takes those of parallel_state.
-        keys: says which keys have one entry per token, beside Megatron's own: its split ones.
-        device: where samples go; None is this process's GPU, if there is any.
-        timeout_s: how long to wait for the other ranks to make a gloo group, where Megatron has made none.
+        keys: its split keys have one entry per token, like Megatron's own.
+        device: of the samples; None takes this process's GPU if there is one.
+        timeout_s: how long to wait for the other ranks to make a gloo group, if Megatron has made none.
 
-    Lengths and samples travel in two collectives of the dp_cp ranks' gloo group. Raises LayoutError where cp
-    does not vary faster than dp; StopIteration when all iterators have come to
-    their end; PlanError for a sample that all ranks together cannot hold; what any rank's iterator raises.
+    Lengths and samples are sent in two collectives of the dp_cp ranks' gloo group. Raises LayoutError if cp
+    does not vary faster than dp; StopIteration when all iterators are exhausted; PlanError for a sample that
+    all ranks together cannot hold; and what any rank's iterator raises.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class HybridCPDataLoaderWrapper:
         return mine, groups
 
     def _placed(self, name: str, value: Any, width: int) -> Any:
-        """A value of a sample on its device; what is per token with zeros up to the width."""
+        """A value of a sample on its device; keys with one entry per token get zeros up to the width."""
         if not isinstance(value, torch.Tensor):
             return value
         return (_padded(value, width) if name in self._per_token else value).to(device_of(self._device))
 
     def _pull(self) -> Given:
-        """What this rank gives: nothing at its end, since others may have more; an error to all."""
+        """This rank's items: none at its end, since others may have more; an error is reported to all."""
         try:
             element = next(cast(Iterator[Any], self._iterator), [])
             samples = [_as_sent(each) for each in sequences_of(element, self._given_keys)]
@@ -141,7 +141,7 @@ class HybridCPDataLoaderWrapper:
 
 
 def groups_of(step_plan: StepPlan) -> SampleGroups:
-    """Who works on which samples, microbatch by microbatch; dummies have ids past all samples."""
+    """The samples of each rank, by microbatch; dummies have ids above all samples."""
     ranks, first_dummy = step_plan.num_ranks, step_plan.lengths.size
     groups: SampleGroups = [[[] for _ in range(ranks)] for _ in range(step_plan.num_microbatches)]
     for rank in range(ranks):
@@ -152,7 +152,7 @@ def groups_of(step_plan: StepPlan) -> SampleGroups:
 
 
 def _width(step_plan: StepPlan, sample: int) -> int:
-    """Tokens of a sample, padded as its cp size needs it; those of a dummy too."""
+    """Tokens of a sample or dummy, padded for its cp size."""
     if sample < step_plan.lengths.size:
         length, cp_size = int(step_plan.lengths[sample]), int(step_plan.cp_size[sample])
     else:
@@ -174,7 +174,7 @@ def _as_given(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sent_keys(keys: Keys) -> Keys:
-    """What was declared, and Megatron's own keys per token as they are sent."""
+    """The declared keys, and Megatron's own keys with one entry per token, under the names sent."""
     more = sorted(per_token_of(keys) - {field.name for field in keys.declared})
     fields = (Field(name=_sent(name), dtype="any", split=True) for name in more)
     return Keys(*keys.declared, *fields, length=keys.length)
@@ -187,7 +187,7 @@ def _padded(value: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _dummy(schema: Schema) -> dict[str, Any]:
-    """A sample of one token, 0, that bears no loss."""
+    """A sample of one token, 0, without loss."""
     return {
         name: torch.zeros((1, *shape), dtype=getattr(torch, dtype)) for name, dtype, shape in schema.split
     }

@@ -1,4 +1,4 @@
-"""The lengths of Megatron's mock datasets for packing, from what its options give."""
+"""The lengths of Megatron's mock datasets for packing, from its options."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _COUNT = 1_000_000  # as many as Megatron draws
 
 
 def mock_lengths(config: str | os.PathLike[str] | Mapping[str, Any]) -> Lengths:
-    """A store of the lengths that Megatron's mock dataset has, of made-up tokens.
+    """A store of random tokens with the lengths of Megatron's mock dataset.
 
-    config: what --sft-mock-dataset-config-json or --varlen-mock-dataset-config-json is given: JSON text, a
-    file of it, or the dict itself, of mode "file" (a CSV of lengths) or "distribution" (lognormal, the very
-    numbers that Megatron draws). Raises StoreError for another mode and for what is neither.
+    config: the value of --sft-mock-dataset-config-json or --varlen-mock-dataset-config-json: JSON text, a
+    JSON file, or the dict itself, with mode "file" (a CSV of lengths) or "distribution" (lognormal, the same
+    numbers as Megatron draws). Raises StoreError for another mode or an invalid config.
     """
     try:
         told = dict(config) if isinstance(config, Mapping) else json.loads(_text_of(config))

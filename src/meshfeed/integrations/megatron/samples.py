@@ -1,4 +1,4 @@
-"""The sequences in what a trainer's own iterator gives: samples, lists, collated rows, packs made before."""
+"""The sequences in the elements of a trainer's iterator: samples, lists, collated rows or packs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from meshfeed.errors import RecipeError
 from meshfeed.exchange import Keys
 
-# what packs have anyway
+# every pack has these
 OVERWRITTEN = ("padding_mask", "local_cp_size")
-# what tells how a sample was padded or packed before
+# how a sample was padded or packed before
 _LENGTHS = (
     "cu_seqlens",
     "cu_seqlens_padded",
@@ -27,18 +27,17 @@ _PER_TOKEN = frozenset({"tokens", "labels", "loss_mask", "position_ids", "paddin
 
 
 def per_token_of(keys: Keys) -> frozenset[str]:
-    """The keys with one entry per token: Megatron's own, and what `keys` splits; no shape is asked."""
+    """The keys with one entry per token: Megatron's own, and those that `keys` splits."""
     return _PER_TOKEN - {f.name for f in keys.declared} | {f.name for f in keys.declared if f.split}
 
 
 def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]:
-    """The sequences in what a trainer's iterator gave: a sample, a list of them, or samples packed before.
+    """The sequences in an element of a trainer's iterator: a sample, a list of samples, or packed samples.
 
-    Tokens of shape [b, T] are b sequences; any other key then has one entry for each. A sample that says its
-    original_seq_len is cut to it, and one with cu_seqlens is taken apart. An attention_mask of the shape of
-    the tokens has one entry per token; another one, such as [1, T, T], has no meaning in a pack, and is left
-    out. keys: says what else is per token.
-    Raises RecipeError for anything else.
+    Tokens of shape [b, T] are b sequences; any other key then has one entry for each. A sample with
+    original_seq_len is cut to it, and one with cu_seqlens is split. An attention_mask of the shape of the
+    tokens has one entry per token; any other, such as [1, T, T], has no meaning in a pack and is dropped.
+    keys: further keys with one entry per token. Raises RecipeError for anything else.
     """
     samples = [element] if isinstance(element, Mapping) else element
     if not isinstance(samples, Sequence) or not all(isinstance(each, Mapping) for each in samples):
@@ -79,13 +78,13 @@ def _rows(values: Mapping[str, Any], length: str, per_token: Set[str]) -> list[d
     """One dict per row of tokens; those of shape [T] are one row."""
     shape = tuple(np.shape(values[length])) if length in values else ()
     if not shape:
-        return [dict(values)]  # refused by name when it is encoded
+        return [dict(values)]  # `encode` refuses it by name
     rows, size = shape if length in _PER_TOKEN and len(shape) == 2 else (1, shape[0])
     beside = values.keys() - per_token - {*OVERWRITTEN} if rows > 1 else set[str]()
     if unlike := sorted(name for name in beside if _num_entries(values[name]) != rows):
         raise RecipeError(
-            f"{unlike} beside {rows} rows of {length!r}: which row has what is not known; give one entry per "
-            f"row, as collating does, a dict for each sequence, or declare what has one entry per token in "
+            f"{unlike} beside {rows} rows of {length!r} cannot be assigned to rows; give one entry per row, "
+            f"as collating does, or a dict for each sequence; declare keys with one entry per token in "
             f"Keys, split"
         )
     made: list[dict[str, Any]] = [{} for _ in range(rows)]
@@ -111,5 +110,5 @@ def _num_entries(value: Any) -> int:
 
 
 def _cut(values: Mapping[str, Any], per_token: Set[str], start: int, size: int) -> dict[str, Any]:
-    """Some tokens of a sequence; what has no entry per token stays as it is."""
+    """Some tokens of a sequence; keys without an entry per token stay as they are."""
     return {n: value[start : start + size] if n in per_token else value for n, value in values.items()}

@@ -1,4 +1,4 @@
-"""Megatron-core's `wrap_data_iterator`: a trainer's own sequences, packed by meshfeed's planner each step."""
+"""Megatron-core's `wrap_data_iterator`: packs a trainer's own sequences with meshfeed's planner each step."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ SCHEDULERS = {
 """sequence_packing_scheduler -> policy of a `Packing`: Megatron's names, and our own."""
 
 KEEPING = frozenset({"empty", "default", "empty_scheduler_with_packing", "empty_scheduler_no_packing"})
-"""Those of SCHEDULERS that keep the trainer's packs: each element of an iterator is one, on its own rank."""
+"""Those of SCHEDULERS that keep the trainer's packs: each element is a pack and stays on its own rank."""
 
-_BEGINS = "(begins)"  # the key of a sample that begins a pack to be kept
+_BEGINS = "(begins)"  # marks the first sample of a pack to keep
 
 Wrapped = tuple[Any, int, int, int]
 """(iterator or one per virtual stage, number of microbatches, tokens, sum of squared lengths)."""
@@ -64,13 +64,13 @@ def scheduler_of(config: Any) -> str:
 def packing_of(
     config: Any, layout: Layout, scheduler: str | None = None, *, align: Align | None = None
 ) -> Packing:
-    """The packing that a Megatron config asks for.
+    """The packing that a Megatron config requests.
 
-    Read are sequence_packing_scheduler (or `scheduler`), max_seqlen_per_dp_cp_rank, sequence_parallel,
-    min_dynamic_context_parallel_size and, with virtual stages, microbatch_group_size_per_vp_stage. Changing
-    cp groups have the sizes for which Megatron makes process groups: powers of 2 that divide dp * cp, and
-    dp * cp. align: multiples that padding must reach, beside those that tp and cp need. Raises RecipeError
-    for a scheduler that is none of SCHEDULERS, or without a capacity.
+    It reads sequence_packing_scheduler (or `scheduler`), max_seqlen_per_dp_cp_rank, sequence_parallel,
+    min_dynamic_context_parallel_size and, with virtual stages, microbatch_group_size_per_vp_stage. Under
+    dynamic_cp, groups have the sizes for which Megatron makes process groups: powers of 2 that divide
+    dp * cp, and dp * cp. align: further multiples that padding must reach. Raises RecipeError for a scheduler
+    that is not in SCHEDULERS, or without a capacity.
     """
     name = scheduler or scheduler_of(config)
     if name not in SCHEDULERS:
@@ -92,19 +92,19 @@ def packing_of(
 
 
 def _with_own(keys: Keys) -> Keys:
-    """The keys, and what samples may bring in place of what packs have."""
+    """The keys, and the fields of a sample that replace those of packs."""
     names = {f"({field.name})" for field in keys.declared}
     more = (field for field in OWN_FIELDS if field.name not in names)
     return Keys(*keys.declared, *more, length=keys.length, valid=keys.valid)
 
 
 class _Turn:
-    """The iterator of the call that is under way, as one source without an end: data sets take turns.
+    """The iterator of the current call as one endless source, so that several datasets can take turns.
 
-    Its element is all that a call pulls, however much that is, so a batch size that grows needs no other
-    Exchange. An iterator that has come to its end gives nothing. That one data set has ended on this rank
-    must not end the others: what ends it is a step without a sequence from any rank. One that ends in the
-    middle of a call has not what was asked for, and would make a short step.
+    Each element is everything that one call pulls, so a growing batch size needs no new Exchange. An
+    exhausted iterator gives an empty element: a dataset that has ended on this rank must not end the others,
+    and a step without a sequence from any rank ends it. An iterator that ends within a call is an error,
+    since the step would be short.
     """
 
     def __init__(self, keys: Keys) -> None:
@@ -113,7 +113,7 @@ class _Turn:
         self._own = {field.name for field in keys.declared} & {field.name for field in OWN_FIELDS}
 
     def take(self, source: Iterator[Any] | None, num_elements: int, *, keep: bool) -> None:
-        """Go on with this one, and with so many elements of it. keep: mark where each begins."""
+        """Use this iterator, and so many elements of it, for the next step. keep: mark where each begins."""
         self.source, self._num_elements, self._keep = source, num_elements, keep
 
     def __iter__(self) -> Self:
@@ -121,7 +121,7 @@ class _Turn:
 
     def __next__(self) -> list[dict[str, Any]]:
         if self.source is None:
-            raise RecipeError("this rank had a data iterator before and has none now; give it in every call")
+            raise RecipeError("this rank had a data iterator before but has none now; pass it in every call")
         made: list[dict[str, Any]] = []
         for taken in range(self._num_elements):
             try:
@@ -136,29 +136,29 @@ class _Turn:
             first, made = len(made), made + sequences_of(element, self._keys)
             if self._keep:
                 if len(made) == first:
-                    raise RecipeError(f"element {taken} is a pack of no sequence; give each a sequence")
+                    raise RecipeError(f"element {taken} is an empty pack; give each pack a sequence")
                 made[first] = {**made[first], _BEGINS: b""}
         self._num_elements = 0
         return [{self._sent_as(k): v for k, v in each.items() if k not in OVERWRITTEN} for each in made]
 
     def _sent_as(self, name: str) -> str:
-        """Packs have keys of some names themselves."""
+        """Another name for a key that packs already have."""
         return f"({name})" if f"({name})" in self._own else name
 
 
 class SequencePacking:
-    """Megatron's `wrap_data_iterator`, to be called once a step on every rank, and left with the job.
+    """Megatron's `wrap_data_iterator`; call it once a step on every rank, and use it in `with`.
 
-    Of a trainer's own iterator it pulls num_microbatches elements on each rank that has one, learns all
-    lengths, plans by `config.sequence_packing_scheduler`, reroutes, and brings every rank its packs. Of the
-    iterators of a Feed it begins the next step; nothing is sent then. Every rank gets an iterator, for
-    `get_batch`; the ranks' iterators of one call are those of one step, whichever data set it is of.
+    From a trainer's own iterator it pulls num_microbatches elements on each rank that has one, gathers all
+    lengths, plans by `config.sequence_packing_scheduler`, reroutes, and gives every rank its packs. For the
+    iterators of a Feed it begins the next step and sends nothing. Every rank gets an iterator for
+    `get_batch`; the iterators of one call are of the same step and dataset on all ranks.
 
     Args:
-        loading: as `is_reader` was told, when the datasets were built.
-        keys: what samples hold; None for tokens, labels and loss_mask, and whatever else as it comes.
-            Declare here, split, what has one entry per token beside Megatron's own keys.
-        device: where the packs go; None is this process's GPU, if there is any.
+        loading: the value that `is_reader` got when the datasets were built.
+        keys: what samples hold; None for tokens, labels and loss_mask, all else unsplit. Declare other keys
+            with one entry per token here, split.
+        device: of the packs; None takes this process's GPU if there is one.
         align: multiples that padding must reach: Align(pack=16) for fp8, or Align(sequence=n) to keep the
             padding of a dataset that pads its samples to multiples of n.
         timeout_s: how long to wait for other ranks.
@@ -178,7 +178,7 @@ class SequencePacking:
         self._keys, self._device, self._timeout_s = _with_own(keys or Keys()), device, timeout_s
         self._turn = _Turn(self._keys)
         self._open: dict[tuple[Any, ...], Exchange] = {}
-        self._bare: set[tuple[Any, ...]] = set()  # of those, who were opened without an iterator here
+        self._bare: set[tuple[Any, ...]] = set()  # those opened without an iterator here
         self._stages: dict[tuple[Any, ...], list[StageIterator]] = {}
 
     def __enter__(self) -> Self:
@@ -190,7 +190,7 @@ class SequencePacking:
         self.close()
 
     def close(self) -> None:
-        """Let the peers go. May be called again."""
+        """Close the connections to other ranks. May be called again."""
         while self._open:
             key, exchange = self._open.popitem()
             self._stages.pop(key, None)
@@ -202,8 +202,8 @@ class SequencePacking:
     ) -> Wrapped:
         """The next step.
 
-        Raises StopIteration where no rank's iterator gives a sequence, RecipeError where one ends within
-        num_microbatches, or where this rank had none at first and has one now, and what an Exchange raises.
+        Raises StopIteration if no rank's iterator gives a sequence; RecipeError if an iterator ends within
+        num_microbatches, or if this rank has an iterator in some calls only; and the errors of an Exchange.
         """
         given = data_iterator if isinstance(data_iterator, list) else [data_iterator]
         inner = [getattr(each, "iterable", each) for each in given]  # as in a RerunDataIterator
@@ -211,7 +211,7 @@ class SequencePacking:
         if stages and len(stages) == len(inner):
             return _wrapped(stages)
         if num_microbatches < 1:
-            raise RecipeError(f"num_microbatches={num_microbatches}: a step pulls from 1 on")
+            raise RecipeError(f"num_microbatches={num_microbatches}: give at least 1")
         keep = scheduler_of(config) in KEEPING
         source = next((each for each in given if each is not None), None)
         self._turn.take(source, num_microbatches, keep=keep)
@@ -225,10 +225,10 @@ class SequencePacking:
             made = data_iterators(self._open[key])
             self._stages[key] = made if isinstance(made, list) else [made]
         if key in self._bare and self._turn.source is not None:
-            raise RecipeError("this rank had no data iterator before and has one now; give it in every call")
+            raise RecipeError("this rank had no data iterator before but has one now; pass it in every call")
         wrapped = _wrapped(self._stages[key])
         step = self._stages[key][0].step
-        if step is not None and not step.plan.lengths.size:  # all ranks know it
+        if step is not None and not step.plan.lengths.size:  # on all ranks
             raise StopIteration
         return wrapped
 
@@ -252,7 +252,7 @@ class SequencePacking:
 
 
 class _Scheduled(Exchange):
-    """The exchange of a SequencePacking, whose owners are Megatron's readers. keeps: see KEEPING."""
+    """The exchange of a SequencePacking; its owners are Megatron's readers. keeps: see KEEPING."""
 
     keeps = False
 
@@ -296,7 +296,7 @@ class _Scheduled(Exchange):
 
 
 def _wrapped(stages: Sequence[StageIterator]) -> Wrapped:
-    """The next step of all virtual stages, as Megatron's training loop takes it."""
+    """Begin the next step of all virtual stages, for Megatron's training loop."""
     step = begin(stages)
     replayed = core("rerun_state_machine").RerunDataIterator
     made = [replayed(stage.rest()) for stage in stages]

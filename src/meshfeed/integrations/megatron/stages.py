@@ -20,8 +20,8 @@ from meshfeed.roles import DeliveryName, Field, Roles, StageMap, assign_roles, c
 
 Loading = Literal["replicated", "broadcast", "shared"]
 """replicated: every rank that needs data reads its own.
-broadcast: tp rank 0 of each stage that needs data reads, for its tp group.
-shared: one rank of each node and data-parallel replica reads, for all of them, where machines can share."""
+broadcast: tp rank 0 of each stage that needs data reads for its tp group.
+shared: one rank of each node and replica reads for all its ranks there, if they can share memory."""
 
 _DELIVERY: dict[str, DeliveryName | Literal["auto"]] = {
     "replicated": "direct",
@@ -32,32 +32,32 @@ _STORED = (
     Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
     Field(name="labels", dtype="int64", stages=("last",), split=True),
 )
-_LENGTHS = Field(name="lengths", dtype="int64")  # of a trainer's own sequences: no index tells them
+_LENGTHS = Field(name="lengths", dtype="int64")  # of a trainer's own sequences, which no index knows
 
 
 def delivery_of(loading: Loading) -> DeliveryName | Literal["auto"]:
-    """The delivery that a way of loading is. Raises RoleError for another name."""
+    """The delivery for a way of loading. Raises RoleError for another name."""
     if loading not in get_args(Loading):
         raise RoleError(f"loading={loading!r}: choose one of {', '.join(get_args(Loading))}")
     return _DELIVERY[loading]
 
 
 def layout_of(groups: Any = None) -> Layout:
-    """`Layout.from_megatron`, with the node size that the launcher tells. Raises LayoutError."""
+    """`Layout.from_megatron`, with the launcher's node size. Raises LayoutError."""
     return this_layout(Layout.from_megatron(groups))
 
 
 def device_of(given: str | torch.device | None) -> str | torch.device:
-    """The device given, or else this process's GPU, or the CPU where there is none."""
+    """The device given, else this process's GPU, else the CPU."""
     if given is not None or not torch.cuda.is_available():
         return given or "cpu"
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def stage_map(config: Any) -> StageMap:
-    """What each pipeline stage does, by Megatron's TransformerConfig, or anything with its attributes.
+    """What each pipeline stage does, from Megatron's TransformerConfig or anything with its attributes.
 
-    Read are pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, mtp_num_layers and
+    It reads pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, mtp_num_layers and
     pipeline_model_parallel_layout. Without a layout, MTP layers are on the last stage.
     """
     pp = int(getattr(config, "pipeline_model_parallel_size", 1))
@@ -77,9 +77,9 @@ def stage_map(config: Any) -> StageMap:
 
 
 def stages_of(config: Any, layout: Layout) -> StageMap:
-    """`stage_map`; without a config, the plain pipeline with the virtual stages that parallel_state knows.
+    """`stage_map`; without a config, a plain pipeline with the virtual stages of parallel_state.
 
-    Raises RoleError where config and process groups differ.
+    Raises RoleError if config and process groups differ.
     """
     if config is None:
         vpp = core("parallel_state").get_virtual_pipeline_model_parallel_world_size()
@@ -90,13 +90,13 @@ def stages_of(config: Any, layout: Layout) -> StageMap:
 
 
 def quantum_of(config: Any) -> int | None:
-    """Microbatches that an interleaved schedule takes as a group; None where there are no virtual stages."""
+    """Microbatches that an interleaved schedule takes as a group; None without virtual stages."""
     size = getattr(config, "microbatch_group_size_per_vp_stage", None)
     return int(size) if size and stage_map(config).vpp > 1 else None
 
 
 def is_dynamic(config: Any) -> bool:
-    """Whether a Megatron config has context-parallel groups that change from microbatch to microbatch."""
+    """Whether a Megatron config changes context-parallel groups from microbatch to microbatch."""
     scheduler = getattr(config, "sequence_packing_scheduler", None)
     name = str(getattr(scheduler, "value", scheduler))
     return name.endswith(("dynamic_cp", "hybrid_cp")) or bool(
@@ -107,13 +107,13 @@ def is_dynamic(config: Any) -> bool:
 def is_reader(
     vp_stage: int | None = None, *, config: Any = None, loading: Loading = "broadcast", groups: Any = None
 ) -> bool:
-    """Whether this rank opens storage: Megatron's `is_dataset_built_on_rank`. No rank is asked.
+    """Whether this rank opens storage, for Megatron's `is_dataset_built_on_rank`. It asks no other rank.
 
-    vp_stage: whether it does for this virtual stage; None for any of its own. config: where MTP layers and
-    virtual stages are; see `stage_map`. groups: a ProcessGroupCollection; None takes those of parallel_state.
-    Bind them with functools.partial: Megatron calls it without arguments. Under "replicated", a config with a
-    sequence_packing_scheduler has every rank read, since all stages must know the lengths.
-    Raises LayoutError and RoleError where they do not fit together.
+    vp_stage: a virtual stage; None for any of this rank's. config: of MTP layers and virtual stages; see
+    `stage_map`. groups: a ProcessGroupCollection; None takes those of parallel_state. Bind these arguments
+    with functools.partial, since Megatron calls it without any. Under "replicated" with a
+    sequence_packing_scheduler every rank reads, since all stages must know the lengths.
+    Raises LayoutError and RoleError if these do not fit together.
     """
     if vp_stage is not None and type(vp_stage) is not int:
         raise RoleError(
@@ -126,12 +126,12 @@ def is_reader(
     if vp_stage is None:
         return reads
     if not 0 <= vp_stage < stages.vpp:
-        raise RoleError(f"vp_stage={vp_stage}: stages go from 0 to {stages.vpp - 1}; pass the model's config")
+        raise RoleError(f"vp_stage={vp_stage}: choose 0 to {stages.vpp - 1}, or pass the model's config")
     return reads and bool(stages.fields_of(_STORED, layout.coord(rank).pp, vp_stage))
 
 
 def readers(config: Any = None, *, loading: Loading = "broadcast", groups: Any = None) -> tuple[int, ...]:
-    """All ranks whose `is_reader` is True, ascending; those that have an iterator, then."""
+    """All ranks whose `is_reader` is True, ascending: those that have an iterator."""
     layout = layout_of(groups)
     roles = _roles(layout, stages_of(config, layout), loading, config)
     return tuple(roles.ranks[roles.reads].tolist())
@@ -158,10 +158,10 @@ def feed(
 ) -> Feed:
     """The Feed of this rank of a Megatron job.
 
-    config: see `stage_map`; None for a plain pipeline. loading: who reads, whatever the recipe brings.
-    groups: a ProcessGroupCollection; None takes those of parallel_state. device: None is this process's GPU,
-    if there is any. packing: as for a Feed; without a quantum it gets microbatch_group_size_per_vp_stage of a
-    config with virtual stages. options: all others of a Feed, such as micro_batch_size.
+    config: see `stage_map`; None for a plain pipeline. loading: who reads. groups: a ProcessGroupCollection;
+    None takes those of parallel_state. device: None takes this process's GPU if there is one. packing: as for
+    a Feed; without a quantum it gets microbatch_group_size_per_vp_stage of a config with virtual stages.
+    options: all others of a Feed, such as micro_batch_size.
     """
     layout = layout_of(groups)
     if packing is not None and packing.quantum is None and config is not None:
