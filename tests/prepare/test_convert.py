@@ -30,10 +30,10 @@ from meshfeed.errors import StoreError
 from meshfeed.files.sums import BLOCK_BYTES
 from meshfeed.prepare import convert as module
 from meshfeed.prepare.convert import Conversion
+from meshfeed.testing import assert_store
 from services.needs import needs
 from services.nginx import Nginx
 from soak import cases
-from streams import check_tokens
 
 DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "int64")
 Documents = Sequence[Sequence[int]]
@@ -128,7 +128,7 @@ def test_every_format_is_read_and_trained_on(tmp_path: Path, source: str) -> Non
     assert convert(path, target)["columns"] == {"tokens": "ndarray:uint16"}
     assert tokens_in(target) == documents
     store = mf.open(target, cache=tmp_path / "cache")
-    check_tokens(store, [np.array(document, "uint16") for document in documents])
+    assert_store(store, [np.array(document, "uint16") for document in documents])
     assert list(store.verify())[-1] == 1
     fed: list[torch.Tensor] = []
     for each in (path, target):
@@ -227,7 +227,7 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
         columns = {"tokens": "ndarray:int64", "mask": "ndarray:uint16"}
         assert convert(source, target)["columns"] == columns
         store = mf.open(target)
-        check_tokens(store, [np.array(each, "int64") for each in lists])
+        assert_store(store, [np.array(each, "int64") for each in lists])
         with store.columns["mask"] as mask:
             assert mask.read(0, 0, 2).tolist() == [1, 0]
 

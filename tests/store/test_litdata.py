@@ -24,9 +24,9 @@ from meshfeed.files.codec import decompress
 from meshfeed.formats.litdata import LitdataStore
 from meshfeed.formats.mds import MDSStore
 from meshfeed.store import IndexedWriter
+from meshfeed.testing import assert_store
 from services.needs import needs
 from services.nginx import Nginx
-from streams import check_tokens
 
 litdata = lit.imported()
 TokensLoader = litdata.TokensLoader
@@ -65,7 +65,7 @@ def test_what_is_written_for_tokens_loader(dtype: str, options: dict[str, Any], 
     made = documents(dtype)
     folder = lit.written(tmp_path / "data", tensors(made), item_loader=TokensLoader(), **options)
     store = opened(folder, tmp_path)
-    check_tokens(store, made)
+    assert_store(store, made)
     assert store.shard_ends.size > 1 and list(store.verify())[-1] == 1
 
 
@@ -111,7 +111,7 @@ def test_items_equal_theirs(item: Any, column: str | None, options: dict[str, An
     made = documents()
     folder = lit.written(tmp_path / "data", [item(i, one) for i, one in enumerate(made)], **options)
     store = opened(folder, tmp_path, column=column)
-    check_tokens(store, made)
+    assert_store(store, made)
     assert store.shard_ends.size > 3 and list(store.verify())[-1] == 1
 
     def leaf(given: Any) -> np.ndarray:
@@ -130,10 +130,10 @@ def test_items_equal_theirs(item: Any, column: str | None, options: dict[str, An
 def test_every_integer(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     made = documents(dtype, 30)
     arrays = lit.written(tmp_path / "arrays", [{"tokens": one.reshape(shape)} for one in made])
-    check_tokens(opened(arrays, tmp_path), made)
+    assert_store(opened(arrays, tmp_path), made)
     if dtype in TORCH:
         items = [{"tokens": torch.from_numpy(one.reshape(shape))} for one in made]
-        check_tokens(opened(lit.written(tmp_path / "tensors", items), tmp_path), made)
+        assert_store(opened(lit.written(tmp_path / "tensors", items), tmp_path), made)
 
 
 @pytest.mark.parametrize("options", [{}, WHOLE], ids=["plain", "zstd"])
@@ -154,7 +154,7 @@ def test_datasets_of_older_versions(options: dict[str, Any], tmp_path: Path) -> 
         }:
             del index["config"][key]
 
-    check_tokens(opened(change(folder, age), tmp_path), made)
+    assert_store(opened(change(folder, age), tmp_path), made)
 
 
 # -- in use ---------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_a_pickled_store_reads_on(tmp_path: Path) -> None:
         before = store.fingerprint, store.num_tokens
         again = pickle.loads(pickle.dumps(store))
     assert (again.fingerprint, again.num_tokens) == before
-    check_tokens(again, made)
+    assert_store(again, made)
 
 
 def test_the_fingerprint_is_of_tokens(tmp_path: Path) -> None:
@@ -218,8 +218,11 @@ def test_far_away(options: dict[str, Any], tmp_path: Path) -> None:
         size = sum(path.stat().st_size for path in folder.iterdir())
         if not options:
             assert nginx.fetched_bytes() < size / 2, "the heads of chunks tell all lengths"
-        check_tokens(store, made)
+        with store:
+            whole = store.read_stream(np.array([0]), np.array([store.num_tokens]))
+        assert np.array_equal(whole, np.concatenate(made))
         assert nginx.fetched_bytes() < 1.3 * size
+        assert_store(store, made)
         assert store.fingerprint == mf.open(folder).fingerprint
         blocks, windows = mf.Blocks(sequences=64, window=2, lanes=2), mf.Windows(128)
         assert steps_of(store, windows, blocks) == steps_of(opened(folder, tmp_path), windows, blocks)

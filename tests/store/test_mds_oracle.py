@@ -16,7 +16,7 @@ import meshfeed as mf
 import mosaic
 from meshfeed.errors import StoreError
 from meshfeed.formats.mds import MDSStore
-from streams import check_tokens
+from meshfeed.testing import assert_store
 
 streaming = mosaic.imported()
 
@@ -64,7 +64,7 @@ def test_token_documents(compression: str | None, hashes: list[str] | None, tmp_
     folder = written(tmp_path / "mds", columns, samples, compression=compression, hashes=hashes or [])
     store = mf.open(folder, cache=tmp_path / "cache")
     assert isinstance(store, MDSStore) and store.shard_ends.size > 3
-    check_tokens(store, [sample["tokens"] for sample in samples])
+    assert_store(store, [sample["tokens"] for sample in samples])
     if compression is None:
         for i, sample in enumerate(theirs(folder)):
             ours = store.sample(i)
@@ -92,7 +92,7 @@ def test_tokens_of_every_kind_beside_others(
     others["n"] = lambda i: i
     samples = [{"input_ids": made(rng)} | {name: others[name](i) for name in beside} for i in range(60)]
     folder = written(tmp_path, {"input_ids": encoding} | beside, samples)
-    check_tokens(mf.open(folder), [sample["input_ids"] for sample in samples])
+    assert_store(mf.open(folder), [sample["input_ids"] for sample in samples])
 
 
 def test_every_encoding_equals_theirs(tmp_path: Path) -> None:

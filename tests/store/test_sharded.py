@@ -23,10 +23,10 @@ from meshfeed.files import FileStats
 from meshfeed.formats import shard_files, sharded
 from meshfeed.formats.mds import MDSStore
 from meshfeed.formats.shard_files import ShardFiles
+from meshfeed.testing import assert_store
 from services.faults import NOTHING, Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx
-from streams import check_tokens
 
 PATIENCE_S = 60
 COUNT = 400
@@ -98,7 +98,7 @@ def test_arrays_of_several_dimensions_are_read_by_their_heads(tmp_path: Path, fa
     folder = write(tmp_path / "mds", [one.reshape(2, -1) for one in made])
     with Nginx(tmp_path) as nginx:
         store = mf.open(f"{nginx.url}/mds" if far else folder, cache=tmp_path / "cache")
-        check_tokens(store, made)
+        assert_store(store, made)
 
 
 def test_dimensions_that_differ_inside_a_shard_are_found_by_verify(tmp_path: Path) -> None:
@@ -277,14 +277,16 @@ def test_lengths_of_many_local_shards_are_kept_until_one_changes(
     folder = write(tmp_path / "data", made)
     for expected in (True, False):
         looked.clear()
-        check_tokens(mf.open(folder, cache=tmp_path / "cache"), made)
+        assert_store(mf.open(folder, cache=tmp_path / "cache"), made)
         assert bool(looked) == expected
     made[0], made[1] = made[1], made[0]  # the files have the sizes that they had
     shutil.copy(write(tmp_path / "other", made) / "shard.00000.mds", folder)
-    check_tokens(mf.open(folder, cache=tmp_path / "cache"), made)
+    assert_store(mf.open(folder, cache=tmp_path / "cache"), made)
 
 
 def test_few_local_shards_leave_nothing_behind(tmp_path: Path) -> None:
     made = documents()
-    check_tokens(mf.open(write(tmp_path / "data", made), cache=tmp_path / "cache"), made)
+    with mf.open(write(tmp_path / "data", made), cache=tmp_path / "cache") as store:
+        whole = store.read_stream(np.array([0]), np.array([store.num_tokens]))
+    assert np.array_equal(whole, np.concatenate(made))
     assert not (tmp_path / "cache").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -12,8 +11,6 @@ import numpy.typing as npt
 
 I64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
-
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -60,8 +57,8 @@ class Content:
     codec: str | None = None
     stored_bytes: int | None = None
     raw_bytes: int | None = None
-    stored_hashes: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
-    raw_hashes: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    stored_hashes: Mapping[str, str] = field(default_factory=dict[str, str])
+    raw_hashes: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 class Vector(Protocol):

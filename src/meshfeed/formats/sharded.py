@@ -31,7 +31,6 @@ _SHARDS_OF_PART = 64
 _AT_ONCE = 16
 _SAMPLED_BYTES = 1 << 12
 _NUM_SAMPLED = 8
-_NOT_PICKLED = ("_files", "_known", "_looked")
 
 
 class Shard(Protocol):
@@ -74,6 +73,7 @@ class ShardedStore(DocumentStore):
     behind. After that to read or to announce a range looks at nothing but its own bytes.
     """
 
+    not_pickled = ("_files", "_known", "_looked")
     kind: ClassVar[str]
     """Of the format, for the key under which lengths are kept."""
 
@@ -190,10 +190,6 @@ class ShardedStore(DocumentStore):
         """Let shards be opened, each by its first read."""
         self._files.open()
         stack.callback(self._files.close)
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        return {name: value for name, value in state.items() if name not in _NOT_PICKLED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -10,7 +10,7 @@ import contextlib
 import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ class StreamStore(Store):
     """
 
     path: str
+    not_pickled: ClassVar[tuple[str, ...]] = ()
+    """Names of attributes that a copy has to make anew, such as those that `acquire` sets."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -150,7 +152,8 @@ class StreamStore(Store):
                 self._opened.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in _NOT_PICKLED}
+        left_here = {*_NOT_PICKLED, *self.not_pickled}
+        return {name: value for name, value in vars(self).items() if name not in left_here}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         StreamStore.__init__(self)

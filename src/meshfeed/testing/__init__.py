@@ -2,7 +2,7 @@
 
     from meshfeed.testing import assert_deterministic, assert_epochs_differ
     from meshfeed.testing import assert_elastic, assert_resumable, assert_roles
-    from meshfeed.testing import assert_rule
+    from meshfeed.testing import assert_rule, assert_store, assert_tokenizer
 
 Each raises AssertionError that shows the first field, place and value that differ.
 """
@@ -11,6 +11,7 @@ from meshfeed.testing.datasets import assert_deterministic, assert_epochs_differ
 from meshfeed.testing.difference import difference
 from meshfeed.testing.jobs import assert_elastic, assert_resumable, assert_roles
 from meshfeed.testing.rules import assert_rule
+from meshfeed.testing.stores import assert_store, assert_tokenizer
 
 __all__ = [
     "assert_deterministic",
@@ -19,5 +20,7 @@ __all__ = [
     "assert_resumable",
     "assert_roles",
     "assert_rule",
+    "assert_store",
+    "assert_tokenizer",
     "difference",
 ]
