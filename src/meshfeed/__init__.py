@@ -11,6 +11,8 @@ with mf.Feed(recipe, layout) as feed:
         save(feed.state_dict())
 """
 
+import typing
+
 from meshfeed.errors import (
     AccessError,
     CacheError,
@@ -36,7 +38,6 @@ from meshfeed.exchange import Exchange
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.files import Cache
-from meshfeed.integrations.megatron.gpt import MegatronGPT
 from meshfeed.layout import Coord, Layout
 from meshfeed.mixture import Mixture
 from meshfeed.order import Draws, EpochIndex, rng
@@ -48,6 +49,9 @@ from meshfeed.simulate import simulate
 from meshfeed.state import State
 from meshfeed.store import DatasetWriter, IndexedWriter, Lengths, Mapped, Resampled, SameEveryEpoch
 from meshfeed.store import open_store as open
+
+if typing.TYPE_CHECKING:
+    from meshfeed.integrations.megatron.gpt import MegatronGPT
 
 __all__ = [
     "AccessError",
@@ -107,3 +111,11 @@ __all__ = [
     "rng",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name != "MegatronGPT":  # imported on its first use: few jobs need it, and it is a third of all imports
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from meshfeed.integrations.megatron.gpt import MegatronGPT
+
+    return globals().setdefault(name, MegatronGPT)
