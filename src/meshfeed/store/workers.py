@@ -1,38 +1,32 @@
-"""Items of a user's dataset, made by the worker processes of torch's DataLoader.
+"""Worker processes that make the items of a user's dataset ahead.
 
-The DataLoader is fed by a sampler that hands on what was announced, in order. A thread takes its results in,
-because a worker that is killed in the middle of a message leaves whoever reads that message stuck: it is
-that thread, and the one who waits for an item watches the workers themselves.
+Each worker has a pipe of its own, so one that is killed in the middle of a message breaks only that pipe. A
+thread receives what workers have made and hands out what is next; whoever fetches waits for that thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import multiprocessing
 import os
-import socket
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
+from multiprocessing.connection import Connection, wait
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
 
 from meshfeed.errors import StoreError
 from meshfeed.order import EpochIndex
 
 Make = Callable[[EpochIndex], Any]
 
-_TASKS_PER_WORKER = 4
-_TICK_S = 1.0  # how soon the taking thread sees that it is to end while a worker is busy
-_GRACE_S = 2.0  # what a busy worker is given at the end
+_MOST_IN_HAND = 2  # items of one worker: the one that it makes, and the next
+_GRACE_S = 2.0  # for busy workers at the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +35,15 @@ class Failure:
 
     worker: int
     text: str
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker process, this end of its pipe, and how many items it has in hand."""
+
+    process: Any
+    pipe: Connection
+    in_hand: int = 0
 
 
 class Workers:
@@ -66,14 +69,10 @@ class Workers:
         self._uses: Counter[EpochIndex] = Counter()  # how often each stands in `_order`
         self._now: frozenset[EpochIndex] = frozenset()  # asked for by the fetch under way
         self._made: dict[EpochIndex, Any] = {}
-        self._num_flying = 0
-        self._processes: list[Any] = []
-        self._queues: list[Any] = []  # the first is that of the results
+        self._workers: list[_Worker] = []
         self._thread: threading.Thread | None = None
         self._closing = False
-        self._broken: str | None = None
-        self._news, self._bell = socket.socketpair()
-        self._bell.setblocking(False)
+        self._dead = self._broken = ""
 
     def announce(self, places: Sequence[EpochIndex]) -> None:
         """These will be fetched next, in this order."""
@@ -83,30 +82,26 @@ class Workers:
                 self._uses[at] += 1
                 if self._uses[at] == 1:
                     self._queue.append(at)
-            self._start()
-            self._changed.notify_all()
+            self._hand_out()
 
     def fetch(self, places: Sequence[EpochIndex]) -> list[Any]:
         """What `make` gave for each place, or a Failure.
 
-        Raises StoreError where a worker dies, an item takes longer than timeout_s, or the store is closed.
+        Raises StoreError if a worker dies, an item takes longer than timeout_s, or the store is closed.
         """
-        with self._turn:
-            with self._changed:
-                self._now = frozenset(places)
-                self._queue.extendleft(reversed([at for at in dict.fromkeys(places) if not self._uses[at]]))
-                for at in places:
-                    if self._uses[at]:
-                        self._advance(at)
-                self._start()
-                self._changed.notify_all()
+        with self._turn, self._changed:
+            self._now = frozenset(places)
+            self._queue.extendleft(reversed([at for at in dict.fromkeys(places) if not self._uses[at]]))
+            for at in places:
+                if self._uses[at]:
+                    self._advance(at)
+            self._hand_out()
             for at in places:
                 self._await(at)
-            with self._changed:
-                items = [self._made[at] for at in places]
-                self._now = frozenset()
-                for at in set(places):
-                    self._forget_unwanted(at)
+            items = [self._made[at] for at in places]
+            self._now = frozenset()
+            for at in set(places):
+                self._forget_unwanted(at)
         return items
 
     def close(self) -> None:
@@ -115,27 +110,11 @@ class Workers:
             self._closing = True
             self._changed.notify_all()
             thread = self._thread
-        self._ring()
         if thread is not None:
-            if all(process.exitcode is None for process in self._processes):
-                thread.join(_GRACE_S)
-            self._end(thread)
-        with self._turn:
-            self._news.close()
-            self._bell.close()
-
-    def _end(self, thread: threading.Thread) -> None:
-        """End what has not ended in peace: a busy worker, the rest where one has died."""
-        for process in self._processes:
-            if process.pid is not None and process.exitcode is None:
-                process.kill()
-                process.join(_GRACE_S)
-        thread.join(_TICK_S)
-        if thread.is_alive():
-            # It reads a message whose writer was killed midway. Of the pipe's writing ends only ours is left.
-            for queue in self._queues[:1]:
-                queue._writer.close()
-            thread.join(_GRACE_S)
+            self._bell.send(None)
+            thread.join(2 * _GRACE_S)
+            for end in (self._bell, self._news):
+                end.close()
 
     # -- who wants what; all under the lock -----------------------------------------------------------
 
@@ -157,185 +136,134 @@ class Workers:
     def _wanted(self, at: EpochIndex) -> bool:
         return (at in self._uses or at in self._now) and at not in self._made
 
-    # -- the fetching side ----------------------------------------------------------------------------
-
     def _await(self, at: EpochIndex) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            with self._changed:
-                if at in self._made:
-                    return
-                broken, closing = self._broken, self._closing
-            if closing:
-                raise StoreError(f"{self._name}: closed while {at} was being made")
-            self._refuse_dead(at)
-            if broken is not None:
-                raise StoreError(f"{self._name}: its workers cannot go on, {at} is asked for:\n{broken}")
-            ready = wait([self._news, *self._sentinels()], max(deadline - time.monotonic(), 0))
-            if self._news in ready:
-                self._news.recv(4096)
-            elif not ready:
-                raise StoreError(
-                    f"{self._name}: {at} is not there after {self._timeout_s:g} s; look at what the dataset "
-                    f"does in a worker, or raise timeout_s"
-                )
+        """Wait until an item is there; releases the lock meanwhile."""
+        self._changed.wait_for(
+            lambda: at in self._made or self._closing or self._dead or self._broken, self._timeout_s
+        )
+        if at in self._made:
+            return
+        if self._closing:
+            raise StoreError(f"{self._name}: closed while {at} was being made")
+        if self._dead:
+            raise StoreError(
+                f"{self._name}: {self._dead} while {at} was asked for; signal 9 is most often the system out "
+                f"of memory: use fewer workers or smaller items"
+            )
+        if self._broken:
+            raise StoreError(f"{self._name}: its workers cannot go on, {at} is asked for:\n{self._broken}")
+        raise StoreError(
+            f"{self._name}: {at} is not there after {self._timeout_s:g} s; look at what the dataset does in "
+            f"a worker, or raise timeout_s"
+        )
 
-    def _sentinels(self) -> Iterator[int]:
-        for process in list(self._processes):
-            with contextlib.suppress(ValueError):  # about to start
-                yield process.sentinel
-
-    def _refuse_dead(self, at: EpochIndex) -> None:
-        for worker, process in enumerate(list(self._processes)):
-            code = process.exitcode
-            if code is not None:
-                with self._changed:
-                    if at in self._made:
-                        return
-                how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                raise StoreError(
-                    f"{self._name}: worker {worker} (process {process.pid}) {how} while {at} was asked for; "
-                    f"signal 9 is most often the system out of memory: use fewer workers or smaller items"
-                )
-
-    # -- the taking thread ----------------------------------------------------------------------------
-
-    def _start(self) -> None:
+    def _hand_out(self) -> None:
+        """Give workers what is next, first to those with nothing in hand."""
         if self._thread is None and not self._closing:
+            self._news, self._bell = multiprocessing.Pipe(duplex=False)
             self._thread = threading.Thread(target=self._run, name="meshfeed-workers", daemon=True)
             self._thread.start()
+        for most in range(1, _MOST_IN_HAND + 1):
+            for worker in self._workers:
+                while self._queue and worker.in_hand < most:
+                    at = self._queue.popleft()
+                    if self._wanted(at):
+                        worker.in_hand += 1
+                        with contextlib.suppress(OSError):  # it has died, which its process tells
+                            worker.pipe.send(at)
+
+    # -- the thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._take_all()
+            self._start()
+            while not self._closing and not self._dead:
+                self._receive()
         except BaseException:  # told to whoever waits for an item
             self._broken = traceback.format_exc()
-        self._ring()
-
-    def _take_all(self) -> None:
-        results = self._started()
-        while True:
-            try:
-                made = next(results)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if self._closing:
-                    return
-                # a tick, not an end: the DataLoader may be asked again
-                if "timed out" in str(error) and all(process.is_alive() for process in self._processes):
-                    continue
-                raise
-            if self._closing:
-                return
-            if made is not None:
-                at, item = made
-                with self._changed:
-                    self._num_flying -= 1
-                    if self._wanted(at):
-                        self._made[at] = item
-                self._ring()
-
-    def _started(self) -> Iterator[Any]:
-        context = multiprocessing.get_context()
-        try:
-            return iter(self._loader(context))
-        except Exception as error:
-            if (method := context.get_start_method()) == "fork":
-                raise
-            raise StoreError(
-                f"workers cannot be started by {method!r}; the dataset must be of what pickle can send, and "
-                f"the script must start its work under `if __name__ == '__main__':`"
-            ) from error
-
-    def _loader(self, given: BaseContext) -> DataLoader[Any]:
-        # Ours alone, and it keeps what the DataLoader makes with it: how else to watch its processes?
-        context = cast(Any, copy.copy(given))
-        context.Process = _kept(context.Process, self._processes)
-        context.Queue = _kept(context.Queue, self._queues)
-        return DataLoader(
-            cast(Any, _Making(self._make)),
-            batch_size=None,
-            sampler=_Tasks(self._next_task),
-            num_workers=self._count,
-            collate_fn=_as_it_is,
-            # without one, the DataLoader draws its seed from the trainer's global generator
-            generator=torch.Generator(),
-            prefetch_factor=_TASKS_PER_WORKER,
-            timeout=_TICK_S,
-            multiprocessing_context=context,
-            worker_init_fn=_end_with_parent,
-        )
-
-    def _next_task(self) -> EpochIndex | None:
-        """What a worker is to make next; None for nothing at the moment. Raises StopIteration at the end.
-
-        The DataLoader asks for a task whenever it has a result, before it hands that over: to wait here is
-        right only when no worker has anything in hand.
-        """
         with self._changed:
-            while True:
-                if self._closing:
-                    raise StopIteration
-                while self._queue:
-                    at = self._queue.popleft()
-                    if self._wanted(at):
-                        self._num_flying += 1
-                        return at
-                if self._num_flying:
-                    return None
-                self._changed.wait()
+            self._changed.notify_all()
+            workers, self._workers = self._workers, []
+        _end(workers)
 
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # full: it rings already; closed: nobody listens
-            self._bell.send(b"!")
-
-
-class _Tasks:
-    """The sampler: tasks as they come."""
-
-    def __init__(self, next_task: Callable[[], EpochIndex | None]) -> None:
-        self._next_task = next_task
-
-    def __iter__(self) -> Iterator[EpochIndex | None]:
-        while True:
+    def _start(self) -> None:
+        context = multiprocessing.get_context()
+        for number in range(self._count):
+            mine, theirs = context.Pipe()
+            process = cast(Any, context).Process(target=_work, args=(number, theirs, self._make), daemon=True)
+            worker = _Worker(process, mine)
             try:
-                task = self._next_task()
-            except StopIteration:
-                return
-            yield task
+                process.start()
+            except Exception as error:
+                mine.close()
+                if (method := context.get_start_method()) == "fork":
+                    raise
+                raise StoreError(
+                    f"workers cannot be started by {method!r}; the dataset must be of what pickle can send, "
+                    f"and the script must start its work under `if __name__ == '__main__':`"
+                ) from error
+            finally:
+                theirs.close()  # of its writing end only the worker's is left, so that its death is noticed
+            with self._changed:
+                self._workers.append(worker)
+                self._hand_out()
+
+    def _receive(self) -> None:
+        """Wait for news: items, a death, or the end."""
+        ends = {worker.pipe: worker for worker in self._workers}
+        sentinels = [worker.process.sentinel for worker in self._workers]
+        ready = wait([self._news, *ends, *sentinels])
+        received = False
+        for pipe, worker in ends.items():
+            if pipe in ready:
+                with contextlib.suppress(EOFError, OSError):
+                    at, item = pipe.recv()
+                    received = True
+                    with self._changed:
+                        worker.in_hand -= 1
+                        if self._wanted(at):
+                            self._made[at] = item
+                        self._hand_out()
+                        self._changed.notify_all()
+        if received:
+            return  # a worker may have sent more before it died
+        for number, worker in enumerate(self._workers):
+            if worker.process.sentinel in ready or worker.pipe in ready:
+                worker.process.join(_GRACE_S)
+                code = worker.process.exitcode
+                how = f"was killed by signal {-code}" if code and code < 0 else f"ended with exit code {code}"
+                self._dead = f"worker {number} (process {worker.process.pid}) {how}"
 
 
-class _Making:
-    """What a worker runs: item or failure. Never an exception, whose type might not travel."""
-
-    def __init__(self, make: Make) -> None:
-        self._make = make
-
-    def __getitem__(self, at: EpochIndex | None) -> tuple[EpochIndex, Any] | None:
-        if at is None:
-            return None
-        try:
-            return at, self._make(at)
-        except Exception:
-            worker = get_worker_info()
-            return at, Failure(-1 if worker is None else worker.id, traceback.format_exc())
-
-
-def _kept(make: Callable[..., Any], kept: list[Any]) -> Callable[..., Any]:
-    def made(*args: Any, **options: Any) -> Any:
-        kept.append(make(*args, **options))
-        return kept[-1]
-
-    return made
+def _end(workers: Sequence[_Worker]) -> None:
+    """End workers: in peace those that are idle or soon ready, by force the others."""
+    for worker in workers:
+        with contextlib.suppress(OSError):
+            worker.pipe.send(None)
+    deadline, ends = time.monotonic() + _GRACE_S, [worker.pipe for worker in workers]
+    while ends and (ready := wait(ends, max(deadline - time.monotonic(), 0))):
+        for pipe in [end for end in ends if end in ready]:
+            try:
+                pipe.recv()  # it may wait for room to send what nobody wants any more
+            except (EOFError, OSError):
+                ends.remove(pipe)
+    for worker in workers:
+        if worker.pipe in ends:
+            worker.process.kill()
+        worker.process.join(_GRACE_S)
+        worker.pipe.close()
 
 
-def _as_it_is(item: Any) -> Any:
-    return item
-
-
-def _end_with_parent(worker: int) -> None:
-    """A rank that is killed leaves no worker, even one that is busy, holding its sockets open."""
+def _work(number: int, pipe: Connection, make: Make) -> None:
+    """What a worker runs: item after item, until there is None to make."""
+    torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent is not None:  # a rank that is killed leaves no worker, even a busy one
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C reaches the rank, too, which ends the workers
+        while (at := pipe.recv()) is not None:
+            try:
+                item = make(at)
+            except Exception:  # as text: its type might not travel
+                item = Failure(number, traceback.format_exc())
+            pipe.send((at, item))
