@@ -70,7 +70,7 @@ def test_every_command_with_tables_has_json(capsys: pytest.CaptureFixture[str]) 
         (("inspect", "nowhere"), "nowhere: found nothing"),
         (
             ("prepare", "in", "out", "--tokenizer", "bytes"),
-            "required: --out; each PATH is read, and --out DIR",
+            "required: --out; PATH names inputs, --out DIR",
         ),
         (("inspect", "c", "--tokens"), "unrecognized arguments: --tokens"),
         (("doctor", "--layout", "8"), "layout '8': cannot read '8'"),
@@ -99,7 +99,7 @@ def test_wrong_words_end_with_two_and_a_line(
         (
             ZeroDivisionError("of ours"),
             2,
-            "ZeroDivisionError: of ours\nmeshfeed: this is an error in meshfeed",
+            "ZeroDivisionError: of ours\nmeshfeed: this is a bug in meshfeed",
         ),
     ],
 )
@@ -142,7 +142,7 @@ def test_an_output_that_takes_nothing_or_not_every_character(
     err = capsys.readouterr().err
     assert status == (2 if what == "full" else 0), err
     assert err == (
-        "meshfeed: the output cannot be written: No space left on device; make room, or write it elsewhere\n"
+        "meshfeed: cannot write the output: No space left on device; free some space, or write it elsewhere\n"
         if what == "full"
         else ""
     )

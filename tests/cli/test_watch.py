@@ -275,7 +275,7 @@ def test_how_long_nothing_was_heard_is_said_before_anybody_is_silent() -> None:
     """A run that stands still shows the pace that it had; the time since tells that it stands."""
     frame = frame_of(run_of(rank_history(0, np.zeros((5, 3))), rank_history(1, np.zeros((5, 3)))), NOW + 25)
     assert frame.silent == () and [each.quiet_s for each in frame.ranks] == [25, 25]
-    assert headline(frame).endswith("1.0 k tokens/s; last heard of 25 s ago")
+    assert headline(frame).endswith("1.0 k tokens/s; last entry 25 s ago")
 
 
 def test_a_narrow_picture_is_folded_and_cuts_no_number() -> None:
@@ -298,14 +298,14 @@ def test_thousands_of_ranks_make_a_frame() -> None:
 
 def test_once_tells_scripts_whether_all_is_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out = once(capsys, tmp_path / "later")
-    assert status == 1 and "has not begun: there is no such folder yet" in out
+    assert status == 1 and "has not begun: the folder does not exist yet" in out
     (tmp_path / "later").mkdir()
     assert "has not begun: no rank has written" in once(capsys, tmp_path / "later")[1]
     status, out = once(capsys, tmp_path / "later", "--json")
     assert status == 1 and json.loads(out)["start"] is None
     write_log(tmp_path / "old", 2, ago_s=3600)
     status, out = once(capsys, tmp_path / "old")
-    assert status == 1 and "all ranks are silent for 60 min: the run is over, or stands still" in out
+    assert status == 1 and "all ranks are silent for 60 min: the run has ended or hangs" in out
     write_log(tmp_path / "part", 3)
     (tmp_path / "part" / "rank-000001.jsonl").unlink()
     status, out = once(capsys, tmp_path / "part")

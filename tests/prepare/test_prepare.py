@@ -196,7 +196,7 @@ def test_the_command_says_what_it_made(corpus, tmp_path, capsys):
     assert main([*words, "--out", str(tmp_path / "two"), "--validation", "0.5"]) == 0
     said = capsys.readouterr()
     assert f"{tmp_path / 'two/validation'}: " in said.out
-    assert "documents left out" not in said.out
+    assert "documents skipped" not in said.out
     assert said.err == "", "no bar where there is no terminal"
 
 
@@ -214,13 +214,13 @@ def test_the_command_says_what_it_does_not_read_and_that_nothing_came(tmp_path, 
     )
     assert main([*words, "all", "--glob", "*", "--dedup", "exact"]) == 0
     said = capsys.readouterr()
-    assert (said.out.splitlines()[1:], said.err) == (["3 repeated documents left out"], "")
+    assert (said.out.splitlines()[1:], said.err) == (["3 repeated documents skipped"], "")
     Path("in/a.txt").rename("in/a.jsonl")
     Path("in/a.jsonl").write_text("\n")
     assert main([*words, "none", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["stores"]["."]["num_documents"] == 0
-    assert said.err.endswith(f"meshfeed: {tmp_path / 'none'}: has no document; no Feed can read it\n")
+    assert said.err.endswith(f"meshfeed: {tmp_path / 'none'}: has no documents, so no Feed can read it\n")
 
 
 def test_an_interrupted_command_says_how_to_go_on(corpus, tmp_path, capsys, monkeypatch):

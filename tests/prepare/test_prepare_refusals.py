@@ -218,7 +218,7 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         (["a.jsonl", "--eod-token", "<end>"], "has no token '<end>'"),
         (["a.jsonl", "--workers", "0"], "0: write a whole number from 1"),
         (["a.jsonl", "--chat-date", "today"], "'today' is not a date; write one such as 2025-06-01"),
-        (["a.jsonl", "--chat-date", "2025-06-01"], "are of conversations: add --chat"),
+        (["a.jsonl", "--chat-date", "2025-06-01"], "need --chat"),
         (["a.jsonl", "--ray-address", "auto"], "--ray-address auto: has no effect without --engine ray"),
         (["a.jsonl", "--sbatch=-p cpu"], "--sbatch -p cpu: has no effect without --engine slurm"),
         (["a.jsonl", "--out", "https://h/x"], "https://h/x: cannot write to a web server; give s3://"),

@@ -1,4 +1,4 @@
-"""What all commands have in common: how they are declared, read their arguments, and answer.
+"""Common parts of all commands: declaration, arguments and output.
 
 A command is a module with `add_parser(subparsers)`; its `run(args)` returns the exit status. Answers go to
 stdout, progress and errors to stderr.
@@ -27,7 +27,7 @@ from meshfeed.roles import DeliveryName
 
 OK, WRONG, FAILED, INTERRUPTED = 0, 1, 2, 130
 
-_PIPE_WIDTH = 240  # a table takes what it needs of it, and nothing is cut
+_PIPE_WIDTH = 240  # wide enough that nothing is cut
 
 
 _COMMANDS = [code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
@@ -36,29 +36,29 @@ _HIDDEN = {code: f"\\x{code:02x}" for code in _COMMANDS} | {code: f"\\u{code:04x
 
 
 def visible(text: str) -> str:
-    """Text as a terminal may show it: what would command it, or turn around how text runs, is spelled out.
+    """Text with control characters and changes of writing direction shown as escapes.
 
-    Documents, names of files and messages of a store are foreign text. Tabs and ends of lines stay.
+    Documents, file names and a store's messages are foreign text. Tabs and line ends stay.
     """
     return text.translate(_HIDDEN)
 
 
 def say(text: str, file: IO[str] | None = None) -> None:
-    """A line to stdout, or to `file`, with nothing hidden in it."""
+    """Print a line to stdout or `file`; see `visible`."""
     print(visible(text), file=file or sys.stdout)
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line and a hint, not all of its options again.
+    """An argument parser whose errors are one line and a hint instead of the usage of all options.
 
     Attributes:
-        hints: argument -> what a message that it is missing says besides.
+        hints: argument -> text added if it is missing.
     """
 
     hints: Mapping[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, on stderr; exit status 2."""
+        """Print the error to stderr and exit with status 2."""
         if " required: " in message:
             missing = message.rpartition(": ")[2].split(", ")
             message = "; ".join([message, *(self.hints[name] for name in missing if name in self.hints)])
@@ -66,10 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Console(RichConsole):
-    """A console that lets `main` see a broken pipe, cuts nothing off in a file, and hides nothing.
-
-    See `visible`: every text that it prints goes through it, in tables too.
-    """
+    """A console that passes broken pipes to `main`, cuts nothing in a file, and makes all text `visible`."""
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, highlight=False)
@@ -83,12 +80,12 @@ class Console(RichConsole):
             yield segment if shown == segment.text else Segment(shown, segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Leave it to `main`; rich itself would end the process with a status of 1."""
+        """Raise, for `main`; rich would end the process with status 1."""
         raise BrokenPipeError
 
 
 class Table(RichTable):
-    """A table without lines that folds what does not fit: half a number is another number."""
+    """A table without lines that wraps long cells: a cut number would be wrong."""
 
     def __init__(self, *headers: str, **how: Any) -> None:
         super().__init__(*headers, box=None, pad_edge=False, **how)
@@ -99,7 +96,7 @@ class Table(RichTable):
         super().add_column(*texts, **{"overflow": "fold"} | how)
 
     def add_row(self, *cells: Any, **how: Any) -> None:
-        """See rich; hidden characters are spelled out before widths are measured."""
+        """See rich; escapes count in the widths."""
         super().add_row(*(visible(each) if isinstance(each, str) else each for each in cells), **how)
 
 
@@ -114,13 +111,13 @@ def add_command(
     wrong: str | None = None,
     keys: Mapping[str, str] | None = None,
 ) -> Parser:
-    """A command's parser, its epilog made of examples, exit statuses and JSON keys.
+    """A command's parser, with examples, exit statuses and JSON keys in its epilog.
 
-    examples: command lines, one a line. wrong: what an exit status of 1 tells; None where there is none.
-    keys: of the JSON object -> what they are; None where the command has no --json.
+    examples: one command per line. wrong: meaning of exit status 1; None if it does not occur. keys: of the
+    JSON object -> meaning; None for a command without --json.
     """
-    told = [f"  {line.strip()}" for line in examples.strip().splitlines()]
-    parts = ["examples:", *told, "", "exit status:", "  0  done"]
+    lines = [f"  {line.strip()}" for line in examples.strip().splitlines()]
+    parts = ["examples:", *lines, "", "exit status:", "  0  done"]
     parts += [f"  1  {wrong}"] if wrong else []
     parts += ["  2  usage error or failure; stderr says why and stdout has no answer", "  130  interrupted"]
     if keys is not None:
@@ -207,7 +204,7 @@ def span(text: str) -> range:
 
 
 def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Raise MeshfeedError for the first option given, as it would change nothing; all default to None."""
+    """Raise MeshfeedError for the first of these options that is given, since it has no effect."""
     for name in names:
         if getattr(args, name) is not None:
             raise MeshfeedError(f"--{name.replace('_', '-')} {why}")
@@ -217,12 +214,12 @@ def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> No
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """One JSON value to stdout; what is no number becomes null."""
+    """Print one JSON value; NaN and infinities become null."""
     print(json.dumps(plain(value), indent=indent, allow_nan=False))
 
 
 def plain(value: Any) -> Any:
-    """The same in types that JSON has: NumPy's numbers as Python's, infinities and NaN as None."""
+    """A value in JSON's types: NumPy's numbers as Python's, infinities and NaN as None."""
     match value:
         case dict():
             return {str(key): plain(each) for key, each in value.items()}
@@ -239,7 +236,7 @@ def plain(value: Any) -> Any:
 
 
 def print_facts(facts: Mapping[str, Any], console: RichConsole) -> None:
-    """A column of names and a column of values."""
+    """Print a table of names and values."""
     table = Table(show_header=False)
     table.add_column()
     table.add_column()
@@ -249,7 +246,7 @@ def print_facts(facts: Mapping[str, Any], console: RichConsole) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value as tables show it."""
+    """A value as text for tables."""
     match value:
         case bool():
             return "yes" if value else "no"
@@ -264,7 +261,7 @@ def shown(value: Any) -> str:
 
 
 def show_progress(what: str, parts: Iterator[float], *, quiet: bool = False) -> None:
-    """Run through `parts`, which yields the part done, under a bar on stderr."""
+    """Exhaust `parts`, which yields the share done, and show a bar on stderr."""
     console = Console(stderr=True)
     with Progress(console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
         task = progress.add_task(what, total=1.0)

@@ -1,4 +1,4 @@
-"""meshfeed convert: whatever mf.open reads as a token store."""
+"""meshfeed convert: any store that mf.open reads -> a token store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshfeed.store.index import DTYPES
 _KEYS = {
     "source, destination, format": "what was read, and what was written",
     "num_documents, num_tokens, columns": "what both hold",
-    "dropped": "columns that were left behind",
+    "dropped": "columns left out",
     "size_bytes, elapsed_s": "size of the destination; seconds that this run took",
 }
 
@@ -41,9 +41,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("source", metavar="PATH", help="path or URL, of any format that mf.open reads")
     parser.add_argument("destination", metavar="OUT", help="path to write: a prefix, or a folder for columns")
-    parser.add_argument(
-        "--column", metavar="NAME", help="the column that holds the tokens, where there are several"
-    )
+    parser.add_argument("--column", metavar="NAME", help="the column of tokens, if there are several")
     parser.add_argument(
         "--source-dtype",
         choices=tuple(DTYPE_CODES.values()),

@@ -1,4 +1,4 @@
-"""What `meshfeed watch` shows: where a run stands, worked out from its log. Nothing here reads or prints."""
+"""The current state of a run, computed from its log, for `meshfeed watch`. Pure."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ _LEAST_S, _LEAST_PART = 0.001, 0.05  # by which a straggler must stand out: seco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where one rank stands. Means are over its last steps, without the first of all; None where there are
-    too few to tell.
+    """The state of one rank. Means are over its last steps, without the first step; None with too few steps.
 
     Attributes:
-        rank, coord, host: who.
-        step: the last that it was handed; None before the first.
+        rank, coord, host: which rank.
+        step: the last that it got; None before the first.
         behind: steps that it is behind the foremost rank.
         step_s: seconds from one step to the next.
-        wait_s: stage -> seconds a step that the loop was kept waiting.
-        work_s: stage -> seconds a step that the producer spent.
-        tokens_per_s: of the global batch, at this rank's pace.
+        wait_s: stage -> seconds per step that the loop waited.
+        work_s: stage -> seconds per step that the producer spent.
+        tokens_per_s: of the global batch, at this rank's speed.
         queue_depth: steps that are ready, at the last step.
         bytes_per_s: read by this rank.
-        padding: part of the padded tokens; None where nothing is packed.
-        quiet_s: seconds since it was last heard of.
-        silent_s: the same where that is long; else None.
+        padding: share of the padded tokens; None without packing.
+        quiet_s: seconds since its last entry in the log.
+        silent_s: the same if that is long, else None.
     """
 
     rank: int
@@ -56,20 +55,20 @@ class Standing:
 
     @property
     def own_wait_s(self) -> float:
-        """Seconds a step that it waited for its own work, not for another rank's."""
+        """Seconds per step that it waited for its own work, not for another rank."""
         return sum(seconds for stage, seconds in self.wait_s.items() if stage not in PASSED_ON)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
-    """The rank and stage that stand out most.
+    """The rank and stage that differ most from the others.
 
     Attributes:
         rank, stage: which.
-        does: "waits": its loop is kept waiting; "works": its producer is slow, hidden by prefetching so far.
-        seconds: a step.
-        usual_s: seconds a step of the other ranks that do this stage, their median.
-        num_others: ranks that stand out in this stage, too.
+        does: "waits": its loop waits; "works": its producer is slow, but prefetching hides it so far.
+        seconds: per step.
+        usual_s: median seconds per step of the other ranks in this stage.
+        num_others: other ranks that are as slow in this stage.
     """
 
     rank: int
@@ -82,7 +81,7 @@ class Straggler:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One source of a mixture: its part of the sequences of late, and the part that is asked for."""
+    """One source of a mixture: its share of recent sequences, and the share in the recipe."""
 
     name: str
     realised: float
@@ -91,18 +90,18 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Where a run stands.
+    """The state of a run.
 
     Attributes:
-        num_starts: of the job; 0 where it has not begun.
-        start: the last; None where it has not begun.
-        step: the last that any rank was handed; None before the first.
-        step_s, tokens_per_s: the median rank's.
-        stages: those in which some rank waited, in their order.
-        ranks: of the last start, worst first: silent ones, then by what they wait for their own work.
-        missing: ranks of the last start that have told of none.
-        straggler: None where no rank stands out.
-        mixture: in order of sources; empty where there is one source.
+        num_starts: of the job; 0 before the first.
+        start: the last one; None before the first.
+        step: the last that any rank got; None before the first.
+        step_s, tokens_per_s: of the median rank.
+        stages: those in which some rank waited, in order.
+        ranks: of the last start, worst first: silent ones, then by waits for their own work.
+        missing: ranks of the last start without an entry in the log.
+        straggler: None if no rank differs much.
+        mixture: by source; empty for a single source.
     """
 
     num_starts: int
@@ -118,17 +117,17 @@ class Frame:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Ranks that have not been heard of for long, ascending."""
+        """Ranks without a recent entry in the log, ascending."""
         return tuple(sorted(each.rank for each in self.ranks if each.silent_s is not None))
 
 
 def frame_of(
     history: RunHistory | None, now: float, *, steps: int = 20, silent_s: float | None = None
 ) -> Frame:
-    """Where a run stands at unix time `now`.
+    """The state of a run at unix time `now`.
 
-    history: None before there is a log. steps: the last of each rank, over which means are taken.
-    silent_s: after so many seconds a rank is silent; None: 30, or five of its steps where that is longer.
+    history: None before there is a log. steps: number of last steps of each rank to average over. silent_s:
+    a rank without an entry for so many seconds is silent; None for 30 s or five of its steps, if longer.
     """
     if history is None or not history.starts:
         return Frame(num_starts=0)
@@ -138,7 +137,7 @@ def frame_of(
         for rank in last.ranks
     ]
     step = max((each.step for each in ranks if each.step is not None), default=None)
-    first = last.step - 1  # before its first step a rank stands there
+    first = last.step - 1  # the step of a rank before its first
     if step is not None:
         ranks = [replace(each, behind=step - (first if each.step is None else each.step)) for each in ranks]
     ranks.sort(
@@ -160,8 +159,8 @@ def frame_of(
 
 
 def straggler_of(ranks: Sequence[Standing], stages: Sequence[str], step_s: float) -> Straggler | None:
-    """The rank that stands out most among those that do the same; first by what it waits for its own work,
-    then by what it waits for others, then by its own work alone."""
+    """The rank that differs most from those that do the same: first by waits for its own work, then by waits
+    for others, then by its own work alone."""
     ranks = sorted((each for each in ranks if each.step is not None), key=lambda each: each.rank)
     if len(ranks) < 2:
         return None
@@ -177,7 +176,7 @@ def straggler_of(ranks: Sequence[Standing], stages: Sequence[str], step_s: float
 
 
 def shares_of(mixture: MixtureHistory | None) -> tuple[Share, ...]:
-    """What the sources have given since the shares that are asked for now were first told of."""
+    """The shares of the sources since the recipe's current shares began."""
     if mixture is None or not len(mixture.steps):
         return ()
     asked, last = mixture.asked[-1], len(mixture.steps) - 1
@@ -204,7 +203,7 @@ def _standing(
     silent_s: float | None,
 ) -> Standing:
     late = np.flatnonzero(history.start == place)
-    late = late[late.size > 1 :][-steps:]  # the first of all is slow by itself
+    late = late[late.size > 1 :][-steps:]  # the first step of all is always slow
     time = history.time[late]
     span = float(time[-1] - time[0]) if late.size > 1 else 0.0
     step_s = span / (late.size - 1) if span > 0 else None
@@ -238,9 +237,9 @@ def _standing(
 
 
 def _outlier(ranks: Sequence[Standing], stage: str, does: Does, least: float) -> Straggler | None:
-    """Who stands out in a stage, among the ranks that do it at all."""
+    """The rank that differs most in a stage, among the ranks that do it."""
     peers = [each for each in ranks if each.work_s[stage] > 0 or each.wait_s[stage] > 0]
-    if not peers or (does == "works" and len(peers) < 2):  # one reader for many works alone, by design
+    if not peers or (does == "works" and len(peers) < 2):  # a reader for many works alone
         return None
     seconds = np.array([(each.wait_s if does == "waits" else each.work_s)[stage] for each in peers])
     worst = int(seconds.argmax())

@@ -183,7 +183,7 @@ def _opened(args: argparse.Namespace) -> StreamStore:
 
 
 def facts_of(store: StreamStore) -> dict[str, Any]:
-    """What the store says of itself, as JSON-able values."""
+    """Facts about the store, as JSON-able values."""
     with store:
         counts = {
             "dtype": store.dtype.name,

@@ -1,4 +1,4 @@
-"""What `doctor` looks at in the machine: versions, packages, delivery, limits, memory, device."""
+"""Checks of `doctor` on the machine: versions, packages, delivery, limits, memory, device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FEW_DESCRIPTORS = 1024
 
 
 def findings(layout: mf.Layout | None) -> Iterator[Finding]:
-    """All of this machine; how a layout would be fed, where one is given."""
+    """All checks of this machine, and of a layout if one is given."""
     yield _versions()
     yield from _packages()
     yield _within_nodes()
@@ -45,12 +45,12 @@ def _versions() -> Finding:
         f"{platform.system()} {platform.release()}"
     )
     if platform.system() != "Linux":
-        return Finding("versions", "note", f"{says}; meshfeed is made for Linux and tested there alone")
+        return Finding("versions", "note", f"{says}; meshfeed is tested on Linux only")
     return Finding("versions", "ok", says)
 
 
 def _packages() -> Iterator[Finding]:
-    """What meshfeed's own metadata asks for: a finding for what it needs, and one for each extra."""
+    """The requirements in meshfeed's metadata: one finding for the core and one for each extra."""
     for extra, packages in extras.requirements().items():
         missing = [f"{name} from {least}" for name, least in packages if not _is_there(name, least)]
         topic = f"extra [{extra}]" if extra else "packages"
@@ -76,7 +76,7 @@ def _numbers(version: str) -> list[int]:
 def _within_nodes() -> Finding:
     topic, why_not = "delivery within a node", can_share()
     if why_not:
-        told = f"broadcast: {why_not}. delivery='auto' takes it, delivery='share' is refused"
+        told = f"broadcast: {why_not}. delivery='auto' chooses it, delivery='share' is refused"
         return Finding(topic, "note", told)
     return Finding(topic, "ok", "share: memfd and abstract unix sockets work")
 
@@ -87,7 +87,7 @@ def _across_nodes() -> Finding:
         return Finding(topic, "bad", "this torch has no gloo; only direct and share will work")
     if can_share():
         return Finding(topic, "ok", "broadcast: torch.distributed has gloo")
-    return Finding(topic, "ok", "tree: gloo between the leaders of nodes, share within each")
+    return Finding(topic, "ok", "tree: gloo between nodes, share within each")
 
 
 def _chosen(layout: mf.Layout) -> Finding:
@@ -103,7 +103,7 @@ def _descriptors() -> Finding:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    says = f"limit {soft} (hard {hard}); a feed keeps some 10 and half of the limit for files of stores"
+    says = f"limit {soft} (hard {hard}); a feed uses about 10 and up to half for stores"
     if soft < _FEW_DESCRIPTORS:
         return Finding("open files", "note", f"{says}; raise it with ulimit -n {min(hard, 65_536)}")
     return Finding("open files", "ok", says)
@@ -123,12 +123,16 @@ def _shared_memory() -> Finding:
     folder, topic = Path("/dev/shm"), "shared memory"
     if not os.access(folder, os.W_OK):
         return Finding(
-            topic, "note", "no /dev/shm: delivery needs none, worker processes of torch's loaders do"
+            topic,
+            "note",
+            "no /dev/shm: meshfeed works without it, workers of torch's DataLoader do not",
         )
     free = shutil.disk_usage(folder).free
     says = f"{free / _GIB:.1f} GiB free in /dev/shm"
     if free < _GIB // 4:
-        return Finding(topic, "note", f"{says}: enough for delivery, few for torch's worker processes")
+        return Finding(
+            topic, "note", f"{says}: enough for meshfeed, little for workers of torch's DataLoader"
+        )
     return Finding(topic, "ok", says)
 
 
@@ -138,7 +142,7 @@ def _device() -> Finding:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked >> 10} KiB"
     if not torch.cuda.is_available():
-        told = f"no CUDA device: tensors stay in ordinary memory, device='cpu'; memory lock limit {limit}"
+        told = f"no CUDA device: tensors stay in host memory (device='cpu'); memory lock limit {limit}"
         return Finding("device", "note", told)
     try:
         page_locked = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)

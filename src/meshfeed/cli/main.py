@@ -37,8 +37,8 @@ _EPILOG = """meshfeed COMMAND --help shows options, examples, exit statuses and 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status: 0 done, 1 something is wrong with what it looked at,
-    2 usage error or failure, 130 interrupted."""
+    """Run one command. Returns its exit status: 0 done, 1 the checked object has a fault, 2 usage error or
+    failure, 130 interrupted."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         _mend_streams()
@@ -51,21 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MeshfeedError as error:
         _tell(str(error), error)
         return FAILED
-    except SystemExit as ended:  # argparse: help, version, or what it could not read
+    except SystemExit as ended:  # argparse: help, version or a usage error
         return ended.code if isinstance(ended.code, int) else OK
     except KeyboardInterrupt as error:
         _tell("interrupted", error)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has had enough, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         _drop_output()
         return OK
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
-            _tell(f"the output cannot be written: {error.strerror}; make room, or write it elsewhere", error)
+            _tell(f"cannot write the output: {error.strerror}; free some space, or write it elsewhere", error)
             _drop_output()
             return FAILED
         traceback.print_exc()
-        print("meshfeed: this is an error in meshfeed itself; please report it", file=sys.stderr)
+        print("meshfeed: this is a bug in meshfeed; please report it", file=sys.stderr)
         return FAILED
 
 
@@ -88,7 +88,7 @@ def parser_of_all() -> Parser:
 
 
 def _suggest(parser: Parser, words: Sequence[str]) -> None:
-    """Refuse a command that is none, and name the one that was probably meant."""
+    """Refuse an unknown command and suggest a similar one."""
     word = next((word for word in words if not word.startswith("-")), None)
     known: tuple[str, ...] = parser.get_default("commands")
     if word is not None and word not in known:
@@ -98,23 +98,23 @@ def _suggest(parser: Parser, words: Sequence[str]) -> None:
 
 
 def _tell(what: str, error: BaseException) -> None:
-    """An error, and what was noted on its way: a line each, on stderr."""
+    """Print an error and its notes to stderr, a line each."""
     for line in (what, *getattr(error, "__notes__", ())):
         say(f"meshfeed: {line}", sys.stderr)
 
 
 def _mend_streams() -> None:
-    """Let both streams be there, and take any text: names of files and pictures may be in no locale's."""
+    """Make both streams usable with any text: file names may not fit the locale's encoding."""
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
-        if stream is None:  # the shell has closed it: nobody wants to read it
+        if stream is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123, SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace" if name == "stderr" else "replace")
 
 
 def _drop_output() -> None:
-    """Let what is still to be written to stdout vanish, so that the interpreter's own flush succeeds."""
+    """Discard pending output, so that the interpreter's flush at exit succeeds."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())

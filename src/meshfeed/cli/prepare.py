@@ -68,14 +68,14 @@ def add_parser(subparsers: Any) -> None:
         "inputs",
         nargs="+",
         metavar="PATH",
-        help="files, folders (but no links in them to others), quoted globs or URLs, in this order",
+        help="files, folders (without linked folders in them), quoted globs or URLs, in this order",
     )
-    parser.hints = {"--out": "each PATH is read, and --out DIR names what is made"}
+    parser.hints = {"--out": "PATH names inputs, --out DIR the folder to make"}
     parser.add_argument(
         "--out",
         required=True,
         metavar="DIR",
-        help="folder to make, or its URL: s3://, gs://, az://; `mf.open(DIR)` opens it",
+        help="folder or URL (s3://, gs://, az://) to write; `mf.open(DIR)` opens it",
     )
     _add_tokens(parser)
     _add_documents(parser)
@@ -83,7 +83,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add_tokens(parser: argparse.ArgumentParser) -> None:
-    how = parser.add_argument_group("what becomes a token")
+    how = parser.add_argument_group("tokens")
     chosen = how.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--tokenizer", metavar="FILE", help=f"{KNOWN}; or 'none' for columns of token lists")
     chosen.add_argument(
@@ -93,12 +93,12 @@ def _add_tokens(parser: argparse.ArgumentParser) -> None:
         help="train a byte-level BPE of SIZE tokens on the input",
     )
     how.add_argument("--eod", action="store_true", help="end each document with the tokenizer's EOS token")
-    how.add_argument("--eod-token", metavar="TOKEN", help="end each document with this token, or its number")
+    how.add_argument("--eod-token", metavar="TOKEN", help="end each document with this token or token id")
     how.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="dtype of the tokens")
     how.add_argument(
         "--chat",
         action="store_true",
-        help="read conversations: write tokens and a loss mask, by the tokenizer's chat template",
+        help="read conversations; write tokens and a loss mask with the tokenizer's chat template",
     )
     how.add_argument(
         "--chat-template", metavar="FILE", help="a chat template to use instead of the tokenizer's own"
@@ -106,64 +106,62 @@ def _add_tokens(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--train-on",
         choices=("assistant", "last"),
-        help="which messages of a conversation bear loss: all of the assistant, or its last",
+        help="messages that bear loss: all of the assistant (default), or its last",
     )
     how.add_argument(
         "--chat-date",
         type=_date,
         metavar="DATE",
-        help="the date for templates that print today's, such as 2025-06-01",
+        help="date for templates that print today's date, such as 2025-06-01",
     )
 
 
 def _add_documents(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("what becomes a document")
+    what = parser.add_argument_group("documents")
     what.add_argument(
         "--column",
         "--key",
-        help="of JSON and Parquet, none within another; 'text' if not given, with --chat 'messages'",
+        help="top-level column of JSON and Parquet (text; with --chat messages)",
     )
     what.add_argument(
         "--glob",
         action="append",
         metavar="PATTERN",
-        help="names to take from folders, such as '*.py'; may be repeated",
+        help="read only files with these names from folders, such as '*.py'; may be repeated",
     )
-    what.add_argument("--format", choices=KINDS, help="of all inputs, whatever their names")
-    what.add_argument("--dedup", choices=("exact",), help="of documents with the same text, keep the first")
+    what.add_argument("--format", choices=KINDS, help="format of all inputs (by default, from the suffix)")
+    what.add_argument("--dedup", choices=("exact",), help="keep one of the documents with the same text")
     what.add_argument(
         "--validation",
         type=float,
         default=0.0,
         metavar="SHARE",
-        help="of the documents, chosen by their text: to DIR/validation, the others to DIR/train",
+        help="share of documents, by their text, for DIR/validation; the others go to DIR/train",
     )
     what.add_argument(
         "--max-errors",
         type=whole(0),
         default=0,
         metavar="N",
-        help=f"malformed records to leave out, listed in DIR/{ERRORS}; by default the first stops the run",
+        help=f"skip at most N malformed records and list them in DIR/{ERRORS} (0: the first stops the run)",
     )
     what.add_argument(
         "--max-record-bytes",
         type=whole(1),
         default=RECORD_BYTES,
         metavar="N",
-        help="the longest line, text file or row to accept, in bytes uncompressed "
-        f"(default {RECORD_BYTES:,}); a longer one stops the run",
+        help=f"limit of a line, text file or row, uncompressed ({RECORD_BYTES:,}); more stops the run",
     )
     what.add_argument(
         "--encoding",
         default="utf-8",
         metavar="NAME,...",
-        help="encoding of text and JSON lines (default utf-8); of several, such as utf-8,latin-1, the first "
-        "that decodes a text file, or a line of JSON, is used",
+        help="encodings to try for each text file or JSON line, such as utf-8,latin-1 (utf-8)",
     )
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    run_ = parser.add_argument_group("the run")
+    run_ = parser.add_argument_group("run")
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     run_.add_argument(
@@ -174,36 +172,37 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help=f"parallel workers (here {cores})",
     )
     run_.add_argument(
-        "--engine", choices=("local", "ray", "slurm"), default="local", help="who encodes (local)"
+        "--engine", choices=("local", "ray", "slurm"), default="local", help="where workers run (local)"
     )
     run_.add_argument(
         "--ray-address",
         metavar="ADDRESS",
-        help="of a cluster, host:port or auto; else $RAY_ADDRESS, else Ray starts here",
+        help="Ray cluster, host:port or auto ($RAY_ADDRESS; without either, Ray starts on this machine)",
     )
     run_.add_argument(
-        "--sbatch", metavar="OPTIONS", help="of Slurm, in one word, such as --sbatch='--partition=cpu'"
+        "--sbatch",
+        metavar="OPTIONS",
+        help="options of sbatch in one argument, such as --sbatch='--partition=cpu'",
     )
-    run_.add_argument("--resume", action="store_true", help="continue an earlier run, if there is one")
+    run_.add_argument("--resume", action="store_true", help="resume an earlier run, if there is one")
     run_.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace DIR, if prepare made it, once the new one is whole; of a URL, its objects one by one",
+        help="replace DIR if prepare made it: a folder at the end, in one step; a URL object by object",
     )
     run_.add_argument(
         "--work",
         metavar="DIR",
-        help="for a URL: folder in which the job has its own, as large as parts and output, until all is "
-        "uploaded; with --engine ray or slurm on a disk that all nodes see. By default in $MESHFEED_CACHE, "
-        "else in meshfeed-cache-UID in the system's folder for temporary files",
+        help="for a URL: folder for parts and output until the upload, on a disk that all nodes see with "
+        "--engine ray or slurm ($MESHFEED_CACHE, else the system's temporary folder)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare, showing how far it is; 0. Raises MeshfeedError; a note on it says how to go on."""
+    """Prepare and show progress; returns 0. Raises MeshfeedError with a note on how to resume."""
     begun = time.monotonic()
     encoding = _encoding(args)
-    # What an engine's own software prints is no answer.
+    # what Ray or Slurm print must not mix with the answer
     with redirect_stdout(sys.stderr), _progress(quiet=args.json) as on_progress:
         made = prepare(
             args.inputs,
@@ -233,7 +232,7 @@ def run(args: argparse.Namespace) -> int:
     for name, store in made.manifest["stores"].items():
         if not store["num_documents"]:
             where = _place(made, name)
-            say(f"meshfeed: {where}: has no document; no Feed can read it", sys.stderr)
+            say(f"meshfeed: {where}: has no documents, so no Feed can read it", sys.stderr)
     return OK
 
 
@@ -258,11 +257,11 @@ def _date(text: str) -> datetime.date:
 
 
 def _encoding(args: argparse.Namespace) -> Encoding:
-    """Raises PrepareError for options that say nothing about what is asked."""
+    """Raises PrepareError for options without effect."""
     eod = args.eod_token if args.eod_token is not None else args.eod
     if not args.chat:
         if args.chat_template or args.chat_date or args.train_on:
-            raise PrepareError("--chat-template, --chat-date and --train-on are of conversations: add --chat")
+            raise PrepareError("--chat-template, --chat-date and --train-on need --chat")
         return Text(
             tokenizer=None if args.tokenizer == "none" else args.tokenizer,
             train_bpe=args.train_bpe,
@@ -272,7 +271,7 @@ def _encoding(args: argparse.Namespace) -> Encoding:
         )
     if args.train_bpe is not None or eod is not False:
         raise PrepareError(
-            "--chat: its template says what ends; leave --train-bpe, --eod and --eod-token out"
+            "--chat: the template ends each message; leave --train-bpe, --eod and --eod-token out"
         )
     return Chats(
         tokenizer=args.tokenizer,
@@ -298,7 +297,7 @@ def _engine(args: argparse.Namespace) -> Engine:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Generator[Callable[[Progress], None]]:
-    """What is told of each progress; a bar with rates on a terminal, nothing elsewhere."""
+    """A function that shows progress: a bar with rates on a terminal, nothing elsewhere."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -315,7 +314,7 @@ def _progress(*, quiet: bool) -> Generator[Callable[[Progress], None]]:
             nonlocal task, doing, first, begun
             if task is None or first is None or progress.doing != doing:
                 doing, first, begun = progress.doing, progress, time.monotonic()
-                done = progress.done_parts  # of an earlier run: it says nothing of how long the rest takes
+                done = progress.done_parts  # done by an earlier run, so not part of the rate
                 task = bars.add_task(doing, total=progress.num_parts, completed=done, rate="")
             spent_s = max(time.monotonic() - begun, 1e-3)
             rate = ""
@@ -334,8 +333,8 @@ def _print(made: Prepared) -> None:
         counts = f"{counted(store['num_documents'], 'document')}, {counted(store['num_tokens'], 'token')}"
         say(f"{_place(made, name)}: {counts} ({store['dtype']})")
     if manifest["num_duplicates"]:
-        say(f"{counted(manifest['num_duplicates'], 'repeated document')} left out")
+        say(f"{counted(manifest['num_duplicates'], 'repeated document')} skipped")
     if manifest["num_malformed"]:
         left = counted(manifest["num_malformed"], "malformed document")
         files = counted(manifest.get("num_malformed_inputs", 0), "file")
-        say(f"{left} in {files} left out; see {made.path}/{ERRORS}")
+        say(f"{left} in {files} skipped; see {made.path}/{ERRORS}")

@@ -41,9 +41,7 @@ def add_options(parser: argparse.ArgumentParser, *, rules: bool = True) -> None:
 
 def add_store_options(parser: Any) -> None:
     """Options of `mf.open`."""
-    parser.add_argument(
-        "--column", metavar="NAME", help="the column that holds tokens or text, where there are several"
-    )
+    parser.add_argument("--column", metavar="NAME", help="the column of tokens or text, if there are several")
     parser.add_argument(
         "--dtype", metavar="TYPE", help="dtype of tokens in an MDS column of plain bytes, such as uint16"
     )

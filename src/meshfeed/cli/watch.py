@@ -1,4 +1,4 @@
-"""meshfeed watch: a run as it goes, from its log: who waits, for what, how fast, and who is silent."""
+"""meshfeed watch: a live run from its log: which ranks wait, for what, how fast, and which are silent."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from meshfeed.metrics import RunReader
 from meshfeed.report.words import counted, duration
 
 _KEEP_STEPS = 1000
-_MOST_ROWS = 40  # where no terminal says how many fit
-_OTHER_LINES = 10  # of a screen, that are no ranks
+_MOST_ROWS = 40  # without a terminal
+_OTHER_LINES = 10  # of a screen, besides the ranks
 _TOLD_S = 2.0
-_SHOWN_S = 0.0005  # a stage in which no rank waits as long has no column
+_SHOWN_S = 0.0005  # a stage needs this wait for a column
 
 _KEYS = {
     "num_starts, start": "how often the job has started; the last: time, step, layout, world_size, ...",
@@ -34,7 +34,7 @@ _KEYS = {
     "wait_s, work_s": "stage -> seconds per step, averaged over the last --steps",
     "step_s, tokens_per_s": "seconds a step; tokens of the whole job at this rank's pace, not to be summed",
     "bytes_per_s, queue_depth": "bytes that it reads itself; steps that are ready",
-    "padding, quiet_s, silent_s": "null if not packed; seconds since it was heard of; null if not silent",
+    "padding, quiet_s, silent_s": "null if not packed; seconds since its last entry; null if not silent",
     "stages": "stages in which some rank waits",
     "missing, silent": "ranks that have not logged this start; ranks that have stopped logging",
     "mixture": "name, realised, asked of each source",
@@ -47,9 +47,9 @@ def add_parser(subparsers: Any) -> None:
         subparsers,
         "watch",
         run,
-        help="a live run in the terminal: who waits, for which stage, how fast, who is silent",
+        help="a live run in the terminal: which ranks wait, for which stage, how fast, which are silent",
         description="Follow a live run by the log that mf.metrics.RunLog(DIR) writes: every rank, worst "
-        "first, and which one holds up the others. Ctrl-C stops. Prints once without a terminal.",
+        "first, and which one slows the others. Ctrl-C stops. Without a terminal it prints once.",
         examples="""
             meshfeed watch runs/7
             meshfeed watch runs/7 --steps 100 --every 5
@@ -74,7 +74,7 @@ def add_parser(subparsers: Any) -> None:
         "--silent",
         type=positive,
         metavar="SECONDS",
-        help="call a rank silent after this time (30, or five of its steps)",
+        help="a rank without an entry for so long is silent (30, or five of its steps)",
     )
     parser.add_argument(
         "--rows", type=whole(1), metavar="N", help=f"ranks to show (what fits; {_MOST_ROWS} into a file)"
@@ -82,7 +82,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show frames until an interrupt, or one of them."""
+    """Show the run until interrupted, or once."""
     console = Console()
     reader = RunReader(args.path, keep=max(_KEEP_STEPS, args.steps + 1))
 
@@ -113,19 +113,19 @@ def run(args: argparse.Namespace) -> int:
                     time.sleep(args.every)
                     frame = look()
                     live.update(picture(frame), refresh=True)
-        finally:  # the screen is as it was before; leave the last picture on it
+        finally:  # the old screen is back; print the last state on it
             console.print(picture(frame))
-    except KeyboardInterrupt:  # how one stops watching
+    except KeyboardInterrupt:  # the way to stop
         return OK
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether there is something to read; a folder may not be there yet, but is no file."""
+    """Whether there is a log to read; a file raises when it is read."""
     return path.is_file() or (path.is_dir() and any(path.glob("rank-*.jsonl")))
 
 
 def told(frame: Frame) -> dict[str, Any]:
-    """A frame as JSON says it."""
+    """A frame as JSON."""
     return asdict(frame) | {"silent": frame.silent}
 
 
@@ -133,11 +133,11 @@ def told(frame: Frame) -> dict[str, Any]:
 
 
 def picture_of(frame: Frame, path: Path, num_rows: int) -> Group:
-    """A frame as a terminal shows it, with at most so many ranks."""
+    """A frame for a terminal, with at most so many ranks."""
     title = Text(f"meshfeed watch {path}", style="bold")
     start = frame.start
     if start is None:
-        nobody = "no rank has written to its log yet" if path.exists() else "there is no such folder yet"
+        nobody = "no rank has written a log yet" if path.exists() else "the folder does not exist yet"
         return Group(title, Text(f"has not begun: {nobody}", style="yellow"))
     lines = [title, Text(f"{start.layout or 'a layout of its own'}, {start.delivery}, {headline(frame)}")]
     if frame.num_starts > 1:
@@ -147,26 +147,26 @@ def picture_of(frame: Frame, path: Path, num_rows: int) -> Group:
 
 
 def headline(frame: Frame) -> str:
-    """One line: how far, how fast, and how much of that the median rank's loop waits for data."""
+    """One line: the step, the speed, and the share of time that the median rank waits for data."""
     parts = [counted(len(frame.ranks), "rank")]
     parts.append("no step yet" if frame.step is None else f"step {frame.step:,}")
     if frame.step_s is not None and frame.tokens_per_s is not None:
         part = statistics.median(sum(each.wait_s.values()) for each in frame.ranks) / frame.step_s
         parts.append(f"{duration(frame.step_s)} a step, {part:.0%} of it waiting")
         parts.append(f"{_amount(frame.tokens_per_s)} tokens/s")
-    parts.append(f"last heard of {duration(min(each.quiet_s for each in frame.ranks))} ago")
+    parts.append(f"last entry {duration(min(each.quiet_s for each in frame.ranks))} ago")
     return "; ".join(parts)
 
 
 def alarms(frame: Frame) -> list[str]:
-    """What somebody should look at, a line each."""
+    """Problems to look at, a line each."""
     lines: list[str] = []
     if frame.straggler is not None:
         lines.append(straggler_words(frame.straggler))
     silent = [each for each in frame.ranks if each.silent_s is not None]
     if silent and len(silent) == len(frame.ranks):
         least = min(each.silent_s or 0.0 for each in silent)
-        lines.append(f"all ranks are silent for {duration(least)}: the run is over, or stands still")
+        lines.append(f"all ranks are silent for {duration(least)}: the run has ended or hangs")
     elif silent:
         most = max(each.silent_s or 0.0 for each in silent)
         lines.append(f"{_ranks(frame.silent)} silent for {duration(most)}")
@@ -176,7 +176,7 @@ def alarms(frame: Frame) -> list[str]:
 
 
 def straggler_words(straggler: Straggler) -> str:
-    """Who holds the others up, and at what."""
+    """The straggler in words."""
     words = (
         f"rank {straggler.rank} {straggler.does} {duration(straggler.seconds)} a step in {straggler.stage}"
         f" (others {duration(straggler.usual_s)})"
@@ -209,7 +209,7 @@ def _row(
     each: Standing, dims: Sequence[str], stages: Sequence[str], marked: str | None, *, padding: bool
 ) -> list[Text]:
     note = f"silent for {duration(each.silent_s)}" if each.silent_s is not None else ""
-    # A log is written once a second: as far apart, ranks may well stand at the same step.
+    # logs are written once a second, so ranks this close may be at the same step
     if not note and each.behind > 1 and each.behind * (each.step_s or _TOLD_S) >= _TOLD_S:
         note = f"{counted(each.behind, 'step')} behind"
     cells = [
@@ -232,7 +232,7 @@ def _row(
 
 
 def _rest(ranks: Sequence[Standing], stages: Sequence[str], *, padding: bool) -> list[Text]:
-    """One row for all that did not fit: the most that any of them waits, the least of what is good."""
+    """One row for all ranks that did not fit, with the worst of each value."""
     steps = [each.step for each in ranks if each.step is not None]
     paddings = [each.padding for each in ranks if each.padding is not None]
     cells = [
@@ -262,7 +262,7 @@ def _least(found: Iterable[float | None]) -> float | None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Ranks named, the first few of them; with the verb."""
+    """The first few ranks by name, with the verb."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} is"
     named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8:,} more" if len(ranks) > 8 else "")

@@ -178,7 +178,7 @@ def _writing(stack: ExitStack, path: Path, dtypes: Mapping[str, np.dtype[Any]], 
 
 
 def _announced(stores: Mapping[str, StreamStore]) -> Iterator[tuple[I64, I64]]:
-    """(documents, their lengths), in order; the stores are told of each some batches before."""
+    """(documents, their lengths), in order; each is announced to the stores some batches earlier."""
     waiting: deque[tuple[I64, I64]] = deque()
     for documents, lengths in _batches(stores[TOKENS]):
         for name, store in stores.items():

@@ -1,4 +1,4 @@
-"""Who encodes the parts: processes of this machine, or whatever else an Engine has."""
+"""Engines start the tasks that encode parts, on this machine or elsewhere."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def job_in(folder: Path) -> Job | None:
 
 
 def load_job(folder: Path) -> Job:
-    """The job of a folder. Raises StoreError, and PrepareError where there is none."""
+    """The job of a folder. Raises StoreError, and PrepareError if there is none."""
     job = job_in(folder)
     if job is None:
         raise PrepareError(f"{folder}: no job there; did it finish or start over in the meantime?")

@@ -58,7 +58,7 @@ class Output(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Files that are there now. Raises StoreError, and PrepareError where there can be none."""
+        """The files there now. Raises StoreError, and PrepareError if it cannot be a folder."""
 
     @abstractmethod
     def manifest(self) -> dict[str, Any]:
@@ -132,6 +132,6 @@ class Output(ABC):
 
 
 def manifest_in(found: Any) -> dict[str, Any]:
-    """A manifest, or the claim in its place; {} for whatever else is found there."""
+    """A manifest, or the claim in its place; {} for anything else."""
     known = isinstance(found, dict) and str(found.get("format", "")).startswith(FORMAT)
     return found if known else {}

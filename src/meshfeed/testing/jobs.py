@@ -125,7 +125,7 @@ def _joined(field: Field, held: Mapping[int, Any], length: int, cp_split: CpSpli
 def assert_resumable(
     recipe: Recipe, *, steps: int = 5, micro_batch_size: int = 1, packing: Packing | None = None
 ) -> None:
-    """Killed before any step, a job goes on as if nothing had happened, in a fresh Feed, from a saved state.
+    """A job killed before any step continues in a fresh Feed, from a saved state, as if nothing had happened.
 
     Also reads the state twice, iterates before the state is loaded, and saves again after the resume.
     Raises AssertionError naming the step and the first value that differs.
