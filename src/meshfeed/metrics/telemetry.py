@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshfeed.errors import MetricsError
 from meshfeed.extras import install
+from meshfeed.metrics.clock import STAGES
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 
 if TYPE_CHECKING:
@@ -54,11 +55,14 @@ class Telemetry(Sink):
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
         """See Sink."""
+        records: list[StepRecord] = []
         for entry in entries:
             if isinstance(entry, RunStart):
                 self._start = entry
-            elif self._start is not None:
-                self._instruments.add(entry, self._start)
+            else:
+                records.append(entry)
+        if records and self._start is not None:
+            self._instruments.add(records, self._start)
 
 
 class _Instruments:
@@ -78,24 +82,25 @@ class _Instruments:
         self._share = meter.create_gauge("meshfeed.source.share", "", "part of all draws, by source").set
         self._asked = meter.create_gauge("meshfeed.source.asked", "", "part that is asked, by source").set
 
-    def add(self, record: StepRecord, start: RunStart) -> None:
-        """Record one step of a rank."""
-        stats, who = record.stats, {"rank": start.rank, "dp": start.coord["dp"]}
-        for report_s, by_stage in (
-            (self._wait, stats.exposed_wait_s),
-            (self._work, stats.work_s),
-        ):
-            for stage, seconds in by_stage.items():
-                report_s(seconds, who | {"stage": stage})
-        for instruments in (self._counters, self._gauges):
-            for key, report in instruments.items():
-                if (value := getattr(stats, key)) is not None:
-                    report(value, who)
+    def add(self, records: Sequence[StepRecord], start: RunStart) -> None:
+        """Record some steps of a rank: their seconds one by one, their counts at once, gauges of the last."""
+        who, last = {"rank": start.rank, "dp": start.coord["dp"]}, records[-1].stats
+        of_stage = {stage: who | {"stage": stage} for stage in STAGES}
+        for stats in (record.stats for record in records):
+            for stage, seconds in stats.exposed_wait_s.items():
+                self._wait(seconds, of_stage[stage])
+            for stage, seconds in stats.work_s.items():
+                self._work(seconds, of_stage[stage])
+        for key, count in self._counters.items():
+            count(sum(getattr(record.stats, key) for record in records), who)
+        for key, report in self._gauges.items():
+            if (value := getattr(last, key)) is not None:
+                report(value, who)
         if start.is_lowest:
-            self._steps(1)
-            self._tokens(record.tokens)
-            if stats.source_drawn is not None:
-                self._record_mixture(stats.source_drawn, stats.source_asked, start.sources)
+            self._steps(len(records))
+            self._tokens(sum(record.tokens for record in records))
+            if last.source_drawn is not None:
+                self._record_mixture(last.source_drawn, last.source_asked, start.sources)
 
     def _record_mixture(self, drawn: Any, asked: Any, names: Sequence[str]) -> None:
         shares = (drawn / drawn.sum()).tolist()
