@@ -1,4 +1,4 @@
-"""A package that adds a store format and a tokenizer: the one on the page, found as an installed one is."""
+"""A package that adds a store format, a tokenizer and a rule: the one on the page, found as an installed one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import meshfeed as mf
 import world
 from meshfeed import plugins
+from meshfeed.sequence.named import rule_named
 
 PAGE = Path(__file__).parents[1] / "docs/extending.md"
 BLOCK = re.compile(r'```(?:python|toml)(?: title="([^"]+)")?\n(.*?)```', re.S)
@@ -23,7 +24,8 @@ def installed(folder: Path) -> Path:
     """The page's package as pip installs it: its module, and its metadata beside."""
     blocks = dict(BLOCK.findall(PAGE.read_text()))
     project = tomllib.loads(blocks["pyproject.toml"])["project"]
-    (folder / "rows.py").write_text(blocks["rows.py"])
+    for module in ("rows.py", "heads.py"):
+        (folder / module).write_text(blocks[module])
     metadata = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Name: {project['name']}\nVersion: {project['version']}\n")
@@ -40,7 +42,8 @@ def package(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     plugins.registered.cache_clear()
     yield folder
     plugins.registered.cache_clear()
-    sys.modules.pop("rows", None)
+    for module in ("rows", "heads"):
+        sys.modules.pop(module, None)
 
 
 def test_the_page_passes_the_laws(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,19 +62,23 @@ def test_its_tokenizer_reads_text(package: Path, tmp_path: Path) -> None:
         mf.open(tmp_path / "docs.jsonl", tokenizer="unknown:", cache=tmp_path / "cache")
 
 
-def trained(rank: int, site: str, path: str) -> list[list[int]]:
+def trained(rank: int, site: str, path: str, rule: str) -> list[list[int]]:
     sys.path.insert(0, site)
-    recipe = mf.Recipe(data=mf.open(path), sequence=mf.Windows(16), batch=mf.Batch(sequences=8), epochs=1)
-    with mf.Feed(recipe, mf.Layout(dp=2), rank=rank) as feed:
+    recipe = mf.Recipe(data=mf.open(path), sequence=rule_named(rule), batch=mf.Batch(sequences=8), epochs=1)
+    packing = mf.Packing(capacity=64) if recipe.sequence.packed else None
+    with mf.Feed(recipe, mf.Layout(dp=2), rank=rank, packing=packing) as feed:
         return [microbatch["tokens"].tolist() for step in feed for microbatch in step.microbatches]
 
 
 def test_two_processes_train_on_it(package: Path, tmp_path: Path) -> None:
     rows = np.arange(48 * 16, dtype="uint16").reshape(48, 16)
     np.save(tmp_path / "corpus.npy", rows)
-    ranks = world.run(trained, 2, str(package), str(tmp_path / "corpus.npy"))
+    ranks = world.run(trained, 2, str(package), str(tmp_path / "corpus.npy"), "windows(16)")
     windows = [window for rank in ranks for microbatch in rank for window in microbatch]
     assert sorted(windows) == rows.tolist()
+    ranks = world.run(trained, 2, str(package), str(tmp_path / "corpus.npy"), "heads(5)")
+    tokens = [token for rank in ranks for microbatch in rank for pack in microbatch for token in pack]
+    assert sorted(tokens) == sorted(rows[:, :5].reshape(-1).tolist())
 
 
 def test_a_path_of_no_format_names_what_each_expects(package: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ followed by one more token if the document continues. All other fields are compu
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +41,7 @@ def document_lengths(recipe: Recipe, draws: Draws) -> Longs:
 
 
 class DocumentRule(SequenceRule):
-    """The common part of rules whose sequences are documents: reading what a portion holds of them."""
+    """A rule whose sequences are documents. It reads what `held` says; a rule adds lengths and fields."""
 
     def num_sequences(self, store: Store) -> int:
         """Documents in the store, including empty ones. Raises RecipeError unless it is a token store."""
@@ -56,7 +55,7 @@ class DocumentRule(SequenceRule):
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
-        return int(self._held(portion).sizes.sum()) * dtype_of(recipe, portion.draws).itemsize
+        return int(self.held(portion).sizes.sum()) * dtype_of(recipe, portion.draws).itemsize
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the held slices to each store."""
@@ -66,7 +65,7 @@ class DocumentRule(SequenceRule):
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held tokens of the documents, slice after slice."""
-        sizes = self._held(portion).sizes
+        sizes = self.held(portion).sizes
         ends = np.cumsum(sizes)
         tokens = allocate((int(sizes.sum()),), dtype_of(recipe, portion.draws).name)
         for store, slices, starts, stops in self._reads(recipe, portion):
@@ -78,9 +77,9 @@ class DocumentRule(SequenceRule):
             runs.copy(store.read_stream(starts, stops), tokens)
         return {"tokens": tokens}
 
-    @abstractmethod
-    def _held(self, portion: Portion) -> Slices:
-        """What the portion's group reads, as tokens of its draws."""
+    def held(self, portion: Portion) -> Slices:
+        """What the portion's group reads, as tokens of its draws; by default the held slices."""
+        return portion.ranges(portion.held)
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Stream offset of the first token of each draw, all of one source; int64 [n]."""
@@ -88,7 +87,7 @@ class DocumentRule(SequenceRule):
 
     def _reads(self, recipe: Recipe, portion: Portion) -> Iterator[tuple[StreamStore, Longs, Longs, Longs]]:
         """For each store: (store, its held slices that are not empty, their stream ranges)."""
-        held, draws = self._held(portion), portion.draws
+        held, draws = self.held(portion), portion.draws
         source = draws.source[held.sequence]
         for s in np.unique(draws.source).tolist():
             slices = np.flatnonzero((source == s) & (held.sizes > 0))
@@ -151,7 +150,8 @@ class Documents(DocumentRule, TokenRule):
         ends = np.minimum(begins + lengths, first + self.lengths(recipe, draws))
         return begins, np.maximum(ends, begins), np.arange(len(draws))
 
-    def _held(self, portion: Portion) -> Slices:
+    def held(self, portion: Portion) -> Slices:
+        """The held slices, each followed by one more token if its document continues."""
         return portion.ranges(portion.held, extra=1)
 
     def build(
