@@ -19,7 +19,7 @@ from soak import SOAK
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 NAMES = sorted(path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py"))
 NGINX = {"bytes", "clients", "stream"}
-LONG = {"exchange", "prepare", "stream"}  # half a minute of processes that import a lot: in a soak
+SHORT = ["order", "roles"]  # no ranks, no services; a soak runs all
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_every_benchmark_is_in_the_tables() -> None:
     assert list(results()["benchmarks"]) == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES if SOAK else [name for name in NAMES if name not in LONG])
+@pytest.mark.parametrize("name", NAMES if SOAK else SHORT)
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     """Its short form, as a user starts it. Its rows are those of the table: nothing is said of their values."""
     if name in NGINX:

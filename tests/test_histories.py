@@ -132,7 +132,7 @@ def test_lives(folder: Path) -> None:
     dice = random.Random(7)
     tokens: dict[tuple[str, int, int], list[int]] = {}
     kills = defaultdict(int)
-    lives = cases(150, 1_000)
+    lives = cases(30, 1_000)
     for _ in range(lives):
         life = life_of(dice)
         final = recipe_of(folder, life, STEPS)
@@ -197,7 +197,7 @@ def live(rank: int, folder: Path, life: Life, run: int, out: Path) -> None:
                 return
 
 
-@pytest.mark.parametrize("seed", range(cases(5, 100)))
+@pytest.mark.parametrize("seed", range(cases(2, 100)))
 def test_lives_on_real_processes(folder: Path, tmp_path: Path, seed: int) -> None:
     """Jobs that really died, as in test_resume."""
     dice = random.Random(1000 + seed + SEED)
@@ -254,7 +254,7 @@ def user_recipe(weights: list[tuple[int, tuple[float, float]]], workers: int) ->
 def test_lives_with_other_worker_processes() -> None:
     """Workers, prefetch, packing and weights change at every kill; items differ by epoch, and stay theirs."""
     dice = random.Random(5)
-    for _ in range(10):
+    for _ in range(cases(2)):
         kills = [*sorted(dice.sample(range(1, 10), 2)), 10]
         weights, state, seen = [(0, (1.0, 0.4))], None, {}
         for start, stop in zip([0, *kills], kills):

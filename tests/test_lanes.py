@@ -16,6 +16,7 @@ from meshfeed.feed.stepping import Stepping
 from meshfeed.order import draws_of_step, lanes_of_step, num_steps
 from meshfeed.plan import plan_fixed
 from meshfeed.testing import assert_elastic, assert_resumable
+from soak import cases
 
 
 def windows_of(shuffle: Any, *, size: int, sequences: int, **options: Any) -> mf.Recipe:
@@ -44,15 +45,15 @@ def shards_per_node(recipe: mf.Recipe, layout: mf.Layout, nodes: int, shard: int
 @pytest.mark.parametrize(
     ("layout", "nodes", "lanes", "sequences", "rows"),
     [
+        ("dp8", 2, 8, 48, 3),
+        ("cp2-dp6", 3, 12, 24, 2),
+        ("dp16", 4, 8, 32, 2),
         ("dp2", 2, 8, 16, 1),
         ("dp4", 4, 8, 16, 2),
-        ("dp8", 2, 8, 48, 3),
         ("dp8", 8, 8, 16, 1),
-        ("dp16", 4, 8, 32, 2),
-        ("cp2-dp6", 3, 12, 24, 2),
         ("dp6", 2, 8, 18, 1),
         ("dp12", 4, 8, 36, 3),
-    ],
+    ][: cases(3, 8)],
 )
 def test_a_node_meets_shards_of_its_own(
     layout: str, nodes: int, lanes: int, sequences: int, rows: int

@@ -27,6 +27,7 @@ from meshfeed.store import IndexedWriter
 from meshfeed.testing import assert_store
 from services.needs import needs
 from services.nginx import Nginx
+from soak import SOAK
 
 litdata = lit.imported()
 TokensLoader = litdata.TokensLoader
@@ -91,9 +92,7 @@ def test_blocks_of_tokens_loader_lie_where_litdata_finds_them(
     assert np.array_equal(ours, np.stack([block.numpy() for block in theirs]))
 
 
-@pytest.mark.parametrize("options", [{}, WHOLE, FRAMES], ids=["plain", "zstd", "frames"])
-@pytest.mark.parametrize(
-    ("item", "column"),
+ITEMS = zip(
     [
         (lambda i, one: torch.from_numpy(one), None),
         (lambda i, one: one, None),
@@ -105,7 +104,18 @@ def test_blocks_of_tokens_loader_lie_where_litdata_finds_them(
         (lambda i, one: {"url": b"z" * (i % 3), "tokens": one.reshape(1, -1)}, None),
         (lambda i, one: {"tokens": torch.from_numpy(one.reshape(1, 1, -1)), "n": 1}, None),
     ],
-    ids=["tensor", "array", "dict", "beside", "nested", "in a tuple", "tuple", "numpy 2d", "tensor 3d"],
+    ["tensor", "array", "dict", "beside", "nested", "in a tuple", "tuple", "numpy 2d", "tensor 3d"],
+)
+OPTIONS = {"plain": {}, "zstd": WHOLE, "frames": FRAMES}
+
+
+@pytest.mark.parametrize(
+    ("item", "column", "options"),
+    [
+        pytest.param(item, column, OPTIONS[name], id=f"{kind}-{name}")
+        for at, ((item, column), kind) in enumerate(ITEMS)
+        for name in (OPTIONS if SOAK else [list(OPTIONS)[at % 3]])
+    ],
 )
 def test_items_equal_theirs(item: Any, column: str | None, options: dict[str, Any], tmp_path: Path) -> None:
     made = documents()

@@ -15,8 +15,9 @@ from raw_index import write_raw
 
 import meshfeed as mf
 from meshfeed.store import IndexedStore
+from soak import cases
 
-NUM_SOURCES = 3_000
+NUM_SOURCES = cases(600, 3_000)
 NUM_TOKENS, LENGTH = 64, 16
 STEPS, SEQUENCES = 100, 64
 

@@ -148,7 +148,7 @@ def packed(codec: str, data: bytes) -> bytes:
         case "bz2":
             return bz2.compress(data)
         case "br":
-            return import_module("brotli").compress(data)
+            return import_module("brotli").compress(data, quality=1)
         case _:
             return bytes(import_module("cramjam").snappy.compress_raw(data))
 
