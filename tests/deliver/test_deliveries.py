@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -166,32 +165,24 @@ def test_ranks_hold_their_slices_of_the_token_stream(tmp_path: Path, split: str)
 # -- what else a rule may carry --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WithExtras:
+class WithExtras(mf.Windows):
     """Windows, and what a store of pictures would have beside them; fields are views of the columns."""
 
-    windows: mf.Windows
-
-    @cached_property
+    @property
     def fields(self) -> tuple[mf.Field, ...]:
         return (
-            *self.windows.fields,
+            *super().fields,
             mf.Field(name="weight", dtype="float32"),
             mf.Field(name="image", dtype="int16", stages=("first",)),
             mf.Field(name="caption", dtype="bytes", stages=("last",)),
         )
 
     def summary(self) -> str:
-        return f"extras {self.windows.summary()}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("packed", "num_sequences", "lengths", "valid_tokens", "announce", "num_bytes"):
-            return getattr(self.windows, name)
-        raise AttributeError(name)
+        return f"extras {super().summary()}"
 
     def load(self, recipe: mf.Recipe, portion: Any, allocate: Any) -> Any:
         index = portion.draws.index
-        columns = dict(self.windows.load(recipe, portion, allocate))
+        columns = dict(super().load(recipe, portion, allocate))
         columns["weight"] = (index[:, None] * np.array([1, 2, 3])).astype(np.float32)
         columns["image"] = [image_of(i) for i in index.tolist() if has_image(i)]
         if index.size % 2 == 0:  # a column may be missing altogether
@@ -199,7 +190,8 @@ class WithExtras:
         return columns
 
     def build(self, recipe: mf.Recipe, portion: Any, columns: Any, names: Any, allocate: Any) -> Any:
-        built = self.windows.build(recipe, portion, columns, names, allocate)
+        plain = {name for name in names if name not in ("weight", "image", "caption")}
+        built = super().build(recipe, portion, columns, plain, allocate)
         images = list(columns["image"]) if columns else []
         captions = list(columns.get("caption", [b"?"] * len(portion.draws))) if columns else []
         for m, (fields, draws) in enumerate(zip(built, portion.draws_by_microbatch())):
@@ -230,7 +222,7 @@ def extras_recipe(path: str, **options: Any) -> mf.Recipe:
     base = recipe_of(path, **options)
     return mf.Recipe(
         data=base.data,
-        sequence=WithExtras(base.sequence),  # type: ignore[arg-type]
+        sequence=WithExtras(**asdict(base.sequence)),  # type: ignore[call-overload]
         batch=base.batch,
         seed=base.seed,
         epochs=base.epochs,
