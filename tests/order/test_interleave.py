@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.order import Interleaving
-from meshfeed.order.interleave import BLOCK, Runs
+from meshfeed.order.interleave import BLOCK, WholeBatches
 from soak import cases
 
 RNG = np.random.default_rng(0)
@@ -198,7 +198,7 @@ def test_what_comes_beyond_the_last_position_never_comes() -> None:
 @pytest.mark.parametrize("size", [1, 3, 8])
 def test_runs_are_an_interleaving_of_runs(size: int) -> None:
     weights = [5, 3, 2]
-    inner, runs = Interleaving(weights), Runs(Interleaving(weights), size)
+    inner, runs = Interleaving(weights), WholeBatches(Interleaving(weights), size)
     source, _ = inner.draws(0, 400)
     wanted = source.repeat(size).tolist()
     counted = [wanted[:at].count(wanted[at]) for at in range(300)]

@@ -24,7 +24,7 @@ from meshfeed.layout import Coord
 from meshfeed.order import position_of
 from meshfeed.plan import CpSplit
 from meshfeed.sequence import SequenceRule
-from meshfeed.sequence.trace import Pieces, pieces_of, sequences_with
+from meshfeed.sequence.trace import DocumentParts, pieces_of, sequences_with
 
 _NOWHERE = {"tokens": None, "microbatch": None, "ranks": list[int]()}
 
@@ -277,7 +277,7 @@ class Sights:
 
 
 def _placed(
-    batch: GlobalBatch, pieces: Pieces, row: int, start: int, stop: int
+    batch: GlobalBatch, pieces: DocumentParts, row: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, Sight]]:
     """(first, last, sight): documents in tokens start..stop of a row's sequence, and where they lie there."""
     place, draws = int(batch.plan.sequence[row]), batch.draws

@@ -52,7 +52,7 @@ _LIMITS = {
 Recipes = Recipe | Sequence[Recipe]
 
 
-class _Data:
+class FeedData:
     """A LightningDataModule of recipes; `DataModule` adds Lightning's base class.
 
     train, validate, test, predict: the recipe of each role; validate, test and predict also take a list.
@@ -283,7 +283,7 @@ class _Loader(TrainLoader):
 
 
 if TYPE_CHECKING:
-    DataModule = _Data
+    DataModule = FeedData
 
 
 def __getattr__(name: str) -> Any:
@@ -296,4 +296,4 @@ def __getattr__(name: str) -> Any:
 def _data_module() -> type:
     """The class, made on first use: importing Lightning takes seconds."""
     base = framework("lightning.pytorch", "lightning").LightningDataModule
-    return type("DataModule", (_Data, base), {"__module__": __name__, "__doc__": _Data.__doc__})
+    return type("DataModule", (FeedData, base), {"__module__": __name__, "__doc__": FeedData.__doc__})

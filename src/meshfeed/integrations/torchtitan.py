@@ -65,7 +65,7 @@ def batch_of(microbatch: Microbatch) -> Batch:
     return fields, masked_labels(microbatch)
 
 
-class _Loader:
+class RecipeLoader:
     """A torchtitan data loader over a recipe; `DataLoader` adds torchtitan's base class.
 
     config: `recipe` as "package.module:name" (a function is called), or the recipe itself if the config is
@@ -220,5 +220,5 @@ def _data_loader() -> type:
         slots=True,
     )
     config.__module__, config.__qualname__ = __name__, "DataLoader.Config"
-    named = {"__module__": __name__, "__doc__": _Loader.__doc__, "Config": config}
-    return type("DataLoader", (_Loader, base), named)
+    named = {"__module__": __name__, "__doc__": RecipeLoader.__doc__, "Config": config}
+    return type("DataLoader", (RecipeLoader, base), named)

@@ -162,7 +162,7 @@ class Interleaving:
         return source[chosen].astype(np.int32), count[chosen]
 
 
-class Runs:
+class WholeBatches:
     """An interleaving of runs: every `size` draws, from 0 on, have one source.
 
     After any k whole runs, a source of weight w has had w k runs, plus or minus less than 1.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Amount, Mixture, Part
 from meshfeed.order.blocks import BlockShuffle
-from meshfeed.order.interleave import Interleaving, Runs
+from meshfeed.order.interleave import Interleaving, WholeBatches
 from meshfeed.order.permutation import choose, key_of, permute, unpermute
 from meshfeed.recipe import Batch, Blocks, Recipe
 
@@ -41,7 +41,7 @@ class _Segment:
 
     start: int
     sources: npt.NDArray[np.int32]
-    turns: Interleaving | Runs
+    turns: Interleaving | WholeBatches
     drawn: Longs
 
 
@@ -77,7 +77,7 @@ class Schedule:
             sources = np.array(list(counts), np.int32)
             turns = _interleaving(tuple(counts.values()))
             if self._per_source:
-                turns = Runs(turns, recipe.batch.size(part.step))
+                turns = WholeBatches(turns, recipe.batch.size(part.step))
             self._segments.append(_Segment(start, sources, turns, drawn))
         self.end = self._whole(recipe, self._end(recipe, parts[-1]))
 

@@ -21,7 +21,7 @@ Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class DocumentParts:
     """Parts of documents, one array per property, in the order of the sequence.
 
     Attributes:
@@ -36,7 +36,7 @@ class Pieces:
     stop: Longs
 
 
-def pieces_of(recipe: Recipe, draws: Draws) -> Pieces:
+def pieces_of(recipe: Recipe, draws: Draws) -> DocumentParts:
     """The documents in some sequences, by the input tokens (the last label does not count).
 
     The stores must be entered. For a rule over a user's dataset, the document is the whole item.
@@ -44,15 +44,15 @@ def pieces_of(recipe: Recipe, draws: Draws) -> Pieces:
     rule = cast(Any, recipe.sequence)
     if not isinstance(rule, Rows):
         lengths = rule.lengths(recipe, draws)
-        return Pieces(np.arange(len(draws)), draws.index, np.zeros_like(lengths), lengths)
+        return DocumentParts(np.arange(len(draws)), draws.index, np.zeros_like(lengths), lengths)
     found = [_documents_in(recipe, source, draws) for source in np.unique(draws.source).tolist()]
     parts = [np.concatenate(column) for column in zip(*found)] if found else [np.zeros(0, np.int64)] * 4
     order = np.argsort(parts[0], kind="stable")
-    return Pieces(*(part[order] for part in parts))
+    return DocumentParts(*(part[order] for part in parts))
 
 
 def _documents_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs, Longs, Longs]:
-    """The arrays of Pieces, for the draws of one source."""
+    """The arrays of DocumentParts, for the draws of one source."""
     store, places = recipe.sources[source], np.flatnonzero(draws.source == source)
     starts, stops, of = _ranges_in(recipe, source, draws.take(places))
     first = _documents_at(store, starts)
