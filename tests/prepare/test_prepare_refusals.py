@@ -23,7 +23,7 @@ BAD = {
     b'{"txt": "a"}': "no 'text', found 'txt'",
     b'{"text": null}': "null where text belongs",
     b'{"text": 5}': "int where text belongs",
-    b'{"text": "\\ud800"}': "text that is no Unicode",
+    b'{"text": "\\ud800"}': "text is not Unicode",
     b'{"text": "\xff"}': "not valid UTF-8: byte 10 of the line is 0xff",
 }
 

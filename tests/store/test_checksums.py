@@ -181,7 +181,7 @@ def test_verify_names_the_bytes(
     told = capsys.readouterr().err.replace("\n", "")
     if suffix == ".bin":
         begin = at // BLOCK * BLOCK
-        assert f"c.bin: bytes {begin}..{min(begin + BLOCK, 60_000)} are not those" in told
+        assert f"c.bin: bytes {begin}..{min(begin + BLOCK, 60_000)} do not match its .sums" in told
         assert "1 of 16 blocks" in told
     else:
         assert "c.idx: byte" in told
@@ -218,7 +218,7 @@ def test_a_pair_that_others_wrote_anew_is_not_blamed(
     assert run(prefix, "--json") == 0
     assert json.loads(capsys.readouterr().out)["checksums"] == "of another store"
     assert run(prefix, "--verify") == 1
-    assert "where they are newer than it, recreate it" in capsys.readouterr().err
+    assert "if they are newer than it, recreate it" in capsys.readouterr().err
     assert run(prefix, "--write-checksums", "--verify") == 0
 
 
@@ -242,7 +242,7 @@ def test_a_local_file_that_was_overwritten_in_place_is_noticed_where_it_is_read(
     with store:
         assert store.read(0, 0, 500).size == 500
         for _ in range(2):
-            with pytest.raises(ChecksumError, match=rf"/c\.bin: bytes {begin}\.\.{begin + BLOCK} are not"):
+            with pytest.raises(ChecksumError, match=rf"/c\.bin: bytes {begin}\.\.{begin + BLOCK} do not"):
                 store.read_stream(np.array([15_000]), np.array([15_010]))
         with pytest.raises(ChecksumError):  # a range over many blocks
             store.read_stream(np.array([100]), np.array([29_000]))

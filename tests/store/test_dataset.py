@@ -215,16 +215,16 @@ def test_other_documents_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ("[]", "a JSON object belongs there"),
         ('{"format": "parquet"}', "\"format\" is 'parquet'"),
         ('{"format": "meshfeed", "version": 2}', '"version" is 2; only 1 is known'),
         ('{"format": "meshfeed", "version": true}', '"version" is True'),
-        ('{"format": "meshfeed", "version": 1}', '"columns" is no object with "tokens"'),
+        ('{"format": "meshfeed", "version": 1}', '"columns" is not an object with "tokens"'),
         (
             '{"format": "meshfeed", "version": 1, "columns": {"x": "x"}}',
-            '"columns" is no object with "tokens"',
+            '"columns" is not an object with "tokens"',
         ),
         ('{"format": "meshfeed", "version": 1, "columns": {"tokens": 5}}', "column 'tokens' is 5"),
         ('{"format": "meshfeed", "version": 1, "columns": {"tokens": "../up"}}', r"without '\.\.'"),

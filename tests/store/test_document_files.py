@@ -348,7 +348,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [(b'{"text": [1]}', "list where text belongs"), (b'{"text": "\\ud800"}', "text that is no Unicode")],
+    [(b'{"text": [1]}', "list where text belongs"), (b'{"text": "\\ud800"}', "text is not Unicode")],
 )
 def test_a_wrong_text_is_named(tmp_path: Path, line: bytes, said: str) -> None:
     (tmp_path / "c.jsonl").write_bytes(b'{"text": "a"}\n' + line)

@@ -336,7 +336,7 @@ def test_same_every_epoch() -> None:
     assert np.array_equal(seen[0], np.array([pair for pair, _ in pairs]))
     assert np.array_equal(seen[0], seen[1])
     wrong = mf.Mapped(mf.SameEveryEpoch(pairs, names=("one",)))
-    with wrong, pytest.raises(mf.StoreError, match=r"index=2\).*no tuple of 1 parts"):
+    with wrong, pytest.raises(mf.StoreError, match=r"index=2\).*not a tuple of 1 parts"):
         wrong.fetch(places(2))
 
 

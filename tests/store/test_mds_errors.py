@@ -74,7 +74,7 @@ def shard(index: dict[str, Any], number: int = 0) -> dict[str, Any]:
         (lambda i: i["shards"].append(shard(i)), "twice"),
         (lambda i: shard(i, 1).update(column_names=["other"]), r"shards\[1\] has other columns"),
         (lambda i: i.update(version=3), "only version 2"),
-        (lambda i: i.update(shards={}), "is no list"),
+        (lambda i: i.update(shards={}), "is not a list"),
     ],
 )
 def test_a_foreign_index_is_checked(tmp_path: Path, edit: Callable[[Any], Any], says: str) -> None:

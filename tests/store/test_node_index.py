@@ -216,7 +216,7 @@ def test_an_index_that_differs_from_its_checksums_is_refused(corpus: str, cache:
     with open(f"{corpus}.idx", "r+b") as stream:  # where the fingerprint does not look
         stream.seek(20_000)
         stream.write(b"\1")
-    with pytest.raises(ChecksumError, match=r"c\.idx: bytes 0\.\.\d+ are not those"):
+    with pytest.raises(ChecksumError, match=r"c\.idx: bytes 0\.\.\d+ do not match its .sums"):
         mf.open(corpus, cache=cache)
 
 

@@ -53,7 +53,7 @@ def test_a_prefix_may_itself_end_in_bin(tmp_path):
         ({"lengths": [2, 0, 4]}, POINTERS_AT + 16, "outside its 10 bytes"),
         ({"pointers": [0, -2, 4]}, POINTERS_AT + 8, "at byte -2"),
         ({"pointers": [0, 2**63 - 2, 4]}, POINTERS_AT + 8, "outside its 10 bytes"),
-        ({"pointers": [0, 3, 4]}, POINTERS_AT + 8, "no whole token"),
+        ({"pointers": [0, 3, 4]}, POINTERS_AT + 8, "not a whole token"),
         ({"pointers": [0, 2, 4]}, POINTERS_AT + 8, "sequence 0 ends at byte 4"),
         ({"data": bytes(8)}, POINTERS_AT + 16, "truncated or belongs to another"),
         ({"data": b""}, POINTERS_AT, "truncated or belongs to another"),
@@ -80,7 +80,7 @@ def test_an_index_cut_anywhere_is_named_with_the_byte(sound, size):
 
 def test_a_data_file_cut_within_a_token_is_named(sound):
     os.truncate(sound + ".bin", 9)
-    with pytest.raises(StoreError, match=r"c\.bin: 9 bytes are no whole number of uint16"):
+    with pytest.raises(StoreError, match=r"c\.bin: 9 bytes are not a whole number of uint16"):
         open_store(sound)
 
 

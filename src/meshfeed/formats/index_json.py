@@ -21,19 +21,19 @@ class IndexReader:
 
     def refuse(self, where: str, what: str) -> NoReturn:
         """Raise."""
-        raise StoreError(f"{self.url}: {where} {what}; make the index anew, or copy it again")
+        raise StoreError(f"{self.url}: {where} {what}; recreate the index, or copy it again")
 
     def json(self, text: bytes | str, where: str = "it") -> Any:
         """What a text says."""
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            self.refuse(where, f"is no JSON: {error}")
+            self.refuse(where, f"is not valid JSON: {error}")
 
     def field(self, given: Any, key: str, where: str = "") -> Any:
         """A value of an object."""
         if not isinstance(given, dict):
-            self.refuse(where or "it", "is no object")
+            self.refuse(where or "it", "is not an object")
         if key not in given:
             self.refuse(_path(where, key), "is missing")
         return cast(Any, given[key])
@@ -42,14 +42,14 @@ class IndexReader:
         """An object in an object."""
         value = self.field(given, key, where)
         if not isinstance(value, dict):
-            self.refuse(_path(where, key), "is no object")
+            self.refuse(_path(where, key), "is not an object")
         return cast(dict[str, Any], value)
 
     def listed(self, given: Any, key: str, where: str = "") -> list[Any]:
         """A list in an object."""
         value = self.field(given, key, where)
         if not isinstance(value, list):
-            self.refuse(_path(where, key), "is no list")
+            self.refuse(_path(where, key), "is not a list")
         return cast(list[Any], value)
 
     def whole(self, given: Any, key: str, most: int, where: str = "") -> int:

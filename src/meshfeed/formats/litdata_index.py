@@ -128,7 +128,7 @@ class _Reader(IndexReader):
     def columns(self, config: dict[str, Any]) -> tuple[Column, ...]:
         forms = self.listed(config, "data_format", "config")
         if not forms or not all(isinstance(form, str) for form in forms):
-            self.refuse("config.data_format", "is no list of texts")
+            self.refuse("config.data_format", "is not a list of texts")
         spec = config.get("data_spec")
         names = list(map(str, range(len(forms))))
         if spec is not None:
@@ -142,7 +142,7 @@ class _Reader(IndexReader):
         where = "config.data_spec"
         tree = self.json(spec, where) if isinstance(spec, str) else None
         if not isinstance(tree, list) or len(cast(list[Any], tree)) != 2:
-            self.refuse(where, "is no tree")
+            self.refuse(where, "is not a tree")
         found: list[str] = []
         left: list[tuple[str, Any]] = [("", cast(list[Any], tree)[1])]
         while left:

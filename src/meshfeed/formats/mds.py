@@ -122,7 +122,7 @@ class MDSStore(ShardedStore):
             if size and columns[at].size_bytes not in (None, size):
                 raise StoreError(
                     f"{self.path}: column {name!r} is {encoding}, its size {columns[at].size_bytes}; "
-                    f"make the index anew, or copy it again"
+                    f"recreate the index, or copy it again"
                 )
         return Tokens(at, dtype.newbyteorder("<"), kind)
 

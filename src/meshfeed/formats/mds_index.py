@@ -91,7 +91,7 @@ class _Reader(IndexReader):
         columns: list[Column] = []
         for name, encoding, size in zip(*lists):
             if not isinstance(name, str) or not isinstance(encoding, str):
-                self.refuse(f"{where}.column_names", "hold something that is no text")
+                self.refuse(f"{where}.column_names", "hold something that is not a text")
             if size is not None and (type(size) is not int or not 0 <= size <= _MOST_BYTES):
                 self.refuse(f"{where}.column_sizes", f"hold {str(size)[:50]}")
             columns.append(Column(name, encoding, size))
@@ -141,5 +141,5 @@ class _Reader(IndexReader):
     def hashes(self, given: Any, where: str) -> Mapping[str, str]:
         hashes = self.field(given, "hashes", where) or {}
         if not isinstance(hashes, dict) or not all(isinstance(v, str) for v in cast(Any, hashes).values()):
-            self.refuse(f"{where}.hashes", "is no object of texts")
+            self.refuse(f"{where}.hashes", "is not an object of texts")
         return cast(dict[str, str], hashes)

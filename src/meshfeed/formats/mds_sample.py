@@ -78,10 +78,10 @@ def ndarray_of(encoding: str) -> Ndarray | None:
         return Ndarray(None, None)
     dtype, _, dims = rest.partition(":")
     if dtype not in _SCALARS or rest.count(":") > 1:
-        raise ValueError(f"{dtype!r} is no dtype of an ndarray column")
+        raise ValueError(f"{dtype!r} is not a dtype of an ndarray column")
     shape = tuple(int(dim) for dim in dims.split(",")) if dims else None
     if shape is not None and (min(shape) < 1 or prod(shape) > 1 << 40):
-        raise ValueError(f"{dims!r} is no shape")
+        raise ValueError(f"{dims!r} is not a shape")
     return Ndarray(np.dtype(dtype).newbyteorder("<"), shape)
 
 

@@ -193,7 +193,7 @@ class ShardFile:
         if wrong.any():
             i = int(wrong.argmax())
             raise StoreError(
-                f"{self.file.url}: byte {begins[i]}: {sizes[i]} bytes are no whole number of "
+                f"{self.file.url}: byte {begins[i]}: {sizes[i]} bytes are not a whole number of "
                 f"{tokens.dtype.name}, or not as many as the encoding says; copy it again"
             )
         return begins, counts

@@ -1,4 +1,4 @@
-"""A column of documents -> tokens: lists of whole numbers as they are, or text through a tokenizer."""
+"""The tokens of documents from one column: lists of whole numbers, or text through a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from meshfeed.formats.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenize
 from meshfeed.store.indexed_writer import best_dtype
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
-"""Columns of token lists, the first that is there, where none is named."""
+"""The default columns of token lists; the first that exists counts."""
 
 Where = Callable[[int], str]
-"""Which of some values -> what a message calls it: file, and line or row."""
+"""Index of a value -> its place as messages name it: file, and line or row."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,8 @@ class Column:
     """Which column of a record is its tokens, and how.
 
     Attributes:
-        name: of the column; None for "text" where there is a tokenizer, else the first of TOKEN_COLUMNS.
-        tokenizer: None for a column of token lists; for text, a tokenizer on this machine: see
-            `tokenizer.KNOWN`.
+        name: of the column; None for "text" with a tokenizer, else the first of TOKEN_COLUMNS.
+        tokenizer: None for a column of token lists; for text, one of `tokenizer.KNOWN`.
 
     Raises StoreError for a tokenizer that cannot be read, or a package that is missing.
     """
@@ -39,7 +38,7 @@ class Column:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns to look for; the first that is there counts."""
+        """The columns to look for; the first that exists counts."""
         if self.name is not None:
             return (self.name,)
         return TOKEN_COLUMNS if self.tokenizer is None else ("text",)
@@ -51,17 +50,17 @@ class Column:
 
     @cached_property
     def digest(self) -> str:
-        """All that decides the tokens of a record."""
+        """Identifies everything that determines the tokens of a record."""
         how = None if self.tokenizer is None else self._file.digest
         return f"{','.join(self.names)} {how}"
 
     def check(self) -> None:
-        """Load the tokenizer, where there is one."""
+        """Load the tokenizer, if there is one."""
         if self.is_text:
             _ = self.encoder
 
     def dtype(self, most: int) -> np.dtype[Any]:
-        """The type of the tokens, where the greatest is `most`."""
+        """The type of the tokens, the largest of which is `most`."""
         if self.tokenizer == BYTES:
             return np.dtype("u1")
         if self.tokenizer is not None:
@@ -69,7 +68,7 @@ class Column:
         return np.dtype("<u2" if most < 1 << 16 else "<i4" if most < 1 << 31 else "<i8")
 
     def encoded(self, values: Sequence[Any], where: Where) -> list[Array]:
-        """The tokens of each value, whole numbers [n]. Raises StoreError naming the first that has none."""
+        """The tokens of each value, whole numbers [n]. Raises StoreError naming the first bad value."""
         if not self.is_text:
             return [_whole_numbers(value, where, i) for i, value in enumerate(values)]
         return self.encoder.encode([_text(value, where, i) for i, value in enumerate(values)])
@@ -80,11 +79,11 @@ class Column:
 
     @cached_property
     def encoder(self) -> Tokenizer:
-        """The tokenizer, loaded; only of text."""
+        """The tokenizer, loaded; for text only."""
         return self._file.load()
 
     def __getstate__(self) -> dict[str, Any]:
-        # The file too: the process that it goes to may stand elsewhere, and must not read another.
+        # The file too: the receiving process may run elsewhere, where the path means another file.
         kept = ("name", "tokenizer", "_file")
         return {key: value for key, value in self.__dict__.items() if key in kept}
 
@@ -93,7 +92,7 @@ class Column:
 
 
 def hint_for(names: Sequence[str], *, has_text: bool) -> str:
-    """What to do where none of the columns `names` is there. has_text: whether there is text in "text"."""
+    """Advice if none of the columns `names` exists. has_text: whether there is text in "text"."""
     if has_text and TOKEN_COLUMNS[0] in names:
         return 'to read its text, name a tokenizer: tokenizer="tokenizer.json" (--tokenizer)'
     return "name it by column= (--column)"
@@ -105,7 +104,7 @@ def _text(value: Any, where: Where, i: int) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise StoreError(f"{where(i)}: text that is no Unicode: {error}; write it anew") from error
+        raise StoreError(f"{where(i)}: text is not Unicode: {error}; fix or remove it") from error
     return value
 
 
@@ -122,7 +121,7 @@ def _whole_numbers(value: Any, where: Where, i: int) -> Array:
     raise StoreError(f"{where(i)}: token {at} is {token!r}; tokens are whole numbers from 0 below 2**63")
 
 
-_HINT = "name the right column= (--column) and, for text, a tokenizer=, or mend the file"
+_HINT = "name the right column= (--column) and, for text, a tokenizer=, or fix the file"
 
 
 def _called(value: Any) -> str:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshfeed.errors import ChangedError, ChecksumError, StoreError
+from meshfeed.errors import ChangedError, StoreError
 from meshfeed.files import LocalFile, typed_errors
-from meshfeed.files.sums import ANEW, BLOCK_BYTES, SUFFIX, Summer, Sums, is_block_size
-from meshfeed.store.node_index import checksums_beside
+from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums, is_block_size
+from meshfeed.store.node_index import checksums_beside, others_sums, wrong_block
 
 if TYPE_CHECKING:
     from meshfeed.store.indexed import IndexedStore
@@ -93,20 +93,17 @@ def compare(store: IndexedStore) -> Iterator[float]:
         yield from (done for *_, done in _pieces(store))
         return
     if _sizes(sums) != [each.size_bytes for each in store.files]:
-        raise StoreError(f"{store.path}{SUFFIX}: made for files of other sizes; {ANEW}")
-    wrong: list[str] = []
+        raise others_sums(store.path, "files of other sizes")
+    wrong: list[tuple[str, int, int]] = []
     for number, begin, piece, done in _pieces(store):
         url = store.files[number].url
-        wrong += [f"{url}: bytes {low}..{high}" for low, high in sums.files[number].wrong(piece, begin)]
+        wrong += [(url, low, high) for low, high in sums.files[number].wrong(piece, begin)]
         yield done
     if wrong:
         num_blocks = sum(each.sums.size for each in sums.files)
-        raise ChecksumError(
-            f"{wrong[0]} are not those that {store.path}{SUFFIX} has a checksum of, {len(wrong)} of "
-            f"{num_blocks} blocks in all; copy the files again, or, where they are newer than it, {ANEW}"
-        )
+        raise wrong_block(*wrong[0], f", {len(wrong)} of {num_blocks} blocks in all")
     if sums.fingerprint != store.fingerprint:
-        raise StoreError(f"{store.path}{SUFFIX}: made for another store; {ANEW}")
+        raise others_sums(store.path, "another store")
 
 
 def refuse_others(store: IndexedStore) -> IndexedStore:
@@ -130,10 +127,7 @@ def refuse_others(store: IndexedStore) -> IndexedStore:
         idx.look_again()
         store = type(store)(store.path, idx, data)
     if store.fingerprint != guard:
-        raise StoreError(
-            f"{store.path}{SUFFIX}: made for fingerprint {guard}, the files have {store.fingerprint}: they "
-            f"are newer than it, or come damaged each time; copy them again, or {ANEW}"
-        )
+        raise others_sums(store.path, f"fingerprint {guard}, the files have {store.fingerprint}")
     return store
 
 

@@ -204,11 +204,11 @@ def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
     where = f"{shown}/{NAME}"
     file = folder.file(NAME)
     if file.size_bytes > _MOST_BYTES:
-        raise StoreError(f"{where}: {file.size_bytes} bytes, at most {_MOST_BYTES}; it is no dataset.json")
+        raise StoreError(f"{where}: {file.size_bytes} bytes, at most {_MOST_BYTES}; it is not a dataset.json")
     try:
         told: Any = json.loads(file.peek([(0, file.size_bytes)])[0])
     except (ValueError, RecursionError) as error:
-        raise StoreError(f"{where}: no JSON: {error}; write it again") from error
+        raise StoreError(f"{where}: not valid JSON: {error}; write it again") from error
     stores = {
         name: indexed_in(folder, prefix, f"{shown}/{prefix}")
         for name, prefix in _columns_of(told, where).items()
@@ -226,7 +226,7 @@ def _columns_of(told: Any, where: str) -> dict[str, str]:
         raise StoreError(f'{where}: "version" is {said.get("version")!r}; only {VERSION} is known')
     columns = said.get("columns")
     if not isinstance(columns, dict) or "tokens" not in columns:
-        raise StoreError(f'{where}: "columns" is no object with "tokens" in it; write it again')
+        raise StoreError(f'{where}: "columns" is not an object with "tokens" in it; write it again')
     for name, prefix in cast(dict[str, Any], columns).items():
         if not name or not isinstance(prefix, str):
             raise StoreError(

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.errors import ChangedError, ChecksumError
+from meshfeed.errors import ChangedError
 from meshfeed.files import LocalFile
 from meshfeed.files.byte_file import I64, Bytes
 from meshfeed.files.local import fill
-from meshfeed.files.sums import ANEW, FileSums
-from meshfeed.store.node_index import NodeIndex, settle
+from meshfeed.files.sums import FileSums
+from meshfeed.store.node_index import NodeIndex, settle, wrong_block
 
 _LOOKS = 3
 
@@ -114,10 +114,5 @@ class GuardedFile(LocalFile):
             with self._file.lock:
                 self._file.release()
         for low, high in sums.wrong(data.data, begin):
-            raise ChecksumError(
-                f"{self.url}: bytes {low}..{high} are not those that its .sums has a checksum of; copy the "
-                f"file again, or, where it was written anew since, {ANEW}",
-                path=self.url,
-                range=(low, high),
-            )
+            raise wrong_block(self.url, low, high)
         seen[block] = 1

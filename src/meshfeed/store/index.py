@@ -105,7 +105,7 @@ def read_header(prefix: str, idx: ByteFile, data: ByteFile) -> Header:
         raise StoreError(_wrong_size(idx.url, idx_size_bytes, entries_size, num_sequences, num_entries))
     if bin_size_bytes % dtype.itemsize:
         raise StoreError(
-            f"{data.url}: {bin_size_bytes} bytes are no whole number of {dtype.name} tokens; {_RECOPY}"
+            f"{data.url}: {bin_size_bytes} bytes are not a whole number of {dtype.name} tokens; {_RECOPY}"
         )
     return Header(
         prefix=prefix,
@@ -335,7 +335,9 @@ class Index:
         # Subtract on the right: a wild pointer plus a length could wrap around.
         outside = (pointers < 0) | (pointers > header.bin_size_bytes - lengths * itemsize)
         for i in _first(outside | (pointers % itemsize != 0)):
-            what = "is no whole token" if not outside[i] else f"is outside its {header.bin_size_bytes} bytes"
+            what = (
+                "is not a whole token" if not outside[i] else f"is outside its {header.bin_size_bytes} bytes"
+            )
             raise self._broken(
                 header.pointers_at + 8 * int(sequences[i]),
                 f"sequence {sequences[i]} of {lengths[i]} tokens at byte {pointers[i]} of the .bin {what}; "

@@ -283,8 +283,8 @@ class IndexedStore(StreamStore):
     def _refuse_no_stream(self) -> None:
         if not self.is_stream:
             raise StoreError(
-                f"{self.path}: its sequences do not fill the .bin in order, so it is no stream; read it by "
-                f"document, or write it again"
+                f"{self.path}: its sequences do not fill the .bin in order, so it is not a stream; read it "
+                f"by document, or write it again"
             )
 
     def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:

@@ -48,6 +48,7 @@ _COARSE_TICK_NS = 2_000_000_000
 _SWEEP_EVERY_S = 600.0
 _OTHERS_S = 86_400.0
 _NAME_SIZE = 32
+_RECOPY = f"copy the files again, or, if they are newer than it, {ANEW}"
 _log = logging.getLogger("meshfeed")
 
 Version = tuple[int, int, int, int, int]
@@ -142,10 +143,7 @@ class NodeIndex(LocalFile):
         if sums is None:
             return None
         if not _are_of(sums, self.prefix, self.fingerprint):
-            raise StoreError(
-                f"{self.prefix}{SUFFIX}: made for other files than lie beside it, newer or damaged ones; "
-                f"copy them again, or {ANEW}"
-            )
+            raise others_sums(self.prefix, "other files than lie beside it")
         return sums.files[BIN], np.zeros(sums.files[BIN].sums.size, np.uint8)
 
     def _copy(self, *, look: bool = False) -> _Copy | None:
@@ -170,6 +168,18 @@ def checksums_beside(prefix: str) -> Sums | None:
         if not path.exists():
             return None
         return parse(str(path), path.read_bytes())
+
+
+def wrong_block(url: str, low: int, high: int, more: str = "") -> ChecksumError:
+    """The error for bytes of a file that differ from its .sums."""
+    return ChecksumError(
+        f"{url}: bytes {low}..{high} do not match its .sums{more}; {_RECOPY}", path=url, range=(low, high)
+    )
+
+
+def others_sums(prefix: str, what: str) -> StoreError:
+    """The error for a .sums that was made for other files than lie beside it."""
+    return StoreError(f"{prefix}{SUFFIX}: made for {what}; {_RECOPY}", path=prefix + SUFFIX)
 
 
 def versions_of(prefix: str) -> list[Version | None]:
@@ -266,10 +276,7 @@ def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
     for begin in range(0, idx.size_bytes, _PIECE_BYTES):
         (piece,) = idx.peek([(begin, min(begin + _PIECE_BYTES, idx.size_bytes))])
         for low, high in [] if sums is None else sums.files[IDX].wrong(memoryview(piece), begin):
-            raise ChecksumError(
-                f"{idx.url}: bytes {low}..{high} are not those that its .sums has a checksum of; copy the "
-                f"files again, or, where they are newer than it, {ANEW}"
-            )
+            raise wrong_block(idx.url, low, high)
         yield piece
     facts: dict[str, Any] = {"boot": _boot(), "prefix": str(Path(prefix).absolute()), "versions": versions}
     facts |= {"idx_size_bytes": idx.size_bytes, "fingerprint": fingerprint, "guard": guard}

@@ -56,7 +56,7 @@ def sequences_of(store: Store) -> Sequences:
             raise StoreError(f"{store.path}: its sequences do not fill the .bin in order; write it again")
         return _OfIndex(store, store.index())
     if not isinstance(store, StreamStore):
-        raise RecipeError(f"{store!r} is no stream of tokens by document; give a store as mf.open(path) does")
+        raise RecipeError(f"{store!r} is not a stream of tokens; give a store as mf.open(path) does")
     return _OfDocuments(store)
 
 

@@ -50,7 +50,7 @@ class SameEveryEpoch:
         if self._names is None:
             return cast(Mapping[str, Any], item)
         if not isinstance(item, (tuple, list)) or len(cast(Sequence[Any], item)) != len(self._names):
-            raise RecipeError(f"item {at.index} is no tuple of {len(self._names)} parts: {self._names}")
+            raise RecipeError(f"item {at.index} is not a tuple of {len(self._names)} parts: {self._names}")
         return dict(zip(self._names, cast(Sequence[Any], item)))
 
 
