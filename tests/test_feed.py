@@ -42,10 +42,9 @@ def sequence_of(recipe: mf.Recipe, steps: Any, layout: mf.Layout | None = None, 
 
 
 def threads() -> int:
-    """Threads of runs that still run; not a process's two for the rendezvous store, and its short sweep."""
-    kept = ("meshfeed-store", "meshfeed-notices", "meshfeed-sweep")
-    running = (t for t in threading.enumerate() if t not in before and t.name not in kept)
-    return sum(t.name.startswith("meshfeed") for t in running)
+    """Threads of runs that still run; a process's own, for stores and files, may begin at any time."""
+    of_a_run = {f"meshfeed-{what}" for what in ("prefetch", "ending", "verify", "workers", "metrics")}
+    return sum(t.name in of_a_run for t in threading.enumerate() if t not in before)
 
 
 @pytest.fixture(autouse=True)

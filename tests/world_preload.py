@@ -1,7 +1,11 @@
 """What the fork server imports once for all test processes."""
 
-import megatron.core.parallel_state
-import megatron.core.utils  # noqa: F401
-import torch.distributed  # noqa: F401
+import sys
+from pathlib import Path
 
-import meshfeed  # noqa: F401
+import hypothesis  # noqa: F401
+import megatron.core.utils  # noqa: F401
+
+sys.path.append(str(Path(__file__).parent / "integrations"))
+
+import megatron_world  # noqa: F401

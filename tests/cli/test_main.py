@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import quick
 import world
 from corpus import write_corpus
 from meshfeed.cli import main as module
@@ -150,7 +151,7 @@ def test_an_output_that_takes_nothing_or_not_every_character(
 
 
 def test_as_a_module_with_a_version_and_through_a_pipe() -> None:
-    python = " ".join(PYTHON)
+    python = f"{quick.python()} -m meshfeed"
     done = shell(
         f"set -o pipefail; {python} --version && {python} roles tp8-cp4-dp32-pp2 --all | head -3; "
         f"echo ${{PIPESTATUS[*]}}"

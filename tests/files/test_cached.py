@@ -287,7 +287,7 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
     readers = [started(seed) for seed in range(3)]
     probe = file_of(server.url, tmp_path, limit)
     try:
-        while kills < cases(20, 100):
+        while kills < cases(8, 100):
             if rng.random() < 0.6:
                 with contextlib.suppress(ProcessLookupError):
                     end_leader(probe)

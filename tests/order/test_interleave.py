@@ -47,7 +47,16 @@ def drift(weights: list[float], start: int, stop: int) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_source_is_ever_one_draw_from_its_share(family: str) -> None:
     weights = FAMILIES[family]
-    assert drift(weights, 0, 10**6 if len(weights) in (2, 1000) and "Z" not in family else 200_000) < 1
+    assert (
+        drift(
+            weights,
+            0,
+            cases(10**5, 10**6)
+            if len(weights) in (2, 1000) and "Z" not in family
+            else cases(50_000, 200_000),
+        )
+        < 1
+    )
 
 
 weights_of_any_size = st.lists(

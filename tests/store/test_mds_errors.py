@@ -8,7 +8,6 @@ import hashlib
 import json
 import struct
 import subprocess
-import sys
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import xxhash
 
 import meshfeed as mf
 import mosaic
+import quick
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.codec import check_hashes, decompress
 
@@ -195,7 +195,7 @@ def test_a_bomb_does_not_fill_the_memory(codec: str, tmp_path: Path) -> None:
     else:
         bomb = packed(codec, zeros)
     (tmp_path / "bomb").write_bytes(bomb)
-    command = [sys.executable, "-c", GROWTH, codec, str(tmp_path / "bomb")]
+    command = [quick.python(), "-c", GROWTH, codec, str(tmp_path / "bomb")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     name, grown_kib = done.stdout.split()
     assert name == "StoreError" and int(grown_kib) < 32 << 10
