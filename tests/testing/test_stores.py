@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 import meshfeed as mf
@@ -60,9 +62,8 @@ def test_text(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path, documents: list[np.ndarray]) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = arrow.table({"tokens": arrow.array([document.tolist() for document in documents])})
-    parquet.write_table(table, tmp_path / "c.parquet", row_group_size=2)
+    table = pyarrow.table({"tokens": pyarrow.array([document.tolist() for document in documents])})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet", row_group_size=2)
     assert_store(mf.open(tmp_path / "c.parquet"), documents)
 
 
