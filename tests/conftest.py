@@ -18,7 +18,12 @@ from soak import SOAK
 # Each connection to a TCPStore looks up the name of its peer, which takes 5 s where a resolver drops queries.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-LONGEST = ("test_demo.py", "test_prepare_engines.py", "test_histories.py", "test_cached.py", "test_pages.py")
+LONGEST = (
+    "test_demo.py", "test_prepare_engines.py", "test_s3.py", "test_pages.py", "test_far_faults.py", "test_meeting.py",
+    "test_failure.py", "test_feed.py", "test_lost_store.py", "test_far.py", "test_histories.py", "test_cached.py",
+    "test_prepare_kills.py", "test_prepare_storage.py", "test_megatron_training.py", "test_loop_pages.py",
+    "test_trace_ledger.py", "test_many_sources.py", "test_ahead.py", "test_deliveries.py",
+)  # fmt: skip
 
 settings.register_profile("soak", settings.get_profile("ci"), derandomize=False)
 settings.load_profile("soak" if SOAK else "ci")

@@ -50,6 +50,18 @@ def run_shell(commands: str) -> None:
     assert ran.returncode == 0, f"{commands}\n{ran.stdout}\n{ran.stderr}"
 
 
+def test_a_quick_python_ends_as_its_program_does() -> None:
+    """What stands in for Python in these shells."""
+    for code, status, out in (
+        ("import sys; print(*sys.argv[1:]); sys.exit(3)", 3, "a b\n"),
+        ("import os; os.kill(os.getpid(), 9)", -9, ""),
+        ("import sys; sys.exit('no')", 1, ""),
+        ("1 / 0", 1, ""),
+    ):
+        done = subprocess.run([quick.python(), "-c", code, "a", "b"], capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (status, out), done.stderr
+
+
 def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_page("start.md", 9)

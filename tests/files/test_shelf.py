@@ -95,7 +95,7 @@ class Bookkeeping(RuleBasedStateMachine):
 
 
 TestBookkeeping = Bookkeeping.TestCase
-TestBookkeeping.settings = settings(max_examples=cases(150), stateful_step_count=30, deadline=None)
+TestBookkeeping.settings = settings(max_examples=cases(50, 3_000), stateful_step_count=30, deadline=None)
 
 
 def simulated(seconds_of: object, rounds: int = 200) -> Pace:
