@@ -12,19 +12,19 @@ Little-endian, but for the header of a "tensor":
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files import ByteFile, Vector
+from meshfeed.files import ByteFile
 from meshfeed.formats.litdata_column import Family
 from meshfeed.formats.litdata_index import Chunk
+from meshfeed.formats.table_file import TableFile
 from meshfeed.store.stream import I64
 
 _MOST_DIMS = 16
-_SLICE_BYTES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,54 +52,12 @@ class Items:
         return self.family.byte_order is None and self.sizes.count(None) <= 1
 
 
-class ChunkFile:
+class ChunkFile(TableFile):
     """A chunk, readable while entered. All methods raise StoreError, naming file and byte."""
 
     def __init__(self, chunk: Chunk, items: Items, file: ByteFile) -> None:
-        self.chunk, self.items, self.file = chunk, items, file
-        self._mapped: Vector | None = None
-
-    def __enter__(self) -> Self:
-        self.file.__enter__()
-        try:
-            self._open()
-        except BaseException:
-            self.file.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.file.__exit__(*exc)
-
-    def _open(self) -> None:
-        chunk, file = self.chunk, self.file
-        head, size = chunk.head_bytes, file.size_bytes
-        if size < head:
-            raise StoreError(
-                f"{file.url}: {size} bytes, too few for the offsets of {chunk.num_documents} items; copy it "
-                f"again"
-            )
-        (table,) = file.peek([(0, head)])
-        if len(table) != head:
-            raise StoreError(f"{file.url}: {len(table)} bytes, {head} of offsets belong there; copy it again")
-        words = np.frombuffer(table, "<u4").astype(np.int64)
-        count, self._offsets = int(words[0]), words[1:]
-        offsets, least = self._offsets, self.items.least_bytes
-        if count != chunk.num_documents:
-            raise StoreError(f"{file.url}: byte 0: {count} items, its index says {chunk.num_documents}")
-        short = np.diff(offsets) < least
-        if offsets[0] != head or offsets[-1] != size or short.any():
-            at = 4 * (2 + int(short.argmax())) if short.any() else 4
-            raise StoreError(
-                f"{file.url}: byte {at}: the items' offsets do not ascend by at least {least} from {head} to "
-                f"{size}; copy it again"
-            )
-
-    @property
-    def _bytes(self) -> Vector:
-        if self._mapped is None:
-            (self._mapped,) = self.file.arrays(("u1", 0, self.file.size_bytes))
-        return self._mapped
+        super().__init__(file, chunk.num_documents, items.least_bytes)
+        self.chunk, self.items = chunk, items
 
     def places(self, dtype: np.dtype[Any]) -> tuple[I64, I64]:
         """(byte where its tokens begin, tokens) of every item; int64 [num_documents] each.
@@ -111,11 +69,7 @@ class ChunkFile:
             begins, ends = self._plain_spans()
             counts = self._counts(begins, ends, dtype)
         else:
-            size = self.file.size_bytes
-            self.file.will_need(np.zeros(1, np.int64), np.array([size]))
-            cuts = self._offsets[:-1].searchsorted(np.arange(_SLICE_BYTES, size, _SLICE_BYTES))
-            slices = np.split(np.arange(self.chunk.num_documents), cuts)
-            found = [self.token_spans(some, dtype) for some in slices]
+            found = [self.token_spans(some, dtype) for some in self._slices()]
             begins, counts = (np.concatenate(each) for each in zip(*found))
         total = self.chunk.num_tokens
         if total is not None and int(counts.sum()) != total:

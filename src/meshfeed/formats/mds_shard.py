@@ -11,20 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import StoreError
-from meshfeed.files import ByteFile, Vector
+from meshfeed.files import ByteFile
 from meshfeed.formats.mds_index import Column, Shard, least_bytes
 from meshfeed.formats.mds_sample import DTYPE_CODES, Ndarray
+from meshfeed.formats.table_file import TableFile
 
 I64 = npt.NDArray[np.int64]
-
-
-_SLICE_BYTES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,53 +81,21 @@ def values_of(columns: Sequence[Column], sample: bytes) -> list[bytes]:
     return [sample[begin:end] for begin, end in pairwise(ends)]
 
 
-class ShardFile:
+class ShardFile(TableFile):
     """A shard, readable while entered. All methods raise StoreError, naming file and byte."""
 
+    noun = "samples"
+    has_gap = True
+
     def __init__(self, shard: Shard, columns: Sequence[Column], file: ByteFile) -> None:
-        self.shard, self.file = shard, file
+        super().__init__(file, shard.num_samples, least_bytes(columns))
+        self.shard = shard
         self._columns = columns
         self._variable = [at for at, column in enumerate(columns) if column.size_bytes is None]
-        self._mapped: Vector | None = None
 
-    def __enter__(self) -> Self:
-        self.file.__enter__()
-        try:
-            self._open()
-        except BaseException:
-            self.file.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.file.__exit__(*exc)
-
-    def _open(self) -> None:
-        shard, file = self.shard, self.file
-        refuse_size(shard, file)
-        first = 4 * (shard.num_samples + 2)
-        (table,) = file.peek([(0, first)])
-        if len(table) != first:
-            raise StoreError(
-                f"{file.url}: {len(table)} bytes, its index says {shard.raw_bytes}; copy it again"
-            )
-        count, *_ = words = np.frombuffer(table, "<u4").astype(np.int64)
-        self._offsets = offsets = words[1:]
-        if count != shard.num_samples:
-            raise StoreError(f"{file.url}: byte 0: {count} samples, its index says {shard.num_samples}")
-        sizes = np.diff(offsets)
-        if offsets[0] < first or offsets[-1] != shard.raw_bytes or (sizes < self._least).any():
-            at = int((sizes < self._least).argmax()) if sizes.size else 0
-            raise StoreError(
-                f"{file.url}: byte {4 * (at + 2)}: the samples' offsets do not ascend by at least "
-                f"{self._least} from {first} to {shard.raw_bytes}; copy it again"
-            )
-
-    @property
-    def _bytes(self) -> Vector:
-        if self._mapped is None:
-            (self._mapped,) = self.file.arrays(("u1", 0, self.shard.raw_bytes))
-        return self._mapped
+    def _read_table(self) -> I64:
+        refuse_size(self.shard, self.file)
+        return super()._read_table()
 
     def places(self, tokens: Tokens) -> tuple[I64, I64]:
         """(byte where its tokens begin, tokens) of every sample; int64 [num_samples] each.
@@ -141,11 +107,7 @@ class ShardFile:
         found = self._by_table(tokens)
         if found is not None:
             return found
-        size = self.shard.raw_bytes
-        self.file.will_need(np.zeros(1, np.int64), np.array([size]))
-        cuts = self._offsets[:-1].searchsorted(np.arange(_SLICE_BYTES, size, _SLICE_BYTES))
-        slices = np.split(np.arange(self.shard.num_samples), cuts)
-        begins, counts = zip(*(self.token_spans(some, tokens) for some in slices))
+        begins, counts = zip(*(self.token_spans(some, tokens) for some in self._slices()))
         return np.concatenate(begins), np.concatenate(counts)
 
     def refuse_other_places(self, tokens: Tokens) -> None:
@@ -197,11 +159,6 @@ class ShardFile:
                 f"{tokens.dtype.name}, or not as many as the encoding says; copy it again"
             )
         return begins, counts
-
-    @property
-    def _least(self) -> int:
-        """Bytes that a sample has at least."""
-        return least_bytes(self._columns)
 
     def spans(self, samples: I64, column: int) -> tuple[I64, I64]:
         """(first byte, bytes) of one column's value in each sample; int64 [n] each."""
