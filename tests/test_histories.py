@@ -211,7 +211,7 @@ def test_lives_on_real_processes(folder: Path, tmp_path: Path, seed: int) -> Non
             events = dist.FileStore(str(tmp_path / f"events{run}"), -1)
             events.wait([f"at{rank}" for rank in range(size)], timedelta(seconds=600))
             job.kill(range(size))
-            assert [outcome.exitcode for outcome in job.join(30)] == [-9] * size
+            assert [outcome.exitcode for outcome in job.join()] == [-9] * size
             assert json.loads((tmp_path / "state.json").read_text())["step"] == stop
         else:
             job.results()
