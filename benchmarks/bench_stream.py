@@ -4,7 +4,7 @@
 (tokens, labels, position ids, loss mask: 28 bytes a token, which every contestant makes); from local files,
 and from one HTTP server (nginx, which the peers take for S3). Each contestant runs in a process of its own
 and reads one epoch, five times in turn; medians. CPU time counts every process that a contestant starts, the
-leader of the node's cache among them.
+helper that reads from storage among them.
 
 How the peers are tuned, after their own documentation: mosaicml-streaming with batch_size given to the
 dataset, one canonical node, shuffle "py1e", predownload of the whole epoch; litdata with
@@ -100,23 +100,18 @@ def read_all(name: str, folder: Path, endpoint: str | None) -> dict[str, float]:
 
 
 def cpu_s() -> float:
-    """CPU time of this process, of its ended children, and of the leader of its cache."""
+    """CPU time of this process, of its ended children, and of the helper of its cache."""
     own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     used = sum(each.ru_utime + each.ru_stime for each in own)
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if (
-                b"lead.py" in stat.with_name("cmdline").read_bytes()
-                and LEADER in stat.with_name("cmdline").read_text()
-            ):
+            command = stat.with_name("cmdline").read_text()
+            if "start_helper.py" in command and f"\0{os.getpid()}\0" in command:
                 user, system = stat.read_text().rpartition(")")[2].split()[11:13]
                 used += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
         except OSError:
             continue
     return used
-
-
-LEADER = "\0nobody"
 
 
 def write_all(folder: Path, count: int) -> None:
@@ -159,10 +154,8 @@ class Sample:
 
 def meshfeed(url: str, cache: Path) -> Iterator[Any]:
     """Through a Feed, as a trainer would."""
-    global LEADER
     import meshfeed as mf
 
-    LEADER = str(cache)
     recipe = mf.Recipe(
         data=mf.open(url, cache=cache),
         sequence=mf.Windows(LENGTH),

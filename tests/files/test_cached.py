@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import random
@@ -13,6 +12,7 @@ import stat
 import subprocess
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,10 +23,9 @@ import pytest
 
 import world
 from meshfeed.errors import CacheError, ChangedError, MissingError
-from meshfeed.files import Cache, Folder, message, table
+from meshfeed.files import Cache, Folder
+from meshfeed.files.ask import asker, retried
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.link import link_of, retried
-from meshfeed.files.table import DATA, ENTRY, TABLE, is_valid, make_files
 from services.needs import needs, needs_root
 from services.nginx import Nginx
 from soak import cases
@@ -64,29 +63,30 @@ def read_some(file: CachedFile, rng: np.random.Generator, ahead: bool = False) -
         raise AssertionError("wrong bytes")
 
 
-def counts_of(file: CachedFile) -> dict[str, int]:
-    return file._ask("counts")[0]["counts"]
+def helper_pid() -> int:
+    """The process that reads from storage for this one."""
+    return retried(lambda: asker().ask("pid", what="a test"))
 
 
-def leader_of(file: CachedFile) -> int:
-    def ask() -> int:
-        link = file._link
-        hello = {"do": "hello", "version": message.VERSION, "limit_bytes": file._cache.limit_bytes}
-        return int(link.ask(link.connected(), **hello)[0]["pid"])
+def end_helper() -> None:
+    os.kill(helper_pid(), signal.SIGKILL)
 
-    return int(retried(file._cache, ask))
+
+def blocks_in(cache: Path) -> list[Path]:
+    return [path for path in cache.glob(f"u{os.getuid()}/blocks/*/*") if path.name.isdigit()]
 
 
 def check_folder(cache: Path) -> int:
-    """Every valid block of a cache folder holds the true bytes; returns how many there are."""
+    """Every block in a cache folder holds the true bytes; returns how many there are."""
     found = 0
-    for path in cache.glob(f"u{os.getuid()}/*/{TABLE}"):
-        facts = json.loads((path.parent / "object.json").read_text())
-        entries = np.frombuffer(path.read_bytes(), ENTRY)
-        data = np.fromfile(path.parent / DATA, np.uint8)
-        for block in np.flatnonzero(is_valid(entries["generation"])).tolist():
-            begin, end = block * facts["block_bytes"], min((block + 1) * facts["block_bytes"], SIZE)
-            assert np.array_equal(data[begin:end], DATA_BYTES[begin:end]), f"block {block}"
+    for path in blocks_in(cache):
+        with contextlib.suppress(FileNotFoundError):  # evicted just now
+            before, data, begin = path.stat(), path.read_bytes(), int(path.name) * BLOCK
+            if path.stat()[:2] != before[:2] or path.stat().st_ctime_ns != before.st_ctime_ns:
+                continue  # evicted and fetched again meanwhile
+            body = data[:-4]
+            assert body == DATA_BYTES[begin : begin + BLOCK].tobytes(), f"block {path.name}"
+            assert zlib.crc32(body) == int.from_bytes(data[-4:], "little")
             found += 1
     return found
 
@@ -161,7 +161,7 @@ def test_evictions_under_readers(server: Nginx, tmp_path: Path) -> None:
     """A cache far smaller than what is read: blocks come and go all the time, and every byte is right."""
     limit = 20 * BLOCK
     run_children(3, server.url, str(tmp_path), 60, limit, True)
-    held = sum(path.stat().st_blocks * 512 for path in tmp_path.glob(f"u*/*/{DATA}"))
+    held = sum(path.stat().st_size for path in tmp_path.glob("u*/blocks/*/*"))
     assert held <= limit + BLOCK
     check_folder(tmp_path)
 
@@ -176,7 +176,7 @@ def test_threads_share_a_file(server: Nginx, tmp_path: Path) -> None:
         assert list(pool.map(read, range(16))) == [None] * 16
 
 
-def test_a_forked_child_has_a_link_of_its_own(server: Nginx, tmp_path: Path) -> None:
+def test_a_forked_child_has_a_helper_of_its_own(server: Nginx, tmp_path: Path) -> None:
     with file_of(server.url, tmp_path) as file:
         read_some(file, np.random.default_rng(4))
         child = os.fork()
@@ -214,11 +214,21 @@ def test_a_forked_child_knows_nothing_of_its_parents_objects(tmp_path: Path) -> 
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def test_peeks_are_fetched_once_for_all_processes(server: Nginx, tmp_path: Path) -> None:
+    file = file_of(server.url, tmp_path)
+    assert file.peek([(11, 45)]) == [DATA_BYTES[11:45].tobytes()]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if file.peek([(11, 45)]) == [DATA_BYTES[11:45].tobytes()] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [request.range for request in server.requests()].count("bytes=11-44") == 1
+    file.look_again()
+    until = time.monotonic() + 60
+    while [request.range for request in server.requests()].count("bytes=11-44") == 1:
+        assert file.peek([(11, 45)]) == [DATA_BYTES[11:45].tobytes()] and time.monotonic() < until
+
+
 # -- restarts and deaths --------------------------------------------------------------------------------------
-
-
-def end_leader(file: CachedFile) -> None:
-    os.kill(leader_of(file), signal.SIGKILL)
 
 
 def test_a_restart_reuses_what_is_valid_and_nothing_else(server: Nginx, tmp_path: Path) -> None:
@@ -226,44 +236,85 @@ def test_a_restart_reuses_what_is_valid_and_nothing_else(server: Nginx, tmp_path
     out = np.empty(SIZE, np.uint8)
     with file_of(server.url, tmp_path) as file:
         file.read_into(out, begins, sizes)
-        end_leader(file)
+        end_helper()
     before = server.fetched_bytes()
     with file_of(server.url, tmp_path) as file:
         file.read_into(out, begins, sizes)
         assert np.array_equal(out, DATA_BYTES) and file.stats.bytes_fetched == 0
-        end_leader(file)
+        end_helper()
     assert server.fetched_bytes() == before
-    (data,) = tmp_path.glob(f"u*/*/{DATA}")
-    with data.open("r+b") as stream:  # a disk that lies
-        stream.seek(5 * BLOCK + 17)
+    (block,) = (path for path in blocks_in(tmp_path) if path.name == "5")
+    with block.open("r+b") as stream:  # a disk that lies
+        stream.seek(17)
         stream.write(bytes([int(DATA_BYTES[5 * BLOCK + 17]) ^ 1]))
+    (torn,) = (path for path in blocks_in(tmp_path) if path.name == "9")
+    os.truncate(torn, 1000)  # a machine that lost power
     with file_of(server.url, tmp_path) as file:
         file.read_into(out, begins, sizes)
-        assert np.array_equal(out, DATA_BYTES) and file.stats.bytes_fetched == BLOCK
+        assert np.array_equal(out, DATA_BYTES) and file.stats.bytes_fetched == 2 * BLOCK
 
 
-def test_a_leader_leaves_when_its_clients_have(server: Nginx, tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed(server: Nginx, tmp_path: Path) -> None:
     with file_of(server.url, tmp_path) as file:
         read_some(file, np.random.default_rng(1))
-        pid = leader_of(file)
-        link_of(file._cache).close()
+    folder = blocks_in(tmp_path)[0].parent
+    (folder / "1000.part").write_bytes(bytes(BLOCK))
+    (folder.parent / "other").mkdir()
+    run_children(1, server.url, str(tmp_path), 1, 1 << 30, False)
+    assert not list(tmp_path.rglob("*.part")) and not (folder.parent / "other").exists()
+
+
+def test_the_cache_of_an_earlier_meshfeed_is_removed(server: Nginx, tmp_path: Path) -> None:
+    own = Cache(tmp_path).make()
+    for name in ("leader.lock", "leader.log", "kept/lengths"):
+        (own / name).parent.mkdir(exist_ok=True)
+        (own / name).write_text("")
+    for name in ("data", "table", "object.json"):
+        (own / ("0" * 32)).mkdir(exist_ok=True)
+        (own / ("0" * 32) / name).write_bytes(bytes(100))
+    with file_of(server.url, tmp_path) as file:
+        read_some(file, np.random.default_rng(1))
+    assert {path.name for path in own.iterdir()} == {"blocks", "jobs", "room", "limit", "kept"}
+
+
+def test_a_helper_leaves_when_its_reader_has(server: Nginx, tmp_path: Path) -> None:
+    ours, theirs = _context.Pipe(duplex=False)
+    child = _context.Process(
+        target=read_for_ever, args=(server.url, str(tmp_path), 1, 1 << 30, theirs), daemon=True
+    )
+    child.start()
+    theirs.close()
+    pid = ours.recv()
+    forked = os.fork()
+    if forked == 0:  # keeps this test's own connections, which must not keep a helper
+        time.sleep(60)
+        os._exit(0)
+    child.kill()
+    child.join(60)
     until = time.monotonic() + 60
-    while Path(f"/proc/{pid}/cmdline").exists() and b"lead.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+    while b"start_helper" in command_of(pid):
         assert time.monotonic() < until
         time.sleep(0.1)
+    os.kill(forked, signal.SIGKILL)
+    os.waitpid(forked, 0)
+
+
+def command_of(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def read_for_ever(url: str, cache: str, seed: int, limit: int, pipe: Any) -> None:
     rng = np.random.default_rng(seed)
     with file_of(url, Path(cache), limit) as file:
-        pipe.send(leader_of(file))
         while True:
+            pipe.send(helper_pid())
             read_some(file, rng, ahead=bool(rng.integers(2)))
-            pipe.send(None)
 
 
 def test_deaths(server: Nginx, tmp_path: Path) -> None:
-    """SIGKILL to leader and readers at random; what is valid is right after each, and nobody reads wrong bytes."""
+    """SIGKILL to helpers and readers at random; what is published is right, and nobody reads wrong bytes."""
     rng, limit, kills = random.Random(11), 24 * BLOCK, 0
 
     def started(seed: int) -> tuple[Any, Any]:
@@ -273,31 +324,30 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
         )
         child.start()
         theirs.close()
-        assert ours.poll(60)
-        ours.recv()
         return child, ours
 
-    def still_reads(reader: tuple[Any, Any], rounds: int) -> None:
-        done = 0
-        while done < rounds:
+    def still_reads(reader: tuple[Any, Any], rounds: int) -> int:
+        """The last helper that it told of."""
+        for _ in range(rounds):
             assert reader[1].poll(60), "a reader hangs"
-            reader[1].recv()  # EOFError where a reader met wrong bytes
-            done += 1
+            pid = reader[1].recv()  # EOFError where a reader met wrong bytes
+        return pid
 
     readers = [started(seed) for seed in range(3)]
-    probe = file_of(server.url, tmp_path, limit)
     try:
         while kills < cases(8, 100):
+            at = rng.randrange(3)
             if rng.random() < 0.6:
-                with contextlib.suppress(ProcessLookupError):
-                    end_leader(probe)
+                pid = still_reads(readers[at], 1)
+                if b"start_helper" in command_of(pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             else:
-                at = rng.randrange(3)
                 readers[at][0].kill()
                 readers[at][0].join(60)
                 readers[at] = started(100 + kills)
             kills += 1
-            check_folder_between(tmp_path)
+            check_folder(tmp_path)
             still_reads(readers[rng.randrange(3)], rng.randint(1, 3))
         for reader in readers:
             while reader[1].poll():
@@ -307,21 +357,10 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
         for child, _ in readers:
             child.kill()
             child.join(60)
-    end_leader(probe)
     assert check_folder(tmp_path) > 0
-    assert not list(tmp_path.glob("u*/*.part"))
-
-
-def check_folder_between(cache: Path) -> None:
-    """As `check_folder`, while leaders live: by the rule that readers keep."""
-    for path in cache.glob(f"u{os.getuid()}/*/{TABLE}"):
-        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            before = np.frombuffer(path.read_bytes(), ENTRY)["generation"]
-            data = np.fromfile(path.parent / DATA, np.uint8)
-            after = np.frombuffer(path.read_bytes(), ENTRY)["generation"]
-            for block in np.flatnonzero(is_valid(before) & (before == after)).tolist():
-                begin, end = block * BLOCK, min((block + 1) * BLOCK, SIZE)
-                assert np.array_equal(data[begin:end], DATA_BYTES[begin:end]), f"block {block}"
+    run_children(1, server.url, str(tmp_path), 1, limit, False)
+    assert not list(tmp_path.rglob("*.part"))
+    assert sum(path.stat().st_size for path in blocks_in(tmp_path)) <= limit + BLOCK
 
 
 # -- what must be refused --------------------------------------------------------------------------------------
@@ -361,8 +400,7 @@ def test_a_full_disk(server: Nginx, tmp_path: Path) -> None:
             with pytest.raises(CacheError, match=r"needed at one time; .*No space left .*free space on this"):
                 file.read_into(out, np.array([0]), np.array([SIZE]))  # not by the limit, which is 1 GiB
             check_folder(disk)
-            end_leader(file)
-            link_of(file._cache).close()
+            end_helper()
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -481,17 +519,6 @@ def test_another_users_part_is_not_believed(tmp_path: Path) -> None:
         cache.make()
 
 
-def test_a_disk_without_holes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoHoles:
-        def fallocate(self, *args: Any) -> int:
-            return -1
-
-    make_files(tmp_path, 10_000, 3)
-    monkeypatch.setattr(table, "_libc", NoHoles())
-    with pytest.raises(CacheError, match="cannot free single blocks"):
-        table.Blocks(tmp_path, 10_000, 4096).check_holes()
-
-
 def test_a_folder_that_cannot_be_written(tmp_path_factory: pytest.TempPathFactory) -> None:
     needs_root()
     folder = tmp_path_factory.mktemp("mine")
@@ -516,7 +543,7 @@ def test_an_object_that_is_replaced_under_the_readers(tmp_path: Path) -> None:
             for file in (first, second):
                 with pytest.raises(ChangedError, match=r"data\.bin: bytes \d+\.\.\d+: it was replaced"):
                     file.read_into(out, np.array([40 * BLOCK]), np.array([100]))
-            end_leader(first)  # the next leader finds the new version, which is not what this run opened
+            end_helper()  # the next one finds the new version, which is not what this run opened
             with pytest.raises(ChangedError, match=r"was .* when this run opened it"):
                 first.read_into(out, np.array([40 * BLOCK]), np.array([100]))
 

@@ -14,7 +14,7 @@ import pytest
 import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.errors import AccessError, MeshfeedError, StoreError
-from meshfeed.files import Cache, Folder, link
+from meshfeed.files import Cache, Folder, ask
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare import Text, encode_part, prepare
@@ -46,7 +46,7 @@ def texts_in(folder: Path) -> str:
     return "\n".join(
         each.read_bytes().decode("latin-1")
         for each in folder.rglob("*")
-        if each.is_file() and each.name != "data"
+        if each.is_file() and each.parent.parent.name != "blocks"
     )
 
 
@@ -104,7 +104,7 @@ def test_no_output_of_a_failing_run_shows_a_password(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    monkeypatch.setattr(link, "_LOG_EVERY_S", 0.05)
+    monkeypatch.setattr(ask, "_LOG_EVERY_S", 0.05)
     said: list[Any] = []
     with Faults(server.url) as faults:
         url, cache = f"{with_user(faults.url)}/c", Cache(tmp_path / "cache")

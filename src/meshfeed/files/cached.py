@@ -1,13 +1,17 @@
-"""A remote object, read through the node's cache like a local file."""
+"""A remote object, read through the node's cache like a local file.
+
+The process's helper fetches and checks blocks; this process opens their files. A block that was evicted since
+is asked for again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -16,15 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import CacheError, ChangedError, StoreError
-from meshfeed.files.byte_file import I64, Bytes, Content, FileStats, Vector
+from meshfeed.files.ask import Asker, LostError, asker, retried
+from meshfeed.files.blocks import num_blocks_of
+from meshfeed.files.byte_file import I64, Bytes, Content, FileStats
 from meshfeed.files.cache import Cache
-from meshfeed.files.descriptors import Descriptor
-from meshfeed.files.entries import EntriesOf
-from meshfeed.files.facts import open_request
-from meshfeed.files.link import Link, LostError, Session, link_of, retried
+from meshfeed.files.entries import Lookups
+from meshfeed.files.forks import at_fork
 from meshfeed.files.local import fill
-from meshfeed.files.mapping import mapped
-from meshfeed.files.table import DATA, Entries, is_valid, map_table, num_blocks_of
+from meshfeed.files.objects import Address, Shape
 from meshfeed.files.url import without_secrets
 
 _RELEASED_TOGETHER, _RELEASED_BYTES = 64, 16 << 20  # blocks released in one message
@@ -32,21 +35,21 @@ _RELEASED_TOGETHER, _RELEASED_BYTES = 64, 16 << 20  # blocks released in one mes
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """The leader's answer about the object; the folder stays valid after that leader dies."""
+    """The object that this run reads; it stays the same whichever helper serves it.
+
+    Attributes:
+        folder: of its blocks.
+        tag: its version.
+        sums: fingerprint of its checksums; None without.
+    """
 
     folder: Path
-    size_bytes: int
-    block_bytes: int
+    shape: Shape
     tag: str
     sums: str | None
-    birth: int
-
-    def same_version(self, other: _Opened) -> bool:
-        """Whether another leader has the same object, possibly in a recreated folder."""
-        return replace(self, birth=0) == replace(other, birth=0)
 
 
-class CachedFile:
+class CachedFile(Lookups):
     """A ByteFile over an object that a node fetches once.
 
     Args:
@@ -56,6 +59,8 @@ class CachedFile:
         content: its declared size and hashes; then it is fetched and checked as a whole.
         sums: URL of the checksums of its blocks, and the index of this file there; see `sums`.
     """
+
+    is_remote = True
 
     def __init__(
         self,
@@ -68,29 +73,23 @@ class CachedFile:
         self._given, self._cache, self._options, self._content = url, cache, dict(options or {}), content
         self._sums = sums
         self.url = without_secrets(url)
-        self.is_remote = True
         self.stats = FileStats()
-        self._lock = threading.RLock()
         self._known: _Opened | None = None
-        self._session: Session | None = None
-        self._number = -1
-        self._file = Descriptor(self._open_data)
-        self._file_id: tuple[int, int] | None = None
         self._depth = 0
-        self._wished: Counter[int] = Counter()
-        self._read: list[int] = []
-        _files.add(self)
+        self.forget_parent()
+        at_fork(self)
 
     def forget_parent(self) -> None:
-        """In a forked child: the child's leader connection does not know the parent's requests."""
+        """In a forked child: the parent's helper and threads are not its own."""
         self._lock = threading.RLock()
-        self._session = None
-        self._wished, self._read = Counter(), []
+        self._at: tuple[Asker, int] | None = None
+        self._wished: Counter[int] = Counter()
+        self._read: list[int] = []
 
     @property
     def size_bytes(self) -> int:
         """See ByteFile."""
-        return self._opened.size_bytes
+        return self._opened.shape.size_bytes
 
     @property
     def tag(self) -> str:
@@ -104,15 +103,13 @@ class CachedFile:
 
     def look_again(self) -> None:
         """See ByteFile."""
-        self._notify("look again")
+        self._tell("look_again")
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ByteFile. Storage is asked once for all processes of the node."""
+        """See ByteFile."""
         if self._content is not None:
             return [self._whole(begin, min(end, self.size_bytes)) for begin, end in ranges]
-        answer, payload = self._ask("peek", ranges=[list(span) for span in ranges])
-        ends = np.cumsum(answer["sizes"]).tolist()
-        return [payload[end - size : end] for end, size in zip(ends, answer["sizes"])]
+        return self._ask("peek", [*ranges])
 
     def within(self, cache: Cache) -> CachedFile:
         """The same object in its current version, read through another cache."""
@@ -133,8 +130,6 @@ class CachedFile:
             self.forget_needs()
         with self._lock:
             self._depth -= 1
-            if not self._depth:
-                self._drop_mappings()
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -155,9 +150,9 @@ class CachedFile:
             return
         if not self._depth:
             raise StoreError(f"{self.url}: not entered; read from it inside `with`")
-        blocks = self._blocks_of(begins, begins + sizes)
-        self._read_stable(blocks, lambda: self._fill(out, begins, sizes, places))
+        self._fill(out, begins, sizes, sizes.cumsum() - sizes if places is None else places)
         with self._lock:
+            self.stats.opens = self.stats.opens or 1
             self.stats.reads += sizes.size
             self.stats.bytes_read += int(sizes.sum())
         self._note_read(begins, sizes)
@@ -168,10 +163,10 @@ class CachedFile:
         begins, ends = begins[some], ends[some]
         if not begins.size:
             return
-        touched = self._each_block(begins, ends)
+        touched = self._pieces(begins, ends - begins, begins)[0]
         with self._lock:
             self._wished.update(touched.tolist())
-        self._notify("wish", blocks=np.unique(touched).tolist())
+        self._tell("wish", np.unique(touched).tolist())
 
     def forget_needs(self) -> None:
         """See ByteFile."""
@@ -180,94 +175,89 @@ class CachedFile:
             self._wished.clear()
             self._read.clear()
         if has_needs:
-            self._notify("forget")
+            self._tell("release", None)
 
-    def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """See ByteFile. Looking up entries fetches their blocks first and copies them."""
-        return [EntriesOf(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
-
-    def gathered(self, dtype: np.dtype[Any], begin: int, places: I64) -> npt.NDArray[Any]:
-        """Entries at the indices `places` of an array of `dtype` that starts at byte `begin`."""
-        if not places.size:
-            return np.zeros(0, dtype)
-        at = begin + places * dtype.itemsize
-        blocks = self._blocks_of(at, at + dtype.itemsize)
-        return self._read_stable(blocks, lambda: self._entries(dtype, begin)[places])
-
-    def between(self, dtype: np.dtype[Any], begin: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Entries start..stop of an array of `dtype` that starts at byte `begin`."""
-        if stop <= start:
-            return np.zeros(0, dtype)
-        ends = np.array([begin + start * dtype.itemsize]), np.array([begin + stop * dtype.itemsize])
-        return self._read_stable(
-            self._blocks_of(*ends), lambda: self._entries(dtype, begin)[start:stop].copy()
-        )
-
-    def _entries(self, dtype: np.dtype[Any], begin: int) -> npt.NDArray[Any]:
-        return np.frombuffer(self._pages, dtype, (self.size_bytes - begin) // dtype.itemsize, begin)
+    def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
+        """See Lookups."""
+        if out.size:
+            self._fill(out, begins, sizes, sizes.cumsum() - sizes)
 
     # -- the blocks ---------------------------------------------------------------------------------------
 
-    def _read_stable(self, blocks: I64, read: Any) -> Any:
-        """The result of `read()`, repeated until all blocks are valid and unchanged from before to after."""
-        while True:
-            generations = self._table["generation"]
-            before = generations[blocks]
-            # request all of them: valid ones must stay while the others are fetched
-            needed: list[int] = [] if is_valid(before).all() else blocks.tolist()
-            if needed:
-                self._need(needed)
-                generations = self._table["generation"]  # a new leader may have recreated the folder
-                before = generations[blocks]
-            try:
-                if is_valid(before).all():
-                    result = read()
-                    if np.array_equal(generations[blocks], before):
-                        return result
-            finally:
-                if needed:
-                    self._notify("release", needs=needed, wishes=[])
+    def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
+        """Read ranges, block by block, until none of the blocks has been evicted before it was read."""
+        pieces = self._pieces(begins, sizes, places)
+        while pieces[0].size:
+            self._need(np.unique(pieces[0]))
+            is_gone = np.zeros(pieces[0].size, np.bool_)
+            by_block = pieces[0].argsort(kind="stable")
+            for of_one in np.split(by_block, np.flatnonzero(np.diff(pieces[0][by_block])) + 1):
+                block, *where = (each[of_one] for each in pieces)
+                is_gone[of_one] = not self._read_block(int(block[0]), out, *where)
+            pieces = tuple(each[is_gone] for each in pieces)
 
-    def _need(self, blocks: list[int]) -> None:
-        """Wait until blocks are valid; they stay until released."""
+    def _need(self, blocks: I64) -> None:
+        """Wait until blocks are there."""
+        ready = self._ready
+        if not ready[blocks].all():
+            self._ask("need", blocks.tolist())
+            ready[blocks] = True
+
+    @cached_property
+    def _ready(self) -> npt.NDArray[np.bool_]:
+        """Which blocks this process has found there once, whole and right."""
+        shape = self._opened.shape
+        return np.zeros(num_blocks_of(shape.size_bytes, shape.block_bytes), np.bool_)
+
+    def _read_block(self, block: int, out: Bytes, begins: I64, sizes: I64, places: I64) -> bool:
+        """Read ranges of one block; False if it has been evicted."""
+        path = self._opened.folder / str(block)
         try:
-            self._ask("need", blocks=blocks)
-        except StoreError:
-            raise
-        except BaseException:  # interrupted: the blocks will not be read
-            self._notify("abandon", blocks=blocks)
-            raise
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._ready[block] = False
+            return False
+        except OSError as error:
+            raise CacheError(f"{path}: {error.strerror}") from error
+        try:
+            fill(fd, out, begins, sizes, places, self.url)
+        except ChangedError:  # evicted while it was read
+            self._ready[block] = False
+            return False
+        finally:
+            os.close(fd)
+        return True
 
-    def _blocks_of(self, begins: I64, ends: I64) -> I64:
-        return np.unique(self._each_block(begins, ends))
-
-    def _each_block(self, begins: I64, ends: I64) -> I64:
-        """The blocks of every range, concatenated; blocks in several ranges are repeated."""
-        first = begins // self._opened.block_bytes
-        counts = (ends - 1) // self._opened.block_bytes - first + 1
+    def _pieces(self, begins: I64, sizes: I64, places: I64) -> tuple[I64, ...]:
+        """Ranges cut at the ends of blocks: (block, byte in the block, bytes, place) of each piece."""
+        unit = self._opened.shape.block_bytes
+        first = begins // unit
+        counts = np.where(sizes > 0, (begins + sizes - 1) // unit - first + 1, 0)
         if (counts == 1).all():
-            return first
-        # ranges of 2 1 3 blocks -> 0 1 0 0 1 2
-        inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-        return first.repeat(counts) + inside
+            return first, begins - first * unit, sizes, places
+        # ranges of 2 1 3 blocks -> 0 0 1 2 2 2, and 0 1 0 0 1 2
+        source = np.arange(counts.size).repeat(counts)
+        block = first[source] + np.arange(source.size) - (counts.cumsum() - counts)[source]
+        low = np.maximum(begins[source], block * unit)
+        high = np.minimum((begins + sizes)[source], (block + 1) * unit)
+        return block, low - block * unit, high - low, places[source] + low - begins[source]
 
     def _note_read(self, begins: I64, sizes: I64) -> None:
         """Release announced blocks that have been read, several in one message."""
-        some = sizes > 0
         with self._lock:
             if not self._wished:
                 return
-            for block in self._each_block(begins[some], (begins + sizes)[some]).tolist():
+            for block in self._pieces(begins, sizes, begins)[0].tolist():
                 if self._wished[block] > 0:
                     self._wished[block] -= 1
                 if self._wished[block] == 0:
                     del self._wished[block]
                     self._read.append(block)
-            few = min(_RELEASED_TOGETHER, _RELEASED_BYTES // self._opened.block_bytes)
+            few = min(_RELEASED_TOGETHER, _RELEASED_BYTES // self._opened.shape.block_bytes)
             if len(self._read) < few and self._wished:
                 return
             read, self._read = self._read, []
-        self._notify("release", needs=[], wishes=read)
+        self._tell("release", read)
 
     def _whole(self, begin: int, end: int) -> bytes:
         out = np.empty(max(end - begin, 0), np.uint8)
@@ -275,128 +265,54 @@ class CachedFile:
             self.read_into(out, np.array([begin]), np.array([out.size]))
         return out.tobytes()
 
-    # -- the leader ---------------------------------------------------------------------------------------
-
-    @cached_property
-    def _link(self) -> Link:
-        return link_of(self._cache)
+    # -- the helper ---------------------------------------------------------------------------------------
 
     @property
     def _opened(self) -> _Opened:
         if self._known is None:
-            retried(self._cache, self._open)
+            retried(self._open)
         known = self._known
         if known is None:
             raise StoreError(f"{self.url}: could not be opened")
         return known
 
-    def _open(self) -> tuple[Session, int]:
-        """(session, number) of this object with the current leader."""
-        session = self._link.connected()
+    def _open(self) -> tuple[Asker, int]:
+        """(helper, the number by which it knows this object)."""
+        one = asker()
         with self._lock:
-            if session == self._session:
-                return session, self._number
-        request = open_request(self._given, self._cache.block_bytes, self._options, self._content, self._sums)
-        answer, _ = self._link.ask(session, do="open", **request)
-        answer["folder"] = Path(answer["folder"])
-        opened = _Opened(**{each.name: answer[each.name] for each in fields(_Opened)})
+            if self._at is not None and self._at[0] is one:
+                return self._at
+        cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
+        sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
+        address = Address.of(self._given, self._options)
+        number, *said = one.ask("open", address, cache, self._content, sums, what=self.url)
+        opened = _Opened(*said)
         with self._lock:
-            if self._known is not None and not self._known.same_version(opened):
+            if self._known is not None and self._known != opened:
                 raise ChangedError(
-                    f"{self.url}: version {opened.tag}, {opened.size_bytes} bytes, was {self._known.tag} of "
-                    f"{self._known.size_bytes} when this run opened it; restore the old one, or start a new "
-                    "run"
+                    f"{self.url}: version {opened.tag}, {opened.shape.size_bytes} bytes, was "
+                    f"{self._known.tag} of {self._known.shape.size_bytes} when this run opened it; restore "
+                    f"the old one, or start a new run"
                 )
-            if self._known is not None and self._known.birth != opened.birth:
-                self._drop_mappings()
             self._known = opened
-            if self._session != session:
-                self._session, self._number = session, answer["object"]
-                self._link.listen(session, self._number, self._count_fetched)
-            return session, self._number
+            if self._at is None or self._at[0] is not one:
+                self._at = one, number
+                one.listen(number, self._count_fetched)
+            return self._at
 
-    def _drop_mappings(self) -> None:
-        """Unmap the folder's files; they are opened again when needed."""
-        for name in ("_table", "_pages"):
-            self.__dict__.pop(name, None)
-        self._file_id = None
-        self._file.close()
+    def _ask(self, request: str, *arguments: Any) -> Any:
+        def ask() -> Any:
+            one, number = self._open()
+            return one.ask(request, number, *arguments, what=self.url)
 
-    def _ask(self, do: str, **request: Any) -> tuple[dict[str, Any], bytes]:
-        def ask() -> tuple[dict[str, Any], bytes]:
-            session, number = self._open()
-            return self._link.ask(session, do=do, object=number, **request)
+        return retried(ask)
 
-        return retried(self._cache, ask)
-
-    def _notify(self, do: str, **request: Any) -> None:
-        """Send a message that needs no answer. If the leader has died, a new one has nothing to release."""
-        try:
-            if do == "wish":
-                self._open()
-            if self._session is not None:
-                self._link.notify(self._session, do=do, object=self._number, **request)
-        except LostError:
-            pass
+    def _tell(self, request: str, *arguments: Any) -> None:
+        """Send a request that needs no answer. If the helper has died, a new one has nothing to release."""
+        with contextlib.suppress(LostError):
+            at = self._open() if request == "wish" else self._at
+            if at is not None:
+                at[0].tell(request, at[1], *arguments)
 
     def _count_fetched(self, num_bytes: int) -> None:
         self.stats.bytes_fetched += num_bytes
-
-    # -- the folder ---------------------------------------------------------------------------------------
-
-    @cached_property
-    def _table(self) -> Entries:
-        known = self._opened
-        try:
-            return map_table(known.folder, num_blocks_of(known.size_bytes, known.block_bytes), write=False)
-        except (OSError, ValueError) as error:
-            raise CacheError(
-                f"{known.folder}: {error}; was the cache folder cleared during this run?"
-            ) from error
-
-    @cached_property
-    def _pages(self) -> Bytes:
-        known = self._opened
-        try:
-            with (known.folder / DATA).open("rb") as stream:
-                return mapped(stream.fileno())
-        except (OSError, ValueError) as error:
-            raise CacheError(
-                f"{known.folder}: {error}; was the cache folder cleared during this run?"
-            ) from error
-
-    def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None) -> None:
-        fd = self._file.acquire()
-        try:
-            fill(fd, out, begins, sizes, places, self.url)
-        finally:
-            with self._file.lock:
-                self._file.release()
-
-    def _open_data(self) -> int:
-        """See Descriptor. The table stays mapped, so the data must stay the same file."""
-        folder = self._opened.folder
-        try:
-            fd = os.open(folder / DATA, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise CacheError(f"{folder}: {error}") from error
-        found = os.fstat(fd)
-        file_id = found.st_dev, found.st_ino
-        if self._file_id not in (None, file_id):
-            os.close(fd)
-            raise CacheError(f"{folder}: was recreated; was the cache folder cleared during this run?")
-        self._file_id = file_id
-        self.stats.opens += 1
-        return fd
-
-
-_files: weakref.WeakSet[CachedFile] = weakref.WeakSet()
-
-
-def _forget_parent() -> None:
-    for file in list(_files):
-        file.forget_parent()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)

@@ -4,7 +4,7 @@ A request that takes far longer than similar recent ones is sent again on anothe
 answer counts (hedging; Dean and Barroso, "The Tail at Scale", 2013). Transient failures are retried after a
 random pause that doubles. A permanent failure raises one of the errors of `meshfeed.errors`.
 
-Used by the leader, and for writing (`writer`): obstore's runtime does not survive a fork.
+Used by the helper, and for writing (`writer`): obstore's runtime does not survive a fork.
 """
 
 from __future__ import annotations

@@ -1,369 +1,328 @@
-"""Schedules and fetches blocks: each block once, urgent ones first.
+"""Fetches blocks for one reading process: what it needs now first, then what it will need.
 
-A *need* is a reader that waits for blocks. It is admitted once the cache can hold all of its blocks together
-with those of the other admitted needs; its blocks then stay until it is done. A *wish* is a block that will
-be needed
-later: it is fetched when nothing is urgent, and evicted when space is needed.
+A *need* is a reader that waits for blocks. A *wish* is a block that will be needed later: it is fetched when
+nothing is urgent, and pinned until it is released, so that others do not evict it before.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
-from meshfeed.files.bring import RANGE_BYTES, Budget, CachedObject, part_of, whole_of
+from meshfeed.files.blocks import CacheFolder, Claim
+from meshfeed.files.objects import RANGE_BYTES, Budget, StoredObject
 from meshfeed.files.pace import Pace
-from meshfeed.files.shelf import Block, Shelf
 
 _THREADS = 24
-_MOST_WHOLE_BYTES = 1 << 30
-_DISK_PATIENCE_S, _DISK_PAUSE_S = 10.0, 0.2
+_MOST_WHOLE_BYTES = 1 << 28
+_DISK_PATIENCE_S, _PAUSE_S = 10.0, 0.2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+Block = tuple[StoredObject, int]
 Done = Callable[[MeshfeedError | None], None]
-
-
-class _DiskFullError(CacheError):
-    """The disk is full."""
 
 
 @dataclass(eq=False)
 class _Need:
-    """A reader that waits for blocks."""
+    """A reader that waits for blocks. missing: those of its blocks that are not there yet."""
 
-    holder: Hashable
-    of: CachedObject
-    sizes: dict[Block, int]
     done: Done
-    missing: set[Block] = field(default_factory=set)
+    of: StoredObject
+    blocks: Sequence[int]
+    missing: set[Block]
 
 
 class Fetcher:
-    """Fetches blocks into the cache with its own threads; `close` ends them.
+    """Fetches blocks into the cache with threads of its own, which end with the process.
 
-    fetched: called with (holder, object, bytes) after each range, for the first holder that asked. Neither it
-    nor a need's `done` may block: they may be called under the lock.
+    fetched: called with (object, bytes) after each range. Neither it nor a need's `done` may block: they may
+    be called under the lock.
     """
 
-    def __init__(self, shelf: Shelf, fetched: Callable[[Hashable, CachedObject, int], None]) -> None:
-        self._shelf, self._fetched = shelf, fetched
-        self._objects: dict[str, CachedObject] = {}
+    def __init__(self, fetched: Callable[[StoredObject, int], None]) -> None:
+        self._fetched = fetched
         self._changed = threading.Condition()
-        self._waiting: deque[_Need] = deque()  # not admitted yet
-        self._needs: dict[Block, list[_Need]] = {}
+        self._active: set[_Need] = set()
+        self._needs: dict[Block, list[_Need]] = {}  # by the blocks that they miss
         self._urgent: deque[Block] = deque()
-        self._wished: deque[Block] = deque()
-        self._asked_by: dict[Block, Hashable] = {}  # every block that is queued or in flight
-        self._flying = shelf.busy
-        self._ahead = 0  # requests for wishes in flight
+        self._wished: deque[Block] = deque()  # not fetched yet
+        self._elsewhere = deque[tuple[float, Block]]()  # another process fetches it; when to look again
+        self._pins: dict[Block, int | None] = {}  # wishes; None before they are fetched
+        self._flying: set[Block] = set()
+        self._pinned_bytes = self._ahead = 0  # wishes fetched or in flight; requests in flight for wishes
+        self._no_room_until = 0.0
         self._pace = Pace(RANGE_BYTES)
         self._wholes = Budget(_MOST_WHOLE_BYTES)
-        self._closed = False
-        self._disk_error = ""  # why less than limit_bytes is held; empty if the disk has space
-        self._threads = [
-            threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True)
-            for i in range(_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._disk_bytes, self._disk_error = 1 << 62, ""  # what a full disk could hold
 
-    def add(self, one: CachedObject, doubted: Iterable[int]) -> None:
-        """Add an object. doubted: its blocks from an earlier leader, which may be valid."""
-        with self._changed:
-            self._objects[one.key] = one
-            one.doubted = set(doubted)
-            for block in one.doubted:
-                self._shelf.add((one.key, block), one.blocks.num_bytes(block))
+    def start(self) -> None:
+        """Start the threads."""
+        for i in range(_THREADS):
+            threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True).start()
 
-    def need(self, holder: Hashable, one: CachedObject, blocks: Sequence[int], done: Done) -> None:
-        """Call `done` once all blocks are valid, or with the error; they stay until `release`."""
-        sizes = {(one.key, block): one.blocks.num_bytes(block) for block in blocks}
+    def need(self, one: StoredObject, blocks: Sequence[int], done: Done) -> None:
+        """Call `done` once all blocks are there, or with the error."""
+        missing = [block for block in blocks if not one.blocks.touch(block)]
+        error = self._too_large(one, blocks) if missing else None
+        if error is not None or not missing:
+            done(error)
+            return
+        need = _Need(done, one, blocks, {(one, block) for block in missing})
         with self._changed:
-            self._waiting.append(_Need(holder, one, sizes, done))
-            self._admit()
-
-    def abandon(self, holder: Hashable, one: CachedObject, blocks: Sequence[int]) -> None:
-        """The reader of a need was interrupted: release the need, admitted or not."""
-        with self._changed:
-            for need in self._waiting:
-                if need.holder == holder and need.sizes.keys() == {(one.key, block) for block in blocks}:
-                    self._waiting.remove(need)
-                    return
-        self.release(holder, one, blocks, firm=True)
-
-    def limit(self, limit_bytes: int) -> None:
-        """Change the limit."""
-        with self._changed:
-            self._shelf.limit_bytes, self._disk_error = limit_bytes, ""
-            self._admit()
+            self._active.add(need)
+            for block in missing:
+                self._needs.setdefault((one, block), []).append(need)
+                self._urgent.append((one, block))
             self._changed.notify_all()
 
-    def wish(self, holder: Hashable, one: CachedObject, blocks: Sequence[int]) -> None:
+    def wish(self, one: StoredObject, blocks: Sequence[int]) -> None:
         """Announce blocks that will be needed, in this order."""
         with self._changed:
-            sizes = {(one.key, block): one.blocks.num_bytes(block) for block in blocks}
-            self._shelf.pin(holder, sizes, firm=False)
-            self._shelf.touch(sizes)
-            for block, there in self._valid(one, list(sizes)):
-                if not there and block not in self._asked_by:
-                    self._asked_by[block] = holder
-                    self._wished.append(block)
+            for block in blocks:
+                if (one, block) in self._pins:
+                    continue
+                self._pins[one, block] = None
+                has_room = self._pinned_bytes < one.blocks.cache.most_pinned_bytes
+                if has_room and one.blocks.touch(block):
+                    self._pin((one, block))
+                else:
+                    self._wished.append((one, block))
             self._changed.notify_all()
 
-    def release(self, holder: Hashable, one: CachedObject, blocks: Sequence[int], *, firm: bool) -> None:
-        """Release needed or wished blocks, once for each time they were pinned."""
+    def release(self, one: StoredObject, blocks: Sequence[int] | None = None) -> None:
+        """Drop wishes: of some blocks, or of the whole object."""
         with self._changed:
-            self._shelf.release(holder, [(one.key, block) for block in blocks], firm=firm)
-            self._admit()
+            if blocks is None:
+                blocks = [block for of, block in self._pins if of is one]
+            for block in blocks:
+                fd = self._pins.pop((one, block), None)
+                if fd is not None:
+                    os.close(fd)
+                    self._pinned_bytes -= one.blocks.num_bytes(block)
+            self._no_room_until = 0.0
             self._changed.notify_all()
 
-    def forget(self, holder: Hashable, one: CachedObject | None = None) -> None:
-        """Drop a holder's wishes for an object; without one, all its wishes and needs."""
-        with self._changed:
-            self._shelf.release_all(holder, firm=False, of=None if one is None else one.key)
-            if one is None:
-                self._shelf.release_all(holder, firm=True)
-                self._waiting = deque(need for need in self._waiting if need.holder != holder)
-            self._admit()
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """End the threads; blocks in flight are dropped."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+    def _too_large(self, one: StoredObject, blocks: Sequence[int]) -> CacheError | None:
+        size = sum(map(one.blocks.num_bytes, blocks))
+        limit = one.blocks.cache.limit_bytes()
+        if size > self._disk_bytes:
+            return CacheError(f"{one.address.url}: {size} bytes are needed at one time; {self._disk_error}")
+        if size > limit:
+            return CacheError(
+                f"{one.address.url}: {size} bytes in {len(blocks)} blocks are needed at one time, the cache "
+                f"{one.blocks.cache.path} is limited to {limit}; raise limit_bytes, or lower block_bytes or "
+                f"what is read at one time"
+            )
+        return None
 
     # -- scheduling, under the lock -----------------------------------------------------------------------
 
-    def _valid(self, one: CachedObject, blocks: Sequence[Block]) -> list[tuple[Block, bool]]:
-        return list(zip(blocks, one.blocks.valid([number for _, number in blocks])))
-
-    def _admit(self) -> None:
-        """Admit waiting needs in order, while the cache can hold them all."""
-        shelf = self._shelf
-        while self._waiting:
-            need = self._waiting[0]
-            if sum(need.sizes.values()) > shelf.limit_bytes:
-                self._waiting.popleft().done(self._too_large(need))
-                continue
-            if shelf.firm_bytes_with(need.sizes) > shelf.limit_bytes:
-                return
-            self._waiting.popleft()
-            shelf.pin(need.holder, need.sizes, firm=True)
-            shelf.touch(need.sizes)
-            for block, there in self._valid(need.of, list(need.sizes)):
-                if there:
-                    continue
-                need.missing.add(block)
-                self._needs.setdefault(block, []).append(need)
-                self._asked_by.setdefault(block, need.holder)
-                if block not in self._flying:
-                    self._urgent.append(block)
-            if not need.missing:
-                need.done(None)
-            self._changed.notify_all()
-
-    def _too_large(self, need: _Need) -> CacheError:
-        if self._disk_error:
-            return CacheError(
-                f"{need.of.url}: {sum(need.sizes.values())} bytes are needed at one time; {self._disk_error}"
-            )
-        return CacheError(
-            f"{need.of.url}: {sum(need.sizes.values())} bytes in {len(need.sizes)} blocks are needed at one "
-            f"time, the cache {need.of.blocks.folder.parent} is limited to {self._shelf.limit_bytes}; raise "
-            f"limit_bytes, or lower block_bytes or what is read at one time"
-        )
-
     def _next_run(self) -> tuple[list[Block], bool] | None:
-        """(adjacent blocks to fetch next, whether they are urgent), after evicting others for them.
-
-        None if there is nothing to do.
-        """
-        for queue, urgent in ((self._urgent, True), (self._wished, False)):
-            while queue and (urgent or self._ahead < self._pace.at_once):
-                first = queue[0]
-                if first in self._flying or first not in self._asked_by:
-                    queue.popleft()  # already fetched, or in flight
-                    continue
-                if not self._shelf.is_wanted(first):
-                    queue.popleft()
-                    del self._asked_by[first]
-                    continue
-                run = self._run_from(first, urgent)
-                if not self._make_room(run, urgent):
-                    break  # wishes wait until something is released
-                queue.popleft()
-                self._flying.update(run)
-                self._ahead += not urgent
-                return run, urgent
+        """(adjacent blocks to fetch next, whether they are urgent); None if there is nothing to do."""
+        while self._urgent:
+            first = self._urgent.popleft()
+            if first in self._needs and first not in self._flying:
+                return self._run_from(first, self._needs.__contains__, self._pace.range_bytes), True
+        if self._ahead >= self._pace.at_once or time.monotonic() < self._no_room_until:
+            return None
+        while self._elsewhere and self._elsewhere[0][0] < time.monotonic():
+            self._wished.append(self._elsewhere.popleft()[1])
+        while self._wished:
+            first = self._wished[0]
+            if self._is_wished(first):
+                room = first[0].blocks.cache.most_pinned_bytes - self._pinned_bytes
+                if room <= 0:
+                    return None
+                return self._run_from(first, self._is_wished, min(room, self._pace.range_bytes)), False
+            self._wished.popleft()
         return None
 
-    def _run_from(self, first: Block, urgent: bool) -> list[Block]:
-        key, number = first
-        one = self._objects[key]
-        if number in one.doubted:
-            return [first]
+    def _is_wished(self, block: Block) -> bool:
+        """Whether a block is wished for, and neither fetched nor in flight."""
+        return block not in self._flying and self._pins.get(block, -1) is None
+
+    def _run_from(self, first: Block, wanted: Callable[[Block], bool], most_bytes: int) -> list[Block]:
+        one, number = first
         run, size = [first], one.blocks.num_bytes(number)
-        while True:
-            after = (key, run[-1][1] + 1)
-            wanted = after in self._needs if urgent else after in self._asked_by
-            if not wanted or after in self._flying or after[1] in one.doubted:
-                return run
+        while wanted(after := (one, run[-1][1] + 1)) and after not in self._flying:
             size += one.blocks.num_bytes(after[1])
-            if size > self._pace.range_bytes:
-                return run
+            if size > most_bytes:
+                break
             run.append(after)
-
-    def _make_room(self, run: Sequence[Block], urgent: bool) -> bool:
-        one = self._objects[run[0][0]]
-        new = [block for block in run if block not in self._shelf]
-        going = self._shelf.make_room(
-            sum(one.blocks.num_bytes(number) for _, number in new), over_wishes=urgent
-        )
-        if going is None:
-            return False
-        self._drop(going)
-        for block in new:
-            self._shelf.add(block, one.blocks.num_bytes(block[1]))
-        return True
-
-    def _drop(self, going: Iterable[Block]) -> None:
-        for block in going:
-            key, number = block
-            self._shelf.remove(block)
-            self._objects[key].doubted.discard(number)
-            self._objects[key].blocks.drop(number)
+        return run
 
     # -- the threads --------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                found = self._next_run()
-                while found is None:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-                    found = self._next_run()
-            run, urgent = found
+                while (found := self._next_run()) is None:
+                    self._changed.wait(_PAUSE_S if self._no_room_until or self._elsewhere else None)
+                run, urgent = found
+                self._flying.update(run)
+                self._ahead += not urgent
+            there: set[Block] = set()
             error: MeshfeedError | None = None
+            has_room = True
             try:
-                self._bring(run)
+                has_room = self._bring(run, urgent, there)
             except MeshfeedError as known:
                 error = known
             except BaseException as unknown:  # if the thread died, its readers would wait endlessly
-                error = StoreError(f"{self._objects[run[0][0]].url}: {type(unknown).__name__}: {unknown}")
-            self._finish(run, urgent, error)
+                error = StoreError(f"{run[0][0].address.url}: {type(unknown).__name__}: {unknown}")
+            self._finish(run, urgent, there, error, has_room=has_room)
 
-    def _finish(self, run: Sequence[Block], urgent: bool, error: MeshfeedError | None) -> None:
+    def _bring(self, run: Sequence[Block], urgent: bool, there: set[Block]) -> bool:
+        """Fetch the first blocks of a run, or wait for another process that does; False if there is no room.
+
+        Adds to `there` those that are there.
+        """
+        one, first = run[0]
+        claims: list[Claim] = []
+        try:
+            for _, number in run:
+                claim = one.blocks.claim(number, wait=urgent and not claims)
+                if claim is None:
+                    break
+                claims.append(claim)
+            if not claims:
+                if one.blocks.touch(first):
+                    there.add(run[0])
+                return True
+            if not one.blocks.cache.reserve(claims, self._kept(), over_pins=urgent):
+                return False
+            data = self._fetch(one, first, len(claims))
+            at = 0
+            while claims:
+                size = one.blocks.num_bytes(first)
+                self._publish(one, claims[0], data[at : at + size])
+                one.blocks.published(first)
+                there.add((one, first))
+                claims.pop(0)
+                first, at = first + 1, at + size
+            one.blocks.cache.trim(self._kept())
+            return True
+        except OSError as error:
+            if isinstance(error, StoreError):
+                raise
+            raise CacheError(
+                f"{one.blocks.folder}: {error.strerror or error}; was the cache folder cleared during this "
+                f"run, or is its disk faulty?"
+            ) from error
+        finally:
+            if claims:
+                one.blocks.cache.give_up(claims)
+
+    def _fetch(self, one: StoredObject, first: int, count: int) -> memoryview:
+        """The bytes of `count` adjacent blocks."""
+        if one.content is not None:
+            with self._wholes.room_for(one.stat.size_bytes + one.blocks.size_bytes):
+                data, fetched = one.whole(one.content)
+        else:
+            begin = first * one.blocks.block_bytes
+            began = time.monotonic()
+            data, fetched = one.part(
+                begin, min(begin + count * one.blocks.block_bytes, one.blocks.size_bytes)
+            )
+            with self._changed:
+                self._pace.learn(fetched, time.monotonic() - began)
+        self._fetched(one, fetched)
+        return data
+
+    def _publish(self, one: StoredObject, claim: Claim, data: memoryview) -> None:
+        began, cache = time.monotonic(), one.blocks.cache
+        while True:
+            try:
+                claim.publish(data)
+                return
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                if not cache.free(claim.num_bytes, self._kept()):
+                    if time.monotonic() - began > _DISK_PATIENCE_S:
+                        raise self._full_disk(one, cache, claim, error) from error
+                    time.sleep(_PAUSE_S)  # others may be done with theirs soon
+
+    def _full_disk(self, one: StoredObject, cache: CacheFolder, claim: Claim, error: OSError) -> CacheError:
+        held = cache.held_bytes() - claim.num_bytes
+        self._disk_error = (
+            f"{one.blocks.folder}: {error.strerror or error} with {held} bytes held, below limit_bytes of "
+            f"the cache; free space on this disk, or give a cache folder on another"
+        )
+        self._disk_bytes = max(held, claim.num_bytes)
+        return CacheError(self._disk_error)
+
+    def _kept(self) -> set[Path]:
+        """The files of blocks that readers of this process wait for, with others."""
+        with self._changed:
+            return {need.of.blocks.path(block) for need in self._active for block in need.blocks}
+
+    def _finish(
+        self,
+        run: Sequence[Block],
+        urgent: bool,
+        there: set[Block],
+        error: MeshfeedError | None,
+        *,
+        has_room: bool,
+    ) -> None:
         ended: list[_Need] = []
         with self._changed:
             self._ahead -= not urgent
-            again = isinstance(error, _DiskFullError) and len(run) > 1
-            for block in run:
-                self._flying.discard(block)
-                if error is not None:
-                    self._drop_failed(block)
-                if again and block in self._needs and not self._is_there(block):
-                    self._urgent.append(block)  # alone it may fit
-                    continue
-                self._asked_by.pop(block, None)
-                for need in self._needs.pop(block, []):
-                    need.missing.discard(block)
-                    if (error is not None and not again) or not need.missing:
-                        ended.append(need)
-            if again:
-                self._pace = Pace(RANGE_BYTES)  # starts again with single blocks
-                error = None
-            if error is not None:
-                for need in ended:
-                    self._fail_need(need)
-            self._admit()
+            self._no_room_until = 0.0 if has_room else time.monotonic() + _PAUSE_S
+            self._flying.difference_update(run)
+            for block in reversed(run):
+                if block in there:
+                    ended += self._arrived(block)
+                elif error is not None:
+                    ended += self._failed(block)
+                elif block in self._needs:
+                    self._urgent.appendleft(block)
+                if self._pins.get(block, -1) is not None:
+                    continue  # not wished for
+                if block in there:
+                    self._pin(block)
+                elif error is not None:
+                    del self._pins[block]  # its reader will need it, and be told
+                elif has_room and block == run[0]:
+                    self._elsewhere.append((time.monotonic() + _PAUSE_S, block))
+                else:
+                    self._wished.appendleft(block)
+            self._active.difference_update(ended)
             self._changed.notify_all()
-        for need in dict.fromkeys(ended):
-            need.done(error)
+        for need in ended:
+            need.done(error if need.missing else None)
 
-    def _drop_failed(self, block: Block) -> None:
-        if not self._is_there(block):  # earlier blocks of its run may be valid
-            self._shelf.remove(block)
-            with contextlib.suppress(OSError):  # the first error is reported
-                self._objects[block[0]].blocks.drop(block[1])
+    def _arrived(self, block: Block) -> list[_Need]:
+        """The needs that miss nothing any more."""
+        needs = self._needs.pop(block, [])
+        for need in needs:
+            need.missing.remove(block)
+        return [need for need in needs if not need.missing]
 
-    def _is_there(self, block: Block) -> bool:
-        return self._objects[block[0]].blocks.valid([block[1]])[0]
+    def _failed(self, block: Block) -> list[_Need]:
+        """The needs of a block that cannot be fetched."""
+        failed = list(self._needs.get(block, []))
+        for need in failed:
+            for missing in need.missing:
+                self._needs[missing].remove(need)
+                if not self._needs[missing]:
+                    del self._needs[missing]
+        return failed
 
-    def _fail_need(self, need: _Need) -> None:
-        for block in need.missing:
-            others = [other for other in self._needs.get(block, []) if other is not need]
-            if others:
-                self._needs[block] = others
-            else:
-                self._needs.pop(block, None)
-        self._shelf.release(need.holder, need.sizes, firm=True)
-        need.sizes = {}
-
-    def _bring(self, run: Sequence[Block]) -> None:
-        one = self._objects[run[0][0]]
-        numbers = [number for _, number in run]
-        if numbers[0] in one.doubted:
-            one.doubted.discard(numbers[0])
-            if one.blocks.verify(numbers[0]):
-                return
-        holder = self._asked_by.get(run[0])
-        if one.content is not None:
-            with self._wholes.room_for(one.stored_bytes + one.blocks.size_bytes):
-                data, fetched = whole_of(one, one.content, holder)
-                self._fetched(holder, one, fetched)
-                self._publish(one, numbers[0], data)
-            return
-        begin = numbers[0] * one.blocks.block_bytes
-        end = begin + sum(map(one.blocks.num_bytes, numbers))
-        began = time.monotonic()
-        data, fetched = part_of(one, begin, end, holder)
-        with self._changed:
-            self._pace.learn(fetched, time.monotonic() - began)
-        self._fetched(holder, one, fetched)
-        at = 0
-        for number in numbers:
-            size = one.blocks.num_bytes(number)
-            self._publish(one, number, data[at : at + size])
-            at += size
-
-    def _publish(self, one: CachedObject, number: int, data: memoryview) -> None:
-        began = time.monotonic()
-        while True:
-            try:
-                one.blocks.publish(number, data)
-                return
-            except OSError as error:
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                if not full:
-                    raise CacheError(
-                        f"{one.blocks.folder}: {error.strerror or error}; was the cache folder cleared "
-                        f"during this run, or is its disk faulty?"
-                    ) from error
-                late = time.monotonic() - began > _DISK_PATIENCE_S
-                if late or not self._shelf.is_wanted((one.key, number)):
-                    raise _DiskFullError(self._full_disk(one, error)) from error
-                self._disk_error = self._full_disk(one, error)
-                self._shrink(len(data))
-
-    def _full_disk(self, one: CachedObject, error: OSError) -> str:
-        return (
-            f"{one.blocks.folder}: {error.strerror or error} with {self._shelf.held_bytes} bytes held, below "
-            f"limit_bytes of the cache; free space on this disk, or give a cache folder on another"
-        )
-
-    def _shrink(self, num_bytes: int) -> None:
-        """The disk is full below the limit: lower the limit and evict blocks."""
-        with self._changed:
-            shelf = self._shelf
-            self._drop(shelf.to_free(num_bytes, over_wishes=True))
-            shelf.limit_bytes = min(shelf.limit_bytes, max(shelf.held_bytes, num_bytes))
-            self._admit()
-            self._changed.wait(_DISK_PAUSE_S)  # other threads may use the freed space first
+    def _pin(self, block: Block) -> None:
+        """Keep a block until its wish is released."""
+        one, number = block
+        fd = one.blocks.pin(number)
+        if fd is None:  # evicted just now
+            del self._pins[block]
+        else:
+            self._pins[block] = fd
+            self._pinned_bytes += one.blocks.num_bytes(number)

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.files.byte_file import I64, Bytes, FileStats, Vector
 from meshfeed.files.descriptors import Descriptor
-from meshfeed.files.entries import EntriesOf
+from meshfeed.files.entries import Lookups
 
-_PAGE_BYTES = 1 << 12
 _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
 
 
-class LocalFile:
+class LocalFile(Lookups):
     """A ByteFile on a disk of this machine. path: absolute or relative, of a regular file."""
 
     is_remote = False
@@ -71,7 +69,7 @@ class LocalFile:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"])
-        self.__dict__.update(state)
+        self._size_bytes = state["_size_bytes"]
 
     def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
         """See ByteFile."""
@@ -115,35 +113,15 @@ class LocalFile:
         """Nothing to do: advice cannot be withdrawn."""
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """The entries. Lookups read pages instead of a map, which would kill the process on truncation."""
+        """See Lookups."""
         with typed_errors(self.url):
             self._refuse_resized(Path(self.url).stat())
-        return [EntriesOf(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
-
-    def between(self, dtype: np.dtype[Any], begin: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Entries start..stop of an array of `dtype` that starts at byte `begin`."""
-        found = np.empty(max(stop - start, 0), dtype)
-        self._look_up(
-            found.view(np.uint8), np.array([begin + start * dtype.itemsize]), np.array([found.nbytes])
-        )
-        return found
-
-    def gathered(self, dtype: np.dtype[Any], begin: int, places: I64) -> npt.NDArray[Any]:
-        """Entries at the indices `places` of an array of `dtype` that starts at byte `begin`."""
-        size = dtype.itemsize
-        at = begin + places * size
-        pages = np.unique(np.concatenate((at // _PAGE_BYTES, (at + size - 1) // _PAGE_BYTES)))
-        begins = pages * _PAGE_BYTES
-        sizes = np.minimum(begins + _PAGE_BYTES, self.size_bytes) - begins
-        held = np.empty(sizes.sum(), np.uint8)
-        self._look_up(held, begins, sizes)
-        # offset of each entry in `held`: that of its page, plus the offset inside the page
-        inside = pages.searchsorted(at // _PAGE_BYTES) * _PAGE_BYTES + at % _PAGE_BYTES
-        return held[inside[:, None] + np.arange(size)].view(dtype)[:, 0]
+        return super().arrays(*parts)
 
     # -- below --------------------------------------------------------------------------------------
 
-    def _look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
+    def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
+        """See Lookups."""
         if out.size:
             with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
                 fill(stream.fileno(), out, begins, sizes, None, self.url)

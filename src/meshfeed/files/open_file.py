@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import StoreError
+from meshfeed.files.ask import asker, retried
 from meshfeed.files.byte_file import ByteFile, Content
 from meshfeed.files.cache import Cache
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.link import Link, link_of, retried
 from meshfeed.files.local import LocalFile, typed_errors
-from meshfeed.files.refusals import options_of_environment
-from meshfeed.files.url import credentials_of, is_remote, join, local_path, split, without_secrets
+from meshfeed.files.objects import Address
+from meshfeed.files.url import is_remote, join, local_path, split, without_secrets
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -70,7 +70,7 @@ class Folder:
                 return Path(url).is_file()
             except (OSError, ValueError) as error:
                 raise StoreError(f"{url}: {error}") from error
-        return bool(self._ask("exists", url)["exists"])
+        return self._ask("exists", url, (self.cache or Cache()).own_path)
 
     def names(self) -> list[tuple[str, int]]:
         """(relative name, bytes) of all files below it, sorted; links to folders are not followed.
@@ -81,19 +81,12 @@ class Folder:
         if not self.is_remote:
             return sorted(_below(Path(local_path(self.url))))
         prefix = split(self.url)[1].rstrip("/") + "/"
-        found: list[tuple[str, int]] = [(name, size) for name, size in self._ask("list", self.url)["found"]]
+        found: list[tuple[str, int]] = [(name, size) for name, size in self._ask("list", self.url)]
         return [(name.removeprefix(prefix), size) for name, size in found]
 
-    def _ask(self, do: str, url: str) -> dict[str, Any]:
-        cache = self.cache or Cache()
-        link: Link = link_of(cache)
-        root, path = split(url)
-        options = options_of_environment(root, os.environ) | credentials_of(url) | dict(self.options)
-
-        def ask() -> dict[str, Any]:
-            return link.ask(link.connected(), do=do, root=root, path=path, options=options)[0]
-
-        return retried(cache, ask)
+    def _ask(self, request: str, url: str, *arguments: Any) -> Any:
+        address = Address.of(url, self.options)
+        return retried(lambda: asker().ask(request, address, *arguments, what=address.url))
 
 
 def _below(root: Path) -> Iterator[tuple[str, int]]:

@@ -140,13 +140,12 @@ ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
         "AZURE_FEDERATED_TOKEN_FILE",
     ),
 }
-"""The usual environment variables of each cloud, by scheme. A rank sends its own to the leader, which another
-job
-may have started."""
+"""The usual environment variables of each cloud, by scheme. A rank sends their values to its helper with each
+request, so they may change while it runs."""
 
 
 def without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a leader, without credentials: its clients send their own."""
+    """The environment of a helper, without credentials: its reader sends them with each request."""
     return {name: value for name, value in environ.items() if not name.startswith(_CLOUDS)}
 
 

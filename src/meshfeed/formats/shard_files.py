@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -15,6 +14,7 @@ import numpy as np
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.files import ByteFile, FileStats
 from meshfeed.files.byte_file import Bytes
+from meshfeed.files.forks import at_fork
 from meshfeed.store.stream import I64
 
 _MOST_OPEN = 128
@@ -37,9 +37,9 @@ class _Shard:
         self.file: ByteFile | None = None
         self.is_met = self.is_entered = False
         self.owed: Counter[tuple[int, int]] = Counter()
-        self.forget_threads()
+        self.forget_parent()
 
-    def forget_threads(self) -> None:
+    def forget_parent(self) -> None:
         """In a forked child: no thread of the parent reads here, and what it announced was its own."""
         self.lock = threading.RLock()
         self.num_readers = 0
@@ -70,16 +70,16 @@ class ShardFiles:
         self._depth = 0
         self._shards: dict[int, _Shard] = {}
         self._open: OrderedDict[int, _Shard] = OrderedDict()
-        self.forget_threads()
-        _all.add(self)
+        self.forget_parent()
+        at_fork(self)
 
-    def forget_threads(self) -> None:
+    def forget_parent(self) -> None:
         """In a forked child: the parent's threads are not here, and hold no lock."""
         self._lock = threading.RLock()
         self._to_meet: SimpleQueue[_Shard | None] = SimpleQueue()
         self._num_announcers = 0
         for shard in self._shards.values():
-            shard.forget_threads()
+            shard.forget_parent()
 
     @property
     def stats(self) -> FileStats:
@@ -243,15 +243,3 @@ def _announce(of: weakref.ref[ShardFiles], to_meet: SimpleQueue[_Shard | None]) 
         with contextlib.suppress(MeshfeedError):  # reading will meet it, too
             files.tell(shard)
         del files
-
-
-_all: weakref.WeakSet[ShardFiles] = weakref.WeakSet()
-
-
-def _forget_threads() -> None:
-    for files in list(_all):
-        files.forget_threads()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)

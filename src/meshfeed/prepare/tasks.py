@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from meshfeed.errors import MeshfeedError, PrepareError
+from meshfeed import errors
+from meshfeed.errors import MeshfeedError, PrepareError, StoreError
 from meshfeed.files import typed_errors
-from meshfeed.files.message import error_from_json, error_to_json
 from meshfeed.prepare.encode import encode
 from meshfeed.prepare.job import load_job, read_json, write_json
 
@@ -46,7 +46,8 @@ def run_task(tasks: Path, task: int) -> None:
             if _claimed(tasks, part, task):
                 encode(job, encoder, part)
     except MeshfeedError as error:
-        write_json(tasks / f"{task}.error", error_to_json(error))
+        kind = (errors.class_of(error) or MeshfeedError).__name__
+        write_json(tasks / f"{task}.error", {"kind": kind, "text": str(error)})
 
 
 def encoded(
@@ -67,7 +68,7 @@ def encoded(
         missing -= done
         yield from sorted(done)
         for error in tasks.glob("*.error"):
-            raise error_from_json(read_json(error))
+            raise _error_of(**read_json(error))
         if missing and ended is not None:
             task, how = ended
             part = next((part for part in sorted(missing) if _owner(tasks, part) == str(task)), min(missing))
@@ -96,3 +97,11 @@ def _claim(tasks: Path, part: int) -> Path:
 
 def _folder(tasks: Path) -> Path:
     return tasks.parents[1]
+
+
+def _error_of(kind: str, text: str) -> MeshfeedError:
+    """The error of a task; of its own class if it is about storage or prepare, else a StoreError."""
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, StoreError | PrepareError):
+        return known(text)
+    return StoreError(text)

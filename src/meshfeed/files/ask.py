@@ -1,0 +1,171 @@
+"""A reading process's side of its helper; one for all its files, started on first use."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshfeed.errors import StoreError
+from meshfeed.files.channel import Channel
+from meshfeed.files.forks import at_fork
+from meshfeed.files.refusals import without_credentials
+
+T = TypeVar("T")
+
+_LOG_EVERY_S = 10.0
+_MOST_HELPERS = 20
+_log = logging.getLogger("meshfeed")
+
+
+class LostError(Exception):
+    """The helper has died, and with it what it knew of this process; send the request to the next one."""
+
+
+class Asker:
+    """Sends requests to a helper, from any thread, while it lives."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._numbers = itertools.count()
+        self._futures: dict[int, Future[Any]] = {}
+        self._listeners: dict[int, weakref.WeakMethod[Callable[[int], None]]] = {}
+        self._lock = threading.Lock()
+        self.is_lost = False
+
+    def start(self) -> None:
+        """Start to send and receive."""
+        self._channel.start()
+        threading.Thread(target=self._receive_all, name="meshfeed-receive", daemon=True).start()
+
+    def ask(self, request: str, *arguments: Any, what: str) -> Any:
+        """The answer to a request. what: for the log. Raises LostError, or the helper's error."""
+        number, future = next(self._numbers), Future[Any]()
+        with self._lock:
+            if self.is_lost:
+                raise LostError
+            self._futures[number] = future
+        self._channel.send(number, request, arguments)
+        began = time.monotonic()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return future.result(_LOG_EVERY_S)
+            if not future.done():
+                _log.warning("waiting for storage for %.0f s: %s", time.monotonic() - began, what)
+
+    def tell(self, request: str, *arguments: Any) -> None:
+        """Send a request without an answer."""
+        self._channel.send(None, request, arguments)
+
+    def listen(self, number: int, fetched: Callable[[int], None]) -> None:
+        """Call the method `fetched` with the number of bytes fetched of an object, while its owner exists."""
+        self._listeners[number] = weakref.WeakMethod(fetched)
+
+    def close(self) -> None:
+        """Close this end, without a word to the helper."""
+        self._channel.close()
+
+    def _receive_all(self) -> None:
+        """The thread that receives, until the helper dies."""
+        try:
+            while True:
+                self._handle(*self._channel.receive())
+        except (OSError, EOFError):
+            pass
+        finally:  # whatever went wrong, no thread may wait for an answer that never comes
+            with self._lock:
+                self.is_lost = True
+                futures, self._futures = self._futures, {}
+            for future in futures.values():
+                future.set_exception(LostError())
+            self._channel.close()
+
+    def _handle(self, kind: str, number: int, said: Any) -> None:
+        match kind:
+            case "answer":
+                self._futures.pop(number).set_result(said)
+            case "error":
+                self._futures.pop(number).set_exception(said)
+            case "fetched":
+                listener = self._listeners.get(number)
+                fetched = None if listener is None else listener()
+                if fetched is not None:
+                    fetched(said)
+            case _:
+                _log.log(number, "%s", said)
+
+
+class _Mine:
+    """This process's helper."""
+
+    def __init__(self) -> None:
+        self._asker: Asker | None = None
+        self.forget_parent()
+        at_fork(self)
+
+    def forget_parent(self) -> None:
+        """In a forked child: the helper is the parent's, and must notice its death."""
+        self._lock = threading.Lock()
+        if self._asker is not None:
+            self._asker.close()
+            self._asker = None
+
+    def asker(self) -> Asker:
+        """See `asker`."""
+        with self._lock:
+            if self._asker is None or self._asker.is_lost:
+                self._asker = _started()
+            return self._asker
+
+
+_mine = _Mine()
+
+
+def asker() -> Asker:
+    """This process's, with a new helper if there is none or if the last one has died."""
+    return _mine.asker()
+
+
+def retried(ask: Callable[[], T]) -> T:
+    """Call `ask` again each time a helper dies. Raises its errors, except LostError."""
+    for _ in range(_MOST_HELPERS):
+        with contextlib.suppress(LostError):
+            return ask()
+    raise StoreError(
+        f"{_MOST_HELPERS} storage helpers in a row died; does something end them, such as a limit of memory?"
+    )
+
+
+def _started() -> Asker:
+    """Start a helper."""
+    ours, theirs = socket.socketpair()
+    script = Path(__file__).with_name("start_helper.py")
+    path = os.pathsep.join(each for each in sys.path if each)
+    try:
+        subprocess.run(
+            [sys.executable, str(script), str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=without_credentials(os.environ) | {"PYTHONPATH": path},
+            pass_fds=(theirs.fileno(),),
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        ours.close()
+        raise StoreError(f"the storage helper cannot be started: {error}") from error
+    finally:
+        theirs.close()
+    one = Asker(Channel(ours))
+    one.start()
+    return one

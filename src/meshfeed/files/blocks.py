@@ -1,0 +1,406 @@
+"""The node's cache on disk: a folder for each object, a file for each block.
+
+    blocks/<object>/<k>        block k: its bytes, then u32 crc32 of them
+    blocks/<object>/<a>-<b>    bytes a to b, peeked at before blocks are fetched; in the same form
+    blocks/<object>/<k>.part   a block or peek while a process fetches it, locked by that process
+    jobs/<name>                a process's limit, locked while the process lives
+    room                       bytes of all blocks and parts without sums, in decimal; locked on change
+    limit                      the last limit
+
+Any number of processes of one user share a folder, without talking to each other. What it keeps:
+
+- A block is fetched once: whoever holds the lock on its part fetches it, and the others wait for that lock.
+- A reader never gets half a block: a rename publishes it, and each process checks its sum before first use.
+- A process may be killed at any point. The kernel releases its locks, and the next process takes over its
+  parts or removes them.
+- A shared lock on a block pins it: someone will read it. Eviction takes unpinned blocks first, the least
+  recently used first. Pins only save work: a reader that finds a block gone asks for it again.
+- Blocks and parts together take at most the limit, except for blocks that all are needed at one time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import secrets
+import shutil
+import time
+import zlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshfeed.files.lock import locked
+
+Piece = int | tuple[int, int]
+"""A block, or the range [begin, end) of a peek."""
+SUM_BYTES = 4
+"""Of the checksum behind each block."""
+_PART = ".part"
+_DEFAULT_LIMIT_BYTES = 64 << 30
+_SPARE = 32  # an eviction frees this part of the limit besides, so that the next ones need no scan
+_PAUSE_S = 0.001
+
+
+class CacheFolder:
+    """One user's part of a cache folder, as one process sees it. All methods may raise OSError.
+
+    Attributes:
+        path: of that part.
+        most_pinned_bytes: this process's share of half the limit.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._blocks, self._jobs, self._room = path / "blocks", path / "jobs", path / "room"
+        self._job: int | None = None
+        self._limit_bytes: int | None = None
+        self.most_pinned_bytes = _DEFAULT_LIMIT_BYTES
+
+    def join(self, limit_bytes: int | None) -> None:
+        """Count this process's limit from now on: the largest that it was given."""
+        is_new = self._job is None
+        if not is_new and (limit_bytes or 0) <= (self._limit_bytes or 0):
+            return
+        with locked(self._room):
+            if self._job is None:
+                _remove_old_layout(self.path)
+                self._blocks.mkdir(mode=0o700, exist_ok=True)
+                self._jobs.mkdir(mode=0o700, exist_ok=True)
+                name = self._jobs / f"{os.getpid()}-{secrets.token_hex(4)}"
+                self._job = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._job, fcntl.LOCK_EX)
+            if limit_bytes is not None:
+                self._limit_bytes = limit_bytes
+                os.pwrite(self._job, b"%d" % limit_bytes, 0)
+            if is_new:
+                self._tidy()
+
+    def limit_bytes(self) -> int:
+        """The largest limit of the processes that use the folder, or else its last one."""
+        with locked(self._room):
+            return self._limit()
+
+    def held_bytes(self) -> int:
+        """Bytes of all blocks and parts."""
+        with locked(self._room):
+            return self._held()
+
+    def object(self, key: str, size_bytes: int, block_bytes: int) -> Blocks:
+        """The blocks of an object."""
+        return Blocks(self, self._blocks / key, size_bytes, block_bytes)
+
+    def reserve(self, claims: Sequence[Claim], keep: Collection[Path], *, over_pins: bool) -> bool:
+        """Make room for claimed blocks. keep: blocks that stay.
+
+        over_pins: evict pinned blocks, too, and exceed the limit if that does not suffice. Otherwise the
+        result is False if there is no room.
+        """
+        num_bytes = sum(claim.num_bytes for claim in claims)
+        with locked(self._room):
+            held, limit = self._held(), self._limit()
+            if held + num_bytes > limit:
+                target = limit - num_bytes - limit // _SPARE
+                held = self._evict(target, keep, over_pins=False)
+                if held + num_bytes > limit and over_pins:
+                    held = self._evict(limit - num_bytes, keep, over_pins=True)
+                if held + num_bytes > limit and not over_pins:
+                    return False
+            for claim in claims:
+                os.ftruncate(claim.fd, claim.num_bytes + SUM_BYTES)  # takes no disk space, but is counted
+            self._room.write_text(str(held + num_bytes))
+        return True
+
+    def trim(self, keep: Collection[Path] = ()) -> None:
+        """Evict unpinned blocks while the limit is exceeded. keep: blocks that stay."""
+        with locked(self._room):
+            limit = self._limit()
+            if self._held() > limit:
+                self._evict(limit, keep, over_pins=False)
+
+    def free(self, num_bytes: int, keep: Collection[Path]) -> bool:
+        """Evict at least that many bytes, since the disk is full; False if nothing can be evicted."""
+        with locked(self._room):
+            held = self._evict(self._limit(), keep, over_pins=False)
+            return self._evict(held - num_bytes, keep, over_pins=True) < held
+
+    def give_up(self, claims: Sequence[Claim]) -> None:
+        """Remove claimed parts."""
+        with locked(self._room):
+            num_bytes = 0
+            for claim in claims:
+                num_bytes += _counted(os.fstat(claim.fd))
+                claim.part.unlink(missing_ok=True)
+                os.close(claim.fd)
+            self._room.write_text(str(max(self._held() - num_bytes, 0)))
+
+    def remove(self, block: Path, num_bytes: int) -> None:
+        """Remove a block that is damaged."""
+        with locked(self._room):
+            block.unlink(missing_ok=True)
+            self._room.write_text(str(max(self._held() - num_bytes, 0)))
+
+    # -- under the lock -----------------------------------------------------------------------------------
+
+    def _tidy(self) -> None:
+        """Remove what killed processes and, where no process is left, earlier jobs have left."""
+        limit = self._limit()
+        if len(list(self._jobs.iterdir())) == 1:
+            for folder in self._blocks.iterdir():
+                _forget_peeks(folder)  # perhaps damaged: storage has no checksums of them
+        self._evict(limit, (), over_pins=False)
+
+    def _held(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._room.read_text())
+        return self._evict(1 << 62, (), over_pins=False)
+
+    def _limit(self) -> int:
+        limits, num_jobs = list[int](), 0
+        for file in self._jobs.iterdir():
+            if _is_locked(file):
+                num_jobs += 1
+                with contextlib.suppress(OSError, ValueError):  # one without a limit
+                    limits.append(int(file.read_text()))
+            else:
+                file.unlink(missing_ok=True)
+        last = self.path / "limit"
+        known = _DEFAULT_LIMIT_BYTES
+        with contextlib.suppress(OSError, ValueError):
+            known = int(last.read_text())
+        if limits and max(limits) != known:
+            last.write_text(str(max(limits)))
+        limit = max(limits, default=known)
+        self.most_pinned_bytes = limit // (2 * max(num_jobs, 1))
+        return limit
+
+    def _evict(self, target_bytes: int, keep: Collection[Path], *, over_pins: bool) -> int:
+        """Remove blocks until at most that many bytes are held; returns the bytes held then."""
+        held, found = 0, list[tuple[int, Path, int]]()
+        for file, status in self._files():
+            if file.suffix == _PART:
+                if _removed_if_free(file):  # whoever fetched it has died
+                    continue
+            else:
+                found.append((status.st_mtime_ns, file, _counted(status)))
+            held += _counted(status)
+        for _, file, size in sorted(found):
+            if held <= target_bytes:
+                break
+            if file not in keep and (over_pins or not _is_locked(file)):
+                with contextlib.suppress(FileNotFoundError), file.open("r+b") as stream:
+                    file.unlink()
+                    if over_pins:  # a pin is an open file, which would keep the disk space
+                        stream.truncate(0)
+                held -= size
+        self._room.write_text(str(held))
+        return held
+
+    def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        with os.scandir(self._blocks) as objects:
+            for each in objects:
+                is_empty = True
+                with contextlib.suppress(OSError), os.scandir(each.path) as files:
+                    for file in files:
+                        is_empty = False
+                        with contextlib.suppress(FileNotFoundError):
+                            yield Path(file.path), file.stat()
+                if is_empty:
+                    with contextlib.suppress(OSError):  # a block has just come
+                        Path(each.path).rmdir()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The right to fetch a block: its locked part.
+
+    Attributes:
+        part: the file.
+        fd: the same file, open and locked.
+        num_bytes: of the block.
+    """
+
+    part: Path
+    fd: int
+    num_bytes: int
+
+    def publish(self, data: memoryview) -> None:
+        """Write the block and make it visible. Raises OSError; then the part is still claimed."""
+        at, pieces = 0, [data, memoryview(zlib.crc32(data).to_bytes(SUM_BYTES, "little"))]
+        while pieces:
+            at += (written := os.pwritev(self.fd, pieces, at))
+            while pieces and written >= len(pieces[0]):
+                written -= len(pieces.pop(0))
+            if pieces:
+                pieces[0] = pieces[0][written:]
+        self.part.replace(self.part.with_suffix(""))
+        os.close(self.fd)
+
+
+class Blocks:
+    """The blocks of one object.
+
+    Attributes:
+        folder: their folder.
+        size_bytes, block_bytes: of the object, and of each block except the last.
+    """
+
+    def __init__(self, cache: CacheFolder, folder: Path, size_bytes: int, block_bytes: int) -> None:
+        self.cache, self.folder, self.size_bytes, self.block_bytes = cache, folder, size_bytes, block_bytes
+        self._is_checked = bytearray(num_blocks_of(size_bytes, block_bytes))
+
+    def num_bytes(self, block: Piece) -> int:
+        """Bytes of a block or peek; the last block may be short."""
+        if isinstance(block, tuple):
+            return block[1] - block[0]
+        return min(self.block_bytes, self.size_bytes - block * self.block_bytes)
+
+    def path(self, block: Piece) -> Path:
+        """The file of a block or peek."""
+        return self.folder / (f"{block[0]}-{block[1]}" if isinstance(block, tuple) else str(block))
+
+    def forget_peeks(self) -> None:
+        """Remove all peeks."""
+        _forget_peeks(self.folder)
+
+    def touch(self, block: Piece) -> bool:
+        """Mark a block as used; whether it is there and this process has checked it."""
+        if isinstance(block, tuple) or not self._is_checked[block]:
+            return False
+        path = self.path(block)
+        try:
+            os.utime(path)
+            return path.stat().st_size == self.num_bytes(block) + SUM_BYTES
+        except FileNotFoundError:
+            return False
+
+    def pin(self, block: int) -> int | None:
+        """An open file that keeps the block from eviction until it is closed; None if it is gone."""
+        try:
+            fd = os.open(self.path(block), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # also if there are too many pins
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        return fd
+
+    def claim(self, block: Piece, *, wait: bool) -> Claim | None:
+        """The right to fetch a block; None if it is there.
+
+        wait: for another process that is fetching it; otherwise None means that, too.
+        """
+        path = self.path(block)
+        part = path.with_suffix(_PART)
+        while not self._is_there(block):
+            fd = self._locked_part(part, wait=wait)
+            if fd is None and not wait:
+                return None
+            if fd is None:
+                continue
+            if not path.exists():
+                return Claim(part, fd, self.num_bytes(block))
+            part.unlink(missing_ok=True)  # published just before
+            os.close(fd)
+        return None
+
+    def published(self, block: Piece) -> None:
+        """Note that this process has checked the block."""
+        if not isinstance(block, tuple):
+            self._is_checked[block] = 1
+
+    def _locked_part(self, part: Path, *, wait: bool) -> int | None:
+        """The part, open and locked; None if another process has it. wait: until that process is done."""
+        try:
+            fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # the object's first block, or its last one was evicted just now
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            return self._locked_part(part, wait=wait)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same(fd, part):
+                return fd
+        except BlockingIOError:
+            if wait:
+                fcntl.flock(fd, fcntl.LOCK_SH)  # until the other has published it, or has died
+        os.close(fd)
+        if wait:
+            time.sleep(random.uniform(0, _PAUSE_S))  # others waited, too, and only one can have it
+        return None
+
+    def _is_there(self, block: Piece) -> bool:
+        """Whether a block is there and right."""
+        return self.touch(block) or self.read(block) is not None
+
+    def read(self, block: Piece) -> memoryview | None:
+        """A block, if it is there and right. A wrong one is removed."""
+        try:
+            data = memoryview(self.path(block).read_bytes())
+        except FileNotFoundError:
+            return None
+        body = data[:-SUM_BYTES]
+        right = zlib.crc32(body).to_bytes(SUM_BYTES, "little") == bytes(data[-SUM_BYTES:])
+        if len(body) != self.num_bytes(block) or not right:
+            self.cache.remove(self.path(block), len(body))
+            return None
+        self.published(block)
+        return body
+
+
+def num_blocks_of(size_bytes: int, block_bytes: int) -> int:
+    """Number of blocks of an object."""
+    return -(-size_bytes // block_bytes)
+
+
+def _counted(status: os.stat_result) -> int:
+    """Bytes of the block in a file."""
+    return max(status.st_size - SUM_BYTES, 0)
+
+
+def _is_locked(file: Path) -> bool:
+    """Whether a process has a lock on a file; False if it is gone."""
+    try:
+        with locked(file, wait=False, create=False):
+            return False
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+
+
+def _removed_if_free(part: Path) -> bool:
+    """Remove a part unless a process has claimed it; whether it is gone."""
+    try:
+        with part.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_same(stream.fileno(), part):  # another one by now
+                return False
+            part.unlink()  # whoever waits for the lock notices
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        pass
+    return True
+
+
+def _forget_peeks(folder: Path) -> None:
+    for file in folder.glob("*-*"):
+        if file.suffix != _PART:
+            file.unlink(missing_ok=True)
+
+
+def _is_same(fd: int, path: Path) -> bool:
+    """Whether an open file still has this path."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), path.stat())
+    return False
+
+
+def _remove_old_layout(path: Path) -> None:
+    """Remove the blocks of an earlier meshfeed, whose cache had a leader, unless one still runs here."""
+    leader = path / "leader.lock"
+    if leader.exists() and not _is_locked(leader):
+        for table in path.glob("*/table"):
+            shutil.rmtree(table.parent, ignore_errors=True)
+        leader.unlink(missing_ok=True)
+        (path / "leader.log").unlink(missing_ok=True)

@@ -1,0 +1,211 @@
+"""The helper of a reading process: the only process that talks to storage, since obstore must not be forked.
+
+It is a light process without torch. It ends with its reader: when the other end of its channel closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshfeed.errors import CacheError, ChangedError, MeshfeedError, MissingError, StoreError
+from meshfeed.files.blocks import CacheFolder
+from meshfeed.files.byte_file import Content
+from meshfeed.files.channel import Channel
+from meshfeed.files.client import Client, LocalReader, Reader, Stat
+from meshfeed.files.fetch import Fetcher
+from meshfeed.files.objects import Address, Shape, StoredObject, sums_at
+from meshfeed.files.once import Once
+from meshfeed.files.sums import Sums
+
+_ANSWERERS = 32
+_STATS_KEPT_S = 30.0
+
+
+class Helper:
+    """Answers one reading process. Its public methods answer requests."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._fetcher = Fetcher(lambda one, num_bytes: channel.send("fetched", one.number, num_bytes))
+        self._folders: dict[tuple[Path, int], CacheFolder] = {}  # by inode, too: one may be made anew
+        self._objects: list[StoredObject] = []
+        self._readers: dict[tuple[Any, ...], Reader] = {}
+        self._stats = Once[Stat](_STATS_KEPT_S)
+        self._sums = Once[Sums](_STATS_KEPT_S)
+        self._lock = threading.Lock()
+        self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
+        self._peekers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-peek")
+
+    def serve(self) -> None:
+        """Handle messages until the reader is gone."""
+        self._fetcher.start()
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                number, request, arguments = self._channel.receive()
+                match request:
+                    case "need":
+                        self._need(number, *arguments)
+                    case "wish":
+                        self._fetcher.wish(self._objects[arguments[0]], arguments[1])
+                    case "release":
+                        self._release(*arguments)
+                    case "look_again":
+                        self._objects[arguments[0]].blocks.forget_peeks()
+                    case _:
+                        self._answerers.submit(self._reply, number, getattr(self, request), arguments)
+
+    def _reply(self, number: int, ask: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Answer a request that needs storage or the disk."""
+        try:
+            self._channel.send("answer", number, ask(*arguments))
+        except MeshfeedError as error:
+            self._refuse(number, error)
+        except OSError as error:
+            self._refuse(number, CacheError(f"{error}; check the disk, or choose another cache folder"))
+        except BaseException as error:  # sent to the reader, which would otherwise wait endlessly
+            self._refuse(number, StoreError(f"the storage helper failed: {type(error).__name__}: {error}"))
+
+    def _refuse(self, number: int, error: MeshfeedError) -> None:
+        if isinstance(error, ChangedError):
+            self._stats.forget()
+            self._sums.forget()
+        self._channel.send("error", number, error)
+
+    def _need(self, number: int, of: int, blocks: Sequence[int]) -> None:
+        def done(error: MeshfeedError | None) -> None:
+            if error is None:
+                self._channel.send("answer", number, None)
+            else:
+                self._refuse(number, error)
+
+        try:
+            self._fetcher.need(self._objects[of], blocks, done)
+        except OSError as error:
+            done(CacheError(f"{error}; was the cache folder cleared during this run?"))
+
+    def _release(self, of: int, blocks: Sequence[int] | None) -> None:
+        one = self._objects[of]
+        self._fetcher.release(one, blocks)
+        with contextlib.suppress(OSError):
+            one.blocks.cache.trim()
+
+    # -- requests -----------------------------------------------------------------------------------------
+
+    def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
+    def open(
+        self,
+        address: Address,
+        cache: tuple[Path, int | None, int],
+        content: Content | None,
+        sums: tuple[Address, int] | None,
+    ) -> tuple[int, Path, Shape, str, str | None]:
+        """(number, folder, shape, tag, fingerprint of its checksums) of an object.
+
+        cache: path, limit_bytes and block_bytes. sums: the checksums of its store, and its index there.
+        """
+        all_sums = None if sums is None else self._sums_of(sums[0], cache[0])
+        own_sums = None if all_sums is None or sums is None else all_sums.files[sums[1]]
+        path, limit_bytes, block_bytes = cache
+        reader, stat = self._stat(address, path)
+        shape = Shape.of(address, stat, block_bytes, content, own_sums)
+        with self._lock:
+            folder = self._folders.setdefault((path, path.stat().st_ino), CacheFolder(path))
+            folder.join(limit_bytes)
+            blocks = folder.object(shape.key, shape.size_bytes, shape.block_bytes)
+            one = StoredObject(len(self._objects), address, stat, reader, blocks, content, own_sums)
+            self._objects.append(one)
+        fingerprint = None if all_sums is None else all_sums.fingerprint
+        return one.number, blocks.folder, shape, stat.tag, fingerprint
+
+    def exists(self, address: Address, cache: Path) -> bool:
+        """Whether there is such an object. cache: path of the cache that would hold it."""
+        try:
+            self._stat(address, cache)
+        except MissingError:
+            return False
+        return True
+
+    def list(self, address: Address) -> list[tuple[str, int]]:
+        """(path, size) of all objects below it, sorted."""
+        return self._reader(address).list(address.path)
+
+    def peek(self, of: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Short ranges; storage is asked once for all processes of the node."""
+        one = self._objects[of]
+        return [*self._peekers.map(partial(self._peek, one), *zip(*ranges, strict=True))]
+
+    # -- below --------------------------------------------------------------------------------------------
+
+    def _peek(self, one: StoredObject, begin: int, end: int) -> bytes:
+        span = begin, min(end, one.stat.size_bytes)
+        if span[0] >= span[1]:
+            return b""
+        while (claim := one.blocks.claim(span, wait=True)) is None:
+            data = one.blocks.read(span)
+            if data is not None:  # else evicted just now
+                return bytes(data)
+        try:
+            one.blocks.cache.reserve([claim], (), over_pins=True)
+            data = one.read(*span)
+            claim.publish(data)
+        except BaseException:
+            one.blocks.cache.give_up([claim])
+            raise
+        return bytes(data)
+
+    def _reader(self, address: Address) -> Reader:
+        key = address.root, *sorted(address.options.items())
+        with self._lock:
+            if key not in self._readers:
+                self._readers[key] = Client(address.root, address.options) if address.root else LocalReader()
+            return self._readers[key]
+
+    # Answers are kept for each cache: a temporary one is for looking at storage as it is now.
+
+    def _stat(self, address: Address, cache: Path) -> tuple[Reader, Stat]:
+        reader = self._reader(address)
+        key = reader, address.path, cache
+        return reader, self._stats.answer(key, lambda: reader.stat(address.path))
+
+    def _sums_of(self, address: Address, cache: Path) -> Sums:
+        reader = self._reader(address)
+        return self._sums.answer((reader, address.path, cache), lambda: sums_at(reader, address))
+
+
+class _ToReader(logging.Handler):
+    """Passes what is logged to the reading process."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._channel.send("log", record.levelno, record.getMessage())
+
+
+def main(descriptor: int) -> None:
+    """Serve the reader at the other end of a socket until it is gone."""
+    os.umask(0o077)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a pin is an open file
+    channel = Channel(socket.socket(fileno=descriptor))
+    channel.start()
+    logger = logging.getLogger("meshfeed")
+    logger.addHandler(_ToReader(channel))
+    logger.propagate = False
+    Helper(channel).serve()
+    os._exit(0)  # threads may wait for storage

@@ -1,0 +1,217 @@
+"""An object in storage, as a helper knows it: its identity, and its bytes, verified as they arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from meshfeed.errors import ChecksumError, StoreError
+from meshfeed.files.blocks import Blocks
+from meshfeed.files.byte_file import Content
+from meshfeed.files.client import Reader, Stat
+from meshfeed.files.codec import check_hashes, decompress
+from meshfeed.files.refusals import options_of_environment
+from meshfeed.files.sums import ANEW, FileSums, Sums, parse
+from meshfeed.files.url import credentials_of, is_remote, local_path, split, without_secrets
+
+T = TypeVar("T")
+
+RANGE_BYTES = 16 << 20
+"""The largest range of one request."""
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where something is in storage, and how to get at it.
+
+    Attributes:
+        root: such as s3://bucket; empty for a file of this machine.
+        path: in it; absolute for a file.
+        options: of the storage client, credentials among them.
+    """
+
+    root: str
+    path: str
+    options: Mapping[str, str]
+
+    @classmethod
+    def of(cls, url: str, options: Mapping[str, str]) -> Address:
+        """That of a URL, with the credentials of this process's environment. Raises StoreError."""
+        if not is_remote(url):
+            return cls("", str(Path(local_path(url)).absolute()), {})
+        root, path = split(url)
+        given = options_of_environment(root, os.environ) | credentials_of(url) | dict(options)
+        return cls(root, path, given)
+
+    @property
+    def url(self) -> str:
+        """For messages."""
+        return without_secrets(f"{self.root}/{self.path}") if self.root else self.path
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How an object lies in the cache.
+
+    Attributes:
+        size_bytes, block_bytes: of the object once uncompressed, and of its blocks.
+        key: the name of its folder: another version, or another way to check it, is another object.
+    """
+
+    size_bytes: int
+    block_bytes: int
+    key: str
+
+    @classmethod
+    def of(
+        cls, address: Address, stat: Stat, block_bytes: int, content: Content | None, sums: FileSums | None
+    ) -> Shape:
+        """Raises StoreError if the object's size differs from the declared one."""
+        size = stat.size_bytes
+        if content is not None:
+            if content.stored_bytes not in (None, size):
+                raise StoreError(
+                    f"{address.url}: {size} bytes, its index says {content.stored_bytes}; copy it again"
+                )
+            size = size if content.raw_bytes is None else content.raw_bytes
+            block_bytes = max(size, 1)
+        digest = None
+        if sums is not None:
+            if sums.size_bytes != size:
+                raise StoreError(
+                    f"{address.url}: {size} bytes, its .sums was made for {sums.size_bytes}; copy the file "
+                    f"again; as for the .sums, {ANEW}"
+                )
+            block_bytes = -(-block_bytes // sums.block_bytes) * sums.block_bytes  # whole checksums
+            digest = hashlib.blake2b(sums.sums.tobytes(), digest_size=16).hexdigest()
+        plain = None
+        if content is not None:
+            hashes = {name: dict(getattr(content, name)) for name in ("stored_hashes", "raw_hashes")}
+            plain = [content.codec, content.stored_bytes, content.raw_bytes, hashes]
+        endpoint = address.options.get("endpoint")
+        identity = [address.url, address.path, endpoint, stat.tag, size, block_bytes, plain, digest]
+        key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+        return cls(size, block_bytes, key)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StoredObject:
+    """One version of an object.
+
+    Attributes:
+        number: by which the reading process names it.
+        address, stat: where it is, its stored size and version.
+        reader: of its storage.
+        blocks: in the cache.
+        content: its declared size and hashes, with which it is fetched as a whole; None if unknown.
+        sums: checksums of its blocks; None if unknown.
+    """
+
+    number: int
+    address: Address
+    stat: Stat
+    reader: Reader
+    blocks: Blocks
+    content: Content | None
+    sums: FileSums | None
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Stored bytes [begin, end). Raises StoreError."""
+        return memoryview(self.reader.read(self.address.path, begin, end, self.stat.tag)).cast("B")
+
+    def part(self, begin: int, end: int) -> tuple[memoryview, int]:
+        """Bytes [begin, end), which are whole blocks of its checksums, and the number of bytes fetched.
+
+        Raises StoreError; ChecksumError if they stay wrong after retries.
+        """
+        data, fetched = self.read(begin, end), end - begin
+        wrong = [] if self.sums is None else self.sums.wrong(data, begin)
+        for _ in range(1, _ATTEMPTS):
+            if self.sums is None or not wrong:
+                break
+            data = memoryview(bytearray(data))
+            for low, high in wrong:
+                data[low - begin : high - begin] = self.read(low, high)
+                fetched += high - low
+            wrong = self.sums.wrong(data, begin)
+        for low, high in wrong:
+            raise ChecksumError(
+                f"{self.address.url}: bytes {low}..{high} do not match the checksum in its .sums (fetched "
+                f"{_ATTEMPTS} times); copy the file again, or, if it was rewritten since, recreate the .sums "
+                f"with `meshfeed inspect --write-checksums`"
+            )
+        return data, fetched
+
+    def whole(self, content: Content) -> tuple[memoryview, int]:
+        """All its bytes, verified and uncompressed, and the number of bytes fetched.
+
+        Raises StoreError; ChecksumError if they stay wrong after retries.
+        """
+        url = self.address.url
+
+        def read() -> memoryview:
+            data = _joined(self.stat.size_bytes, self.read)
+            check_hashes(data, content.stored_hashes, url)
+            if content.codec is not None:
+                data = decompress(content.codec, data, self.blocks.size_bytes, url)
+            check_hashes(data, content.raw_hashes, url)
+            return memoryview(data)
+
+        data, attempts = _retried(read)
+        return data, attempts * self.stat.size_bytes
+
+
+class Budget:
+    """A memory budget for objects fetched as a whole; a single larger object may exceed it."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self._taken, self._changed = most_bytes, 0, threading.Condition()
+
+    @contextlib.contextmanager
+    def room_for(self, num_bytes: int) -> Generator[None, None, None]:
+        """Wait until the bytes fit, and hold them."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + num_bytes <= self._most)
+            self._taken += num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= num_bytes
+                self._changed.notify_all()
+
+
+def sums_at(reader: Reader, address: Address) -> Sums:
+    """The file of checksums at an address. Raises StoreError if it stays invalid after retries."""
+    stat = reader.stat(address.path)
+
+    def read() -> Sums:
+        text = _joined(stat.size_bytes, lambda begin, end: reader.read(address.path, begin, end, stat.tag))
+        return parse(address.url, text)
+
+    return _retried(read, StoreError)[0]
+
+
+def _retried(read: Callable[[], T], wrong: type[StoreError] = ChecksumError) -> tuple[T, int]:
+    """The result of `read`, called again for bytes that are wrong, and the number of calls."""
+    for attempt in range(1, _ATTEMPTS):
+        with contextlib.suppress(wrong):
+            return read(), attempt
+    try:
+        return read(), _ATTEMPTS
+    except wrong as error:
+        raise type(error)(f"{error} (fetched {_ATTEMPTS} times)") from error
+
+
+def _joined(size: int, read: Callable[[int, int], Any]) -> bytes:
+    """All bytes of an object of `size` bytes."""
+    spans = ((begin, min(begin + RANGE_BYTES, size)) for begin in range(0, size, RANGE_BYTES))
+    return b"".join(bytes(read(begin, end)) for begin, end in spans)

@@ -1,0 +1,143 @@
+"""The cache's folder, without storage: who may fetch a block, and which ones go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from meshfeed.files.blocks import Blocks, CacheFolder
+
+SIZE = 1000
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> Blocks:
+    return joined(tmp_path, 6)
+
+
+def joined(path: Path, limit_blocks: int | None, key: str = "a") -> Blocks:
+    """Blocks of an object, of a process with this limit."""
+    folder = CacheFolder(path)
+    folder.join(None if limit_blocks is None else limit_blocks * SIZE)
+    return folder.object(key, 20 * SIZE - 1, SIZE)
+
+
+def put(blocks: Blocks, block: int, *, over_pins: bool = True, keep: Collection[Path] = ()) -> bool:
+    """Whether there was room; the block is there then."""
+    claim = blocks.claim(block, wait=False)
+    if claim is None:
+        return True
+    if not blocks.cache.reserve([claim], keep, over_pins=over_pins):
+        blocks.cache.give_up([claim])
+        return False
+    claim.publish(memoryview(bytes([block]) * blocks.num_bytes(block)))
+    blocks.published(block)
+    os.utime(blocks.path(block), ns=(0, next(_clock)))  # a tick of its own
+    return True
+
+
+_clock = iter(range(1, 1 << 30))
+
+
+def held(blocks: Blocks) -> list[int]:
+    return sorted(int(path.name) for path in blocks.folder.iterdir())
+
+
+def test_what_was_used_longest_ago_goes(blocks: Blocks) -> None:
+    for block in range(6):
+        put(blocks, block)
+    assert blocks.touch(0) and held(blocks) == [0, 1, 2, 3, 4, 5]
+    put(blocks, 6)
+    put(blocks, 19)
+    assert {0, 6, 19} <= set(held(blocks)) and not {1, 2} & set(held(blocks))
+    assert blocks.cache.held_bytes() == sum(path.stat().st_size - 4 for path in blocks.folder.iterdir())
+
+
+def test_pinned_blocks_stay_while_others_can_go(blocks: Blocks) -> None:
+    for block in range(6):
+        put(blocks, block)
+    pins = [blocks.pin(block) for block in (0, 1, 2)]
+    for block in range(6, 12):
+        assert put(blocks, block, over_pins=False)
+    assert {0, 1, 2} <= set(held(blocks))
+    pins += [blocks.pin(block) for block in held(blocks)[3:]]
+    assert not put(blocks, 12, over_pins=False)
+    assert put(blocks, 12) and 12 in held(blocks) and 0 not in held(blocks)
+    for fd in pins:
+        if fd is not None:
+            os.close(fd)
+
+
+def test_what_is_needed_at_one_time_stays(blocks: Blocks) -> None:
+    keep = {blocks.path(block) for block in range(8)}
+    for block in range(8):
+        assert put(blocks, block, keep=keep)
+    assert held(blocks) == list(range(8))
+    blocks.cache.trim()
+    assert len(held(blocks)) <= 6
+
+
+def test_one_process_at_a_time_may_fetch_a_block(blocks: Blocks, tmp_path: Path) -> None:
+    other = joined(tmp_path, None)
+    claim = blocks.claim(3, wait=True)
+    assert claim is not None and other.claim(3, wait=False) is None
+    blocks.cache.give_up([claim])
+    again = other.claim(3, wait=True)
+    assert again is not None
+    other.cache.reserve([again], (), over_pins=False)
+    again.publish(memoryview(bytes(SIZE)))
+    assert blocks.claim(3, wait=True) is None and blocks.read(3) == bytes(SIZE)
+
+
+def test_a_claim_of_the_dead_is_taken_over_or_removed(blocks: Blocks, tmp_path: Path) -> None:
+    for block in (1, 2):
+        claim = blocks.claim(block, wait=True)
+        assert claim is not None and blocks.cache.reserve([claim], (), over_pins=False)
+        os.close(claim.fd)  # as the kernel does
+    assert put(blocks, 1)
+    joined(tmp_path, None)  # the next process
+    assert held(blocks) == [1] and blocks.cache.held_bytes() == SIZE
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "a hole", "a cut", "nothing left"])
+def test_what_a_disk_damages_is_not_there(blocks: Blocks, tmp_path: Path, damage: str) -> None:
+    put(blocks, 3)
+    path = blocks.path(3)
+    data = path.read_bytes()
+    match damage:
+        case "a flipped bit":
+            path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+        case "a hole":
+            path.write_bytes(bytes(len(data)))
+        case "a cut":
+            path.write_bytes(data[:100])
+        case _:
+            path.write_bytes(b"")
+    fresh = joined(tmp_path, None)
+    claim = fresh.claim(3, wait=False)
+    assert claim is not None and fresh.cache.held_bytes() == 0
+    os.close(claim.fd)
+
+
+def test_the_largest_limit_counts_and_then_the_last_one(blocks: Blocks, tmp_path: Path) -> None:
+    unit = SIZE
+    small, silent = joined(tmp_path, 2).cache, joined(tmp_path, None).cache
+    assert small.limit_bytes() == silent.limit_bytes() == 6 * unit
+    assert blocks.cache._job is not None and small._job is not None
+    os.close(blocks.cache._job)
+    assert silent.limit_bytes() == 2 * unit
+    os.close(small._job)
+    assert silent.limit_bytes() == 2 * unit
+    silent.join(9 * unit)
+    silent.join(3 * unit)
+    assert silent.limit_bytes() == 9 * unit
+
+
+def test_a_lost_count_is_made_again(blocks: Blocks, tmp_path: Path) -> None:
+    for block in range(4):
+        put(blocks, block)
+    (tmp_path / "room").write_text("")  # a process was killed while it wrote
+    assert blocks.cache.held_bytes() == 4 * SIZE

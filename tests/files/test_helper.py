@@ -1,0 +1,202 @@
+"""What several jobs and accidents do to a node's cache, and what they must not do to each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import world
+from meshfeed.errors import CacheError
+from meshfeed.files import Cache, ask
+from meshfeed.files.cached import CachedFile
+from meshfeed.files.lock import locked
+from meshfeed.files.refusals import options_of_environment, without_credentials
+from services.needs import needs, needs_root
+from services.nginx import Nginx
+
+BLOCK, NUM_BLOCKS = 1 << 14, 60
+DATA = np.random.default_rng(0).integers(0, 256, BLOCK * NUM_BLOCKS).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nginx]:
+    needs("nginx")
+    folder = tmp_path_factory.mktemp("served")
+    DATA.tofile(folder / "data.bin")
+    with Nginx(folder) as nginx:
+        yield nginx
+
+
+def file_of(server: Nginx, cache: Path, limit_blocks: int | None = None) -> CachedFile:
+    return file_at(server.url, cache, limit_blocks)
+
+
+def file_at(url: str, cache: Path, limit_blocks: int | None) -> CachedFile:
+    limit = None if limit_blocks is None else limit_blocks * BLOCK
+    return CachedFile(f"{url}/data.bin", Cache(cache, limit_bytes=limit, block_bytes=BLOCK))
+
+
+def read(file: CachedFile, begin: int, num_bytes: int = 100) -> None:
+    out = np.empty(num_bytes, np.uint8)
+    file.read_into(out, np.array([begin]), np.array([num_bytes]))
+    assert np.array_equal(out, DATA[begin : begin + num_bytes])
+
+
+def pinned_in(cache: Path) -> list[int]:
+    """The blocks that someone will read."""
+    found: list[int] = []
+    for path in cache.glob("u*/blocks/*/*"):
+        if not path.name.isdigit():
+            continue
+        try:
+            with contextlib.suppress(FileNotFoundError), locked(path, wait=False, create=False):
+                pass
+        except BlockingIOError:
+            found.append(int(path.name))
+    return sorted(found)
+
+
+def wait_until(condition: Any) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_what_was_announced_is_pinned_until_it_is_read(server: Nginx, tmp_path: Path) -> None:
+    """However often a block was announced: a pin that outlives its reading takes room from those to come."""
+    halves = np.arange(0, DATA.size, BLOCK // 2)
+    with file_of(server, tmp_path) as file:
+        for begin in halves.tolist():
+            file.will_need(np.array([begin]), np.array([begin + BLOCK // 2]))
+        wait_until(lambda: pinned_in(tmp_path) == list(range(NUM_BLOCKS)))
+        for begin in halves.tolist():
+            read(file, begin, BLOCK // 2)
+        wait_until(lambda: not pinned_in(tmp_path))
+        assert not file._wished
+
+
+def test_what_will_not_be_read_is_not_pinned(server: Nginx, tmp_path: Path) -> None:
+    with file_of(server, tmp_path) as file:
+        file.will_need(np.array([0]), np.array([10 * BLOCK]))
+        wait_until(lambda: pinned_in(tmp_path) == list(range(10)))
+        file.forget_needs()
+        wait_until(lambda: not pinned_in(tmp_path))
+
+
+def test_announced_blocks_leave_room_for_what_is_needed_now(server: Nginx, tmp_path: Path) -> None:
+    with file_of(server, tmp_path, 12) as file:
+        file.will_need(np.array([0]), np.array([40 * BLOCK]))
+        wait_until(lambda: len(pinned_in(tmp_path)) >= 6)
+        for block in range(40, 52):
+            read(file, block * BLOCK)
+        read(file, 40 * BLOCK, 12 * BLOCK)
+        for block in range(40):  # all of them come in the end, however far ahead they were announced
+            read(file, block * BLOCK, BLOCK)
+        held = sum(path.stat().st_size for path in tmp_path.glob("u*/blocks/*/*"))
+        assert held <= 13 * BLOCK
+
+
+def keep_open(url: str, cache: str, limit_blocks: int, pipe: Any) -> None:
+    with file_at(url, Path(cache), limit_blocks) as file:
+        read(file, 0)
+        pipe.send("ready")
+        pipe.recv()
+        read(file, 0, 30 * BLOCK)
+        pipe.send("done")
+        pipe.recv()
+
+
+def test_a_smaller_limit_of_another_job_harms_nobody(server: Nginx, tmp_path: Path) -> None:
+    ours, theirs = world._context.Pipe()
+    large = world._context.Process(target=keep_open, args=(server.url, str(tmp_path), 40, theirs))
+    large.start()
+    assert ours.recv() == "ready"
+    with file_of(server, tmp_path, 4) as small:
+        read(small, 0)
+        ours.send("read")
+        assert ours.recv() == "done"
+        read(small, 40 * BLOCK, 10 * BLOCK)
+        ours.send("end")
+        large.join(60)
+
+        def is_refused() -> bool:
+            try:
+                read(small, 20 * BLOCK, 10 * BLOCK)
+            except CacheError as error:
+                assert "10 blocks are needed at one time" in str(error) and "limited to 65536" in str(error)
+                return True
+            shutil.rmtree(next(tmp_path.glob("u*/blocks/*")))
+            return False
+
+        wait_until(is_refused)  # once the other job is gone
+    os.kill(ask.retried(lambda: ask.asker().ask("pid", what="")), 9)
+    with file_of(server, tmp_path) as silent, pytest.raises(CacheError, match="limited to 65536"):
+        read(silent, 20 * BLOCK, 10 * BLOCK)  # what the folder was given last
+
+
+def test_an_interrupted_reader_leaves_nothing_held(
+    server: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with file_of(server, tmp_path, 16) as file:
+        read(file, 0)
+
+        def interrupt(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ask.Future, "result", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                read(file, BLOCK, 12 * BLOCK)
+        read(file, 20 * BLOCK, 12 * BLOCK)
+        wait_until(lambda: not pinned_in(tmp_path))
+
+
+def test_a_folder_that_a_cleaner_removed_is_made_again(server: Nginx, tmp_path: Path) -> None:
+    with file_of(server, tmp_path) as file:
+        read(file, 0)
+        for block in (3, 0, 7):
+            shutil.rmtree(file._opened.folder)
+            read(file, block * BLOCK)
+        os.truncate(file._opened.folder / "7", 10)
+        read(file, 7 * BLOCK)
+        shutil.rmtree(tmp_path)
+        with pytest.raises(CacheError, match="was the cache folder cleared"):
+            read(file, 9 * BLOCK)
+    with file_of(server, tmp_path) as file:
+        read(file, 9 * BLOCK)
+
+
+def test_a_disk_that_is_full_before_the_first_block(server: Nginx, tmp_path: Path) -> None:
+    needs_root()
+    disk = tmp_path / "small"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
+    try:
+        cache = Cache(disk, block_bytes=4096)
+        cache.make()
+        with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        file = CachedFile(f"{server.url}/data.bin", cache)
+        with file, pytest.raises(CacheError, match="No space left on device"):
+            for block in range(NUM_BLOCKS):
+                read(file, block * BLOCK)
+        os.kill(ask.retried(lambda: ask.asker().ask("pid", what="")), 9)
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_helper_is_given_its_credentials_with_each_request() -> None:
+    environ = {"AWS_ENDPOINT_URL": "http://a", "AZURE_STORAGE_TOKEN": "b", "PATH": "/bin", "HTTP_PROXY": "c"}
+    assert without_credentials(environ) == {"PATH": "/bin", "HTTP_PROXY": "c"}
+    assert options_of_environment("s3://bucket", environ) == {"aws_endpoint_url": "http://a"}
