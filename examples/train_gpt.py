@@ -44,7 +44,7 @@ def main() -> None:
         data=mf.open(args.corpus, cache=cache_of(args)),
         sequence=mf.Documents(args.window) if args.packing else mf.Windows(args.window),
         batch=mf.Batch(sequences=args.sequences),
-        shuffle=mf.Blocks(sequences=128, window=1, lanes=1) if args.shuffle == "blocks" else "global",
+        shuffle=mf.Blocks(sequences=256, window=1, lanes=1) if args.shuffle == "blocks" else "global",
         seed=args.seed,
         steps=args.steps,
     )

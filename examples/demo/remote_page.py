@@ -8,7 +8,7 @@ from statistics import mean
 
 from demo.compare import Run
 
-WARM_UP = 10
+WARM_UP = 12
 """Steps at a run's start whose waiting is not counted: storage has yet to get ahead of training."""
 
 _TOLD = {
