@@ -90,7 +90,7 @@ def unbuilt(rank: int) -> Any:
     [
         (uninvited, 4, "RoleError", r"rank 1 has an iterator, but owners=\[0, 2\]"),
         (misplaced, 2, "LayoutError", "rank 1 of torch.distributed was given rank=5"),
-        (without_device, 2, "RecipeError", "device='cuda:99'"),
+        (without_device, 2, "OptionError", "device='cuda:99'"),
         (not_iterable, 2, "RecipeError", r"rank 1: .*generator is a function.*pass what it returns"),
         (unbuilt, 2, "DeliveryError", "rank 1 ended at step 1"),
     ],

@@ -132,9 +132,9 @@ def test_an_index_without_order_is_read_by_document_and_refused_as_a_stream(tmp_
         assert store.read(2, 1, 3).tolist() == [3, 4]
         one = np.array([0])
         for use in (store.read_stream, store.document_starts, store.will_need):
-            with pytest.raises(StoreError, match="no stream"):
+            with pytest.raises(StoreError, match="not a stream"):
                 use(one, one)
-        with pytest.raises(StoreError, match="no stream"):
+        with pytest.raises(StoreError, match="not a stream"):
             store.offsets(one)
     assert list(store.verify())[-1] == 1.0
 
