@@ -102,6 +102,40 @@ def test_a_claim_of_the_dead_is_taken_over_or_removed(blocks: Blocks, tmp_path: 
     assert held(blocks) == [1] and blocks.cache.held_bytes() == SIZE
 
 
+def test_a_folder_cleared_during_a_fetch_publishes_nobody_elses_part(blocks: Blocks, tmp_path: Path) -> None:
+    other = joined(tmp_path, None)
+    claim = blocks.claim(3, wait=True)
+    assert claim is not None and blocks.cache.reserve([claim], (), over_pins=False)
+    claim.part.unlink()  # as an operator does
+    theirs = other.claim(3, wait=False)
+    assert theirs is not None and other.cache.reserve([theirs], (), over_pins=False)
+    with pytest.raises(FileNotFoundError):
+        claim.publish(memoryview(bytes(SIZE)))
+    blocks.cache.give_up([claim])
+    theirs.publish(memoryview(b"x" * SIZE))
+    assert blocks.read(3) == b"x" * SIZE
+
+
+def test_a_damaged_block_that_was_replaced_stays(blocks: Blocks) -> None:
+    put(blocks, 3)
+    with blocks.path(3).open("rb") as damaged:
+        blocks.path(3).unlink()
+        put(blocks, 3)
+        blocks.cache.remove(blocks.path(3), damaged.fileno())
+    assert blocks.read(3) == bytes([3]) * SIZE
+
+
+def test_claims_are_unlocked_even_if_the_folder_cannot_be_locked(blocks: Blocks, tmp_path: Path) -> None:
+    claim = blocks.claim(3, wait=True)
+    assert claim is not None
+    (tmp_path / "room").unlink()
+    (tmp_path / "room").mkdir()
+    with pytest.raises(OSError):
+        blocks.cache.give_up([claim])
+    (tmp_path / "room").rmdir()
+    assert put(blocks, 3)
+
+
 @pytest.mark.parametrize("damage", ["a flipped bit", "a hole", "a cut", "nothing left"])
 def test_what_a_disk_damages_is_not_there(blocks: Blocks, tmp_path: Path, damage: str) -> None:
     put(blocks, 3)

@@ -21,6 +21,7 @@ Any number of processes of one user share a folder, without talking to each othe
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import random
@@ -110,7 +111,7 @@ class CacheFolder:
                     return False
             for claim in claims:
                 os.ftruncate(claim.fd, claim.num_bytes + SUM_BYTES)  # takes no disk space, but is counted
-            self._room.write_text(str(held + num_bytes))
+            self._count(held + num_bytes)
         return True
 
     def trim(self, keep: Collection[Path] = ()) -> None:
@@ -120,27 +121,37 @@ class CacheFolder:
             if self._held() > limit:
                 self._evict(limit, keep, over_pins=False)
 
-    def free(self, num_bytes: int, keep: Collection[Path]) -> bool:
-        """Evict at least that many bytes, since the disk is full; False if nothing can be evicted."""
+    def free(self, num_bytes: int, keep: Collection[Path], *, over_pins: bool) -> bool:
+        """Evict at least that many bytes, since the disk is full; False if nothing can be evicted.
+
+        over_pins: pinned blocks, too, if the others do not suffice.
+        """
         with locked(self._room):
             held = self._evict(self._limit(), keep, over_pins=False)
-            return self._evict(held - num_bytes, keep, over_pins=True) < held
+            left = self._evict(held - num_bytes, keep, over_pins=False)
+            if over_pins and left > held - num_bytes:
+                left = self._evict(held - num_bytes, keep, over_pins=True)
+            return left < held
 
     def give_up(self, claims: Sequence[Claim]) -> None:
-        """Remove claimed parts."""
-        with locked(self._room):
-            num_bytes = 0
+        """Remove claimed parts. They are unlocked whatever goes wrong, since others wait for them."""
+        try:
+            with locked(self._room):
+                num_bytes = sum(_counted(os.fstat(claim.fd)) for claim in claims)
+                for claim in claims:
+                    if _is_same(claim.fd, claim.part):
+                        claim.part.unlink(missing_ok=True)
+                self._count(self._held() - num_bytes)
+        finally:
             for claim in claims:
-                num_bytes += _counted(os.fstat(claim.fd))
-                claim.part.unlink(missing_ok=True)
                 os.close(claim.fd)
-            self._room.write_text(str(max(self._held() - num_bytes, 0)))
 
-    def remove(self, block: Path, num_bytes: int) -> None:
-        """Remove a block that is damaged."""
+    def remove(self, block: Path, fd: int) -> None:
+        """Remove a block that is damaged, unless another has replaced it. fd: its open file."""
         with locked(self._room):
-            block.unlink(missing_ok=True)
-            self._room.write_text(str(max(self._held() - num_bytes, 0)))
+            if _is_same(fd, block):
+                block.unlink(missing_ok=True)
+                self._count(self._held() - _counted(os.fstat(fd)))
 
     # -- under the lock -----------------------------------------------------------------------------------
 
@@ -151,6 +162,11 @@ class CacheFolder:
             for folder in self._blocks.iterdir():
                 _forget_peeks(folder)  # perhaps damaged: storage has no checksums of them
         self._evict(limit, (), over_pins=False)
+
+    def _count(self, num_bytes: int) -> None:
+        """Note the bytes held, in place: a file that is truncated first stays empty if the disk is full."""
+        with self._room.open("r+b", buffering=0) as file:
+            file.write(b"%020d" % max(num_bytes, 0))
 
     def _held(self) -> int:
         with contextlib.suppress(OSError, ValueError):
@@ -195,7 +211,7 @@ class CacheFolder:
                     if over_pins:  # a pin is an open file, which would keep the disk space
                         stream.truncate(0)
                 held -= size
-        self._room.write_text(str(held))
+        self._count(held)
         return held
 
     def _files(self) -> Iterator[tuple[Path, os.stat_result]]:
@@ -235,6 +251,8 @@ class Claim:
                 written -= len(pieces.pop(0))
             if pieces:
                 pieces[0] = pieces[0][written:]
+        if not _is_same(self.fd, self.part):  # the folder was cleared, and this may be another's part by now
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.part))
         self.part.replace(self.part.with_suffix(""))
         os.close(self.fd)
 
@@ -278,12 +296,17 @@ class Blocks:
 
     def pin(self, block: int) -> int | None:
         """An open file that keeps the block from eviction until it is closed; None if it is gone."""
+        path = self.path(block)
         try:
-            fd = os.open(self.path(block), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # also if there are too many pins
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # also if there are too many open files
             return None
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        return fd
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            if _is_same(fd, path):
+                return fd
+        os.close(fd)
+        return None
 
     def claim(self, block: Piece, *, wait: bool) -> Claim | None:
         """The right to fetch a block; None if it is there.
@@ -334,15 +357,18 @@ class Blocks:
 
     def read(self, block: Piece) -> memoryview | None:
         """A block, if it is there and right. A wrong one is removed."""
+        path = self.path(block)
         try:
-            data = memoryview(self.path(block).read_bytes())
+            file = path.open("rb", buffering=0)
         except FileNotFoundError:
             return None
-        body = data[:-SUM_BYTES]
-        right = zlib.crc32(body).to_bytes(SUM_BYTES, "little") == bytes(data[-SUM_BYTES:])
-        if len(body) != self.num_bytes(block) or not right:
-            self.cache.remove(self.path(block), len(body))
-            return None
+        with file:
+            data = memoryview(file.readall())
+            body = data[:-SUM_BYTES]
+            right = zlib.crc32(body).to_bytes(SUM_BYTES, "little") == bytes(data[-SUM_BYTES:])
+            if len(body) != self.num_bytes(block) or not right:
+                self.cache.remove(path, file.fileno())
+                return None
         self.published(block)
         return body
 
@@ -371,7 +397,7 @@ def _is_locked(file: Path) -> bool:
 def _removed_if_free(part: Path) -> bool:
     """Remove a part unless a process has claimed it; whether it is gone."""
     try:
-        with part.open("rb") as stream:
+        with part.open("r+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_same(stream.fileno(), part):  # another one by now
                 return False

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +30,7 @@ from meshfeed.files.local import fill
 from meshfeed.files.objects import Address, Shape
 from meshfeed.files.url import without_secrets
 
+_MARKED_S = 10.0
 _RELEASED_TOGETHER, _RELEASED_BYTES = 64, 16 << 20  # blocks released in one message
 
 
@@ -75,6 +76,7 @@ class CachedFile(Lookups):
         self.url = without_secrets(url)
         self.stats = FileStats()
         self._known: _Opened | None = None
+        self._used_at: npt.NDArray[np.float64] | None = None
         self._depth = 0
         self.forget_parent()
         at_fork(self)
@@ -198,16 +200,18 @@ class CachedFile(Lookups):
 
     def _need(self, blocks: I64) -> None:
         """Wait until blocks are there."""
-        ready = self._ready
-        if not ready[blocks].all():
+        used = self._used
+        if not used[blocks].all():
             self._ask("need", blocks.tolist())
-            ready[blocks] = True
+            used[blocks] = time.monotonic()
 
-    @cached_property
-    def _ready(self) -> npt.NDArray[np.bool_]:
-        """Which blocks this process has found there once, whole and right."""
-        shape = self._opened.shape
-        return np.zeros(num_blocks_of(shape.size_bytes, shape.block_bytes), np.bool_)
+    @property
+    def _used(self) -> npt.NDArray[np.float64]:
+        """When each block was last marked as used; 0 before this process has found it whole and right."""
+        if self._used_at is None:
+            shape = self._opened.shape
+            self._used_at = np.zeros(num_blocks_of(shape.size_bytes, shape.block_bytes))
+        return self._used_at
 
     def _read_block(self, block: int, out: Bytes, begins: I64, sizes: I64, places: I64) -> bool:
         """Read ranges of one block; False if it has been evicted."""
@@ -215,14 +219,19 @@ class CachedFile(Lookups):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            self._ready[block] = False
+            self._used[block] = 0
             return False
         except OSError as error:
             raise CacheError(f"{path}: {error.strerror}") from error
         try:
             fill(fd, out, begins, sizes, places, self.url)
+            now = time.monotonic()
+            if now - self._used[block] > _MARKED_S:  # or eviction would take it for unused
+                self._used[block] = now
+                with contextlib.suppress(OSError):
+                    os.utime(fd)
         except ChangedError:  # evicted while it was read
-            self._ready[block] = False
+            self._used[block] = 0
             return False
         finally:
             os.close(fd)

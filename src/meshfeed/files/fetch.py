@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 import time
 from collections import deque
@@ -23,7 +24,8 @@ from meshfeed.files.pace import Pace
 _THREADS = 24
 _MOST_WHOLE_BYTES = 1 << 28
 _DISK_PATIENCE_S, _PAUSE_S = 10.0, 0.2
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk."""
 
 Block = tuple[StoredObject, int]
 Done = Callable[[MeshfeedError | None], None]
@@ -60,7 +62,9 @@ class Fetcher:
         self._no_room_until = 0.0
         self._pace = Pace(RANGE_BYTES)
         self._wholes = Budget(_MOST_WHOLE_BYTES)
-        self._disk_bytes, self._disk_error = 1 << 62, ""  # what a full disk could hold
+        self._full_disks: dict[CacheFolder, tuple[float, int, str]] = {}  # until when, room, error
+        self._most_pins = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # a pin is an open file
+        self._num_pins = 0
 
     def start(self) -> None:
         """Start the threads."""
@@ -89,8 +93,7 @@ class Fetcher:
                 if (one, block) in self._pins:
                     continue
                 self._pins[one, block] = None
-                has_room = self._pinned_bytes < one.blocks.cache.most_pinned_bytes
-                if has_room and one.blocks.touch(block):
+                if self._room_for_pins(one) > 0 and one.blocks.touch(block):
                     self._pin((one, block))
                 else:
                     self._wished.append((one, block))
@@ -105,6 +108,7 @@ class Fetcher:
                 fd = self._pins.pop((one, block), None)
                 if fd is not None:
                     os.close(fd)
+                    self._num_pins -= 1
                     self._pinned_bytes -= one.blocks.num_bytes(block)
             self._no_room_until = 0.0
             self._changed.notify_all()
@@ -112,8 +116,9 @@ class Fetcher:
     def _too_large(self, one: StoredObject, blocks: Sequence[int]) -> CacheError | None:
         size = sum(map(one.blocks.num_bytes, blocks))
         limit = one.blocks.cache.limit_bytes()
-        if size > self._disk_bytes:
-            return CacheError(f"{one.address.url}: {size} bytes are needed at one time; {self._disk_error}")
+        until, room, full = self._full_disks.get(one.blocks.cache, (0.0, 0, ""))
+        if size > room and time.monotonic() < until:
+            return CacheError(f"{one.address.url}: {size} bytes are needed at one time; {full}")
         if size > limit:
             return CacheError(
                 f"{one.address.url}: {size} bytes in {len(blocks)} blocks are needed at one time, the cache "
@@ -137,12 +142,18 @@ class Fetcher:
         while self._wished:
             first = self._wished[0]
             if self._is_wished(first):
-                room = first[0].blocks.cache.most_pinned_bytes - self._pinned_bytes
+                room = self._room_for_pins(first[0])
                 if room <= 0:
                     return None
                 return self._run_from(first, self._is_wished, min(room, self._pace.range_bytes)), False
             self._wished.popleft()
         return None
+
+    def _room_for_pins(self, one: StoredObject) -> int:
+        """Bytes that may be pinned, or fetched to be pinned."""
+        if self._num_pins >= self._most_pins:
+            return 0
+        return one.blocks.cache.most_pinned_bytes - self._pinned_bytes
 
     def _is_wished(self, block: Block) -> bool:
         """Whether a block is wished for, and neither fetched nor in flight."""
@@ -167,6 +178,8 @@ class Fetcher:
                     self._changed.wait(_PAUSE_S if self._no_room_until or self._elsewhere else None)
                 run, urgent = found
                 self._flying.update(run)
+                in_flight = 0 if urgent else sum(one.blocks.num_bytes(block) for one, block in run)
+                self._pinned_bytes += in_flight
                 self._ahead += not urgent
             there: set[Block] = set()
             error: MeshfeedError | None = None
@@ -177,6 +190,8 @@ class Fetcher:
                 error = known
             except BaseException as unknown:  # if the thread died, its readers would wait endlessly
                 error = StoreError(f"{run[0][0].address.url}: {type(unknown).__name__}: {unknown}")
+            with self._changed:
+                self._pinned_bytes -= in_flight
             self._finish(run, urgent, there, error, has_room=has_room)
 
     def _bring(self, run: Sequence[Block], urgent: bool, there: set[Block]) -> bool:
@@ -202,7 +217,8 @@ class Fetcher:
             at = 0
             while claims:
                 size = one.blocks.num_bytes(first)
-                self._publish(one, claims[0], data[at : at + size])
+                if not self._published(one, claims[0], data[at : at + size], urgent):
+                    return False
                 one.blocks.published(first)
                 there.add((one, first))
                 claims.pop(0)
@@ -236,28 +252,31 @@ class Fetcher:
         self._fetched(one, fetched)
         return data
 
-    def _publish(self, one: StoredObject, claim: Claim, data: memoryview) -> None:
+    def _published(self, one: StoredObject, claim: Claim, data: memoryview, urgent: bool) -> bool:
+        """Publish a block; False if the disk is full and the block is not urgent."""
         began, cache = time.monotonic(), one.blocks.cache
         while True:
             try:
                 claim.publish(data)
-                return
+                return True
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     raise
-                if not cache.free(claim.num_bytes, self._kept()):
+                if not cache.free(claim.num_bytes, self._kept(), over_pins=urgent):
+                    if not urgent:
+                        return False
                     if time.monotonic() - began > _DISK_PATIENCE_S:
                         raise self._full_disk(one, cache, claim, error) from error
                     time.sleep(_PAUSE_S)  # others may be done with theirs soon
 
     def _full_disk(self, one: StoredObject, cache: CacheFolder, claim: Claim, error: OSError) -> CacheError:
         held = cache.held_bytes() - claim.num_bytes
-        self._disk_error = (
+        said = (
             f"{one.blocks.folder}: {error.strerror or error} with {held} bytes held, below limit_bytes of "
             f"the cache; free space on this disk, or give a cache folder on another"
         )
-        self._disk_bytes = max(held, claim.num_bytes)
-        return CacheError(self._disk_error)
+        self._full_disks[cache] = time.monotonic() + _DISK_PATIENCE_S, max(held, claim.num_bytes), said
+        return CacheError(said)
 
     def _kept(self) -> set[Path]:
         """The files of blocks that readers of this process wait for, with others."""
@@ -325,4 +344,5 @@ class Fetcher:
             del self._pins[block]
         else:
             self._pins[block] = fd
+            self._num_pins += 1
             self._pinned_bytes += one.blocks.num_bytes(number)

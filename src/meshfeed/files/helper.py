@@ -22,7 +22,7 @@ from meshfeed.files.blocks import CacheFolder
 from meshfeed.files.byte_file import Content
 from meshfeed.files.channel import Channel
 from meshfeed.files.client import Client, LocalReader, Reader, Stat
-from meshfeed.files.fetch import Fetcher
+from meshfeed.files.fetch import FULL, Fetcher
 from meshfeed.files.objects import Address, Shape, StoredObject, sums_at
 from meshfeed.files.once import Once
 from meshfeed.files.sums import Sums
@@ -55,14 +55,25 @@ class Helper:
                 match request:
                     case "need":
                         self._need(number, *arguments)
-                    case "wish":
-                        self._fetcher.wish(self._objects[arguments[0]], arguments[1])
-                    case "release":
-                        self._release(*arguments)
-                    case "look_again":
-                        self._objects[arguments[0]].blocks.forget_peeks()
+                    case "wish" | "release" | "look_again":
+                        self._advised(request, *arguments)
                     case _:
                         self._answerers.submit(self._reply, number, getattr(self, request), arguments)
+
+    def _advised(self, request: str, of: int, *arguments: Any) -> None:
+        """Handle a message without an answer: it is advice, so an error of the disk is only logged."""
+        one = self._objects[of]
+        try:
+            match request:
+                case "wish":
+                    self._fetcher.wish(one, *arguments)
+                case "release":
+                    self._fetcher.release(one, *arguments)
+                    one.blocks.cache.trim()
+                case _:
+                    one.blocks.forget_peeks()
+        except OSError as error:
+            logging.getLogger("meshfeed").warning("%s: %s", one.blocks.folder, error)
 
     def _reply(self, number: int, ask: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Answer a request that needs storage or the disk."""
@@ -92,12 +103,6 @@ class Helper:
             self._fetcher.need(self._objects[of], blocks, done)
         except OSError as error:
             done(CacheError(f"{error}; was the cache folder cleared during this run?"))
-
-    def _release(self, of: int, blocks: Sequence[int] | None) -> None:
-        one = self._objects[of]
-        self._fetcher.release(one, blocks)
-        with contextlib.suppress(OSError):
-            one.blocks.cache.trim()
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -157,13 +162,15 @@ class Helper:
             data = one.blocks.read(span)
             if data is not None:  # else evicted just now
                 return bytes(data)
+        data: memoryview | None = None
         try:
             one.blocks.cache.reserve([claim], (), over_pins=True)
             data = one.read(*span)
             claim.publish(data)
-        except BaseException:
+        except BaseException as error:
             one.blocks.cache.give_up([claim])
-            raise
+            if data is None or not (isinstance(error, OSError) and error.errno in FULL):
+                raise  # on a full disk, a peek need not be kept
         return bytes(data)
 
     def _reader(self, address: Address) -> Reader:
@@ -207,5 +214,7 @@ def main(descriptor: int) -> None:
     logger = logging.getLogger("meshfeed")
     logger.addHandler(_ToReader(channel))
     logger.propagate = False
-    Helper(channel).serve()
-    os._exit(0)  # threads may wait for storage
+    try:
+        Helper(channel).serve()
+    finally:
+        os._exit(0)  # threads may wait for storage, or for a lock

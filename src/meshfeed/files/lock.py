@@ -19,7 +19,8 @@ def locked(
     otherwise a held lock raises BlockingIOError. A signal such as Ctrl-C interrupts the wait, and a dead
     holder releases the lock. Raises OSError.
     """
-    flags = os.O_RDWR | os.O_CREAT if create and not path.is_dir() else os.O_RDONLY
+    # NFS locks only what is open for writing
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | (os.O_CREAT if create else 0)
     fd = os.open(path, flags | os.O_CLOEXEC, mode)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
