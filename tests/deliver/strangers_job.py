@@ -1,4 +1,4 @@
-"""The job of test_strangers, attacked while it joins: `python strangers_job.py FOLDER`; prints JSON.
+"""The job of test_strangers, attacked while it joins: `python strangers_job.py FOLDER`; writes FOLDER/found.json.
 
 It runs in a network namespace of its own, which holds its abstract sockets. Rank 0 waits at its listener; the
 attackers find that in /proc/net/unix, as any user can, and are there before the other ranks come.
@@ -122,4 +122,4 @@ def main(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    (Path(sys.argv[1]) / "found.json").write_text(json.dumps(main(sys.argv[1])))
