@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -133,7 +134,18 @@ def test_claims_are_unlocked_even_if_the_folder_cannot_be_locked(blocks: Blocks,
     with pytest.raises(OSError):
         blocks.cache.give_up([claim])
     (tmp_path / "room").rmdir()
+    (tmp_path / "room").touch()
     assert put(blocks, 3)
+
+
+def test_tidying_up_makes_nothing_in_a_folder_that_its_user_removes(blocks: Blocks, tmp_path: Path) -> None:
+    put(blocks, 3)
+    for name in ("room", "limit"):
+        (tmp_path / name).unlink()
+        for tidy in (blocks.cache.trim, blocks.cache.limit_bytes, blocks.cache.held_bytes):
+            with contextlib.suppress(FileNotFoundError):
+                tidy()
+        assert not (tmp_path / name).exists()
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "a hole", "a cut", "nothing left"])

@@ -48,6 +48,8 @@ _PAUSE_S = 0.001
 class CacheFolder:
     """One user's part of a cache folder, as one process sees it. All methods may raise OSError.
 
+    Only `join` makes files besides blocks: a user may remove a temporary folder while a helper tidies up.
+
     Attributes:
         path: of that part.
         most_pinned_bytes: this process's share of half the limit.
@@ -73,6 +75,7 @@ class CacheFolder:
                 name = self._jobs / f"{os.getpid()}-{secrets.token_hex(4)}"
                 self._job = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._job, fcntl.LOCK_EX)
+            (self.path / "limit").touch(mode=0o600)
             if limit_bytes is not None:
                 self._limit_bytes = limit_bytes
                 os.pwrite(self._job, b"%d" % limit_bytes, 0)
@@ -81,12 +84,12 @@ class CacheFolder:
 
     def limit_bytes(self) -> int:
         """The largest limit of the processes that use the folder, or else its last one."""
-        with locked(self._room):
+        with locked(self._room, create=False):
             return self._limit()
 
     def held_bytes(self) -> int:
         """Bytes of all blocks and parts."""
-        with locked(self._room):
+        with locked(self._room, create=False):
             return self._held()
 
     def object(self, key: str, size_bytes: int, block_bytes: int) -> Blocks:
@@ -100,7 +103,7 @@ class CacheFolder:
         result is False if there is no room.
         """
         num_bytes = sum(claim.num_bytes for claim in claims)
-        with locked(self._room):
+        with locked(self._room, create=False):
             held, limit = self._held(), self._limit()
             if held + num_bytes > limit:
                 target = limit - num_bytes - limit // _SPARE
@@ -116,7 +119,7 @@ class CacheFolder:
 
     def trim(self, keep: Collection[Path] = ()) -> None:
         """Evict unpinned blocks while the limit is exceeded. keep: blocks that stay."""
-        with locked(self._room):
+        with locked(self._room, create=False):
             limit = self._limit()
             if self._held() > limit:
                 self._evict(limit, keep, over_pins=False)
@@ -126,7 +129,7 @@ class CacheFolder:
 
         over_pins: pinned blocks, too, if the others do not suffice.
         """
-        with locked(self._room):
+        with locked(self._room, create=False):
             held = self._evict(self._limit(), keep, over_pins=False)
             left = self._evict(held - num_bytes, keep, over_pins=False)
             if over_pins and left > held - num_bytes:
@@ -136,7 +139,7 @@ class CacheFolder:
     def give_up(self, claims: Sequence[Claim]) -> None:
         """Remove claimed parts. They are unlocked whatever goes wrong, since others wait for them."""
         try:
-            with locked(self._room):
+            with locked(self._room, create=False):
                 num_bytes = sum(_counted(os.fstat(claim.fd)) for claim in claims)
                 for claim in claims:
                     if _is_same(claim.fd, claim.part):
@@ -148,7 +151,7 @@ class CacheFolder:
 
     def remove(self, block: Path, fd: int) -> None:
         """Remove a block that is damaged, unless another has replaced it. fd: its open file."""
-        with locked(self._room):
+        with locked(self._room, create=False):
             if _is_same(fd, block):
                 block.unlink(missing_ok=True)
                 self._count(self._held() - _counted(os.fstat(fd)))
@@ -187,7 +190,9 @@ class CacheFolder:
         with contextlib.suppress(OSError, ValueError):
             known = int(last.read_text())
         if limits and max(limits) != known:
-            last.write_text(str(max(limits)))
+            with contextlib.suppress(FileNotFoundError), last.open("r+") as file:
+                file.write(str(max(limits)))
+                file.truncate()
         limit = max(limits, default=known)
         self.most_pinned_bytes = limit // (2 * max(num_jobs, 1))
         return limit

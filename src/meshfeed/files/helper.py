@@ -72,6 +72,8 @@ class Helper:
                     one.blocks.cache.trim()
                 case _:
                     one.blocks.forget_peeks()
+        except FileNotFoundError:
+            pass  # the user has removed the folder
         except OSError as error:
             logging.getLogger("meshfeed").warning("%s: %s", one.blocks.folder, error)
 
