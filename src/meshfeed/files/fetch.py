@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import threading
 import time
 from collections import deque
@@ -62,7 +63,7 @@ class Fetcher:
         self._no_room_until = 0.0
         self._pace = Pace(RANGE_BYTES)
         self._wholes = Budget(_MOST_WHOLE_BYTES)
-        self._full_disks: dict[CacheFolder, tuple[float, int, str]] = {}  # until when, room, error
+        self._full_disks: dict[CacheFolder, str] = {}  # that have been full; the error
         self._most_pins = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # a pin is an open file
         self._num_pins = 0
 
@@ -114,15 +115,15 @@ class Fetcher:
             self._changed.notify_all()
 
     def _too_large(self, one: StoredObject, blocks: Sequence[int]) -> CacheError | None:
-        size = sum(map(one.blocks.num_bytes, blocks))
-        limit = one.blocks.cache.limit_bytes()
-        until, room, full = self._full_disks.get(one.blocks.cache, (0.0, 0, ""))
-        if size > room and time.monotonic() < until:
+        size, cache = sum(map(one.blocks.num_bytes, blocks)), one.blocks.cache
+        limit = cache.limit_bytes()
+        full = self._full_disks.get(cache)
+        if full and size > cache.held_bytes() + shutil.disk_usage(cache.path).free:
             return CacheError(f"{one.address.url}: {size} bytes are needed at one time; {full}")
         if size > limit:
             return CacheError(
                 f"{one.address.url}: {size} bytes in {len(blocks)} blocks are needed at one time, the cache "
-                f"{one.blocks.cache.path} is limited to {limit}; raise limit_bytes, or lower block_bytes or "
+                f"{cache.path} is limited to {limit}; raise limit_bytes, or lower block_bytes or "
                 f"what is read at one time"
             )
         return None
@@ -271,12 +272,11 @@ class Fetcher:
 
     def _full_disk(self, one: StoredObject, cache: CacheFolder, claim: Claim, error: OSError) -> CacheError:
         held = cache.held_bytes() - claim.num_bytes
-        said = (
+        self._full_disks[cache] = (
             f"{one.blocks.folder}: {error.strerror or error} with {held} bytes held, below limit_bytes of "
             f"the cache; free space on this disk, or give a cache folder on another"
         )
-        self._full_disks[cache] = time.monotonic() + _DISK_PATIENCE_S, max(held, claim.num_bytes), said
-        return CacheError(said)
+        return CacheError(self._full_disks[cache])
 
     def _kept(self) -> set[Path]:
         """The files of blocks that readers of this process wait for, with others."""
