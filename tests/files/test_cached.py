@@ -9,7 +9,6 @@ import random
 import resource
 import signal
 import stat
-import subprocess
 import threading
 import time
 import zlib
@@ -27,7 +26,7 @@ from meshfeed.files import Cache, Folder
 from meshfeed.files.ask import asker, retried
 from meshfeed.files.blocks import SUM_BYTES
 from meshfeed.files.cached import CachedFile
-from services.needs import needs, needs_root
+from services.needs import needs, needs_root, small_disk
 from services.nginx import Nginx
 from soak import cases
 
@@ -382,28 +381,22 @@ def test_sizes_that_cannot_be(sizes: dict[str, int]) -> None:
 
 
 def test_a_full_disk(server: Nginx, tmp_path: Path) -> None:
-    needs_root()
     disk = tmp_path / "small"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
-    try:
-        with file_of(server.url, disk) as file:
-            out = np.empty(SIZE, np.uint8)
-            with pytest.raises(CacheError, match=r"No space left on device.*free space on this disk"):
-                file.read_into(out, np.array([0]), np.array([SIZE]))
-            until = time.monotonic() + 60
-            while True:
-                try:
-                    read_some_small(file)  # what fits still comes, once what was asked for has been given up
-                    break
-                except CacheError:
-                    assert time.monotonic() < until
-            with pytest.raises(CacheError, match=r"needed at one time; .*No space left .*free space on this"):
-                file.read_into(out, np.array([0]), np.array([SIZE]))  # not by the limit, which is 1 GiB
-            check_folder(disk)
-            end_helper()
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
+    with small_disk(disk, "1m"), file_of(server.url, disk) as file:
+        out = np.empty(SIZE, np.uint8)
+        with pytest.raises(CacheError, match=r"No space left on device.*free space on this disk"):
+            file.read_into(out, np.array([0]), np.array([SIZE]))
+        until = time.monotonic() + 60
+        while True:
+            try:
+                read_some_small(file)  # what fits still comes, once what was asked for has been given up
+                break
+            except CacheError:
+                assert time.monotonic() < until
+        with pytest.raises(CacheError, match=r"needed at one time; .*No space left .*free space on this"):
+            file.read_into(out, np.array([0]), np.array([SIZE]))  # not by the limit, which is 1 GiB
+        check_folder(disk)
+        end_helper()
 
 
 def read_some_small(file: CachedFile) -> None:

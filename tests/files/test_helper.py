@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ from meshfeed.files import Cache, ask
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.lock import locked
 from meshfeed.files.refusals import options_of_environment, without_credentials
-from services.needs import needs, needs_root
+from services.needs import needs, small_disk
 from services.nginx import Nginx
 
 BLOCK, NUM_BLOCKS = 1 << 14, 60
@@ -177,11 +176,8 @@ def test_a_folder_that_a_cleaner_removed_is_made_again(server: Nginx, tmp_path: 
 
 
 def test_a_disk_that_is_full_before_the_first_block(server: Nginx, tmp_path: Path) -> None:
-    needs_root()
     disk = tmp_path / "small"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
-    try:
+    with small_disk(disk, "256k"):
         cache = Cache(disk, block_bytes=4096)
         cache.make()
         with (disk / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
@@ -192,8 +188,6 @@ def test_a_disk_that_is_full_before_the_first_block(server: Nginx, tmp_path: Pat
             for block in range(NUM_BLOCKS):
                 read(file, block * BLOCK)
         os.kill(ask.retried(lambda: ask.asker().ask("pid", what="")), 9)
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_helper_is_given_its_credentials_with_each_request() -> None:

@@ -14,7 +14,7 @@ from texts import Here, documents, jsonl, left_behind, parquet, texts, tree
 from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, ChecksumError, PrepareError, StoreError
 from meshfeed.prepare import Local, Text, prepare
-from services.needs import needs_root
+from services.needs import small_disk
 
 BYTES = Text(tokenizer="bytes")
 BAD = {
@@ -311,26 +311,20 @@ def test_a_full_disk_stops_it_cleanly_and_it_goes_on_with_space(tmp_path, part_b
 
 @pytest.mark.parametrize(("room", "where"), [("64k", "parts/"), ("400k", "out/")])
 def test_a_disk_without_space_stops_the_command_and_space_lets_it_go_on(tmp_path, capsys, room, where):
-    needs_root()
     path, disk = jsonl(tmp_path / "a.jsonl", texts(1500)), tmp_path / "disk"
     words = ["prepare", str(path), "--tokenizer", "bytes", "--eod", "--workers", "2", "--out"]
     assert main([*words, str(tmp_path / "whole")]) == 0
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "tmpfs", str(disk), "-o"]
-    subprocess.run([*mount, f"size={room}"], check=True)
-    try:
+    with small_disk(disk, room):
         assert main([*words, str(disk / "out")]) == 2
         err = capsys.readouterr().err
         assert re.match(rf"meshfeed: {disk}/out\.preparing/{where}.*: No space left on device", err), err
         kept = where != "parts/"  # the only part
         assert ("continue with --resume" if kept else "run it again") in err and "Traceback" not in err
         assert left_behind(disk / "out") == ["out.preparing"] * kept and not (disk / "out").exists()
-        subprocess.run([*mount, "remount,size=8m"], check=True)
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
         assert main([*words, str(disk / "out"), "--resume"]) == 0
         assert tree(disk / "out") == tree(tmp_path / "whole")
         assert left_behind(disk / "out") == []
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import subprocess
+from collections.abc import Generator
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -23,6 +27,18 @@ def needs_root() -> None:
     """Skip the test where this process may not make users, mounts or network namespaces."""
     if os.geteuid() != 0:
         missing_thing("it needs root (sudo make test)")
+
+
+@contextlib.contextmanager
+def small_disk(disk: Path, size: str) -> Generator[None]:
+    """A disk of this size, such as "1m", at a path until the body ends."""
+    needs_root()
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def missing_thing(what: str) -> NoReturn:

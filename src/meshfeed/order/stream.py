@@ -63,6 +63,11 @@ class Draws:
         """The draws start..stop of this run."""
         return Draws(self.source[start:stop], self.epoch[start:stop], self.index[start:stop])
 
+    def by_source(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """(source, places of its draws in this run; int64), for each source that has any, ascending."""
+        for source in np.unique(self.source).tolist():
+            yield source, np.flatnonzero(self.source == source)
+
     def take(self, places: npt.NDArray[np.integer]) -> Draws:
         """The draws at some indices of this run."""
         return Draws(self.source[places], self.epoch[places], self.index[places])

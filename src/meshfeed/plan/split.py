@@ -39,6 +39,11 @@ class Slices:
         """Tokens of each slice; int64 [m]."""
         return self.stop - self.start
 
+    @property
+    def offsets(self) -> LongArray:
+        """Where each begins if they are stored one after the other; int64 [m]."""
+        return np.cumsum(self.sizes) - self.sizes
+
 
 def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     """The slices that some ranks of a pack's cp group hold between them, neighbours joined.

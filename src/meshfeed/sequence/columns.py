@@ -137,8 +137,7 @@ class WithColumns(SequenceRule):
         if "loss_mask" not in self.recipes:
             return self.rule.valid_tokens(recipe, draws, starts, lengths) if self._ahead else lengths
         valid = np.zeros(len(draws), np.int64)
-        for s in np.unique(draws.source).tolist():
-            mine = np.flatnonzero(draws.source == s)
+        for s, mine in draws.by_source():
             begins, ends, of = self.rule.stream_ranges(
                 recipe, s, draws.take(mine), starts[mine], lengths[mine], ahead=self._ahead
             )

@@ -34,8 +34,7 @@ _FIELDS = (
 def document_lengths(recipe: Recipe, draws: Draws) -> Longs:
     """Tokens of the document of each draw; int64 [n]."""
     lengths = np.zeros(len(draws), np.int64)
-    for s in np.unique(draws.source).tolist():
-        mine = np.flatnonzero(draws.source == s)
+    for s, mine in draws.by_source():
         lengths[mine] = recipe.sources[s].lengths(draws.index[mine])
     return lengths
 
@@ -60,20 +59,19 @@ class DocumentRule(SequenceRule):
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the held slices to each store."""
         for portion in portions:
-            for store, _, starts, stops in self._reads(recipe, portion):
+            for store, _, starts, stops in self._reads(recipe, portion.draws, self.held(portion)):
                 store.will_need(starts, stops)
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held tokens of the documents, slice after slice."""
-        sizes = self.held(portion).sizes
-        ends = np.cumsum(sizes)
-        tokens = allocate((int(sizes.sum()),), dtype_of(recipe, portion.draws).name)
-        for store, slices, starts, stops in self._reads(recipe, portion):
+        held = self.held(portion)
+        tokens = allocate((int(held.sizes.sum()),), dtype_of(recipe, portion.draws).name)
+        for store, slices, starts, stops in self._reads(recipe, portion.draws, held):
             if len(recipe.sources) == 1:
                 store.read_stream(starts, stops, out=tokens)
                 break
             size = stops - starts
-            runs = Runs(ends[slices] - size, np.cumsum(size) - size, size)
+            runs = Runs(held.offsets[slices], np.cumsum(size) - size, size)
             runs.copy(store.read_stream(starts, stops), tokens)
         return {"tokens": tokens}
 
@@ -85,9 +83,10 @@ class DocumentRule(SequenceRule):
         """Stream offset of the first token of each draw, all of one source; int64 [n]."""
         return recipe.sources[source].offsets(draws.index)
 
-    def _reads(self, recipe: Recipe, portion: Portion) -> Iterator[tuple[StreamStore, Longs, Longs, Longs]]:
+    def _reads(
+        self, recipe: Recipe, draws: Draws, held: Slices
+    ) -> Iterator[tuple[StreamStore, Longs, Longs, Longs]]:
         """For each store: (store, its held slices that are not empty, their stream ranges)."""
-        held, draws = self.held(portion), portion.draws
         source = draws.source[held.sequence]
         for s in np.unique(draws.source).tolist():
             slices = np.flatnonzero((source == s) & (held.sizes > 0))

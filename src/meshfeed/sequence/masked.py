@@ -140,8 +140,7 @@ class Masked(DocumentRule):
         sizes = lengths - self._num_special
         candidates = sizes.copy()
         if self.special_tokens:
-            for s in np.unique(draws.source).tolist():
-                mine = np.flatnonzero(draws.source == s)
+            for s, mine in draws.by_source():
                 begin = self._first_tokens(recipe, s, draws.take(mine))
                 marks = special_marks(recipe.sources[s], self.special_tokens)
                 candidates[mine] -= marks.count(begin, begin + sizes[mine])
@@ -258,7 +257,7 @@ class Masked(DocumentRule):
         in_row = np.bincount(own.sequence, own.sizes, lengths.size)
         if ((in_row != width) & (lengths > 0)).any():
             raise PlanError("Masked has rows of one length: choose cp_split='zigzag' or 'contiguous'")
-        before = np.cumsum(own.sizes) - own.sizes
+        before = own.offsets
         return before - before[np.searchsorted(own.sequence, own.sequence)] + own.sequence * width
 
     # -- fields ---------------------------------------------------------------------------------------
@@ -266,8 +265,7 @@ class Masked(DocumentRule):
     def _masks_of(self, recipe: Recipe, portion: Portion) -> list[Masks]:
         draws, sizes = portion.draws, portion.pack.lengths - self._num_special
         special: list[Longs | None] = [None] * len(draws)
-        for s in np.unique(draws.source).tolist() if self.special_tokens else ():
-            mine = np.flatnonzero(draws.source == s)
+        for s, mine in draws.by_source() if self.special_tokens else ():
             begin = self._first_tokens(recipe, s, draws.take(mine))
             marks = special_marks(recipe.sources[s], self.special_tokens)
             for row, at, size in zip(mine.tolist(), begin.tolist(), sizes[mine].tolist()):

@@ -96,9 +96,8 @@ class Rows(SequenceRule):
         cut = self._in_row(portions[0].held)
         draws = concatenated([portion.draws for portion in portions])
         stores = stores_of(recipe)
-        for s in np.unique(draws.source).tolist():
-            mine = draws.take(np.flatnonzero(draws.source == s))
-            stores[s].will_need(*self.ranges(recipe, s, mine, cut))
+        for s, mine in draws.by_source():
+            stores[s].will_need(*self.ranges(recipe, s, draws.take(mine), cut))
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held slices of each row, each followed by one more token; [rows, held tokens]."""
@@ -107,8 +106,7 @@ class Rows(SequenceRule):
         if len(stores) == 1:
             self._read(recipe, 0, portion.draws, cut, tokens)
             return {"tokens": tokens}
-        for s in np.unique(portion.draws.source).tolist():
-            mine = np.flatnonzero(portion.draws.source == s)
+        for s, mine in portion.draws.by_source():
             some = np.empty((mine.size, width_of(cut)), stores[s].dtype)
             self._read(recipe, s, portion.draws.take(mine), cut, some)
             tokens[mine] = some
@@ -126,8 +124,7 @@ class Rows(SequenceRule):
         shape, k = self._shape(portion), len(portion.draws)
         own, held = self._in_row(portion.own), self._in_row(portion.held)
         held = Slices(held.sequence, held.start, held.stop + 1)
-        at = np.cumsum(own.sizes) - own.sizes
-        in_row = Runs(at, own.start, own.sizes)
+        in_row = Runs(own.offsets, own.start, own.sizes)
         starts = self._document_starts(recipe, portion.draws) if self._minds_documents else _NO_STARTS
         whole: dict[str, Array] = {}
         fixed = self._fixed(recipe, portion) & set(names)
@@ -141,7 +138,7 @@ class Rows(SequenceRule):
             elif field.name == "position_ids":
                 _fill(self._positions(starts, k), in_row, out, k, field.pad)
             elif columns is not None:
-                runs = runs_of(own, held, at, ahead=int(field.name == "labels"))
+                runs = runs_of(own, held, in_row.at, ahead=int(field.name == "labels"))
                 _fill(np.asarray(columns["tokens"]), runs, out, k, field.pad)
         made: list[Arrays] = []
         edges = (*own.start.tolist(), *own.stop.tolist())

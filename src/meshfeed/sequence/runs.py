@@ -33,10 +33,8 @@ class Runs:
         """Copy the runs along the last axis, and convert them to the type of `out`."""
         runs = zip(self.at.tolist(), self.start.tolist(), self.size.tolist())
         if out.ndim == 1 and read.dtype == out.dtype:
-            source, target = (
-                read.data,
-                out.data,
-            )  # slicing a memoryview costs half as much as slicing an array
+            # slicing a memoryview costs half as much as slicing an array
+            source, target = read.data, out.data
             for at, start, size in runs:
                 target[at : at + size] = source[start : start + size]
         else:
@@ -68,10 +66,9 @@ def runs_of(own: Slices, held: Slices, at: Longs, *, ahead: int = 0) -> Runs:
     own: not empty, each inside a held slice. at: offset of each in the field, int64 [m]. ahead: shift by so
     many tokens, up to the end of the held slice.
     """
-    ends = np.cumsum(held.sizes)
-    holder = holding(held, own.sequence, own.start)
-    start = (ends - held.stop)[holder] + own.start + ahead
-    return Runs(at, start, np.minimum(own.sizes, ends[holder] - start))
+    holder, offsets = holding(held, own.sequence, own.start), held.offsets
+    start = (offsets - held.start)[holder] + own.start + ahead
+    return Runs(at, start, np.minimum(own.sizes, (offsets + held.sizes)[holder] - start))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +142,7 @@ class Portion:
     @cached_property
     def own_tokens(self) -> tuple[Slices, Longs]:
         """The own tokens of a pack as tokens of its draws, none empty, and their offsets in a field."""
-        own, at = self.ranges(self.own), np.cumsum(self.own.sizes) - self.own.sizes
+        own, at = self.ranges(self.own), self.own.offsets
         some = np.flatnonzero(own.sizes)
         return Slices(own.sequence[some], own.start[some], own.stop[some]), at[some]
 

@@ -262,8 +262,7 @@ def _places(draws: Draws, mine: Longs) -> list[EpochIndex]:
 
 def _by_source(recipe: Recipe, draws: Draws) -> Iterator[tuple[Mapped, Longs]]:
     """(store, its draws), for each store that has any."""
-    for s in np.unique(draws.source).tolist():
-        yield cast(Mapped, recipe.sources[s]), np.flatnonzero(draws.source == s)
+    return ((cast(Mapped, recipe.sources[s]), mine) for s, mine in draws.by_source())
 
 
 # -- shapes ------------------------------------------------------------------------------------------
@@ -299,9 +298,8 @@ def _row_values(column: Any, start: int, stop: int, allocate: Allocate) -> Array
 def _held_tokens(portion: Portion, field: Field, arrays: list[Array], allocate: Allocate) -> Array:
     """The held slices of each item, concatenated; [held tokens]."""
     held = portion.ranges(portion.held)
-    ends = np.cumsum(held.sizes)
     tokens = allocate((int(held.sizes.sum()),), field.dtype)
     for i, array in enumerate(arrays):
         mine = np.flatnonzero(held.sequence == i)
-        Runs((ends - held.sizes)[mine], held.start[mine], held.sizes[mine]).copy(array, tokens)
+        Runs(held.offsets[mine], held.start[mine], held.sizes[mine]).copy(array, tokens)
     return tokens

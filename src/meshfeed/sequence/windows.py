@@ -94,8 +94,7 @@ class Windows(Rows, TokenRule):
         """(window, offset in the window) of every document start in (0, length]; ascending."""
         windows: list[Longs] = []
         offsets: list[Longs] = []
-        for s in np.unique(draws.source).tolist():
-            at = np.flatnonzero(draws.source == s)
+        for s, at in draws.by_source():
             store = stores_of(recipe)[s]
             first = self._first_tokens(recipe, s, draws.take(at))
             stop = first + self.length + 1

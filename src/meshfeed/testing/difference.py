@@ -28,6 +28,12 @@ def difference(one: Any, other: Any, where: str = "") -> str | None:
     return f"{_at(where)}: {one!r} and {other!r}"
 
 
+def require(holds: bool, message: str) -> None:
+    """Raises AssertionError with a message unless a law holds."""
+    if not holds:
+        raise AssertionError(message)
+
+
 def _of_mappings(one: Mapping[Any, Any], other: Mapping[Any, Any], where: str) -> str | None:
     for name in {**one, **other}:
         if name not in one or name not in other:

@@ -15,7 +15,7 @@ from meshfeed.mixture import Mixture, Store
 from meshfeed.plan import Packing
 from meshfeed.recipe import Batch, Recipe
 from meshfeed.sequence import Portion, SequenceRule
-from meshfeed.testing.difference import difference
+from meshfeed.testing.difference import difference, require
 
 
 def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, max_cp: int = 2) -> None:
@@ -33,7 +33,7 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
     _equal(rule.summary(), copied.summary(), "summary() of a pickled copy")
     _equal(rule.fields, copied.fields, "fields of a pickled copy")
     names = [field.name for field in rule.fields]
-    _require(len(names) == len(set(names)), f"fields {names}: two have the same name")
+    require(len(names) == len(set(names)), f"fields {names}: two have the same name")
     for cp in range(1, max_cp + 1):
         recipe = Recipe(data=data, sequence=rule, batch=Batch(sequences=8))
         layout = Layout(dp=2, cp=cp)
@@ -43,7 +43,7 @@ def assert_rule(rule: SequenceRule, data: Store | Mixture, *, steps: int = 2, ma
             stepping = _stepping(recipe, layout)
             for step in range(steps):
                 batch = stepping.global_batch(step)
-                _require(batch is not None, f"step {step}: the stream has ended; give more sequences")
+                require(batch is not None, f"step {step}: the stream has ended; give more sequences")
                 if batch is not None:
                     again = copied.lengths(recipe, batch.draws)
                     _equal(batch.lengths, again, f"lengths of step {step} by a pickled copy")
@@ -104,7 +104,7 @@ def _check_types(rule: SequenceRule, arrays: Arrays, where: str) -> None:
             _equal(field.dtype, value.dtype.name, f"{where}: dtype of {field.name}")
             if field.split:
                 shapes.add(value.shape[:2])
-    _require(len(shapes) <= 1, f"{where}: fields that cp splits have shapes {sorted(shapes)}")
+    require(len(shapes) <= 1, f"{where}: fields that cp splits have shapes {sorted(shapes)}")
 
 
 def _overwrite(columns: Columns) -> None:
@@ -116,9 +116,4 @@ def _overwrite(columns: Columns) -> None:
 
 def _equal(one: Any, other: Any, what: str) -> None:
     found = difference(one, other)
-    _require(found is None, f"{what}: {found}")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise AssertionError(message)
+    require(found is None, f"{what}: {found}")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from meshfeed.errors import StoreError
 from meshfeed.formats.tokenizer import tokenizer_file
 from meshfeed.store import StreamStore
+from meshfeed.testing.difference import require
 
 Array = npt.NDArray[Any]
 I64 = npt.NDArray[np.int64]
@@ -63,7 +64,7 @@ def assert_store(
         with copied:
             wanted.check_all_read(copied, what)
     parts = list(store.verify())
-    _require(parts == sorted(parts) and all(0 < part <= 1 for part in parts), f"verify() yields {parts}")
+    require(parts == sorted(parts) and all(0 < part <= 1 for part in parts), f"verify() yields {parts}")
 
 
 class _Documents:
@@ -83,14 +84,14 @@ class _Documents:
         _equal(store.num_documents, len(self.documents), "num_documents")
         _equal(len(store), len(self.documents), "len(store)")
         _equal(store.num_tokens, self.stream.size, "num_tokens")
-        _require(store.dtype.kind in "iuf", f"dtype {store.dtype}: tokens are numbers")
-        _require(bool(store.fingerprint), "the fingerprint is empty")
+        require(store.dtype.kind in "iuf", f"dtype {store.dtype}: tokens are numbers")
+        require(bool(store.fingerprint), "the fingerprint is empty")
         _equal(store.fingerprint, store.fingerprint, "fingerprint, asked for twice")
         facts = json.loads(json.dumps(store.facts()))
-        _require("format" in facts, f'facts() {facts} have no "format"')
+        require("format" in facts, f'facts() {facts} have no "format"')
         ends = store.shard_ends
         if ends is not None and ends.size:
-            _require(bool((np.diff(ends) >= 0).all()), f"shard_ends {ends} do not ascend")
+            require(bool((np.diff(ends) >= 0).all()), f"shard_ends {ends} do not ascend")
             _equal(int(ends[-1]), len(self.documents), "the end of the last shard")
 
     def check_look_ups(self, store: StreamStore) -> None:
@@ -113,9 +114,7 @@ class _Documents:
             expected = np.concatenate([self.stream[a:b] for a, b in ranges])
             _equal(store.read_stream(starts, stops), expected, f"tokens of {ranges}")
             out = np.empty_like(expected)
-            _require(
-                store.read_stream(starts, stops, out=out) is out, "read_stream(out=) gives another array"
-            )
+            require(store.read_stream(starts, stops, out=out) is out, "read_stream(out=) gives another array")
             _equal(out, expected, f"tokens of {ranges}, read into out=")
             inside = [self.boundaries[(self.boundaries > a) & (self.boundaries < b)] for a, b in ranges]
             found, counts = store.document_starts(starts, stops)
@@ -162,7 +161,7 @@ class _Documents:
         child.start()
         theirs.close()
         try:
-            _require(mine.poll(timeout_s), f"a forked process has not read the store within {timeout_s:g} s")
+            require(mine.poll(timeout_s), f"a forked process has not read the store within {timeout_s:g} s")
             _equal(mine.recv(), "", "what a forked process says")
         except EOFError:
             raise AssertionError("a forked process died while it read the store") from None
@@ -193,23 +192,18 @@ def assert_tokenizer(name: str, texts: Sequence[str]) -> None:
     _equal(len(together), len(texts), "the number of encoded texts")
     for text, tokens, again in zip(texts, together, copied.encode(texts)):
         where = f"tokens of {text[:40]!r}"
-        _require(tokens.ndim == 1 and tokens.dtype.kind in "iu", f"{where}: {tokens!r} are no whole numbers")
-        _require(
+        require(tokens.ndim == 1 and tokens.dtype.kind in "iu", f"{where}: {tokens!r} are no whole numbers")
+        require(
             bool(((tokens >= 0) & (tokens < made.vocab_size)).all()),
             f"{where}: one is outside the vocabulary",
         )
         _equal(made.encode([text])[0], tokens, f"{where}, encoded alone")
         _equal(again, tokens, f"{where}, by a pickled copy")
-        _require(isinstance(made.decode(tokens.tolist()), str), f"{where}: decode gives no str")
+        require(isinstance(made.decode(tokens.tolist()), str), f"{where}: decode gives no str")
     if made.end is not None:
-        _require(0 <= made.end < made.vocab_size, f"end {made.end} is outside the vocabulary")
+        require(0 <= made.end < made.vocab_size, f"end {made.end} is outside the vocabulary")
         written = made.decode([made.end])
-        _require(made.end not in made.encode([written])[0], f"the text {written!r} becomes the end token")
-
-
-def _require(holds: bool, what: str) -> None:
-    if not holds:
-        raise AssertionError(what)
+        require(made.end not in made.encode([written])[0], f"the text {written!r} becomes the end token")
 
 
 def _equal(found: Any, expected: Any, what: str) -> None:

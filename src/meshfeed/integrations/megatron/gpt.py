@@ -188,16 +188,14 @@ class MegatronGPT(Rows, OwnOrder):
 
     def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
         tokens = np.empty(len(draws), np.int64)
-        for s in np.unique(draws.source).tolist():
-            mine = np.flatnonzero(draws.source == s)
+        for s, mine in draws.by_source():
             tokens[mine] = self._indexes(recipe).tokens_of(s, draws.index[mine])
         return tokens
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         rows: list[Longs] = []
         offsets: list[Longs] = []
-        for s in np.unique(draws.source).tolist():
-            mine = np.flatnonzero(draws.source == s)
+        for s, mine in draws.by_source():
             pieces = self._indexes(recipe).dataset(s).pieces_of(draws.index[mine])
             inside = (pieces.at > 0) & (pieces.at <= self.length)
             # the filling of a short sample begins after the end of a document
