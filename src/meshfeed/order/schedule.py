@@ -84,7 +84,7 @@ class Schedule:
     def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
         """(source, number of its draws before) at positions start..stop; int32, int64 [n]."""
         if len(self._segments) == 1 and self.sizes.size == 1:
-            return self._segments[0].turns.draws(start, stop)
+            return np.zeros(stop - start, np.int32), np.arange(start, stop)
         found: list[tuple[npt.NDArray[np.int32], Longs]] = []
         ends = [*(segment.start for segment in self._segments[1:]), stop]
         for segment, end in zip(self._segments, ends):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -17,7 +18,7 @@ pack_zigzag: chunks r and 2*cp-1-r of the pack as a whole, wherever its sequence
 does not see sequences. contiguous: the r-th of cp equal chunks of each sequence."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slices:
     """Token ranges of a pack's sequences, in the order in which they are held.
 
@@ -30,16 +31,12 @@ class Slices:
     start: LongArray
     stop: LongArray
 
-    def __post_init__(self) -> None:
-        for array in (self.sequence, self.start, self.stop):
-            array.flags.writeable = False
-
-    @property
+    @cached_property
     def sizes(self) -> LongArray:
         """Tokens of each slice; int64 [m]."""
         return self.stop - self.start
 
-    @property
+    @cached_property
     def offsets(self) -> LongArray:
         """Where each begins if they are stored one after the other; int64 [m]."""
         return np.cumsum(self.sizes) - self.sizes
