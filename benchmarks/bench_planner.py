@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 from measure import Row
 
+from least_microbatches import microbatch_bound
 from meshfeed.plan import CostModel, Packing, best_fit, plan_step
-from meshfeed.plan.bounds import microbatch_bound
 from meshfeed.plan.policy import room_of
 
 Lengths = npt.NDArray[np.int64]

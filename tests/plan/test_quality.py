@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from least_microbatches import microbatch_bound
 from meshfeed.plan import Packing, account_of, plan_step
-from meshfeed.plan.bounds import microbatch_bound
 from meshfeed.plan.policy import room_of
 
 CAPACITY = 16_384

@@ -2,8 +2,7 @@
 
 Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups`,
 `oversize`, `step` (the front door), `assign` (stream order), `balance` with `fill` and `least_loaded` (equal
-work), `bounds` and `account` (how good it is), `split` (context parallelism), `best_fit` (documents into
-fixed lengths).
+work), `account` (how good it is), `split` (context parallelism), `best_fit` (documents into fixed lengths).
 """
 
 from meshfeed.plan.account import Account, account_of, flops

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from meshfeed.plan.bounds import objective_bound
-from meshfeed.plan.cost import FloatArray, ModelShape, attended_pairs
-from meshfeed.plan.policy import Packing, Room
-from meshfeed.plan.types import LongArray, StepPlan, exact_sum
+from meshfeed.plan.cost import CostModel, ModelShape, attended_pairs
+from meshfeed.plan.policy import Packing
+from meshfeed.plan.types import FloatArray, LongArray, StepPlan, exact_sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,8 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     packs, first_row, pack_of_row = np.unique(pack, return_index=True, return_inverse=True)
     size = sizes[first_row].astype(np.int64)
     load = np.bincount(pack_of_row, weights=cost.load(lengths, sizes), minlength=packs.size)
-    tokens = exact_sums(padded, pack_of_row, packs.size)
+    tokens = np.zeros(packs.size, np.int64)
+    np.add.at(tokens, pack_of_row, padded)
     multiple = plan.align.pack_multiple(size.astype(np.int32))
     tokens = -(-tokens // np.maximum(multiple, 1)) * multiple if packs.size else tokens
     shape = (plan.num_microbatches, plan.num_ranks)
@@ -79,7 +78,9 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     share = (pp - 1) / vpp
     tops = loads.max(axis=1, initial=0.0)
     even = float(cost.work(lengths).sum()) / plan.num_ranks
-    room = _room_of_plan(plan, packing)
+    widest = plan.idle_cp_size
+    if packing.policy == "dynamic_cp":
+        widest = max(packing.cp_sizes) if packing.cp_sizes else plan.num_ranks
     return Account(
         tokens=exact_sum(lengths),
         padded_tokens=exact_sum(tokens),
@@ -89,7 +90,12 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
         rank_tokens=rank_tokens,
         objective=step_time(loads, packing, share),
         bound=objective_bound(
-            lengths, cost, room, num_microbatches=plan.num_microbatches, bubble_share=share
+            lengths,
+            cost,
+            num_ranks=plan.num_ranks,
+            widest=widest,
+            num_microbatches=plan.num_microbatches,
+            bubble_share=share,
         ),
         efficiency=even / float(tops.sum()) if tops.any() else 1.0,
     )
@@ -120,16 +126,33 @@ def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:
     return forward * (3 if backward else 1)
 
 
-def exact_sums(values: LongArray, part: npt.NDArray[np.integer], num_parts: int) -> LongArray:
-    """Sums of integers by part; int64 [num_parts]."""
-    sums = np.zeros(num_parts, np.int64)
-    np.add.at(sums, part, values)
-    return sums
+def objective_bound(
+    lengths: LongArray,
+    cost: CostModel,
+    *,
+    num_ranks: int,
+    widest: int,
+    num_microbatches: int,
+    bubble_share: float,
+) -> float:
+    """The least objective of any plan, in units of load; both objectives obey it.
 
-
-def _room_of_plan(plan: StepPlan, packing: Packing) -> Room:
-    """As much of the plan's Room as a bound needs: the widest group that it could have used."""
-    widest = plan.idle_cp_size
-    if packing.policy == "dynamic_cp":
-        widest = max(packing.cp_sizes) if packing.cp_sizes else plan.num_ranks
-    return Room(plan.num_ranks, (widest,), (packing.capacity * widest,), plan.align)
+    lengths: real tokens, int64 [n]. widest: ranks of the widest cp group. The bubble costs bubble_share times
+    the largest microbatch.
+    The greatest of three bounds. *Work*: all of it, shared evenly. *Longest*: the longest sequence on the
+    widest group.
+    *Count*, which binds where sequences are few or alike: of the k B + 1 heaviest sequences on B = ranks /
+    widest blocks, some block of each microbatch holds together k + 1, so the k + 1 lightest of them follow
+    each other.
+    """
+    if not lengths.size:
+        return num_microbatches * cost.overhead
+    loads = np.sort(cost.load(lengths, widest) if not cost.ring_tokens else cost.work(lengths) / widest)[::-1]
+    even = float(cost.work(lengths).sum()) / num_ranks
+    blocks = num_ranks // widest
+    last = np.arange(0, loads.size, blocks)  # k B for each k
+    total = np.concatenate(([0.0], np.cumsum(loads)))
+    count = float((total[last + 1] - total[np.maximum(last - np.arange(last.size), 0)]).max())
+    total_load = max(even, count)
+    top = max(total_load / num_microbatches, float(loads[0]))
+    return total_load + bubble_share * top + num_microbatches * cost.overhead

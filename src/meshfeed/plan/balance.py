@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.plan.account import step_time
-from meshfeed.plan.bounds import objective_bound
-from meshfeed.plan.cost import FloatArray
+from meshfeed.plan.account import objective_bound, step_time
 from meshfeed.plan.fill import fill_step
 from meshfeed.plan.least_loaded import FilledMicrobatch, Sequences
 from meshfeed.plan.policy import Packing, Room
-from meshfeed.plan.types import IntArray, LongArray
+from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
 MORE_COUNTS = 3
 """How many numbers of microbatches are tried beyond the least."""
@@ -56,7 +54,12 @@ def balance(
     for _ in range(MORE_COUNTS):
         count = tried[-1].num_microbatches + quantum
         bound = objective_bound(
-            lengths, packing.cost, room, num_microbatches=count, bubble_share=bubble_share
+            lengths,
+            packing.cost,
+            num_ranks=room.num_ranks,
+            widest=room.sizes[-1],
+            num_microbatches=count,
+            bubble_share=bubble_share,
         )
         if min(one.step_time for one in tried) <= bound * (1 + packing.tolerance):
             break
@@ -71,7 +74,7 @@ def placements_of(
     """A placement for each number of microbatches that holds the batch, from the least on."""
     order = np.argsort(-lengths, kind="stable")
     sequences = Sequences.of(lengths[order], packing.cost, room)
-    limit = room.limits[-1] * room.num_groups
+    limit = room.limits[-1] * (room.num_ranks // room.sizes[-1])
     least = max(-(-int(sequences.padded[0].sum()) // limit), packing.microbatches or 1)
     count = -(-least // quantum) * quantum
     while True:

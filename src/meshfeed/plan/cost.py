@@ -15,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
-
-FloatArray = npt.NDArray[np.float64]
-LongArray = npt.NDArray[np.int64]
+from meshfeed.plan.types import FloatArray, LongArray
 
 
 def attended_pairs(lengths: npt.ArrayLike, window: int | None = None) -> LongArray:

@@ -31,12 +31,11 @@ import numpy.typing as npt
 from meshfeed.plan.least_loaded import (
     EXACT,
     FilledMicrobatch,
-    FloatArray,
     Sequences,
     fill_evenly,
     narrowest_sizes,
 )
-from meshfeed.plan.types import LongArray
+from meshfeed.plan.types import FloatArray, LongArray
 
 FULL = 0.998
 """Part of its load at which a group is complete. More takes wider groups and the shortest sequences."""

@@ -14,13 +14,10 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from meshfeed.plan.cost import CostModel
 from meshfeed.plan.policy import Room
-from meshfeed.plan.types import IntArray, LongArray
-
-FloatArray = npt.NDArray[np.float64]
+from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
 EXACT = 1 + 1e-9
 """Room for rounding where loads that should be equal are compared."""
@@ -69,11 +66,6 @@ class FilledMicrobatch:
     group: IntArray
     group_sizes: LongArray
     loads: FloatArray
-
-    @property
-    def top_load(self) -> float:
-        """The largest load."""
-        return float(self.loads.max(initial=0.0))
 
     @property
     def left(self) -> LongArray:
@@ -169,7 +161,7 @@ def fill_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> F
     mean_load = float(sequences.work[members].sum()) / room.num_ranks
 
     def score(filled: FilledMicrobatch) -> tuple[int, float]:
-        return int(sequences.lengths[filled.left].sum()), filled.top_load
+        return int(sequences.lengths[filled.left].sum()), float(filled.loads.max(initial=0.0))
 
     best = filled = fill(sequences, members, 0)
     for tightness in range(1, room.sizes[-1].bit_length() + 1):

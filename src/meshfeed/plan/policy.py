@@ -111,19 +111,12 @@ class Room:
         """Tokens of the longest sequence that some group can hold."""
         return max(self.limits)
 
-    @property
-    def num_groups(self) -> int:
-        """Groups of the widest size."""
-        return self.num_ranks // self.sizes[-1]
-
 
 def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
     """The room that a packing leaves on dp x cp ranks.
 
-    Raises PlanError for a size below 1, cp_sizes that do not nest, or a capacity below the alignment.
+    Raises PlanError for cp_sizes that do not nest, or a capacity below the alignment.
     """
-    if min(dp, cp) < 1:
-        raise PlanError(f"dp={dp}, cp={cp}: each is at least 1")
     sizes: tuple[int, ...] = (cp,)
     if packing.policy == "dynamic_cp":
         ranks = dp * cp

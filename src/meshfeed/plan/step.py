@@ -8,9 +8,9 @@ import numpy.typing as npt
 from meshfeed.errors import PlanError
 from meshfeed.plan.assign import in_order
 from meshfeed.plan.balance import balance
-from meshfeed.plan.oversize import Rows, rows_of
-from meshfeed.plan.policy import Packing, Room, room_of
-from meshfeed.plan.types import IntArray, LongArray, StepPlan
+from meshfeed.plan.oversize import rows_of
+from meshfeed.plan.policy import Packing, room_of
+from meshfeed.plan.types import LongArray, StepPlan
 
 
 def plan_step(
@@ -40,38 +40,20 @@ def plan_step(
     room = room_of(packing, dp=dp, cp=cp)
     multiple = quantum or packing.quantum or (pp if vpp > 1 else 1)
     rows = rows_of(_whole(lengths), longest=room.longest, policy=packing.oversize)
-    places = np.flatnonzero(rows.kept)
+    kept = rows.lengths[rows.kept]
     num_microbatches = -(-(packing.microbatches or 0) // multiple) * multiple
     microbatch = np.full(rows.lengths.size, -1, np.int32)
     first_rank = np.zeros(rows.lengths.size, np.int32)
     cp_size = np.full(rows.lengths.size, room.sizes[0], np.int32)
-    if places.size and packing.policy == "in_order":
-        padded = room.align.padded(rows.lengths[places], cp)
+    if kept.size and packing.policy == "in_order":
+        padded = room.align.padded(kept, cp)
         pack, num_packs = in_order(padded, limit=room.limits[0], multiple=dp * multiple)
-        microbatch[places], first_rank[places] = pack // dp, pack % dp * cp
+        microbatch[rows.kept], first_rank[rows.kept] = pack // dp, pack % dp * cp
         num_microbatches = max(num_microbatches, -(-num_packs // (dp * multiple)) * multiple)
-    elif places.size:
-        placed = balance(rows.lengths[places], packing, room, quantum=multiple, bubble_share=(pp - 1) / vpp)
-        microbatch[places], first_rank[places] = placed.microbatch, placed.first_rank
-        cp_size[places], num_microbatches = placed.cp_size, placed.num_microbatches
-    return _step_plan(rows, microbatch, first_rank, cp_size, num_microbatches, room)
-
-
-def _whole(lengths: npt.ArrayLike) -> LongArray:
-    given = np.asarray(lengths)
-    if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
-        raise PlanError(f"lengths: {given.dtype} {list(given.shape)}; give whole numbers in one dimension")
-    return given.astype(np.int64).ravel()
-
-
-def _step_plan(
-    rows: Rows,
-    microbatch: IntArray,
-    first_rank: IntArray,
-    cp_size: IntArray,
-    num_microbatches: int,
-    room: Room,
-) -> StepPlan:
+    elif kept.size:
+        placed = balance(kept, packing, room, quantum=multiple, bubble_share=(pp - 1) / vpp)
+        microbatch[rows.kept], first_rank[rows.kept] = placed.microbatch, placed.first_rank
+        cp_size[rows.kept], num_microbatches = placed.cp_size, placed.num_microbatches
     return StepPlan(
         lengths=rows.lengths,
         microbatch=microbatch,
@@ -85,3 +67,10 @@ def _step_plan(
         start=rows.start,
         oversize=rows.oversize,
     )
+
+
+def _whole(lengths: npt.ArrayLike) -> LongArray:
+    given = np.asarray(lengths)
+    if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
+        raise PlanError(f"lengths: {given.dtype} {list(given.shape)}; give whole numbers in one dimension")
+    return given.astype(np.int64).ravel()

@@ -16,6 +16,7 @@ from meshfeed.errors import PlanError
 
 IntArray = npt.NDArray[np.int32]
 LongArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
 
 _MOST_TOKENS = np.iinfo(np.int32).max
 

@@ -1,38 +1,12 @@
-"""What no plan can beat."""
+"""A number of microbatches that no plan can go below, to judge plans by."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from meshfeed.plan.cost import CostModel
-from meshfeed.plan.policy import Packing, Room
+from meshfeed.plan import Packing
+from meshfeed.plan.policy import Room
 from meshfeed.plan.types import LongArray
-
-
-def objective_bound(
-    lengths: LongArray, cost: CostModel, room: Room, *, num_microbatches: int, bubble_share: float = 0.0
-) -> float:
-    """The least objective of any plan for these sequences, in units of load; both objectives obey it.
-
-    lengths: real tokens, int64 [n]. The bubble costs bubble_share times the largest microbatch.
-    The greatest of three bounds. *Work*: all of it, shared evenly. *Longest*: the longest sequence on the
-    widest group.
-    *Count*, which binds where sequences are few or alike: of the k B + 1 heaviest sequences on B = ranks /
-    widest blocks, some block of each microbatch holds together k + 1, so the k + 1 lightest of them follow
-    each other.
-    """
-    if not lengths.size:
-        return num_microbatches * cost.overhead
-    widest = room.sizes[-1]
-    loads = np.sort(cost.load(lengths, widest) if not cost.ring_tokens else cost.work(lengths) / widest)[::-1]
-    even = float(cost.work(lengths).sum()) / room.num_ranks
-    blocks = room.num_ranks // widest
-    last = np.arange(0, loads.size, blocks)  # k B for each k
-    total = np.concatenate(([0.0], np.cumsum(loads)))
-    count = float((total[last + 1] - total[np.maximum(last - np.arange(last.size), 0)]).max())
-    total_load = max(even, count)
-    top = max(total_load / num_microbatches, float(loads[0]))
-    return total_load + bubble_share * top + num_microbatches * cost.overhead
 
 
 def microbatch_bound(lengths: LongArray, packing: Packing, room: Room, *, quantum: int = 1) -> int:
