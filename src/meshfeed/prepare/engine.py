@@ -1,21 +1,39 @@
-"""Engines start the tasks that encode parts, on this machine or elsewhere."""
+"""Engines start tasks that encode parts: `Local` on this machine, others elsewhere.
+
+A run and its tasks meet in the job's folder, so that tasks may run anywhere that sees it.
+
+    FOLDER/tasks/RUN/parts.json   the parts to encode
+    FOLDER/tasks/RUN/PART.claim   number of the task that encodes the part
+    FOLDER/tasks/RUN/TASK.error   why the task gave up
+
+An engine starts `run_task(tasks, task)` for some tasks, with the folder of its run, and says how they ended;
+`encoded` does the rest. Tasks that a killed run left behind find their folder gone.
+"""
 
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from meshfeed.errors import PrepareError
-from meshfeed.prepare.tasks import ONE_THREAD, encoded, prepare_tasks, run_task
+from meshfeed import errors
+from meshfeed.errors import MeshfeedError, PrepareError
+from meshfeed.files import typed_errors
+from meshfeed.prepare.encode import encode
+from meshfeed.prepare.job import load_job, read_json, write_json
 
 BARE = Path(__file__).with_name("bare.py")
+ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+"""Environment of each task: processes share nothing, so many of one thread encode more than few of many."""
 _LOOK_S = 0.02
 
 
@@ -37,10 +55,6 @@ class Local:
     """Processes of this machine. num_workers: how many at most."""
 
     num_workers: int
-
-    def __post_init__(self) -> None:
-        if self.num_workers < 1:
-            raise PrepareError(f"{self.num_workers} workers; at least one is needed")
 
     def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
         """See Engine."""
@@ -83,3 +97,68 @@ def main(tasks: str, task: str) -> None:
 def _end_with_run() -> None:
     sys.stdin.read()
     os._exit(1)
+
+
+# -- the tasks of a run -------------------------------------------------------------------------------------
+
+
+def prepare_tasks(folder: Path, parts: Sequence[int]) -> Path:
+    """The folder of a new run's tasks, in that of its job. Raises StoreError."""
+    tasks = folder / "tasks" / secrets.token_hex(4)
+    with typed_errors(folder):
+        shutil.rmtree(tasks.parent, ignore_errors=True)
+        tasks.parent.mkdir(exist_ok=True)
+        tasks.mkdir()
+    write_json(tasks / "parts.json", list(parts))
+    return tasks
+
+
+def run_task(tasks: Path, task: int) -> None:
+    """Encode parts until each has been claimed by some task. A restarted task keeps its claims."""
+    try:
+        job = load_job(tasks.parents[1])
+        encoder = job.encoder()
+        for part in read_json(tasks / "parts.json"):
+            try:
+                with (tasks / f"{part}.claim").open("x") as stream:
+                    stream.write(str(task))
+            except FileExistsError:
+                if _owner(tasks, part) != str(task):
+                    continue
+            encode(job, encoder, part)
+    except MeshfeedError as error:
+        kind = (errors.class_of(error) or MeshfeedError).__name__
+        write_json(tasks / f"{task}.error", {"kind": kind, "text": str(error)})
+
+
+def encoded(
+    tasks: Path, parts: Sequence[int], end: Callable[[], tuple[int, str] | None], look_s: float
+) -> Generator[int, None, None]:
+    """Each of the parts once it is encoded.
+
+    end: says that no more will come, by the task that ended and how; None as long as all goes well.
+
+    Raises the error of the first task that gave up, and PrepareError for a task that died.
+    """
+    missing = set(parts)
+    while missing:
+        ended = end()  # first: what that task has written is there by now
+        with typed_errors(tasks):
+            names = [path.name for path in (tasks.parents[1] / "parts").iterdir()]
+        done = missing & {int(name) for name in names if name.isdecimal()}
+        missing -= done
+        yield from sorted(done)
+        for path in tasks.glob("*.error"):
+            error = read_json(path)
+            raise getattr(errors, error["kind"])(error["text"])
+        if missing and ended is not None:
+            task, how = ended
+            part = next((part for part in sorted(missing) if _owner(tasks, part) == str(task)), min(missing))
+            raise PrepareError(f"part {part}: {how}")
+        if not done:
+            time.sleep(look_s)
+
+
+def _owner(tasks: Path, part: int) -> str | None:
+    path = tasks / f"{part}.claim"
+    return path.read_text() if path.exists() else None

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
-from meshfeed.prepare.engine import BARE
-from meshfeed.prepare.tasks import ONE_THREAD, encoded, prepare_tasks, run_task
+from meshfeed.prepare.engine import BARE, ONE_THREAD, encoded, prepare_tasks, run_task
 
 _LOOK_S = 1.0
 _LAG_S = 60.0  # a shared file system may show late what a task has written
@@ -50,54 +49,46 @@ class OnSlurm:
         logs = folder / "slurm"
         with typed_errors(logs):
             logs.mkdir(exist_ok=True)
-        job = self._submitted(logs, tasks, name, min(self.num_workers, len(parts)))
-        try:
-            yield from encoded(tasks, parts, _End(logs, job), _LOOK_S)
-        finally:
-            _cancel(name)
-            job.kill()
-            job.communicate()
-
-    def _submitted(self, logs: Path, tasks: Path, name: str, num_tasks: int) -> subprocess.Popen[str]:
         command = [
-            *("sbatch", "--wait", "--quiet", f"--job-name={name}", f"--array=0-{num_tasks - 1}"),
+            *("sbatch", "--wait", "--quiet", f"--job-name={name}"),
+            f"--array=0-{min(self.num_workers, len(parts)) - 1}",
             *("--ntasks=1", "--cpus-per-task=1", "--requeue", f"--output={logs}/%a.log"),
             *self.options,
             *("--wrap", shlex.join(["exec", sys.executable, str(BARE), __name__, str(tasks)])),
         ]
-        path = os.pathsep.join(sys.path)  # a task imports what this process does
-        env = os.environ | ONE_THREAD | {"PYTHONPATH": path}
+        env = os.environ | ONE_THREAD | {"PYTHONPATH": os.pathsep.join(sys.path)}  # imports what we do
         try:
-            return subprocess.Popen(
+            job = subprocess.Popen(
                 command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, env=env, text=True
             )
         except FileNotFoundError as missing:
             raise PrepareError(
                 "--engine slurm: no sbatch here; run this where Slurm's commands are, or take another engine"
             ) from missing
+        lag_ends_s = float("inf")
 
+        def end() -> tuple[int, str] | None:
+            """How the job ended, once it has failed, or once its last parts had time to show up."""
+            nonlocal lag_ends_s
+            status = job.poll()
+            if status is None:
+                return None
+            lag_ends_s = min(lag_ends_s, time.monotonic() + _LAG_S)
+            if status == 0 and time.monotonic() < lag_ends_s:
+                return None
+            reason = job.stderr.read().strip() if job.stderr is not None else ""
+            reason = f": {reason}" if reason else ""
+            return 0, (
+                f"the Slurm job ended without it (status {status}){reason}; see {logs}, then continue with "
+                f"--resume"
+            )
 
-@dataclass
-class _End:
-    """Says how the array job ended, once it has failed, or once its last parts had time to show up."""
-
-    logs: Path
-    job: subprocess.Popen[str]
-    seen_s: float | None = None
-
-    def __call__(self) -> tuple[int, str] | None:
-        status = self.job.poll()
-        if status is None:
-            return None
-        self.seen_s = self.seen_s or time.monotonic()
-        if not status and time.monotonic() < self.seen_s + _LAG_S:
-            return None
-        reason = self.job.stderr.read().strip() if self.job.stderr is not None else ""
-        reason = f": {reason}" if reason else ""
-        return 0, (
-            f"the Slurm job ended without it (status {status}){reason}; see {self.logs}, then "
-            "continue with --resume"
-        )
+        try:
+            yield from encoded(tasks, parts, end, _LOOK_S)
+        finally:
+            _cancel(name)
+            job.kill()
+            job.communicate()
 
 
 def _cancel(name: str) -> None:
