@@ -45,7 +45,7 @@ from meshfeed.store import IndexedWriter
 MICROBATCHES = 8
 ROUNDS = 5
 TOLD = 2000  # steps told to a recorder by itself
-ONLY_FOR_SINKS = ("background", "run_log", "lines", "telemetry", "ranges", "sink")
+ONLY_FOR_SINKS = ("background", "run_log", "telemetry", "ranges", "sink")
 
 
 def measured(short: bool) -> Iterator[Row]:

@@ -23,7 +23,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.feed.prefetch import Inline, Prefetcher
-from meshfeed.metrics import Span, StageClock, exposed_wait, work
+from meshfeed.metrics.clock import Span, StageClock, exposed_wait, work
 from soak import cases
 
 SOON_S = 10.0

@@ -312,7 +312,7 @@ def test_once_tells_scripts_whether_all_is_well(tmp_path: Path, capsys: pytest.C
     assert status == 1 and "rank 1 is not started yet" in out
     (tmp_path / "file").touch()
     assert main(["watch", str(tmp_path / "file"), "--once"]) == 2
-    assert "no run log: Not a directory; give the folder" in capsys.readouterr().err
+    assert "no run log: not a folder with rank-000000.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("on_terminal", [True, False])

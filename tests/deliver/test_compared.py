@@ -88,7 +88,7 @@ def feed_of(path: str, rank: int, case: dict[str, Any]) -> mf.Feed:
         if name in given
     }
     version, step = given.pop("version", "1"), given.pop("step", 0)
-    meshfeed.feed.source.package_version = lambda: version  # type: ignore[attr-defined]
+    meshfeed.feed.source.version_of = lambda package: version  # type: ignore[attr-defined]
     corpus = recipe_of(f"{path}/{given.pop('corpus', 'text')}", **recipe)
     feed = mf.Feed(
         corpus, mf.Layout.parse(given.pop("layout")), given.pop("rank", rank), timeout_s=90, **given

@@ -25,6 +25,7 @@ from meshfeed.deliver import (
     ranks_in_words,
 )
 from meshfeed.errors import DeliveryError, LayoutError, StateError
+from meshfeed.extras import version_of
 from meshfeed.feed.batch import Step
 from meshfeed.feed.device import Placer, placer_of
 from meshfeed.feed.launch import check_layout, check_rank, num_processes, this_layout, this_rank
@@ -32,7 +33,7 @@ from meshfeed.feed.options import Options
 from meshfeed.feed.run import Item, Run, VirtualStage, views_of
 from meshfeed.feed.stepping import cp_groups_of
 from meshfeed.layout import Layout
-from meshfeed.metrics import Recorder, RunStart, StageClock, package_version
+from meshfeed.metrics import Recorder, RunStart, StageClock
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_roles, choose_delivery
 
 D = TypeVar("D", bound=Delivery)
@@ -300,7 +301,7 @@ class StepSource(abc.ABC, Generic[D]):
     def _all_agreed(self) -> dict[str, str]:
         grid = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not contain its table
         return {
-            "version": str(package_version()),
+            "version": str(version_of("meshfeed")),
             "kind": type(self).__name__,
             **self._agreed,
             "layout": f"{self.layout} with ranks {grid:08x}",

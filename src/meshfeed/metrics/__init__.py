@@ -10,19 +10,14 @@ passes them to the sinks on its own thread: `RunLog` (lines on disk), `Telemetry
 follows one that grows.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from meshfeed.metrics.clock import STAGES, Span, StageClock, exposed_wait, work
+from meshfeed.metrics.clock import STAGES, Span, StageClock
+from meshfeed.metrics.history import MixtureHistory, RankHistory, RunHistory, RunReader, Start, read_run
 from meshfeed.metrics.ranges import ProfilerRanges
 from meshfeed.metrics.recorder import Recorder
 from meshfeed.metrics.run_log import RunLog
-from meshfeed.metrics.sink import RunStart, Sink, StepRecord, package_version
+from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 from meshfeed.metrics.stats import Meter, StepCosts, StepStats
 from meshfeed.metrics.telemetry import Telemetry
-
-if TYPE_CHECKING:
-    from meshfeed.metrics.history import MixtureHistory, RankHistory, RunHistory, RunReader, Start, read_run
 
 __all__ = [
     "STAGES",
@@ -43,14 +38,5 @@ __all__ = [
     "StepRecord",
     "StepStats",
     "Telemetry",
-    "exposed_wait",
-    "package_version",
     "read_run",
-    "work",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("meshfeed.metrics.history"), name)  # a training job reads no log

@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import MetricsError
-from meshfeed.metrics.lines import COUNTED, file_name
-from meshfeed.metrics.rank_file import RankFile, RankStart
+from meshfeed.metrics.rank_file import OF_THE_JOB, RankFile, RankStart
+from meshfeed.metrics.run_log import COUNTED, file_name
 
 Longs = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-_OF_THE_JOB = ("step", "layout", "world_size", "delivery", "fingerprint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,30 +137,21 @@ class RunReader:
 
     def __init__(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
         self._folder, self._keep = Path(path), keep
-        self._files: dict[str, RankFile] = {}
+        self._files: dict[Path, RankFile] = {}
 
     def poll(self) -> RunHistory:
         """The history so far; reads only lines written since the last call. Raises MetricsError."""
-        try:
-            names = sorted(path.name for path in self._folder.iterdir() if _is_log(path.name))
-        except OSError as error:
+        if not self._folder.is_dir() or not (paths := sorted(self._folder.glob("rank-*.jsonl"))):
             raise MetricsError(
-                f"{self._folder}: no run log: {error.strerror}; give the folder that RunLog was given"
-            ) from error
-        if not names:
-            raise MetricsError(
-                f"{self._folder}: no run log: it has no {file_name(0)} nor that of another rank"
+                f"{self._folder}: no run log: not a folder with {file_name(0)} or the file of another "
+                f"rank; give the folder that RunLog was given"
             )
-        for name in names:
-            file = self._files.setdefault(name, RankFile(self._folder / name))
+        for path in paths:
+            file = self._files.setdefault(path, RankFile(path))
             file.read_new()
             if self._keep is not None:
                 file.keep(self._keep)
         return _history([file.starts for file in self._files.values() if file.starts])
-
-
-def _is_log(name: str) -> bool:
-    return name.startswith("rank-") and name.endswith(".jsonl")
 
 
 def _history(ranks: Sequence[Sequence[RankStart]]) -> RunHistory:
@@ -188,11 +177,11 @@ def _together(starts: Iterable[RankStart]) -> list[list[RankStart]]:
     """Group the starts of ranks by start of the job, in order of time."""
     jobs: list[dict[int, RankStart]] = []  # each by rank
     for start in sorted(starts, key=lambda start: start.told["time"]):
-        rank, of_the_job = start.told["rank"], [start.told[name] for name in _OF_THE_JOB]
+        rank, of_the_job = start.told["rank"], [start.told[name] for name in OF_THE_JOB]
         # The latest matching start without this rank: clocks differ, and some ranks may never have started.
         for job in reversed(jobs):
             first = next(iter(job.values())).told
-            if rank not in job and of_the_job == [first[name] for name in _OF_THE_JOB]:
+            if rank not in job and of_the_job == [first[name] for name in OF_THE_JOB]:
                 job[rank] = start
                 break
         else:
@@ -207,7 +196,7 @@ def _start_of(ranks: Sequence[RankStart]) -> Start:
         meshfeed=told.get("meshfeed"),
         ranks=tuple(sorted(each.told["rank"] for each in ranks)),
         hosts=tuple(sorted({each.told["host"] for each in ranks})),
-        **{name: told[name] for name in _OF_THE_JOB},
+        **{name: told[name] for name in OF_THE_JOB},
     )
 
 
@@ -257,7 +246,7 @@ def _mixture(jobs: Sequence[Sequence[RankStart]], undone: Floats) -> MixtureHist
         for several, end in zip(jobs, undone)
         for start in several
         for each in start.drawn
-        if each.step < end
+        if each["step"] < end
     ]
     if not told:
         return None
@@ -265,7 +254,6 @@ def _mixture(jobs: Sequence[Sequence[RankStart]], undone: Floats) -> MixtureHist
     drawn, asked = np.zeros((len(told), len(names)), np.int64), np.zeros((len(told), len(names)))
     for row, (sources, each) in enumerate(told):
         at = [names.index(name) for name in sources]
-        drawn[row, at], asked[row, at] = each.drawn, each.asked
-    return MixtureHistory(
-        names=names, steps=np.array([each.step for _, each in told], np.int64), drawn=drawn, asked=asked
-    )
+        drawn[row, at], asked[row, at] = each["drawn"], each["asked"]
+    steps = np.array([each["step"] for _, each in told], np.int64)
+    return MixtureHistory(names=names, steps=steps, drawn=drawn, asked=asked)

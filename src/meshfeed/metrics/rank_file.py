@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,23 +13,10 @@ from meshfeed.errors import MetricsError
 
 Floats = npt.NDArray[np.float64]
 
-_AT_ONCE_BYTES = 1 << 24
-_LINE_ERRORS = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-)  # raised by invalid lines
-_NEEDED = ("time", "host", "pid", "rank", "world_size", "layout", "coord", "delivery", "fingerprint", "step")
-
-
-class Drawn(NamedTuple):
-    """Draws of each source until the end of a step, and the recipe's shares in that step."""
-
-    step: int
-    drawn: list[int]
-    asked: list[float]
+_LINE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError)  # raised by invalid lines
+_OF_A_RANK = ("rank", "coord", "host", "pid")
+OF_THE_JOB = ("step", "layout", "world_size", "delivery", "fingerprint")
+"""What is equal in the lines with which the ranks of a job start."""
 
 
 class RankStart:
@@ -39,40 +24,36 @@ class RankStart:
 
     Attributes:
         told: the start's line, as written.
-        drawn: the lines about the mixture.
+        drawn: of each source, until the end of some steps: the lines about the mixture, as written.
     """
 
     def __init__(self, told: dict[str, Any]) -> None:
-        missing = {*_NEEDED, "sources", "stages", "columns"} - told.keys()
-        if missing:
-            raise ValueError(f"a start without {', '.join(sorted(missing))}")
-        if not all(isinstance(told[name], int | float) for name in ("time", "step", "rank")):
-            raise ValueError("a start without numbers")
-        if not {"step", "time"} <= set(told["columns"]):
-            raise ValueError("a start without columns")
+        missing = {"time", "sources", "stages", "columns", *_OF_A_RANK, *OF_THE_JOB} - told.keys()
+        if missing or not {"step", "time"} <= set(told["columns"]):
+            raise ValueError(f"a start without {', '.join(sorted(missing)) or 'columns'}")
         self.told = told
-        self.drawn: list[Drawn] = []
-        self._tables = [np.zeros((0, len(told["columns"])))]
+        self.drawn: list[dict[str, Any]] = []
+        self._table = np.zeros((0, len(told["columns"])))
+        self._new: list[Floats] = []
 
-    def add(self, rows: Sequence[Sequence[float | None]]) -> None:
-        """Add steps. Raises ValueError if they do not match the start's columns."""
-        table = np.array(rows, np.float64)
-        if table.shape != (len(rows), len(self.told["columns"])):
-            raise ValueError(f"not the {len(self.told['columns'])} numbers that the start has named")
-        self._tables.append(table)
+    def add(self, numbers: list[float | None]) -> None:
+        """Add a step. Raises ValueError if it does not match the start's columns."""
+        if len(numbers) != self._table.shape[1]:
+            raise ValueError(f"not the {self._table.shape[1]} numbers that the start has named")
+        self._new.append(np.array(numbers, np.float64))
 
     @property
     def table(self) -> Floats:
         """One row for each step; float64 [n, columns]."""
-        if len(self._tables) > 1:
-            self._tables = [np.concatenate(self._tables)]
-        return self._tables[0]
+        if self._new:
+            self._table, self._new = np.concatenate([self._table, np.stack(self._new)]), []
+        return self._table
 
     def keep(self, count: int) -> None:
         """Keep only the last `count` steps, and the mixture from there on."""
-        self._tables = [self.table[max(len(self.table) - count, 0) :]]
-        first = self.table[0, 0] if len(self.table) else np.inf
-        self.drawn = [told for told in self.drawn if told.step >= first]
+        self._table = self.table[max(len(self.table) - count, 0) :]
+        first = self._table[0, 0] if len(self._table) else np.inf
+        self.drawn = [each for each in self.drawn if each["step"] >= first]
 
 
 class RankFile:
@@ -96,53 +77,29 @@ class RankFile:
                 if file.seek(0, 2) < self._offset:
                     raise MetricsError(f"{self._path}: was truncated or replaced; read it again")
                 file.seek(self._offset)
-                while (data := file.read(_AT_ONCE_BYTES)) and (end := data.rfind(b"\n") + 1):
-                    self._take(data[: end - 1].split(b"\n"))
-                    self._offset += end
-                    file.seek(self._offset)
-        except MetricsError:
-            raise
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offset += len(line)
+                    self._num_lines += 1
+                    self._take(json.loads(line))
         except OSError as error:
             raise MetricsError(f"{self._path}: cannot be read: {error}") from error
+        except _LINE_ERRORS as error:
+            where = f"{self._path}:{self._num_lines}"
+            raise MetricsError(f"{where}: a damaged line ({error!r}); fix it in a copy") from error
 
     def keep(self, count: int) -> None:
         """Keep only the last `count` steps."""
         for start in reversed(self.starts):
             start.keep(count)
-            count -= len(start.table)
+            count = max(count - len(start.table), 0)
 
-    def _take(self, lines: list[bytes]) -> None:
-        for is_steps, group in groupby(lines, lambda line: line.startswith(b"[")):
-            some = list(group)
-            try:
-                if not is_steps:
-                    raise ValueError
-                self._take_steps(some)  # one call of the parser for thousands of lines
-                self._num_lines += len(some)
-            except _LINE_ERRORS:
-                self._take_singly(some)
-
-    def _take_singly(self, lines: Iterable[bytes]) -> None:
-        for line in lines:
-            self._num_lines += 1
-            try:
-                if line.startswith(b"["):
-                    self._take_steps([line])
-                else:
-                    self._take_object(json.loads(line))
-            except _LINE_ERRORS as error:
-                where = f"{self._path}:{self._num_lines}"
-                raise MetricsError(f"{where}: a damaged line ({error!r}); fix it in a copy") from error
-
-    def _take_steps(self, lines: list[bytes]) -> None:
-        rows = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(rows) != len(lines) or not self.starts:
-            raise ValueError("two steps in one line, or none had a start")
-        self.starts[-1].add(rows)
-
-    def _take_object(self, told: dict[str, Any]) -> None:
-        if "start" in told:
+    def _take(self, told: Any) -> None:
+        if isinstance(told, list):
+            self.starts[-1].add(told)
+        elif "start" in told:
             self.starts.append(RankStart(told["start"]))
         elif "mixture" in told:
-            some = told["mixture"]
-            self.starts[-1].drawn.append(Drawn(some["step"], some["drawn"], some["asked"]))
+            drawn = told["mixture"]
+            self.starts[-1].drawn.append({name: drawn[name] for name in ("step", "drawn", "asked")})

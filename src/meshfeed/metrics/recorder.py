@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from meshfeed.errors import MetricsError
@@ -42,9 +42,12 @@ class Recorder:
 
     def around(self, name: str) -> AbstractContextManager[Any]:
         """The sinks' context managers for a stage."""
-        if len(self._ranges) > 1:
-            return _all([stage(name) for stage in self._ranges])
-        return self._ranges[0](name) if self._ranges else _NOTHING
+        if len(self._ranges) < 2:
+            return self._ranges[0](name) if self._ranges else _NOTHING
+        stack = contextlib.ExitStack()
+        for stage in self._ranges:
+            stack.enter_context(stage(name))
+        return stack
 
     def new_clock(self) -> StageClock:
         """A clock whose stages the sinks see."""
@@ -109,11 +112,3 @@ class Recorder:
             if during is None:
                 raise
             during.add_note(str(lost))
-
-
-@contextlib.contextmanager
-def _all(contexts: Sequence[AbstractContextManager[Any]]) -> Generator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield

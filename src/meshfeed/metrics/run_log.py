@@ -1,17 +1,41 @@
-"""A small log of a run: a folder with an append-only file for each rank."""
+"""A small log of a run: a folder with an append-only file for each rank.
+
+A file has one JSON object where a run starts, then one JSON array for each step. A start names the columns
+of the arrays that follow it, so a reader does not depend on the version. The draws of a mixture are also a
+JSON object. Every line ends in a newline; a line without one is incomplete.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from meshfeed.errors import MetricsError
-from meshfeed.metrics.lines import file_name, line_of, mixture_line
+from meshfeed.metrics.clock import STAGES
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 
+COUNTED = ("queue_depth", "bytes_read", "bytes_fetched", "delivered_bytes", "opens", "collectives")
+_COLUMNS = (
+    "step",
+    "time",
+    *(f"wait_{stage}" for stage in STAGES),
+    *(f"work_{stage}" for stage in STAGES),
+    *COUNTED,
+    "tokens",
+    "padding",
+    "imbalance",
+)
 _LOOK_BACK = 1 << 16
+
+
+def file_name(rank: int) -> str:
+    """The file of a rank, inside the folder of its run."""
+    return f"rank-{rank:06d}.jsonl"
 
 
 class RunLog(Sink):
@@ -39,27 +63,26 @@ class RunLog(Sink):
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
         """See Sink. Raises MetricsError if writing fails."""
-        start = self._start
-        lines: list[str] = []
-        drawn: StepRecord | None = None
-        for entry in entries:
-            if isinstance(entry, RunStart):
-                start = entry
-            elif start is not None and start.is_lowest and entry.stats.source_drawn is not None:
-                drawn = entry
-            lines.append(line_of(entry))
-        if drawn is not None:
-            lines.append(mixture_line(drawn))
+        start = next((entry for entry in reversed(entries) if isinstance(entry, RunStart)), self._start)
         if start is None:
             raise MetricsError(f"{self._folder}: a log begins with the start of a run")
+        told = [_start(entry) if isinstance(entry, RunStart) else _step(entry) for entry in entries]
+        drawn = [
+            entry for entry in entries if isinstance(entry, StepRecord) and "source_drawn" in entry.stats
+        ]
+        if drawn and start.is_lowest:
+            told.append(_mixture(drawn[-1]))
         path = self._folder / file_name(start.rank)
         try:
             if self._fd is None or os.fstat(self._fd).st_nlink == 0:  # new, or deleted during the run
                 self._close_file()
-                self._fd = _open(path, make_folder=self._start is None)
+                if self._start is None:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+                _remove_incomplete(self._fd)
                 if not os.fstat(self._fd).st_size and self._start is not None:
-                    lines.insert(0, line_of(self._start))
-            _append(self._fd, "".join(lines).encode())
+                    told.insert(0, _start(self._start))
+            _append(self._fd, "".join(map(_line, told)).encode())
         except OSError as error:
             self._close_file()
             raise MetricsError(
@@ -79,31 +102,41 @@ class RunLog(Sink):
                 os.close(fd)
 
 
-def _open(path: Path, *, make_folder: bool) -> int:
-    """Open the file for appending, after its last complete line."""
-    if make_folder:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    try:
-        _truncate_incomplete(fd)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+def _line(told: Any) -> str:
+    return json.dumps(told, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _truncate_incomplete(fd: int) -> None:
+def _start(start: RunStart) -> dict[str, Any]:
+    told = asdict(start) | {"version": 1, "time": start.time_s, "stages": STAGES, "columns": _COLUMNS}
+    return {"start": told}
+
+
+def _step(record: StepRecord) -> list[float | None]:
+    stats = record.stats
+    seconds = [*map(stats.exposed_wait_s.get, STAGES), *map(stats.work_s.get, STAGES)]
+    return [
+        record.step,
+        round(record.time_s, 6),
+        *(round(each, 6) if each else 0 for each in seconds),
+        *(getattr(stats, name) for name in COUNTED),
+        record.tokens,
+        *(None if share is None else round(share, 6) for share in (stats.padding, stats.max_over_mean)),
+    ]
+
+
+def _mixture(record: StepRecord) -> dict[str, Any]:
+    """Draws of each source until the end of a step, and the recipe's shares in that step."""
+    drawn, asked = (record.stats[name].tolist() for name in ("source_drawn", "source_asked"))
+    return {"mixture": {"step": record.step, "drawn": drawn, "asked": asked}}
+
+
+def _remove_incomplete(fd: int) -> None:
     """Remove an incomplete last line, left by a killed process."""
-    end = os.fstat(fd).st_size
-    while end:
-        begin = max(end - _LOOK_BACK, 0)
-        newline = os.pread(fd, end - begin, begin).rfind(b"\n")
-        if newline >= 0:
-            end = begin + newline + 1
-            break
-        end = begin
-    if end < os.fstat(fd).st_size:
-        os.ftruncate(fd, end)
+    size, tail = os.fstat(fd).st_size, b""
+    while len(tail) < size and b"\n" not in tail:
+        look_back = min(max(16 * len(tail), _LOOK_BACK), size)
+        tail = os.pread(fd, look_back, size - look_back)
+    os.ftruncate(fd, size - len(tail) + tail.rfind(b"\n") + 1)
 
 
 def _append(fd: int, data: bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import socket
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from meshfeed.extras import version_of
 from meshfeed.layout import Layout
 from meshfeed.metrics.stats import StepStats
 
@@ -77,7 +77,7 @@ class RunStart:
             sources=tuple(sources),
             host=socket.gethostname(),
             pid=os.getpid(),
-            meshfeed=package_version(),
+            meshfeed=version_of("meshfeed"),
         )
 
 
@@ -115,11 +115,3 @@ class Sink:
 
     def close(self) -> None:
         """No more records follow, unless another run starts."""
-
-
-def package_version() -> str | None:
-    """The installed version of meshfeed; None in a checkout that is not installed."""
-    try:
-        return importlib.metadata.version("meshfeed")
-    except importlib.metadata.PackageNotFoundError:
-        return None
