@@ -88,7 +88,8 @@ def test_nothing_is_closed_under_a_reader(
     assert len(open_in(tmp_path)) == 6  # more than may be, since all are being read
     for i in range(6, 20):
         assert read(files[i]) == bytes([i]) * SIZE
-        assert len(open_in(tmp_path)) == 7
+        assert {str(each) for each in (*range(6), i)} <= set(open_in(tmp_path))
+        assert len(open_in(tmp_path)) <= 6 + MOST
     files[0].__exit__()
     assert "0" in open_in(tmp_path)  # it is closed by who reads it
     go_on.set()
@@ -171,26 +172,6 @@ def test_descriptors_that_others_took_are_made_up_for(
         read(files[0])
     for file in files:
         file.__exit__()
-
-
-def test_garbage_that_is_collected_while_a_file_is_opened_may_close_others(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"f")
-    other = descriptors.Descriptor(lambda: os.open(tmp_path / "f", os.O_RDONLY))
-    fd = other.acquire()
-    other.release()
-
-    def opens() -> int:
-        other.close()  # as a generator does that nobody wants any more
-        return os.open(tmp_path / "f", os.O_RDONLY)
-
-    file = descriptors.Descriptor(opens)
-    opened: list[int] = []
-    thread = threading.Thread(target=lambda: opened.append(file.acquire()), daemon=True)
-    thread.start()
-    thread.join(60)
-    assert opened == [fd], "the other one was closed, and its number is free again"
-    file.release()
-    file.close()
 
 
 def test_a_forked_child_reads_on_whatever_threads_of_the_parent_held(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 I64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+_PAGE_BYTES = 1 << 12
 
 
 @dataclass(slots=True)
@@ -74,36 +77,26 @@ class Vector(Protocol):
         ...
 
 
-class ByteFile(Protocol):
+class ByteFile(ABC):
     """Bytes that are read at random offsets. All calls may raise StoreError, naming the file and the bytes.
 
-    The constructor only stores its arguments. `size_bytes` and `peek` work at once; the rest needs `with
-    file:`. Threads may share one. A pickled copy arrives not entered.
+    The constructor only stores its arguments. `size_bytes`, `peek`, `look_up` and `arrays` work at once; the
+    rest needs `with file:`. Threads may share one. A pickled copy arrives not entered.
+
+    Attributes:
+        url: path or URL, for messages.
+        is_remote: whether reads should be announced as early as possible instead of just before.
+        stats: costs of reading so far.
     """
 
-    @property
-    def url(self) -> str:
-        """Path or URL, for messages."""
-        ...
+    url: str
+    is_remote: ClassVar[bool]
+    stats: FileStats
 
     @property
+    @abstractmethod
     def size_bytes(self) -> int:
         """Its uncompressed size when it was first used; an object that changes later is refused."""
-        ...
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether reads should be announced as early as possible instead of just before."""
-        ...
-
-    @property
-    def stats(self) -> FileStats:
-        """Costs of reading so far."""
-        ...
-
-    def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """A few short ranges [begin, end), read at once and exactly; shorter at the end of the file."""
-        ...
 
     @property
     def guarded_by(self) -> str | None:
@@ -111,31 +104,83 @@ class ByteFile(Protocol):
 
         Peeked ranges are not verified.
         """
-        ...
+        return None
 
-    def look_again(self) -> None:
-        """Drop cached peeks and ask storage again; peeks before may have seen another version."""
-        ...
+    @abstractmethod
+    def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """A few short ranges [begin, end), read at once and exactly; shorter at the end of the file."""
 
+    @abstractmethod
+    def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
+        """Read ranges back to back, as `read_into` does, but before entering and without counting them."""
+
+    @abstractmethod
     def __enter__(self) -> Self: ...
 
+    @abstractmethod
     def __exit__(self, *exc: object) -> None: ...
 
+    @abstractmethod
     def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
         """Read `sizes` bytes from each of `begins` to each of `places` in `out`; int64 [m] each, uint8.
 
         places: None writes the ranges back to back, filling `out`.
         """
-        ...
 
+    @abstractmethod
     def will_need(self, begins: I64, ends: I64) -> None:
         """Announce byte ranges that will be read, each once; int64 [m] each. Returns at once."""
-        ...
 
-    def forget_needs(self) -> None:
+    def look_again(self) -> None:  # noqa: B027 - a local file has nothing to drop
+        """Drop cached peeks and ask storage again; peeks before may have seen another version."""
+
+    def forget_needs(self) -> None:  # noqa: B027 - as little can advice to the system be withdrawn
         """Cancel announced ranges that have not been read."""
-        ...
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """Entries looked up in place: (NumPy dtype, byte of the first, count) each; works before entering."""
-        ...
+        """Entries looked up in place: (NumPy dtype, byte of the first, count) each.
+
+        A lookup reads pages instead of a map, which would kill the process if the file were truncated.
+        """
+        return [_Entries(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
+
+
+class _Entries:
+    """A Vector in a file that is read and not mapped."""
+
+    def __init__(self, file: ByteFile, dtype: np.dtype[Any], begin: int, count: int) -> None:
+        self._file, self._dtype, self._begin, self.size = file, dtype, begin, count
+
+    def __getitem__(self, places: Any, /) -> Any:
+        if isinstance(places, slice):
+            start, stop, step = places.indices(self.size)
+            if step == 1:
+                return self._between(start, stop)
+            return self._gathered(np.arange(start, stop, step))
+        array = np.asarray(places)
+        if array.dtype.kind == "b" or array.ndim == 0:
+            array = np.flatnonzero(array) if array.ndim else np.array(operator.index(places))
+        wrapped = np.where(array < 0, array + self.size, array).astype(np.int64)
+        if wrapped.size and not 0 <= wrapped.min() <= wrapped.max() < self.size:
+            raise IndexError(f"{self._file.url}: an index out of range for {self.size} entries")
+        found = self._gathered(wrapped.ravel()).reshape(wrapped.shape)
+        return found[()] if array.ndim == 0 else found
+
+    def _between(self, start: int, stop: int) -> npt.NDArray[Any]:
+        found = np.empty(max(stop - start, 0), self._dtype)
+        begin = self._begin + start * self._dtype.itemsize
+        self._file.look_up(found.view(np.uint8), np.array([begin]), np.array([found.nbytes]))
+        return found
+
+    def _gathered(self, places: I64) -> npt.NDArray[Any]:
+        """Entries anywhere in the file: each page with one of them is read once."""
+        size = self._dtype.itemsize
+        at = self._begin + places * size
+        pages = np.unique(np.concatenate((at // _PAGE_BYTES, (at + size - 1) // _PAGE_BYTES)))
+        begins = pages * _PAGE_BYTES
+        sizes = np.minimum(begins + _PAGE_BYTES, self._file.size_bytes) - begins
+        held = np.empty(sizes.sum(), np.uint8)
+        self._file.look_up(held, begins, sizes)
+        # offset of each entry in `held`: that of its page, plus the offset inside the page
+        inside = pages.searchsorted(at // _PAGE_BYTES) * _PAGE_BYTES + at % _PAGE_BYTES
+        return held[inside[:, None] + np.arange(size)].view(self._dtype)[:, 0]

@@ -22,9 +22,8 @@ import numpy.typing as npt
 from meshfeed.errors import CacheError, ChangedError, StoreError
 from meshfeed.files.ask import Asker, LostError, asker, retried
 from meshfeed.files.blocks import num_blocks_of
-from meshfeed.files.byte_file import I64, Bytes, Content, FileStats
+from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content, FileStats
 from meshfeed.files.cache import Cache
-from meshfeed.files.entries import Lookups
 from meshfeed.files.forks import at_fork
 from meshfeed.files.local import fill
 from meshfeed.files.objects import Address, Shape
@@ -50,7 +49,7 @@ class _Opened:
     sums: str | None
 
 
-class CachedFile(Lookups):
+class CachedFile(ByteFile):
     """A ByteFile over an object that a node fetches once.
 
     Args:
@@ -180,7 +179,7 @@ class CachedFile(Lookups):
             self._tell("release", None)
 
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
-        """See Lookups."""
+        """See ByteFile."""
         if out.size:
             self._fill(out, begins, sizes, sizes.cumsum() - sizes)
 

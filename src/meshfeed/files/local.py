@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -11,26 +12,31 @@ from typing import Any, Self
 import numpy as np
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
-from meshfeed.files.byte_file import I64, Bytes, FileStats, Vector
+from meshfeed.files import descriptors
+from meshfeed.files.byte_file import I64, ByteFile, Bytes, FileStats, Vector
 from meshfeed.files.descriptors import Descriptor
-from meshfeed.files.entries import Lookups
+from meshfeed.files.forks import at_fork
 
 _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
 
 
-class LocalFile(Lookups):
+class LocalFile(ByteFile):
     """A ByteFile on a disk of this machine. path: absolute or relative, of a regular file."""
 
     is_remote = False
-    guarded_by = None
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.url = os.fspath(path)
         self.stats = FileStats()
-        self._file = Descriptor(self._open)
         self._size_bytes: int | None = None
         self._version: tuple[int, ...] | None = None
         self._depth = 0
+        self.forget_parent()
+        at_fork(self)
+
+    def forget_parent(self) -> None:
+        """In a forked child: the parent's threads do not hold the lock here."""
+        self._lock = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
@@ -43,26 +49,24 @@ class LocalFile(Lookups):
                 self._size_bytes = path.stat().st_size
         return self._size_bytes
 
-    def look_again(self) -> None:
-        """Nothing to do: peeks are not cached."""
-
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See ByteFile."""
         with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
             return [os.pread(stream.fileno(), end - begin, begin) for begin, end in ranges]
 
     def __enter__(self) -> Self:
-        with self._file.lock:
+        with self._lock:
+            if not self._depth:
+                self._version = None
             self._depth += 1
         return self
 
     def __exit__(self, *exc: object) -> None:
-        with self._file.lock:
+        with self._lock:
             self._depth -= 1
             if self._depth:
                 return
-            self._version = None
-        self._file.close()
+        descriptors.close(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self.url, "_size_bytes": self._size_bytes}
@@ -75,17 +79,11 @@ class LocalFile(Lookups):
         """See ByteFile."""
         if out.size == 0:
             return
-        fd = self._opened()
-        try:
-            fill(fd, out, begins, sizes, places, self.url)
-            with typed_errors(self.url):
-                self._check_version(os.fstat(fd))
-        except BaseException:
-            with self._file.lock:
-                self._file.release()
-            raise
-        with self._file.lock:
-            self._file.release()
+        file = self._opened()
+        fill(file.fd, out, begins, sizes, places, self.url)
+        with typed_errors(self.url):
+            self._check_version(os.fstat(file.fd))
+        with self._lock:
             self.stats.reads += sizes.size
             self.stats.bytes_read += int(sizes.sum())
 
@@ -100,20 +98,13 @@ class LocalFile(Lookups):
         begins, ends = begins[by_begin], np.maximum.accumulate(ends[by_begin])
         apart = np.flatnonzero(begins[1:] > ends[:-1] + _NEIGHBOUR_BYTES)
         begins, ends = begins[np.append(0, apart + 1)], ends[np.append(apart, -1)]
-        fd = self._opened()
-        try:
-            with typed_errors(self.url):
-                for begin, end in zip(begins.tolist(), ends.tolist()):
-                    advise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
-        finally:
-            with self._file.lock:
-                self._file.release()
-
-    def forget_needs(self) -> None:
-        """Nothing to do: advice cannot be withdrawn."""
+        file = self._opened()
+        with typed_errors(self.url):
+            for begin, end in zip(begins.tolist(), ends.tolist()):
+                advise(file.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """See Lookups."""
+        """See ByteFile."""
         with typed_errors(self.url):
             self._refuse_resized(Path(self.url).stat())
         return super().arrays(*parts)
@@ -121,19 +112,21 @@ class LocalFile(Lookups):
     # -- below --------------------------------------------------------------------------------------
 
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
-        """See Lookups."""
+        """See ByteFile."""
         if out.size:
             with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
                 fill(stream.fileno(), out, begins, sizes, None, self.url)
 
-    def _opened(self) -> int:
-        """The open file; the caller releases it."""
+    def _opened(self) -> Descriptor:
+        """The open file, which stays open while the caller refers to it."""
         self._refuse_not_entered()
-        return self._file.acquire()
+        file = descriptors.acquire(self, self._open)
+        if not self._depth:  # another thread has just left `with`, and nothing else would close the file
+            descriptors.close(self)
+        return file
 
     def _open(self) -> int:
-        """See Descriptor: called for the first read inside `with`, and after an eviction."""
-        self._refuse_not_entered()  # another thread may have left `with`, and nothing would close the file
+        """Called for the first read inside `with`, and after the file was closed for others."""
         with typed_errors(self.url):
             fd = os.open(self.url, os.O_RDONLY | os.O_CLOEXEC)
             try:

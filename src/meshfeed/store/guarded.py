@@ -84,7 +84,7 @@ class GuardedFile(LocalFile):
         if not self._is_asked:
             self._refuse_not_entered()
             guard = self._index.guard()
-            with self._file.lock:  # the first of several threads: a second answer would read as a change
+            with self._lock:  # the first of several threads: a second answer would read as a change
                 if not self._is_asked:
                     self._guard, self._is_asked = guard, True
         guard = self._guard
@@ -107,12 +107,8 @@ class GuardedFile(LocalFile):
         sums, seen = guard
         begin = block * sums.block_bytes
         data = np.empty(min(sums.block_bytes, sums.size_bytes - begin), np.uint8)
-        fd = self._opened()
-        try:
-            fill(fd, data, np.array([begin]), np.array([data.size]), None, self.url)
-        finally:
-            with self._file.lock:
-                self._file.release()
+        file = self._opened()
+        fill(file.fd, data, np.array([begin]), np.array([data.size]), None, self.url)
         for low, high in sums.wrong(data.data, begin):
             raise wrong_block(self.url, low, high)
         seen[block] = 1
