@@ -1,8 +1,8 @@
 """Folders that no other user can replace.
 
 A user with write permission for a folder may rename its entries and replace them, unless the folder is
-sticky, as /tmp is; then only its owner may. So every folder on the path from the root is opened relative to
-its parent and must belong to root or this user. Once all are checked, the path always means the same folder.
+sticky, as /tmp is; then only its owner may. So every folder on the path from the root must belong to root or
+this user. The check begins at the root: what a path means stays the same once its parents have passed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import stat
 from pathlib import Path
 
 _MOST_LINKS = 40
-_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | getattr(os, "O_PATH", 0)
 
 
 def refuse_swappable(path: Path) -> None:
@@ -24,45 +23,32 @@ def refuse_swappable(path: Path) -> None:
     path: absolute; the last folder must be this user's. Raises PermissionError naming a folder that another
     user could replace; other OSErrors.
     """
-    names, links, trusted = list(reversed(path.parts[1:])), 0, _trusted()
-    fd, at = os.open(path.anchor, _FLAGS), Path(path.anchor)
-    try:
-        _refuse(at, os.fstat(fd), trusted)
-        while names:
-            name = names.pop()
-            found = _status(fd, name)
-            if stat.S_ISLNK(found.st_mode):
-                links += 1
-                if links > _MOST_LINKS or found.st_uid not in trusted:
-                    raise PermissionError(13, f"{at / name} is another user's link, or one of too many links")
-                target = Path(os.readlink(name, dir_fd=fd))
-                names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-                if target.is_absolute():
-                    fd, at = _moved(fd, os.open(target.anchor, _FLAGS)), Path(target.anchor)
-                continue
-            fd, at = _moved(fd, os.open(name, _FLAGS, dir_fd=fd)), at / name
-            found = os.fstat(fd)
-            if not names and found.st_uid != os.getuid():
-                raise PermissionError(13, "belongs to another user, who could put anything there")
-            _refuse(at, found, trusted)
-    finally:
-        os.close(fd)
-
-
-def _status(fd: int, name: str) -> os.stat_result:
-    with contextlib.suppress(FileNotFoundError):
-        return os.stat(name, dir_fd=fd, follow_symlinks=False)
-    with contextlib.suppress(FileExistsError):  # by another process, just now
-        os.mkdir(name, 0o700, dir_fd=fd)
-    return os.stat(name, dir_fd=fd, follow_symlinks=False)
-
-
-def _moved(old: int, new: int) -> int:
-    os.close(old)
-    return new
+    trusted, at, links = _trusted(), Path(path.anchor), 0
+    names = [*reversed(path.parts[1:])]
+    _refuse(at, at.stat(), trusted)
+    while names:
+        below = at / names.pop()
+        if not os.path.lexists(below):
+            with contextlib.suppress(FileExistsError):  # by another process, just now
+                below.mkdir(0o700)
+        found = below.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > _MOST_LINKS or found.st_uid not in trusted:
+                raise PermissionError(13, f"{below} is another user's link, or one of too many links")
+            target = at / below.readlink()
+            names += reversed(target.parts[1:])
+            at = Path(target.anchor)
+            continue
+        at = below
+        if not names and found.st_uid != os.getuid():
+            raise PermissionError(13, "belongs to another user, who could put anything there")
+        _refuse(at, found, trusted)
 
 
 def _refuse(at: Path, found: os.stat_result, trusted: set[int]) -> None:
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(20, f"{at} is not a folder")
     if found.st_uid not in trusted:
         raise PermissionError(13, f"{at} belongs to another user, who could replace its contents")
     mode = found.st_mode
