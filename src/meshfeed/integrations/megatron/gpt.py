@@ -16,8 +16,8 @@ import numpy as np
 
 from meshfeed.columns import Allocate, Array, Columns
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.integrations.megatron.gpt_index import Ask, Indexes
-from meshfeed.integrations.megatron.gpt_order import PARTS, Part, document_range, passes_of
+from meshfeed.integrations.megatron.gpt_index import Dataset, Indexes
+from meshfeed.integrations.megatron.gpt_order import PARTS, Part, document_range
 from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws, OwnOrder
 from meshfeed.plan import Slices
@@ -25,7 +25,6 @@ from meshfeed.recipe import Recipe
 from meshfeed.sequence.rows import Rows, Starts, stores_of
 from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.store import Lengths
-from meshfeed.store.sequences import sequences_of
 
 
 class _Memo:
@@ -99,12 +98,7 @@ class MegatronGPT(Rows, OwnOrder):
 
     def num_sequences(self, store: Store) -> int:
         """Samples in one epoch of a store's part. Raises StoreError for a store without a whole one."""
-        sequences = sequences_of(store)
-        tokens = sequences.tokens_between(*document_range(self.split, self.part, sequences.count))
-        made = passes_of(tokens, self.length, None, extra=self._extra).num_samples if tokens else 0
-        if made < 1:
-            raise StoreError(f"{store!r} has {tokens} tokens in part={self.part!r}; none makes a sample")
-        return made
+        return Dataset(self, store, None, seed=0).passes.num_samples
 
     def num_positions(self, recipe: Recipe) -> int:
         """Length of the stream."""
@@ -122,30 +116,9 @@ class MegatronGPT(Rows, OwnOrder):
         with self._memo.lock:
             last = self._memo.last
             if last is None or last[0] is not recipe:
-                last = self._memo.last = recipe, self._new_indexes(recipe)
+                made = Indexes(self, recipe.sources, _weights_of(recipe), recipe.seed)
+                last = self._memo.last = recipe, made
         return last[1]
-
-    def _new_indexes(self, recipe: Recipe) -> Indexes:
-        if recipe.epochs is not None or recipe.shuffle != "global":
-            raise RecipeError(
-                f"epochs={recipe.epochs}, shuffle={recipe.shuffle!r}: MegatronGPT has its own order and end; "
-                f"leave both out, and set samples="
-            )
-        ask = Ask(
-            length=self.length,
-            samples=self.samples,
-            split=self.split,
-            part=self.part,
-            extra=self._extra,
-            drop_last=self.part != "valid" or self.drop_last_partial_validation_sequence,
-            surplus=self.mid_level_dataset_surplus,
-            seed=recipe.seed,
-        )
-        return Indexes(ask, recipe.sources, _weights_of(recipe), self.cache)
-
-    @property
-    def _extra(self) -> bool:
-        return self.add_extra_token_to_sequence
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """See Rows. Raises StoreError for documents that Megatron would divide differently."""
@@ -189,17 +162,17 @@ class MegatronGPT(Rows, OwnOrder):
     def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
         tokens = np.empty(len(draws), np.int64)
         for s, mine in draws.by_source():
-            tokens[mine] = self._indexes(recipe).tokens_of(s, draws.index[mine])
+            tokens[mine] = self._indexes(recipe).datasets[s].tokens_of(draws.index[mine])
         return tokens
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         rows: list[Longs] = []
         offsets: list[Longs] = []
         for s, mine in draws.by_source():
-            pieces = self._indexes(recipe).dataset(s).pieces_of(draws.index[mine])
+            dataset = self._indexes(recipe).datasets[s]
+            pieces, tokens = dataset.pieces_of(draws.index[mine]), dataset.tokens_of(draws.index[mine])
             inside = (pieces.at > 0) & (pieces.at <= self.length)
             # the filling of a short sample begins after the end of a document
-            tokens = self._indexes(recipe).tokens_of(s, draws.index[mine])
             short = np.flatnonzero((tokens > 0) & (tokens <= self.length))
             rows += [mine[pieces.row[inside]], mine[short]]
             offsets += [pieces.at[inside], tokens[short]]
@@ -210,7 +183,7 @@ class MegatronGPT(Rows, OwnOrder):
 
     def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Slices) -> tuple[Longs, Longs]:
         """See Rows; a slice has a piece for each document in it, since documents are shuffled."""
-        pieces = self._indexes(recipe).dataset(source).pieces_of(draws.index)
+        pieces = self._indexes(recipe).datasets[source].pieces_of(draws.index)
         # Each slice of the cut, with the token after it, meets each piece: [slices, pieces].
         first = np.maximum(cut.start[:, None], pieces.at)
         size = np.minimum(cut.stop[:, None] + 1, pieces.at + pieces.size) - first
@@ -221,7 +194,7 @@ class MegatronGPT(Rows, OwnOrder):
         return starts, starts + size[which, piece]
 
     def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Slices, out: Array) -> None:
-        tokens = self._indexes(recipe).tokens_of(source, draws.index)
+        tokens = self._indexes(recipe).datasets[source].tokens_of(draws.index)
         if (tokens > self.length).all():
             return super()._read(recipe, source, draws, cut, out)
         ranges = self.ranges(recipe, source, draws, cut)
@@ -238,7 +211,12 @@ def _places(cut: Slices) -> Longs:
 
 
 def _weights_of(recipe: Recipe) -> Sequence[float] | None:
-    """The weights of a blend's sources; None for their sizes."""
+    """The weights of a blend's sources; None for their sizes. Raises RecipeError for other orders."""
+    if recipe.epochs is not None or recipe.shuffle != "global":
+        raise RecipeError(
+            f"epochs={recipe.epochs}, shuffle={recipe.shuffle!r}: MegatronGPT has its own order and end; "
+            f"leave both out, and set samples="
+        )
     if not isinstance(recipe.data, Mixture):
         return None
     (part, *later), names = recipe.data.parts, recipe.data.names

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_order import (
-    Part,
-    Passes,
     blend_of_sizes,
     blend_of_weights,
     build_index,
@@ -22,32 +20,19 @@ from meshfeed.integrations.megatron.gpt_order import (
     passes_of,
     sizes_of_blend,
 )
+from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.store.index_cache import cached_arrays, key_of_parts
-from meshfeed.store.sequences import Sequences, sequences_of
+from meshfeed.store.sequences import sequences_of
+
+if TYPE_CHECKING:
+    from meshfeed.integrations.megatron.gpt import MegatronGPT
 
 Longs = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
 
 VERSION = 1
 """Version of the arrays; part of every cache key, so that a new version never reads an old cache."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """Everything that determines the arrays besides the stores and their weights.
-
-    Attributes: those of `MegatronGPT`, and the recipe's seed.
-    """
-
-    length: int
-    samples: int | None
-    split: str
-    part: Part
-    extra: bool
-    drop_last: bool
-    surplus: float
-    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,66 +52,66 @@ class Pieces:
     size: Longs
 
 
-class Dataset:
-    """One store as Megatron's GPTDataset."""
+class _OnFirstUse:
+    """Arrays that are opened when they are first asked for. Threads may share it."""
 
-    def __init__(self, store: Any, ask: Ask, num_samples: int | None) -> None:
-        self.sequences: Sequences = sequences_of(store)
-        begin, end = document_range(ask.split, ask.part, self.sequences.count)
-        tokens = self.sequences.tokens_between(begin, end) if begin < end else 0
+    def __init__(self, open: Callable[[], Arrays]) -> None:
+        self._open, self._lock = open, threading.Lock()
+        self._arrays: Arrays | None = None
+
+    def __call__(self) -> Arrays:
+        with self._lock:
+            if self._arrays is None:
+                self._arrays = self._open()
+            return self._arrays
+
+
+class Dataset:
+    """One store as Megatron's GPTDataset of `num_samples` samples; None for one epoch."""
+
+    def __init__(self, rule: MegatronGPT, store: Store, num_samples: int | None, seed: int) -> None:
+        self.sequences = sequences_of(store)
+        begin, end = document_range(rule.split, rule.part, self.sequences.count)
+        tokens = self.sequences.tokens_between(begin, end)
         if tokens < 1:
             raise StoreError(
-                f"{store!r}: documents {begin}..{end}, part={ask.part!r} of split={ask.split!r}, hold no "
+                f"{store!r}: documents {begin}..{end}, part={rule.part!r} of split={rule.split!r}, hold no "
                 f"tokens; choose another split"
             )
-        self.passes: Passes = passes_of(
-            tokens, ask.length, num_samples, extra=ask.extra, drop_last=ask.drop_last
-        )
+        extra = rule.add_extra_token_to_sequence
+        drop_last = rule.part != "valid" or rule.drop_last_partial_validation_sequence
+        self.passes = passes_of(tokens, rule.length, num_samples, extra=extra, drop_last=drop_last)
         if self.passes.num_samples < 1:
             raise StoreError(
                 f"{store!r}: documents {begin}..{end} hold {tokens} tokens; a sample takes "
-                f"{ask.length + ask.extra}: use a shorter length, or more data"
+                f"{rule.length + extra}: use a shorter length, or more data"
             )
-        self._store, self._ask, self._range = store, ask, (begin, end)
-        self._arrays: Arrays | None = None
+        self._store, self._range, self._seed, self._cache = store, (begin, end), seed, rule.cache
+        self.arrays = _OnFirstUse(self._open)
 
-    def open(self, cache: str | os.PathLike[str] | None) -> None:
-        """Build the arrays, or map those in the cache. Raises StoreError."""
+    def _open(self) -> Arrays:
         begin, end = self._range
-        passes = self.passes
 
         def build() -> Arrays:
             lengths = self.sequences.lengths_between(begin, end)
-            if int(lengths.sum(dtype=np.int64)) != passes.epoch_tokens:
+            if int(lengths.sum(dtype=np.int64)) != self.passes.epoch_tokens:
                 raise StoreError(
                     f"{self._store!r}: its lengths and pointers disagree; see `meshfeed inspect --verify`"
                 )
-            return build_index(passes, lengths, begin, self._ask.seed)
+            return build_index(self.passes, lengths, begin, self._seed)
 
-        parts = {name: getattr(passes, name) for name in passes.__slots__}
-        parts |= {"begin": begin, "end": end, "seed": self._ask.seed, "store": self._store.fingerprint}
-        self._arrays = _opened(cache, "dataset", parts, build)
-
-    @property
-    def may_be_short(self) -> bool:
-        """Whether there are too few tokens to fill the last sample."""
-        passes = self.passes
-        return passes.num_samples * passes.length + passes.extra > passes.num_epochs * passes.epoch_tokens
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the arrays are open."""
-        return self._arrays is not None
+        own = {"begin": begin, "end": end, "seed": self._seed, "store": self._store.fingerprint}
+        return _opened(self._cache, "dataset", asdict(self.passes) | own, build)
 
     def order_of(self, indices: Longs) -> Longs:
         """Which sample comes at each index of the dataset; int64 [n]."""
-        return self._opened["shuffle"][indices].astype(np.int64)
+        return self.arrays()["shuffle"][indices].astype(np.int64)
 
     def tokens_of(self, indices: Longs) -> Longs:
         """Tokens of each sample with its last label: length + extra, except at the very end; int64 [n]."""
         passes = self.passes
         total = passes.num_epochs * passes.epoch_tokens
-        if not self.may_be_short:
+        if passes.num_samples * passes.length + passes.extra <= total:
             return np.full(indices.size, passes.length + passes.extra)
         starts = self.order_of(indices) * passes.length
         ends = np.minimum(starts + passes.length + passes.extra, total)
@@ -134,7 +119,7 @@ class Dataset:
 
     def pieces_of(self, indices: Longs) -> Pieces:
         """Where the samples at some indices of the dataset lie in the store."""
-        arrays, order = self._opened, self.order_of(indices)
+        arrays, order = self.arrays(), self.order_of(indices)
         first, begin = arrays["sample"][order].T.astype(np.int64)
         last, end = arrays["sample"][order + 1].T.astype(np.int64)
         counts = last - first + 1
@@ -152,40 +137,28 @@ class Dataset:
         start = self.sequences.offsets(documents[some]) + skip[some]
         return Pieces(row[some], at[some], start, size[some])
 
-    @property
-    def _opened(self) -> Arrays:
-        if self._arrays is None:
-            raise StoreError(f"{self._store!r}: its sample index is not open; ask `Indexes.dataset` for it")
-        return self._arrays
-
 
 class Indexes:
-    """The datasets and the blend of one recipe, each opened on first use.
+    """The datasets of a rule and their blend, each opened on first use.
 
-    Threads may share it. weights: of the stores, in their order; None for their sizes.
+    weights: of the stores, in their order; None for their sizes.
     """
 
     def __init__(
-        self,
-        ask: Ask,
-        stores: Sequence[Any],
-        weights: Sequence[float] | None,
-        cache: str | os.PathLike[str] | None,
+        self, rule: MegatronGPT, stores: Sequence[Store], weights: Sequence[float] | None, seed: int
     ) -> None:
-        if weights is not None and len(weights) != len(stores):
-            raise RecipeError(f"{len(weights)} weights for {len(stores)} sources; give one for each")
-        if weights is not None and ask.samples is None:
-            raise RecipeError("MegatronGPT(samples=None) and weights: a weighted blend needs samples=")
-        self._ask, self._cache, self._lock = ask, cache, threading.RLock()
-        self._weights = weights
+        self._samples, self._weights, self._cache = rule.samples, weights, rule.cache
+        self._surplus = rule.mid_level_dataset_surplus
         self._alone = weights is None and len(stores) == 1
-        self._blend: Arrays | None = None
-        sizes: Sequence[int | None] = [ask.samples if self._alone else None] * len(stores)
-        if weights is not None and ask.samples is not None:
-            sizes = sizes_of_blend(weights, ask.samples, ask.surplus)[1]
-        self._datasets = [Dataset(store, ask, size) for store, size in zip(stores, sizes)]
-        available = sum(dataset.passes.num_samples for dataset in self._datasets)
-        self.num_positions: int = available if ask.samples is None else ask.samples
+        self._blend = _OnFirstUse(self._open_blend)
+        sizes: Sequence[int | None] = [rule.samples if self._alone else None] * len(stores)
+        if weights is not None:
+            if rule.samples is None:
+                raise RecipeError("MegatronGPT(samples=None) and weights: a weighted blend needs samples=")
+            sizes = sizes_of_blend(weights, rule.samples, self._surplus)[1]
+        self.datasets = [Dataset(rule, store, size, seed) for store, size in zip(stores, sizes)]
+        available = sum(dataset.passes.num_samples for dataset in self.datasets)
+        self.num_positions: int = available if rule.samples is None else rule.samples
         if weights is None:
             self.num_positions = min(self.num_positions, available)
 
@@ -194,52 +167,31 @@ class Indexes:
         if self._alone:
             index = np.arange(start, stop)
             return Draws(np.zeros(index.size, np.int32), np.zeros(index.size, np.int64), index)
-        blend = self._opened_blend()
+        blend = self._blend()
         source = blend["dataset"][start:stop].astype(np.int32)
         return Draws(source, np.zeros(source.size, np.int64), blend["sample"][start:stop].astype(np.int64))
-
-    def dataset(self, source: int) -> Dataset:
-        """A dataset with its arrays."""
-        dataset = self._datasets[source]
-        if not dataset.is_open:
-            with self._lock:
-                if not dataset.is_open:
-                    dataset.open(self._cache)
-        return dataset
-
-    def tokens_of(self, source: int, indices: Longs) -> Longs:
-        """Tokens of each sample of a dataset; opens its arrays only if they matter."""
-        dataset = self._datasets[source]
-        return (self.dataset(source) if dataset.may_be_short else dataset).tokens_of(indices)
 
     def open_all(self) -> None:
         """Build or map everything now."""
         if not self._alone:
-            self._opened_blend()
-        for source in range(len(self._datasets)):
-            self.dataset(source)
-
-    def _opened_blend(self) -> Arrays:
-        if self._blend is None:
-            with self._lock:
-                if self._blend is None:
-                    self._blend = self._open_blend()
-        return self._blend
+            self._blend()
+        for dataset in self.datasets:
+            dataset.arrays()
 
     def _open_blend(self) -> Arrays:
-        weights, samples = self._weights, self._ask.samples
-        sizes = [dataset.passes.num_samples for dataset in self._datasets]
+        weights, samples = self._weights, self._samples
+        sizes = [dataset.passes.num_samples for dataset in self.datasets]
 
         def build() -> Arrays:
             if weights is None or samples is None:
                 return blend_of_sizes(sizes, samples)
-            given, _ = sizes_of_blend(weights, samples, self._ask.surplus)
+            given, _ = sizes_of_blend(weights, samples, self._surplus)
             blend = blend_of_weights(weights, sum(given))
             drawn = np.bincount(blend["dataset"], minlength=len(sizes))
             for source in np.flatnonzero(drawn > sizes)[:1].tolist():
                 raise RecipeError(
                     f"the blend draws {drawn[source]} samples of source {source}, which has "
-                    f"{sizes[source]}; raise mid_level_dataset_surplus={self._ask.surplus}, in Megatron too"
+                    f"{sizes[source]}; raise mid_level_dataset_surplus={self._surplus}, in Megatron too"
                 )
             return blend
 
