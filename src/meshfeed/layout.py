@@ -78,13 +78,10 @@ class Layout:
     table: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for dim in (*DIMS, "ep"):
-            size = getattr(self, dim)
+        for name in (*DIMS, "ep", *(() if self.ranks_per_node is None else ("ranks_per_node",))):
+            size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
-                raise LayoutError(f"{dim}={size!r}: the size of a dimension is a whole number from 1")
-        node_size = 1 if self.ranks_per_node is None else self.ranks_per_node
-        if not isinstance(node_size, int) or node_size < 1:
-            raise LayoutError(f"ranks_per_node={node_size!r}: a whole number of ranks, from 1")
+                raise LayoutError(f"{name}={size!r}: give a whole number from 1")
         listed = self.order.lower().split("-")
         unknown = [dim for dim in listed if dim not in (*DIMS, "ep")]
         if unknown or len(set(listed)) != len(listed):

@@ -10,7 +10,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Sized
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -164,7 +164,6 @@ class Recipe:
         shuffle: "global" permutes each epoch differently; "blocks", or a `Blocks`, permutes some shards at a
             time; "none" keeps storage order; "replacement" draws with replacement, as many sequences as an
             epoch has.
-        sources: the stores, in the order in which `Draws.source` counts them; computed.
 
     Raises RecipeError for any other value.
     """
@@ -176,11 +175,9 @@ class Recipe:
     epochs: int | None = None
     steps: int | None = None
     shuffle: Order | Blocks = "global"
-    sources: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
-        mixed = isinstance(self.data, Mixture)
         if not isinstance(self.data, (Store, Mixture)):
             raise RecipeError(f"data={reprlib.repr(self.data)}: {_WANTED['data']}{_hint(self.data)}")
         given: dict[str, tuple[Any, type]] = {"sequence": (self.sequence, Rule), "batch": (self.batch, Batch)}
@@ -192,7 +189,7 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= _MAX):
                 raise RecipeError(f"{name}={value!r}: a whole number from 1 to 2**62, or None for no end")
-        if mixed and self.epochs is not None:
+        if isinstance(self.data, Mixture) and self.epochs is not None:
             raise RecipeError(
                 f"epochs={self.epochs} with a mixture: set it for each source, "
                 f'Mixture({{"name": (store, {self.epochs})}}, by="repeat"), or give steps'
@@ -205,9 +202,11 @@ class Recipe:
             )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
-        object.__setattr__(
-            self, "sources", self.data.stores if isinstance(self.data, Mixture) else (self.data,)
-        )
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """The stores, in the order in which `Draws.source` counts them."""
+        return self.data.stores if isinstance(self.data, Mixture) else (self.data,)
 
     @property
     def source_names(self) -> tuple[str, ...]:

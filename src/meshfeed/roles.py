@@ -236,14 +236,12 @@ class Roles:
         """A group's ranks, and the same node by node."""
         if group not in self._members_of_group:
             start, stop = self._group_starts[group : group + 2]
-            indices = self._by_group[start:stop]
-            peers: tuple[int, ...] = tuple(self.ranks[indices].tolist())
-            node_of_leader: dict[int, list[int]] = {}
-            for rank, leader in zip(peers, () if self.leader is None else self.leader[indices].tolist()):
-                node_of_leader.setdefault(leader, [leader])
-                if rank != leader:
-                    node_of_leader[leader].append(rank)
-            self._members_of_group[group] = peers, tuple(map(tuple, node_of_leader.values()))
+            mine = self._by_group[start:stop]
+            peers: list[int] = self.ranks[mine].tolist()
+            node_of: dict[int, list[int]] = {}  # of its leader
+            for rank, leader in zip(peers, () if self.leader is None else self.leader[mine].tolist()):
+                node_of.setdefault(leader, [leader]).extend([rank] if rank != leader else [])
+            self._members_of_group[group] = tuple(peers), tuple(map(tuple, node_of.values()))
         return self._members_of_group[group]
 
 
@@ -280,7 +278,7 @@ def assign_roles(
         allowed = np.isin(ranks, policy)
 
     keys = _group_keys(layout, ranks, coords, delivery, reads is not None, shares_packs)
-    group, reader = _group_readers(layout, ranks, keys, needs, allowed, delivery, reads is not None)
+    group, reader = _group_readers(layout, ranks, keys, needs, allowed, delivery)
     member = needs.copy()
     member[reader[needs]] = True  # a reader outside the stages that need bytes joins as their source
     source = np.where(needs, ranks[reader], -1)
@@ -324,25 +322,19 @@ def _group_readers(
     needs: npt.NDArray[np.bool_],
     allowed: npt.NDArray[np.bool_],
     delivery: DeliveryName,
-    has_policy: bool,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """(group of each rank, index in `ranks` of that group's reader), for the first valid grouping."""
-    # Without a policy the reader is a rank that needs the bytes anyway.
-    candidate = allowed if has_policy else needs
-    index = np.arange(ranks.size)
+    count = ranks.size
+    # the first allowed rank of a group reads, those that need the bytes themselves before all others
+    preference = np.where(allowed, np.arange(count) + np.where(needs, 0, count), 2 * count)
     unfed = np.zeros(0, np.int64)
     for key in keys:
         group = np.unique(key, return_inverse=True)[1].reshape(-1)
-        first = np.full(int(group.max()) + 1, ranks.size)
-        np.minimum.at(first, group, np.where(candidate, index, ranks.size))
-        if has_policy:  # prefer a reader that needs the bytes itself
-            own = np.full(first.size, ranks.size)
-            np.minimum.at(own, group, np.where(candidate & needs, index, ranks.size))
-            first = np.where(own < ranks.size, own, first)
-        reader = first[group]
-        unfed = np.flatnonzero(needs & (reader == ranks.size))
+        first = np.full(int(group.max()) + 1, 2 * count)
+        np.minimum.at(first, group, preference)
+        unfed = np.flatnonzero(needs & (first[group] == 2 * count))
         if not unfed.size:
-            return group, np.where(reader == ranks.size, index, reader)
+            return group, first[group] % count
     hungry = int(ranks[unfed[0]])
     where = {"direct": "itself", "share": "its node and replica"}.get(delivery, "its replica")
     raise RoleError(
