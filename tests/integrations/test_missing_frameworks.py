@@ -12,8 +12,9 @@ CODE = """
 import sys
 for name in ("megatron", "lightning", "torchtitan", "transformers"):
     sys.modules[name] = None
+import importlib
 import meshfeed as mf
-from meshfeed.integrations import lightning, megatron, torchtitan, transformers
+from meshfeed.integrations import megatron, torchtitan, transformers
 
 recipe = mf.Recipe(data=mf.Lengths([4]), sequence=mf.Documents(), batch=mf.Batch(sequences=1))
 pack = dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "total_tokens", "pad_between_seqs"))
@@ -26,7 +27,7 @@ for call in (
     lambda: megatron.get_batch(iter([pack])),
     lambda: megatron.SequencePacking()(iter([]), None, 1),
     lambda: next(wrapper),
-    lambda: lightning.DataModule,
+    lambda: importlib.import_module("meshfeed.integrations.lightning"),
     lambda: torchtitan.DataLoader,
     transformers.FeedTrainer,
 ):

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
@@ -52,8 +51,11 @@ _LIMITS = {
 Recipes = Recipe | Sequence[Recipe]
 
 
-class FeedData:
-    """A LightningDataModule of recipes; `DataModule` adds Lightning's base class.
+_Base: Any = framework("lightning.pytorch", "lightning").LightningDataModule
+
+
+class DataModule(_Base):
+    """A LightningDataModule of recipes.
 
     train, validate, test, predict: the recipe of each role; validate, test and predict also take a list.
     layout: of all ranks; None takes the strategy's device mesh, or plain data parallelism.
@@ -63,8 +65,6 @@ class FeedData:
 
     Given to another trainer, a module resumes where it stopped; make a new one to start from the beginning.
     """
-
-    trainer: Any
 
     def __init__(
         self,
@@ -280,20 +280,3 @@ class _Loader(TrainLoader):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(at_step_start(state_dict)[0])
-
-
-if TYPE_CHECKING:
-    DataModule = FeedData
-
-
-def __getattr__(name: str) -> Any:
-    if name != "DataModule":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _data_module()
-
-
-@cache
-def _data_module() -> type:
-    """The class, made on first use: importing Lightning takes seconds."""
-    base = framework("lightning.pytorch", "lightning").LightningDataModule
-    return type("DataModule", (FeedData, base), {"__module__": __name__, "__doc__": FeedData.__doc__})

@@ -80,7 +80,7 @@ class StageIterator(Iterator[dict[str, Any]]):
         if step.num_microbatches == wanted:
             return
         num, dp = len(step.plan.lengths), self._source.layout.dp
-        rows = getattr(self._source, "micro_batch_size", 1)
+        rows = self._source.micro_batch_size if isinstance(self._source, Feed) else 1
         raise RecipeError(
             f"step {step.index} is {num} sequences, {step.num_microbatches} microbatches on each of {dp} "
             f"data-parallel ranks (micro_batch_size={rows}), but num_microbatches is {wanted}; make the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Self, cast
 
@@ -96,22 +96,25 @@ class HybridCPDataLoaderWrapper:
             for sample in ids_of_rank[group.member]:
                 item = items.get(sample) or _dummy(gathered.schemas[0])
                 width = _width(step_plan, sample)
-                mine[sample] = {
-                    name: self._placed(name, value, width) for name, value in _as_given(item).items()
-                }
+                given = ((name.strip("()"), value) for name, value in item.items())
+                mine[sample] = {name: self._placed(name, value, width) for name, value in given}
         return mine, groups
 
     def _placed(self, name: str, value: Any, width: int) -> Any:
         """A value of a sample on its device; keys with one entry per token get zeros up to the width."""
         if not isinstance(value, torch.Tensor):
             return value
-        return (_padded(value, width) if name in self._per_token else value).to(device_of(self._device))
+        if name in self._per_token:
+            beside = [0, 0] * (value.ndim - 1)
+            value = torch.nn.functional.pad(value, [*beside, 0, max(width - len(value), 0)])
+        return value.to(device_of(self._device))
 
     def _pull(self) -> Given:
         """This rank's items: none at its end, since others may have more; an error is reported to all."""
         try:
             element = next(cast(Iterator[Any], self._iterator), [])
-            samples = [_as_sent(each) for each in sequences_of(element, self._given_keys)]
+            given = sequences_of(element, self._given_keys)
+            samples = [{_sent(name): value for name, value in each.items()} for each in given]
             return encode(samples, self._keys, first=self._taken, rank=dist.get_rank())
         except Exception as error:
             none = nothing()
@@ -165,25 +168,11 @@ def _sent(name: str) -> str:
     return f"({name})" if name in RESERVED else name
 
 
-def _as_sent(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {_sent(name): value for name, value in sample.items()}
-
-
-def _as_given(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.strip("()"): value for name, value in sample.items()}
-
-
 def _sent_keys(keys: Keys) -> Keys:
     """The declared keys, and Megatron's own keys with one entry per token, under the names sent."""
     more = sorted(per_token_of(keys) - {field.name for field in keys.declared})
     fields = (Field(name=_sent(name), dtype="any", split=True) for name in more)
     return Keys(*keys.declared, *fields, length=keys.length)
-
-
-def _padded(value: torch.Tensor, width: int) -> torch.Tensor:
-    """One entry per token, and zeros up to the width."""
-    beside = [0, 0] * (value.ndim - 1)
-    return torch.nn.functional.pad(value, [*beside, 0, max(width - len(value), 0)])
 
 
 def _dummy(schema: Schema) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -25,12 +24,13 @@ from meshfeed.integrations.megatron.stages import (
     layout_of,
     quantum_of,
     readers,
+    scheduler_of,
     stages_of,
 )
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, Packing, StepPlan
 from meshfeed.plan.policy import room_of
-from meshfeed.roles import Role, StageMap
+from meshfeed.roles import Role
 
 SCHEDULERS = {
     "dp_balanced": "in_order",
@@ -53,12 +53,6 @@ _BEGINS = "(begins)"  # marks the first sample of a pack to keep
 
 Wrapped = tuple[Any, int, int, int]
 """(iterator or one per virtual stage, number of microbatches, tokens, sum of squared lengths)."""
-
-
-def scheduler_of(config: Any) -> str:
-    """The name of the config's scheduler."""
-    given = getattr(config, "sequence_packing_scheduler", None)
-    return str(getattr(given, "value", given))
 
 
 def packing_of(
@@ -177,16 +171,13 @@ class SequencePacking:
         self._align = align
         self._keys, self._device, self._timeout_s = _with_own(keys or Keys()), device, timeout_s
         self._turn = _Turn(self._keys)
-        self._open: dict[tuple[Any, ...], Exchange] = {}
-        self._bare: set[tuple[Any, ...]] = set()  # those opened without an iterator here
+        self._open: dict[tuple[Any, ...], _Scheduled] = {}
         self._stages: dict[tuple[Any, ...], list[StageIterator]] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -194,7 +185,6 @@ class SequencePacking:
         while self._open:
             key, exchange = self._open.popitem()
             self._stages.pop(key, None)
-            self._bare.discard(key)
             exchange.close()
 
     def __call__(
@@ -213,18 +203,15 @@ class SequencePacking:
         if num_microbatches < 1:
             raise RecipeError(f"num_microbatches={num_microbatches}: give at least 1")
         keep = scheduler_of(config) in KEEPING
-        source = next((each for each in given if each is not None), None)
-        self._turn.take(source, num_microbatches, keep=keep)
+        self._turn.take(next((each for each in given if each is not None), None), num_microbatches, keep=keep)
         layout = layout_of(pg_collection)
         plan = packing_of(config, layout, align=self._align)
         key = (layout, stages_of(config, layout), plan, keep)
         if key not in self._open:
             self._open[key] = self._new_exchange(config, key, pg_collection)
-            if self._turn.source is None:
-                self._bare.add(key)
             made = data_iterators(self._open[key])
             self._stages[key] = made if isinstance(made, list) else [made]
-        if key in self._bare and self._turn.source is not None:
+        if self._turn.source is not None and not self._open[key].pulls:
             raise RecipeError("this rank had no data iterator before but has one now; pass it in every call")
         wrapped = _wrapped(self._stages[key])
         step = self._stages[key][0].step
@@ -232,29 +219,31 @@ class SequencePacking:
             raise StopIteration
         return wrapped
 
-    def _new_exchange(self, config: Any, key: tuple[Any, ...], groups: Any) -> Exchange:
-        layout: Layout = key[0]
-        stages: StageMap = key[1]
+    def _new_exchange(self, config: Any, key: tuple[Any, ...], groups: Any) -> _Scheduled:
+        layout, stages, packing, keeps = key
         made = _Scheduled(
             self._turn if self._turn.source is not None else None,
             layout,
-            packing=key[2],
+            packing=packing,
             keys=self._keys,
             owners=readers(config, loading=self._loading, groups=groups),
             delivery=delivery_of(self._loading),
             stage_map=stages,
             device=device_of(self._device),
             timeout_s=self._timeout_s,
-            name="keeps packs" if key[3] else "",
+            name="keeps packs" if keeps else "",
         )
-        made.keeps = key[3]
+        made.keeps, made.pulls = keeps, self._turn.source is not None
         return made
 
 
 class _Scheduled(Exchange):
-    """The exchange of a SequencePacking; its owners are Megatron's readers. keeps: see KEEPING."""
+    """The exchange of a SequencePacking; its owners are Megatron's readers.
 
-    keeps = False
+    keeps: see KEEPING. pulls: whether this rank had an iterator when it was made.
+    """
+
+    keeps = pulls = False
 
     def _made_plan(self, gathered: GatheredLengths) -> StepPlan | None:
         if not self.keeps or not len(gathered):

@@ -95,13 +95,10 @@ def quantum_of(config: Any) -> int | None:
     return int(size) if size and stage_map(config).vpp > 1 else None
 
 
-def is_dynamic(config: Any) -> bool:
-    """Whether a Megatron config changes context-parallel groups from microbatch to microbatch."""
-    scheduler = getattr(config, "sequence_packing_scheduler", None)
-    name = str(getattr(scheduler, "value", scheduler))
-    return name.endswith(("dynamic_cp", "hybrid_cp")) or bool(
-        getattr(config, "hybrid_context_parallel", False)
-    )
+def scheduler_of(config: Any) -> str | None:
+    """The name of the config's sequence_packing_scheduler."""
+    given = getattr(config, "sequence_packing_scheduler", None)
+    return None if given is None else str(getattr(given, "value", given))
 
 
 def is_reader(
@@ -139,11 +136,14 @@ def readers(config: Any = None, *, loading: Loading = "broadcast", groups: Any =
 
 def _roles(layout: Layout, stages: StageMap, loading: Loading, config: Any) -> Roles:
     delivery, fields = delivery_of(loading), _STORED
-    if delivery == "direct" and getattr(config, "sequence_packing_scheduler", None) is not None:
+    scheduler = scheduler_of(config)
+    if delivery == "direct" and scheduler is not None:
         fields = (*_STORED, _LENGTHS)
     if delivery == "auto":
         delivery = choose_delivery(layout, stages, fields, can_share=can_share() is None)
-    return assign_roles(layout, stages, fields, delivery, shares_packs=not is_dynamic(config))
+    changing = (scheduler or "").endswith(("dynamic_cp", "hybrid_cp"))  # cp groups, between microbatches
+    changing = changing or bool(getattr(config, "hybrid_context_parallel", False))
+    return assign_roles(layout, stages, fields, delivery, shares_packs=not changing)
 
 
 def feed(
