@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -387,7 +387,7 @@ def test_fields_for_no_stage_are_refused(stages: tuple[str, ...]) -> None:
 
 def test_a_role_is_plain_json() -> None:
     roles = assign_roles(mf.Layout(tp=2), mf.StageMap(), FIELDS, "share")
-    assert json.loads(json.dumps([role.to_json() for role in roles])) == [
+    assert json.loads(json.dumps([asdict(role) for role in roles])) == [
         {
             "rank": r,
             "reads": r == 0,

@@ -212,15 +212,12 @@ class Layout:
             group = getattr(groups, name, None) if groups is not None else of_state(parallel_state)
             if group is None and dims in DIMS:
                 raise LayoutError(f"the process groups have no {name!r}; set tp, cp, dp and pp of this rank")
-            if group is None:
-                continue
             try:
-                ranks = [int(rank) for rank in ranks_of(group)]
+                found |= {} if group is None else {dims: [int(rank) for rank in ranks_of(group)]}
             except (KeyError, ValueError, TypeError, AttributeError) as foreign:
                 raise LayoutError(
                     f"this rank is not in a {name!r} group ({foreign!r}); make it a member"
                 ) from None
-            found[dims] = ranks
         ep, gtp = len(found.pop("ep", [0])), found.pop("gtp", [])
         if len(gtp) > 1:  # its ranks share weights but have different data: an inner dp
             rank = _common_rank_of(found)

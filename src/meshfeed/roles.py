@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -173,17 +173,6 @@ class Role:
 
     def _node(self) -> tuple[int, ...]:
         return next((members for members in self.nodes if self.rank in members), ())
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain JSON types."""
-        return {
-            "rank": self.rank,
-            "reads": self.reads,
-            "source": self.source,
-            "peers": list(self.peers),
-            "fields": list(self.fields),
-            "nodes": [list(members) for members in self.nodes],
-        }
 
 
 class Roles:

@@ -155,13 +155,9 @@ def test_what_recipe_and_arguments_disagree_about_is_refused(corpus: str, tmp_pa
 
 def test_arguments_that_say_nothing_are_refused_at_construction(corpus: str, tmp_path: Path) -> None:
     one = recipe(corpus)
-    for options, told in (
-        ({"packin": 1}, "'packin', which is not an option of a Feed; did you mean 'packing'"),
-        ({"quux": 1}, "'quux', which is not an option of a Feed; a Feed takes .*'delivery'"),
-        ({"rank": 1}, "'rank', which accelerate sets"),
-    ):
-        with pytest.raises(mf.RecipeError, match=told):
-            trainer(tmp_path, one, feed=options)
+    for name in ("packin", "rank"):
+        with pytest.raises(TypeError, match=f"argument '{name}'"):
+            trainer(tmp_path, one, feed={name: 1})
     for given, kind in (
         ([one], "list of Recipe"),
         ((one.data,), "tuple of IndexedStore"),

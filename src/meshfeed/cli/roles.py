@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshfeed.cli.command import OK, Console, Table, add_command, add_delivery, numbers, print_json, whole
@@ -123,7 +123,7 @@ def _rows(
 def _json(layout: Layout, role: Role, moved: _Bytes) -> dict[str, Any]:
     coord = layout.coord(role.rank)
     return {
-        **role.to_json(),
+        **asdict(role),
         "coord": coord._asdict(),
         "node": int(layout.node(role.rank)),
         "read_bytes": moved.read,

@@ -20,13 +20,13 @@ from typing import Any
 from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Step
+from meshfeed.feed.options import FeedOptions
 from meshfeed.integrations.loader import (
     BatchOf,
     EvalLoader,
     Settings,
     TrainLoader,
     at_step_start,
-    check_options,
     check_state,
     framework,
     num_microbatches,
@@ -40,8 +40,6 @@ _SETTINGS = Settings(
     accumulated="accumulate_grad_batches",
     epoch="steps_per_epoch=..., or limit_train_batches a multiple of accumulate_grad_batches",
 )
-
-_OWN = {"recipe": "train, validate, test or predict", "rank": "the Trainer"}
 _LIMITS = {
     "validate": "limit_val_batches",
     "test": "limit_test_batches",
@@ -79,7 +77,7 @@ class DataModule(_Base):
         **feed_options: Any,
     ) -> None:
         super().__init__()
-        check_options(feed_options, _OWN, "DataModule")
+        FeedOptions.of("DataModule", feed_options)  # now, not when the Trainer first asks for a loader
         self._recipes = {"train": train, "validate": validate, "test": test, "predict": predict}
         self._layout, self._batch_of, self._steps_per_epoch = layout, batch_of, steps_per_epoch
         self._feed_options = feed_options

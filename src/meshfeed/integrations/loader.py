@@ -6,7 +6,6 @@ both fetched and trained microbatches, and its state follows the trained ones.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,6 @@ from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.extras import install
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
-from meshfeed.feed.options import FeedOptions
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.state import State, sealed
@@ -108,7 +106,7 @@ class TrainLoader:
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise RecipeError(f"steps_per_epoch={steps_per_epoch}: a whole number from 1, or None")
         self._feed, self._batch_of, self._steps_per_epoch = feed, batch_of, steps_per_epoch
-        self._accumulated, self._trained = accumulated, trained or self._fetched
+        self._accumulated, self._trained = accumulated, trained or (lambda: self._num_fetched)
         self._settings = settings or Settings()
         self._steps: Iterator[Step] | None = None  # of the feed, kept from epoch to epoch
         self._out: deque[Step] = deque()  # fetched, perhaps not trained
@@ -120,7 +118,8 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Any]:
         steps = self._begin()
-        last = self._epoch_end()
+        size = self._steps_per_epoch
+        last = None if size is None else (self._position() // size + 1) * size
         for step in steps:
             self._check(step.index, step.num_microbatches)
             self._settle()
@@ -189,9 +188,6 @@ class TrainLoader:
 
     # -- what was fetched, and what was trained -------------------------------------------------------
 
-    def _fetched(self) -> int:
-        return self._num_fetched
-
     def _position(self) -> int:
         if self._next is None:
             self._next = int(self._feed.state_dict()["step"])
@@ -222,10 +218,6 @@ class TrainLoader:
             self._base = self._trained()
             self._steps = iter(self._feed)
         return self._steps
-
-    def _epoch_end(self) -> int | None:
-        size = self._steps_per_epoch
-        return None if size is None else (self._position() // size + 1) * size
 
     def _check(self, step: int, num_microbatches: int | None) -> None:
         wanted = self._accumulated()
@@ -265,18 +257,6 @@ def check_state(state_dict: Mapping[str, Any], recipe: Recipe) -> None:
             f"this state was taken after {done} microbatches of step {state.step}, and a checkpoint does not "
             f"keep their gradients; resume from a checkpoint that was saved between optimizer steps"
         )
-
-
-def check_options(options: Mapping[str, Any], own: Mapping[str, str], where: str) -> None:
-    """Raises RecipeError for a name that is not an option of a Feed. own: options set elsewhere -> where."""
-    known = [name for name in FeedOptions.__dataclass_fields__ if name not in own]
-    for name in options:
-        if name in own:
-            raise RecipeError(f"{where} has {name!r}, which {own[name]} sets; leave it out")
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 3)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"a Feed takes {known}"
-            raise RecipeError(f"{where} has {name!r}, which is not an option of a Feed; {hint}")
 
 
 def at_step_start(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

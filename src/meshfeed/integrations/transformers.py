@@ -22,11 +22,11 @@ import torch
 from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
+from meshfeed.feed.options import FeedOptions
 from meshfeed.integrations.loader import (
     EvalLoader,
     Settings,
     TrainLoader,
-    check_options,
     framework,
     masked_labels,
 )
@@ -69,6 +69,9 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
     return made
 
 
+_BASES = "a subclass needs the bases (FeedTrainer, Trainer), in this order"
+
+
 class FeedTrainer:
     """A base class to list before `transformers.Trainer`. The Trainer handles datasets that are not recipes.
 
@@ -100,7 +103,7 @@ class FeedTrainer:
         self._evaluating = False  # on a recipe
         if not isinstance(self, framework("transformers", "transformers").Trainer):
             raise MeshfeedError(f"{_BASES}; {type(self).__name__} has no Trainer among its bases")
-        check_options(self._feed_options, _OWN, "feed_options")
+        FeedOptions.of("feed_options", self._feed_options)
         super().__init__(*args, **kwargs)
         _check_dataset("train_dataset", self.train_dataset)
         given = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": self.eval_dataset}
@@ -109,8 +112,9 @@ class FeedTrainer:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        before = cls.__mro__[1 : cls.__mro__.index(FeedTrainer)]
-        if wrong := [base.__name__ for base in before if _is_trainer(base)]:
+        trainer = framework("transformers", "transformers").Trainer
+        before = (base for base in cls.__mro__[: cls.__mro__.index(FeedTrainer)] if issubclass(base, trainer))
+        if wrong := [base.__name__ for base in before if not issubclass(base, FeedTrainer)]:
             raise MeshfeedError(
                 f"{_BASES}; in {cls.__name__}, {wrong[0]} comes before FeedTrainer and hides it"
             )
@@ -227,15 +231,6 @@ def _check_dataset(name: str, given: object) -> None:
         )
 
 
-_OWN = {"recipe": "train_dataset or eval_dataset", "layout": "FeedTrainer's layout", "rank": "accelerate"}
-_BASES = "a subclass needs the bases (FeedTrainer, Trainer), in this order"
-
-
-def _is_trainer(base: type) -> bool:
-    """Whether it is transformers' Trainer or a subclass of it alone."""
-    return not issubclass(base, FeedTrainer) and hasattr(base, "get_train_dataloader")
-
-
 def check_packing(packing: Packing, mesh: Any) -> None:
     """Raises RecipeError or LayoutError if sequences would be split among ranks."""
     if packing.policy == "dynamic_cp":
@@ -320,20 +315,17 @@ class _Resumed(TrainLoader):
     def __iter__(self) -> Any:
         state = self._trainer.state
         if not self._begun and state.global_step:
-            self.load_state_dict(self._saved())
+            saved = state.stateful_callbacks.get(_KEY)
+            if saved is None:
+                raise StateError(
+                    f"the checkpoint of step {state.global_step} was saved without meshfeed and lacks the "
+                    f"data position; resume with the data it was trained on, or start a new run from its "
+                    f"model"
+                )
+            self.load_state_dict(saved)
         self._begun = True
         if state.global_step < state.max_steps:  # a finished run would train one more step before it counts
             yield from super().__iter__()
 
     def __len__(self) -> int:
         raise TypeError("a stream has no len() for the Trainer; give max_steps")
-
-    def _saved(self) -> dict[str, Any]:
-        at = self._trainer.state.global_step
-        saved = self._trainer.state.stateful_callbacks.get(_KEY)
-        if saved is None:
-            raise StateError(
-                f"the checkpoint of step {at} was saved without meshfeed and lacks the data position; resume "
-                f"with the data it was trained on, or start a new run from its model"
-            )
-        return dict(saved)

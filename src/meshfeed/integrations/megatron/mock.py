@@ -25,20 +25,16 @@ def mock_lengths(config: str | os.PathLike[str] | Mapping[str, Any]) -> Lengths:
     """
     try:
         told = dict(config) if isinstance(config, Mapping) else json.loads(_text_of(config))
-        mode = told["mode"]
-        if mode == "file":
+        if told["mode"] == "file":
             return Lengths.from_file(told["path"])
-        if mode == "distribution" and told["type"] == "lognormal":
-            mean, sigma = told["mean_seq_len"], told["lognormal_sigma"]
-            rng = np.random.RandomState(0)  # the generator, and the seed, of Megatron's dataset
-            drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, _COUNT)
-            return Lengths(drawn.clip(told["min_seq_len"], told["max_seq_len"]).astype(np.int64))
+        if (told["mode"], told["type"]) != ("distribution", "lognormal"):
+            raise ValueError("only 'file' and 'distribution' of 'lognormal' have made-up tokens")
+        mean, sigma = told["mean_seq_len"], told["lognormal_sigma"]
+        rng = np.random.RandomState(0)  # the generator, and the seed, of Megatron's dataset
+        drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, _COUNT)
+        return Lengths(drawn.clip(told["min_seq_len"], told["max_seq_len"]).astype(np.int64))
     except (OSError, ValueError, KeyError, TypeError) as bad:
         raise StoreError(f"mock dataset config {config!r}: {type(bad).__name__} {bad}") from bad
-    raise StoreError(
-        f"mock dataset config of mode={mode!r}, type={told.get('type')!r}: only 'file' and 'distribution' of "
-        f"'lognormal' have made-up tokens; open a real store with mf.open"
-    )
 
 
 def _text_of(config: str | os.PathLike[str]) -> str:
