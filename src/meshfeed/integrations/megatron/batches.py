@@ -12,7 +12,7 @@ from meshfeed.errors import LayoutError, RecipeError
 from meshfeed.exchange import Exchange
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Step
-from meshfeed.integrations.megatron.core import core
+from meshfeed.integrations.megatron.stages import core
 from meshfeed.plan import Pack, StepPlan, packs_of
 from meshfeed.roles import Field
 

@@ -126,18 +126,14 @@ def build_index(
     "sample", int32 or int64 [num_samples + 1, 2]: place in that order and token in that document where each
     sample starts, and the last one ends; "shuffle", uint32 or int64 [num_samples]: which sample comes when.
     """
-    random = _random_state(seed)
+    if not 0 <= seed < 2**32:
+        raise RecipeError(f"seed={seed}: Megatron's order takes seeds from 0 to 2**32 - 1")
+    random = np.random.RandomState(seed)
     shuffled = _shuffled_documents(passes, lengths, first_document, random)
     document = np.ascontiguousarray(shuffled["document"])
     sample = _sample_starts(passes, shuffled["length"])
     del shuffled
     return {"document": document, "sample": sample, "shuffle": _shuffled_samples(passes, random)}
-
-
-def _random_state(seed: int) -> np.random.RandomState:
-    if not 0 <= seed < 2**32:
-        raise RecipeError(f"seed={seed}: Megatron's order takes seeds from 0 to 2**32 - 1")
-    return np.random.RandomState(seed)
 
 
 def _shuffled_documents(

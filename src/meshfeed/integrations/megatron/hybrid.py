@@ -18,10 +18,9 @@ from meshfeed.exchange.items import Given
 from meshfeed.exchange.keys import RESERVED
 from meshfeed.exchange.lengths import ERROR, Schema
 from meshfeed.feed.stepping import ranks_beside
-from meshfeed.integrations.megatron.core import core
 from meshfeed.integrations.megatron.samples import per_token_of, sequences_of
 from meshfeed.integrations.megatron.schedule import packing_of
-from meshfeed.integrations.megatron.stages import device_of, layout_of
+from meshfeed.integrations.megatron.stages import core, device_of, layout_of
 from meshfeed.layout import Layout
 from meshfeed.plan import StepPlan, packs_of
 from meshfeed.roles import Field

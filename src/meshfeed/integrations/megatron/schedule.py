@@ -15,10 +15,10 @@ from meshfeed.errors import PlanError, RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
 from meshfeed.exchange.lengths import GatheredLengths
 from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator, begin, data_iterators
-from meshfeed.integrations.megatron.core import core
 from meshfeed.integrations.megatron.samples import OVERWRITTEN, sequences_of
 from meshfeed.integrations.megatron.stages import (
     Loading,
+    core,
     delivery_of,
     device_of,
     layout_of,

@@ -12,7 +12,7 @@ from meshfeed.deliver import can_share
 from meshfeed.errors import RoleError
 from meshfeed.feed import Feed
 from meshfeed.feed.launch import this_layout
-from meshfeed.integrations.megatron.core import core
+from meshfeed.integrations.loader import framework
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
@@ -33,6 +33,11 @@ _STORED = (
     Field(name="labels", dtype="int64", stages=("last",), split=True),
 )
 _LENGTHS = Field(name="lengths", dtype="int64")  # of a trainer's own sequences, which no index knows
+
+
+def core(name: str) -> Any:
+    """The module megatron.core.NAME. Raises MeshfeedError if Megatron-core lacks it or is not installed."""
+    return framework(f"megatron.core.{name}", "megatron")
 
 
 def delivery_of(loading: Loading) -> DeliveryName | Literal["auto"]:
