@@ -182,7 +182,8 @@ class MDSStore(ShardedStore):
         number = int(self.shard_ends.searchsorted(place, side="right"))
         first = int(self._firsts[number])
         columns = self._parsed[1]
-        with self, self._files.reading(number) as file:
+        with self:
+            file = self._files.file(number)
             where = f"{file.url}: sample {place - first}"
             begin, end = np.frombuffer(_read(file, 4 * (1 + place - first), 8), "<u4").tolist()
             try:

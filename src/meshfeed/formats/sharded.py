@@ -63,9 +63,9 @@ class Even:
 class ShardedStore(DocumentStore):
     """A StreamStore over the shards of a folder: documents lie end to end, in the order of the index.
 
-    Making one only remembers. Everything but the attributes wants `with store:`. At most 128 shards are open
-    at a time. A shard that is compressed, or far away with hashes in the index, is fetched and checked as a
-    whole before a byte of it is used. All methods raise StoreError.
+    Making one only remembers. Everything but the attributes wants `with store:`. A shard that is compressed,
+    or far away with hashes in the index, is fetched and checked as a whole before a byte of it is used. All
+    methods raise StoreError.
 
     How long documents are, and where in their shards, is known from the index or, where that does not tell,
     read from the head of every shard, several at a time. It is done once per node and kept beside the cache;
