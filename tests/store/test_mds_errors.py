@@ -130,7 +130,9 @@ def test_which_column_holds_tokens_must_be_plain(tmp_path: Path) -> None:
     with mosaic.imported().MDSWriter(out=str(tmp_path), columns=columns) as writer:
         one = np.ones(3, np.uint16)
         writer.write({"a": one, "b": one, "text": "x", "raw": one.astype("<u4").tobytes()})
-    with pytest.raises(StoreError, match=r"its columns are a, b, raw, text; say which holds tokens"):
+    with pytest.raises(
+        StoreError, match=r"its columns are a \(ndarray:uint16\), b .*; say which holds tokens"
+    ):
         _ = mf.open(tmp_path).dtype
     with pytest.raises(StoreError, match="'text' is str; tokens are an ndarray"):
         _ = mf.open(tmp_path, column="text").dtype

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
@@ -65,6 +67,12 @@ class IndexReader:
         if not isinstance(value, str):
             self.refuse(_path(where, key), f"is {str(value)[:50]}; a text belongs there")
         return value
+
+    def refuse_twice(self, where: str, names: Sequence[str]) -> None:
+        """Raise where a file is listed twice."""
+        for name, count in Counter(names).items():
+            if count > 1:
+                self.refuse(where, f"list the file {name!r} twice")
 
 
 def _path(where: str, key: str) -> str:

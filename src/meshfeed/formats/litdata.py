@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Content, Folder
-from meshfeed.formats.litdata_chunk import ChunkFile, Items
-from meshfeed.formats.litdata_column import Column
+from meshfeed.formats.items import Column, Head, Items, ItemsFile
 from meshfeed.formats.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
 from meshfeed.formats.sharded import ShardedStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.stream import I64
 
-_TOKENS = ("tokens", "input_ids")
+_MOST_DIMS = 16
 _ZSTD_HEAD_BYTES = 18
 
 
@@ -43,14 +42,11 @@ class LitdataStore(ShardedStore):
     Raises StoreError for what is encrypted, compressed item by item, or no integers.
     """
 
-    kind = "litdata"
+    kind, format = "litdata", "litdata"
 
     def __init__(self, folder: Folder, *, column: str | None = None) -> None:
-        super().__init__(folder)
-        self._column = column
+        super().__init__(folder, column=column)
         self._contents: dict[int, Content] = {}
-
-    # -- what it is ---------------------------------------------------------------------------------------
 
     @cached_property
     def _index(self) -> Index:
@@ -58,64 +54,35 @@ class LitdataStore(ShardedStore):
         return parse_index(index.url, index.peek([(0, index.size_bytes)])[0])
 
     @property
-    def encodings(self) -> Mapping[str, str]:
-        """Path in the item -> litdata's serializer, of every column."""
-        return {column.name: column.form for column in self._index.columns}
-
-    def beside(self) -> Mapping[str, LitdataStore]:
-        """Every other column, as a store whose tokens it is."""
-        others = [column.name for at, column in enumerate(self._columns) if at != self._tokens[0].at]
-        return {name: LitdataStore(self._folder, column=name) for name in others}
-
-    @property
     def shards(self) -> Sequence[Chunk]:
         """The chunks."""
         return self._index.chunks
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the tokens, little-endian."""
-        return self._tokens[1]
-
-    @property
-    def _columns(self) -> Sequence[Column]:
+    def _fields(self) -> Sequence[Column]:
         """Those that items hold: TokensLoader keeps only the first."""
         return self._index.columns[:1] if self._index.is_bare else self._index.columns
 
-    @cached_property
-    def _tokens(self) -> tuple[Items, np.dtype[Any]]:
-        """What items are made of, and the dtype of their tokens."""
-        index, columns = self._index, self._columns
-        names = [column.name for column in columns]
-        fit = [column.name for column in columns if column.has_tokens]
-        usual = next((name for name in _TOKENS if name in names), None)
-        name = self._column or usual or (fit[0] if len(fit) == 1 else None)
-        if name not in names:
-            said = ", ".join(f"{column.name} ({column.form})" for column in columns)
-            raise StoreError(
-                f"{self.path}: its columns are {said[:500]}; say which holds tokens: "
-                f"mf.open(path, column=...)"
-            )
-        at = names.index(name)
+    def _laid_out(self) -> Items:
+        fields = self._fields
+        at = self._column_of_tokens([each.name for each in fields if _has_tokens(each.encoding)])
         try:
-            family, dtype = columns[at].tokens()
-            items = Items(() if index.is_bare else tuple(c.size_bytes for c in columns), at, family)
-            return items, self._first_dtype(items) if dtype is None else dtype
+            kind = _tokens_in(fields[at].encoding)
+            if isinstance(kind, np.dtype):
+                return self._made_of(at, kind)
+            value = self._first_value(self._made_of(at, np.dtype(np.uint8)))
+            return self._made_of(at, kind.dtype_in(value) if value else np.dtype(np.uint16), kind)
         except ValueError as error:
-            raise StoreError(f"{self.path}: column {name!r} {error}") from error
+            raise StoreError(f"{self.path}: column {fields[at].name!r} {error}") from error
 
-    def _first_dtype(self, items: Items) -> np.dtype[Any]:
-        """What the first value says of its elements; the others must say the same."""
-        for number, chunk in enumerate(self._index.chunks):
-            if chunk.num_documents:
-                with ChunkFile(chunk, items, self._checked_file(number)) as file:
-                    return file.first_dtype()
-        return np.dtype(np.uint16)
-
-    # -- what ShardedStore asks ---------------------------------------------------------------------------
+    def _made_of(self, at: int, dtype: np.dtype[Any], head: Head | None = None) -> Items:
+        sizes = tuple(field.size_bytes for field in self._fields)
+        told = () if self._index.is_bare else tuple(range(len(sizes)))
+        return Items(noun="item", sizes=sizes, told=told, at=at, dtype=dtype, head=head)
 
     def _identity(self) -> bytes:
         index = asdict(self._index)
+        index["columns"] = [{"name": each.name, "form": each.encoding} for each in self._index.columns]
         return json.dumps([index, self._column], sort_keys=True).encode()
 
     def _content(self, number: int) -> Content | None:
@@ -159,24 +126,91 @@ class LitdataStore(ShardedStore):
             raise StoreError(f"{file.url}: {file.size_bytes} bytes, its index says {given}; copy it again")
 
     def _places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
-        with ChunkFile(self._index.chunks[number], self._tokens[0], file) as chunk:
-            return chunk.places(self.dtype)
+        begins, counts = super()._places(number, file)
+        total = self._index.chunks[number].num_tokens
+        if total is not None and int(counts.sum()) != total:
+            raise StoreError(f"{file.url}: {counts.sum()} tokens, its index says {total}; copy it again")
+        return begins, counts
 
-    def facts(self) -> dict[str, Any]:
-        """What it is, as JSON-able values."""
-        columns = ", ".join(f"{name}: {form}" for name, form in self.encodings.items())
-        return {"format": "litdata", "num_shards": self.shard_ends.size, "columns": columns}
+    def _verify(self, number: int) -> None:
+        super()._verify(number)
+        self._places(number, self._checked_file(number))
 
-    def _within(self, folder: Folder) -> Self:
-        return type(self)(folder, column=self._column)
 
-    def _verified(self) -> Iterator[float]:
-        """Check offsets, sizes and headers of all items, yielding the part done, in (0, 1]."""
-        for number, chunk in enumerate(self._index.chunks):
-            with ChunkFile(chunk, self._tokens[0], self._checked_file(number)) as file:
-                file.places(self.dtype)
-                file.token_spans(np.arange(chunk.num_documents), self.dtype)
-            yield (number + 1) / len(self._index.chunks)
+_SIZES = (8, 16, 32, 64)
+_OF_TORCH: Mapping[int, str] = {11: "uint8", 12: "int8", 20: "uint16"} | {
+    13 + 2 * at + alias: f"int{size}" for at, size in enumerate(_SIZES[1:]) for alias in (0, 1)
+}
+_OF_NUMPY: Mapping[int, str] = dict(enumerate(f"{kind}{size}" for kind in ("int", "uint") for size in _SIZES))
+"""Codes of integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayHead(Head):
+    """u32 dtype | u32 number of dimensions | u32 dimensions.
+
+    Attributes:
+        dtypes: code -> dtype, of integers.
+        order: of the bytes of a word, "<" or ">".
+    """
+
+    dtypes: Mapping[int, str]
+    order: str
+
+    def dtype_in(self, value: bytes) -> np.dtype[Any]:
+        """Of the elements of an array. Raises ValueError for what are no integers."""
+        if len(value) < 8:
+            raise ValueError("has an array without a whole header")
+        return _integers(self.dtypes, int(np.frombuffer(value[:4], f"{self.order}u4")[0]))
+
+    def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
+        """See Head."""
+        dtype, short = file.items.dtype, "an array without a whole header"
+        file.refuse(begins, sizes < 8, short)
+        codes, ndims = file.words(begins, 2, self.order).T
+        same = [code for code, name in self.dtypes.items() if dtype == np.dtype(name)]
+        file.refuse(begins, ~np.isin(codes, same), f"an array of another dtype than {dtype.name}")
+        file.refuse(begins, ndims > _MOST_DIMS, f"an array of more than {_MOST_DIMS} dimensions")
+        heads = 8 + 4 * ndims
+        file.refuse(begins, sizes < heads, short)
+        elements = np.ones(begins.size, np.float64)  # exact where it matters, and beyond 2**53 wrong anyway
+        for dim in range(int(ndims.max())):
+            deep = np.flatnonzero(ndims > dim)
+            elements[deep] *= file.words(begins[deep] + 8 + 4 * dim, 1, self.order)[:, 0]
+        other = elements * dtype.itemsize != sizes - heads
+        file.refuse(begins, other, "an array whose shape is not its size")
+        return heads
+
+
+def _tokens_in(encoding: str) -> np.dtype[Any] | ArrayHead:
+    """The dtype of the tokens in such a column, or the head of each value, which tells it.
+
+    Raises ValueError for what holds no integers.
+    """
+    name, _, code = encoding.partition(":")
+    if name == "tensor":
+        return ArrayHead(_OF_TORCH, ">")
+    if name == "numpy":
+        return ArrayHead(_OF_NUMPY, "<")
+    if name not in ("no_header_tensor", "no_header_numpy"):
+        raise ValueError(f"is {encoding}; tokens are a tensor, or an array of NumPy")
+    if not (code.isascii() and code.isdecimal() and len(code) < 4):
+        raise ValueError(f"is {encoding}, a dtype that is unknown")
+    return _integers(_OF_TORCH if name == "no_header_tensor" else _OF_NUMPY, int(code))
+
+
+def _has_tokens(encoding: str) -> bool:
+    try:
+        _tokens_in(encoding)
+    except ValueError:
+        return False
+    return True
+
+
+def _integers(dtypes: Mapping[int, str], code: int) -> np.dtype[Any]:
+    if code not in dtypes:
+        raise ValueError(f"is of dtype {code}; tokens are integers")
+    return np.dtype(dtypes[code]).newbyteorder("<")
 
 
 class LitdataFormat(StoreFormat):

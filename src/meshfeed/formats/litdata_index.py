@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.formats.index_json import IndexReader
-from meshfeed.formats.litdata_column import Column
+from meshfeed.formats.items import Column
 
 INDEX = "index.json"
 _MOST_BYTES = 1 << 32  # offsets in a chunk are u32
@@ -18,6 +18,7 @@ _MOST_PATH = 1000
 _TOKENS_LOADER = "TokensLoader"
 _LOADERS = (_TOKENS_LOADER, "PyTreeLoader")
 _FLAT = "no_header_tensor"
+_FIXED_BYTES: Mapping[str, int] = {"int": 8, "float": 8, "bool": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,9 @@ class Index:
     """What an index says.
 
     Attributes:
-        columns: in the order in which items hold them.
+        columns: in the order in which items hold them. Names are paths in the item, such as "meta.ids", or
+            "item" where the item is the leaf; an encoding is litdata's serializer, with a code where all
+            values have one dtype: "no_header_tensor:16".
         is_bare: items are the bytes of the first column and nothing else, as TokensLoader has them.
         codec: "zstd" where each chunk is compressed as a whole, "litdata" where some items at a time are,
             inside it; None where nothing is.
@@ -85,12 +88,9 @@ def parse_index(url: str, text: bytes) -> Index:
     chunks = tuple(
         reader.chunk(each, f"chunks[{i}]") for i, each in enumerate(reader.listed(given, "chunks"))
     )
-    names = [chunk.name for chunk in chunks]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        reader.refuse("chunks", f"list the file {twice!r} twice")
+    reader.refuse_twice("chunks", [chunk.name for chunk in chunks])
     # before litdata had loaders write items, a tensor of one dimension lay bare wherever it was alone
-    alone = len(columns) == 1 and columns[0].form.startswith(_FLAT)
+    alone = len(columns) == 1 and columns[0].encoding.startswith(_FLAT)
     return Index(
         columns=columns,
         is_bare=loader == _TOKENS_LOADER or (loader is None and alone),
@@ -135,7 +135,7 @@ class _Reader(IndexReader):
             names = self.names(spec)
         if len(names) != len(forms) or len(set(names)) < len(names):
             self.refuse("config.data_spec", f"has not one name for each of {len(forms)} columns")
-        return tuple(Column(name, form) for name, form in zip(names, forms))
+        return tuple(Column(name, form, _FIXED_BYTES.get(form)) for name, form in zip(names, forms))
 
     def names(self, spec: Any) -> list[str]:
         """Paths of the leaves of a tree, [protocol, {"type", "context", "children_spec"}] in a text."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Self
 
@@ -13,23 +14,15 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Content, Folder
-from meshfeed.formats.mds_index import INDEX, Column, Shard, least_bytes, parse_index
-from meshfeed.formats.mds_sample import (
-    DTYPE_CODES,
-    PICKLE,
-    Sample,
-    decode,
-    ndarray_of,
-    refused_pickle,
-)
-from meshfeed.formats.mds_shard import ShardFile, Tokens, refuse_size, values_of
+from meshfeed.formats.documents import read_bytes
+from meshfeed.formats.items import Column, Head, Items, ItemsFile
+from meshfeed.formats.mds_index import INDEX, Shard, least_bytes, parse_index
+from meshfeed.formats.mds_sample import DTYPE_CODES, PICKLE, Sample, decode, ndarray_of, refused_pickle
 from meshfeed.formats.sharded import Even, ShardedStore
 from meshfeed.order import EpochIndex
 from meshfeed.store.base import checked_places
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.stream import I64
-
-_TOKENS = ("tokens", "input_ids")
 
 
 class MDSStore(ShardedStore):
@@ -51,15 +44,15 @@ class MDSStore(ShardedStore):
     node to ask fetches the whole dataset once, as it does where shards are compressed or have hashes.
     """
 
-    kind = "mds"
+    kind, format = "mds", "MDS, version 2"
 
     def __init__(
         self, folder: Folder, *, column: str | None = None, dtype: npt.DTypeLike | None = None
     ) -> None:
-        super().__init__(folder)
-        self._column, self._given_dtype = column, dtype
+        super().__init__(folder, column=column)
+        self._given_dtype = dtype
 
-    # -- what it is ---------------------------------------------------------------------------------------
+    # -- what ShardedStore asks ---------------------------------------------------------------------------
 
     @cached_property
     def _parsed(self) -> tuple[bytes, list[Column], list[Shard]]:
@@ -68,105 +61,100 @@ class MDSStore(ShardedStore):
         return text, *parse_index(index.url, text)
 
     @property
-    def encodings(self) -> Mapping[str, str]:
-        """Name -> encoding of every column."""
-        return {column.name: column.encoding for column in self._parsed[1]}
-
-    def beside(self) -> Mapping[str, MDSStore]:
-        """Every other column, as a store whose tokens it is."""
-        others = [column.name for at, column in enumerate(self._parsed[1]) if at != self._tokens.at]
-        return {name: MDSStore(self._folder, column=name) for name in others}
-
-    @property
     def shards(self) -> list[Shard]:
         """As the index lists them."""
         return self._parsed[2]
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the tokens, little-endian."""
-        return self._tokens.dtype
+    def _fields(self) -> list[Column]:
+        return self._parsed[1]
 
-    @cached_property
-    def _tokens(self) -> Tokens:
-        columns = self._parsed[1]
-        arrays = [column.name for column in columns if column.encoding.startswith("ndarray")]
-        names = [column.name for column in columns]
-        usual = next((name for name in _TOKENS if name in names), None)
-        name = self._column or usual or (arrays[0] if len(arrays) == 1 else None)
-        if name not in names:
-            raise StoreError(
-                f"{self.path}: its columns are {', '.join(names)}; say which holds tokens: "
-                f"mf.open(path, column=...)"
-            )
-        at = names.index(name)
-        encoding = columns[at].encoding
+    def _laid_out(self) -> Items:
+        fields, given = self._fields, self._given_dtype
+        at = self._column_of_tokens([each.name for each in fields if each.encoding.startswith("ndarray")])
+        where, encoding = f"{self.path}: column {fields[at].name!r}", fields[at].encoding
         if encoding == PICKLE:
-            raise refused_pickle(f"{self.path}: column {name!r}")
+            raise refused_pickle(where)
         try:
             kind = ndarray_of(encoding)
         except ValueError as error:
-            raise StoreError(f"{self.path}: column {name!r}: {error}") from error
-        if kind is None and (encoding != "bytes" or self._given_dtype is None):
-            raise StoreError(
-                f"{self.path}: column {name!r} is {encoding}; tokens are an ndarray, or bytes with "
-                f"mf.open(path, dtype=...)"
-            )
-        if kind is None or kind.dtype is None:
-            dtype = (
-                np.dtype(self._given_dtype) if kind is None or self._given_dtype else self._first_dtype(at)
-            )
-        else:
-            dtype = kind.dtype
-            size = kind.shape and prod(kind.shape) * dtype.itemsize
-            if size and columns[at].size_bytes not in (None, size):
+            raise StoreError(f"{where}: {error}") from error
+        if kind is None:
+            if encoding != "bytes" or given is None:
                 raise StoreError(
-                    f"{self.path}: column {name!r} is {encoding}, its size {columns[at].size_bytes}; "
-                    f"recreate the index, or copy it again"
+                    f"{where} is {encoding}; tokens are an ndarray, or bytes with mf.open(path, dtype=...)"
                 )
-        return Tokens(at, dtype.newbyteorder("<"), kind)
+            return self._made_of(at, np.dtype(given))
+        if kind.dtype is None:
+            dtype = np.dtype(given) if given else self._first_dtype(at)
+            return self._made_of(at, dtype, ArrayHead(has_dtype=True))
+        if kind.shape is None:
+            return self._made_of(at, kind.dtype, ArrayHead(has_dtype=False))
+        num_tokens = prod(kind.shape)
+        if fields[at].size_bytes not in (None, num_tokens * kind.dtype.itemsize):
+            raise StoreError(
+                f"{where} is {encoding}, its size {fields[at].size_bytes}; recreate the "
+                f"index, or copy it again"
+            )
+        return self._made_of(at, kind.dtype, num_tokens=num_tokens)
 
-    def _first_dtype(self, column: int) -> np.dtype[Any]:
+    def _made_of(
+        self, at: int, dtype: np.dtype[Any], head: Head | None = None, num_tokens: int | None = None
+    ) -> Items:
+        sizes = tuple(field.size_bytes for field in self._fields)
+        return Items(
+            noun="sample",
+            sizes=sizes,
+            told=tuple(at for at, size in enumerate(sizes) if size is None),
+            at=at,
+            dtype=dtype.newbyteorder("<"),
+            head=head,
+            num_tokens=num_tokens,
+        )
+
+    def _first_dtype(self, at: int) -> np.dtype[Any]:
         """What the first array says of its elements; the others must say the same."""
-        for number, shard in enumerate(self._parsed[2]):
-            if shard.num_samples:
-                with ShardFile(shard, self._parsed[1], self._checked_file(number)) as file:
-                    value = file.value(0, column)
-                if value and value[0] in DTYPE_CODES:
-                    return np.dtype(DTYPE_CODES[value[0]])
-                raise StoreError(f"{file.file.url}: sample 0 has no array in its token column")
-        return np.dtype(np.uint16)
-
-    # -- what ShardedStore asks ---------------------------------------------------------------------------
+        code = self._first_value(self._made_of(at, np.dtype(np.uint8)))[:1]
+        if code and code[0] not in DTYPE_CODES:
+            raise StoreError(f"{self.path}: sample 0 has no array in its token column")
+        return np.dtype(DTYPE_CODES[code[0]] if code else np.uint16)
 
     def _identity(self) -> bytes:
         return self._parsed[0] + f"{self._column} {self._given_dtype}".encode()
 
+    def _within(self, folder: Folder) -> Self:
+        return type(self)(folder, column=self._column, dtype=self._given_dtype)
+
     def _content(self, number: int) -> Content | None:
-        return self._parsed[2][number].content
+        return self.shards[number].content
 
     def _refuse_size(self, number: int, file: ByteFile) -> None:
-        refuse_size(self._parsed[2][number], file)
-
-    def _places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
-        with ShardFile(self._parsed[2][number], self._parsed[1], file) as shard:
-            return shard.places(self._tokens)
-
-    @cached_property
-    def _fixed_tokens(self) -> int | None:
-        return self._tokens.fixed
+        expected = self.shards[number].raw_bytes
+        if file.size_bytes != expected:
+            raise StoreError(f"{file.url}: {file.size_bytes} bytes, its index says {expected}; copy it again")
 
     @cached_property
     def _even(self) -> Even | None:
         """Where no value differs in size, samples fill a shard up to its end."""
-        columns, tokens = self._parsed[1], self._tokens
-        if tokens.fixed is None or any(column.size_bytes is None for column in columns):
+        items = self._items
+        if items.num_tokens is None or None in items.sizes:
             return None
         counts, sizes = (
-            np.array([(s.num_samples, s.raw_bytes) for s in self.shards], np.int64).reshape(-1, 2).T
+            np.array([(s.num_documents, s.raw_bytes) for s in self.shards], np.int64).reshape(-1, 2).T
         )
-        stride = least_bytes(columns)
-        return Even(sizes - counts * stride + least_bytes(columns[: tokens.at]), stride)
+        stride = items.least_bytes
+        return Even(sizes - counts * stride + least_bytes(self._fields[: items.at]), stride)
+
+    def _verify(self, number: int) -> None:
+        try:
+            _ = self._items
+        except StoreError:  # samples need no tokens
+            items, count = self._made_of(0, np.dtype(np.uint8)), self.shards[number].num_documents
+            with ItemsFile(self._checked_file(number, whole=True), count, items) as file:
+                if self._fields:
+                    file.spans(np.arange(count), 0)
+        else:
+            super()._verify(number)
 
     # -- samples ------------------------------------------------------------------------------------------
 
@@ -181,53 +169,70 @@ class MDSStore(ShardedStore):
         (place,) = checked_places(self.path, np.array([index]), len(self), "sample").tolist()
         number = int(self.shard_ends.searchsorted(place, side="right"))
         first = int(self._firsts[number])
-        columns = self._parsed[1]
+        fields = self._fields
         with self:
             file = self._files.file(number)
             where = f"{file.url}: sample {place - first}"
-            begin, end = np.frombuffer(_read(file, 4 * (1 + place - first), 8), "<u4").tolist()
+            table = 4 * (1 + place - first)
+            begin, end = np.frombuffer(read_bytes(file, table, table + 8), "<u4").tolist()
             try:
                 if not 4 <= begin <= end <= file.size_bytes:
                     raise ValueError(f"bytes {begin}..{end} of {file.size_bytes}")
-                values = values_of(columns, _read(file, begin, end - begin))
+                values = _values_of(fields, read_bytes(file, begin, end))
             except ValueError as error:
                 raise StoreError(f"{where} has {error}; copy it again") from error
         found = {
-            column.name: decode(column.encoding, value, f"{where}, column {column.name!r}")
-            for column, value in zip(columns, values)
-            if (names is None and column.encoding != PICKLE) or (names is not None and column.name in names)
+            field.name: decode(field.encoding, value, f"{where}, column {field.name!r}")
+            for field, value in zip(fields, values)
+            if (names is None and field.encoding != PICKLE) or (names is not None and field.name in names)
         }
-        pickled = tuple(column.name for column in columns if column.encoding == PICKLE)
+        pickled = tuple(field.name for field in fields if field.encoding == PICKLE)
         return Sample(found, where, pickled) if pickled else found
 
-    def facts(self) -> dict[str, Any]:
-        """What it is, as JSON-able values."""
-        columns = ", ".join(f"{name}: {encoding}" for name, encoding in self.encodings.items())
-        return {"format": "MDS, version 2", "num_shards": self.shard_ends.size, "columns": columns}
 
-    def _within(self, folder: Folder) -> Self:
-        return type(self)(folder, column=self._column, dtype=self._given_dtype)
+@dataclass(frozen=True, slots=True)
+class ArrayHead(Head):
+    """u8 dtype, if it has one | u8 number of dimensions << 2 | code of the width | dimensions."""
 
-    def _verified(self) -> Iterator[float]:
-        """Check hashes, offsets and sizes of values, shard by shard, yielding the part done, in (0, 1]."""
-        _, columns, shards = self._parsed
-        with contextlib.suppress(StoreError):  # samples need no tokens
-            _ = self._tokens
-        tokens: Tokens | None = vars(self).get("_tokens")
-        for number, shard in enumerate(shards):
-            with ShardFile(shard, columns, self._folder.file(shard.name, shard.content)) as file:
-                samples = np.arange(shard.num_samples)
-                if columns and samples.size:
-                    file.spans(samples, 0)
-                if tokens is not None:
-                    file.refuse_other_places(tokens)
-            yield (number + 1) / len(shards)
+    has_dtype: bool
+
+    def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
+        """See Head."""
+        lead = int(self.has_dtype)
+        file.refuse(begins, sizes < lead + 1, "an array without a header")
+        if self.has_dtype:
+            same = [code for code, name in DTYPE_CODES.items() if np.dtype(name) == file.items.dtype]
+            other = ~np.isin(file.raw[begins], same)
+            file.refuse(begins, other, f"an array of another dtype than {file.items.dtype.name}")
+        shapes = file.raw[begins + lead].astype(np.int64)
+        return lead + 1 + (shapes >> 2) * (1 << (shapes & 3))
+
+    def sizes_of_rows(self, sizes: I64, itemsize: int) -> I64 | None:
+        """See Head."""
+        if self.has_dtype:
+            return None
+        found = np.zeros_like(sizes)
+        for width in (1, 2, 4):  # of the dimension, the least that holds it
+            elements, rest = np.divmod(sizes - 1 - width, itemsize)
+            least = 0 if width == 1 else 1 << 4 * width
+            found[(rest == 0) & (elements >= least) & (elements < 1 << 8 * width)] = 1 + width
+        return found if found.all() else None
+
+    def of_row(self, elements: int) -> bytes:
+        """See Head."""
+        code = 0 if elements < 1 << 8 else 1 if elements < 1 << 16 else 2
+        return bytes([1 << 2 | code]) + elements.to_bytes(1 << code, "little")
 
 
-def _read(file: ByteFile, begin: int, size: int) -> bytes:
-    out = np.empty(size, np.uint8)
-    file.read_into(out, np.array([begin]), np.array([size]))
-    return out.tobytes()
+def _values_of(fields: Sequence[Column], sample: bytes) -> list[bytes]:
+    """The values of a sample, by column. Raises ValueError for bytes that are no such sample."""
+    sizes = [field.size_bytes for field in fields]
+    begin = 4 * sizes.count(None)
+    words = iter(np.frombuffer(sample[:begin], "<u4").tolist())
+    ends = list(accumulate((next(words, 0) if size is None else size for size in sizes), initial=begin))
+    if ends[-1] != len(sample):
+        raise ValueError(f"values of {ends[-1] - begin} bytes in {len(sample)}")
+    return [sample[begin:end] for begin, end in pairwise(ends)]
 
 
 class MDSFormat(StoreFormat):

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from meshfeed.files import Content
 from meshfeed.formats.index_json import IndexReader
+from meshfeed.formats.items import Column
 
 INDEX = "index.json"
-CODECS = {"zstd": "zstd", "gz": "gz", "bz2": "bz2", "br": "br", "snappy": "snappy"}
+CODECS = ("zstd", "gz", "bz2", "br", "snappy")
 _MOST_BYTES = (1 << 32) - 1  # offsets in a shard are u32
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column of all shards.
-
-    Attributes:
-        name, encoding: as the index gives them.
-        size_bytes: of every value; None where values differ, and each sample says how long its own is.
-    """
-
-    name: str
-    encoding: str
-    size_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +21,15 @@ class Shard:
 
     Attributes:
         name: of the file as it lies there, compressed if there is a codec.
-        raw_name: of the file uncompressed.
         raw_bytes: its size uncompressed.
-        num_samples: in it.
+        num_documents: samples in it.
         content: what must hold of its bytes; None where the index does not say and nothing is compressed.
     """
 
     name: str
-    raw_name: str
     raw_bytes: int
-    num_samples: int
+    num_documents: int
     content: Content | None
-
-    @property
-    def num_documents(self) -> int:
-        """Samples."""
-        return self.num_samples
 
 
 def parse_index(url: str, text: bytes) -> tuple[list[Column], list[Shard]]:
@@ -69,10 +49,7 @@ def parse_index(url: str, text: bytes) -> tuple[list[Column], list[Shard]]:
         elif found != columns:
             reader.refuse(f"shards[{at}]", "has other columns than shards[0]")
         shards.append(reader.shard(entry, f"shards[{at}]", least_bytes(columns)))
-    names = [shard.raw_name for shard in shards]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        reader.refuse("shards", f"list the file {twice!r} twice")
+    reader.refuse_twice("shards", [entry["raw_data"]["basename"] for entry in entries])
     return columns, shards
 
 
@@ -110,33 +87,22 @@ class _Reader(IndexReader):
                 where,
                 f"has {raw_bytes} bytes, too few for {samples} samples of {least} at least, with offsets",
             )
-        compression = self.field(entry, "compression", where)
-        if compression is None:
-            content = Content(raw_bytes=raw_bytes, stored_bytes=raw_bytes, raw_hashes=raw_hashes)
-            return Shard(
-                name=raw_name,
-                raw_name=raw_name,
-                raw_bytes=raw_bytes,
-                num_samples=samples,
-                content=content if raw_hashes else None,
-            )
-        family = str(compression).partition(":")[0]
-        if family not in CODECS:
-            self.refuse(f"{where}.compression", f"is {compression!r}; known are {', '.join(CODECS)}")
-        packed = self.field(entry, "zip_data", where)
-        return Shard(
-            name=self.text(packed, "basename", where),
-            raw_name=raw_name,
-            raw_bytes=raw_bytes,
-            num_samples=samples,
-            content=Content(
-                codec=CODECS[family],
+        compression, name = self.field(entry, "compression", where), raw_name
+        content = Content(raw_bytes=raw_bytes, stored_bytes=raw_bytes, raw_hashes=raw_hashes)
+        if compression is not None:
+            family = str(compression).partition(":")[0]
+            if family not in CODECS:
+                self.refuse(f"{where}.compression", f"is {compression!r}; known are {', '.join(CODECS)}")
+            packed = self.field(entry, "zip_data", where)
+            name = self.text(packed, "basename", where)
+            content = replace(
+                content,
+                codec=family,
                 stored_bytes=self.whole(packed, "bytes", _MOST_BYTES, where),
-                raw_bytes=raw_bytes,
                 stored_hashes=self.hashes(packed, f"{where}.zip_data"),
-                raw_hashes=raw_hashes,
-            ),
-        )
+            )
+        told = content.codec is not None or raw_hashes
+        return Shard(name=name, raw_bytes=raw_bytes, num_documents=samples, content=content if told else None)
 
     def hashes(self, given: Any, where: str) -> Mapping[str, str]:
         hashes = self.field(given, "hashes", where) or {}

@@ -17,9 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
+from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Cache, Content, FileStats, Folder, typed_errors
 from meshfeed.files.url import join, without_secrets
+from meshfeed.formats.items import Column, Items, ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
+from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.store.base import DocumentStore
 from meshfeed.store.index_cache import key_of_parts
 from meshfeed.store.lengths import built_in_parts, joined
@@ -76,11 +79,13 @@ class ShardedStore(DocumentStore):
     not_pickled = ("_files", "_known", "_looked")
     kind: ClassVar[str]
     """Of the format, for the key under which lengths are kept."""
+    format: ClassVar[str]
+    """As `facts` call it."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Folder, *, column: str | None = None) -> None:
         super().__init__()
         self.path = without_secrets(folder.url)
-        self._folder = folder
+        self._folder, self._column = folder, column
         self._forget()
 
     def _forget(self) -> None:
@@ -89,19 +94,14 @@ class ShardedStore(DocumentStore):
         self._looked = FileStats()
 
     def verify(self) -> Iterator[float]:
-        """Check all that the format tells, as the files are now, yielding the part done, in (0, 1]."""
+        """Check hashes, offsets and sizes, as the files are now, yielding the part done, in (0, 1]."""
         with (self._folder.cache or Cache()).anew() as cache:
-            yield from self._within(replace(self._folder, cache=cache))._verified()
+            store = self._within(replace(self._folder, cache=cache))
+            for number in range(len(store.shards)):
+                store._verify(number)
+                yield (number + 1) / len(store.shards)
 
     # -- what a format says -------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _within(self, folder: Folder) -> Self:
-        """The same dataset of another folder."""
-
-    @abstractmethod
-    def _verified(self) -> Iterator[float]:
-        """Check all that the format tells, yielding the part done, in (0, 1]."""
 
     @property
     @abstractmethod
@@ -110,8 +110,12 @@ class ShardedStore(DocumentStore):
 
     @property
     @abstractmethod
-    def dtype(self) -> np.dtype[Any]:
-        """Of the tokens, little-endian."""
+    def _fields(self) -> Sequence[Column]:
+        """The columns that items hold, in their order."""
+
+    @abstractmethod
+    def _laid_out(self) -> Items:
+        """What items are made of, and which column is the tokens."""
 
     @abstractmethod
     def _identity(self) -> bytes:
@@ -125,14 +129,9 @@ class ShardedStore(DocumentStore):
     def _refuse_size(self, number: int, file: ByteFile) -> None:
         """Raise StoreError for a shard that has not the size that the index says."""
 
-    @abstractmethod
-    def _places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
-        """(byte where its tokens begin, tokens) of each document of a shard; int64 [num_documents] each."""
-
-    @cached_property
-    def _fixed_tokens(self) -> int | None:
-        """Tokens of every document, where the index says so."""
-        return None
+    def _within(self, folder: Folder) -> Self:
+        """The same dataset of another folder."""
+        return type(self)(folder, column=self._column)
 
     @cached_property
     def _even(self) -> Even | None:
@@ -140,6 +139,30 @@ class ShardedStore(DocumentStore):
         return None
 
     # -- what it is ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def _items(self) -> Items:
+        return self._laid_out()
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the tokens, little-endian."""
+        return self._items.dtype
+
+    @property
+    def encodings(self) -> Mapping[str, str]:
+        """Name -> encoding of every column."""
+        return {field.name: field.encoding for field in self._fields}
+
+    def beside(self) -> Mapping[str, Self]:
+        """Every other column, as a store whose tokens it is."""
+        others = [field.name for at, field in enumerate(self._fields) if at != self._items.at]
+        return {name: type(self)(self._folder, column=name) for name in others}
+
+    def facts(self) -> dict[str, Any]:
+        """What it is, as JSON-able values."""
+        columns = ", ".join(f"{name}: {encoding}" for name, encoding in self.encodings.items())
+        return {"format": self.format, "num_shards": self.shard_ends.size, "columns": columns}
 
     @property
     def shard_ends(self) -> I64:
@@ -234,7 +257,7 @@ class ShardedStore(DocumentStore):
     @property
     def documents(self) -> LengthsIndex:
         """Where documents begin, from the index or the shards' heads."""
-        fixed = self._fixed_tokens
+        fixed = self._items.num_tokens
         return LengthsIndex(self._table["starts"] if fixed is None else Multiples(fixed, len(self) + 1))
 
     @property
@@ -275,14 +298,48 @@ class ShardedStore(DocumentStore):
         file = self._checked_file(number)
         return *self._places(number, file), file.stats
 
-    def _checked_file(self, number: int) -> ByteFile:
-        """A shard's file, of the size that the index says."""
+    # -- for formats --------------------------------------------------------------------------------------
+
+    def _places(self, number: int, file: ByteFile) -> tuple[I64, I64]:
+        """(byte where its tokens begin, tokens) of each document of a shard; int64 [num_documents] each."""
+        with ItemsFile(file, self.shards[number].num_documents, self._items) as items:
+            return items.places()
+
+    def _verify(self, number: int) -> None:
+        """Check all that the format tells of a shard."""
+        shard = self.shards[number]
+        with ItemsFile(self._checked_file(number, whole=True), shard.num_documents, self._items) as items:
+            items.verify()
+
+    def _checked_file(self, number: int, *, whole: bool = False) -> ByteFile:
+        """A shard's file, of the size that the index says; local hashes are checked only if the whole is."""
         content = self._content(number)
-        if content is not None and content.codec is None and not self._folder.is_remote:
+        if content is not None and content.codec is None and not self._folder.is_remote and not whole:
             content = None  # read in place
         file = self._folder.file(self.shards[number].name, content)
         self._refuse_size(number, file)
         return file
+
+    def _column_of_tokens(self, fit: Sequence[str]) -> int:
+        """The column that was asked for, "tokens", "input_ids", or the only one of those that fit."""
+        names = [field.name for field in self._fields]
+        usual = next((name for name in TOKEN_COLUMNS if name in names), None)
+        name = self._column or usual or (fit[0] if len(fit) == 1 else None)
+        if name not in names:
+            said = ", ".join(f"{field.name} ({field.encoding})" for field in self._fields)
+            raise StoreError(
+                f"{self.path}: its columns are {said[:500]}; say which holds tokens: "
+                f"mf.open(path, column=...)"
+            )
+        return names.index(name)
+
+    def _first_value(self, items: Items) -> bytes:
+        """The first item's value that holds tokens; empty where there is no item."""
+        for number, shard in enumerate(self.shards):
+            if shard.num_documents:
+                with ItemsFile(self._checked_file(number), shard.num_documents, items) as file:
+                    return file.first()
+        return b""
 
 
 def _at_once(ask: Callable[[int], T], numbers: Sequence[int]) -> list[T]:

@@ -1,0 +1,244 @@
+"""A file of items that begins with a table of where they lie, as MDS and litdata write them.
+
+Little-endian. An item gives the sizes of some of its values, then the values:
+
+    u32 count | u32 offsets[count + 1] | whatever else the writer left | items
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+from meshfeed.files import ByteFile, Vector
+from meshfeed.store.stream import I64
+
+_SLICE_BYTES = 1 << 25
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of all items.
+
+    Attributes:
+        name, encoding: as the index gives them.
+        size_bytes: of every value; None where values differ.
+    """
+
+    name: str
+    encoding: str
+    size_bytes: int | None
+
+
+class Head(ABC):
+    """What lies before the elements of an array."""
+
+    @abstractmethod
+    def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
+        """Bytes of the heads of values that begin there and have such sizes; int64 [n]. Raises StoreError."""
+
+    def sizes_of_rows(self, sizes: I64, itemsize: int) -> I64 | None:
+        """The same by their sizes alone, if all are arrays of one dimension; None where they cannot be."""
+        return None
+
+    def of_row(self, elements: int) -> bytes:
+        """The head of an array of one dimension."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Items:
+    """What the items of all shards are made of.
+
+    Attributes:
+        noun: what messages call one.
+        sizes: bytes of each column's values; None where values differ.
+        told: the columns whose sizes an item gives, in words before its values. Where a size differs and is
+            not told, the value takes what the others leave.
+        at: the column of the tokens.
+        dtype: of the tokens, little-endian.
+        head: of an array of tokens; None where nothing lies before them.
+        num_tokens: of every item; None where items differ.
+    """
+
+    noun: str
+    sizes: tuple[int | None, ...]
+    told: tuple[int, ...]
+    at: int
+    dtype: np.dtype[Any]
+    head: Head | None = None
+    num_tokens: int | None = None
+
+    @property
+    def least_bytes(self) -> int:
+        """That an item has at least."""
+        return 4 * len(self.told) + sum(size or 0 for size in self.sizes)
+
+
+class ItemsFile:
+    """The items of one file, readable while entered. All methods raise StoreError, naming file and byte.
+
+    Args:
+        file: of the items; its size is that of its index.
+        count: items in it, as the index says.
+    """
+
+    def __init__(self, file: ByteFile, count: int, items: Items) -> None:
+        self.file, self.items = file, items
+        self._count = count
+        self._mapped: Vector | None = None
+
+    def __enter__(self) -> Self:
+        self.file.__enter__()
+        try:
+            self._offsets = self._read_table()
+        except BaseException:
+            self.file.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.file.__exit__(*exc)
+
+    def places(self) -> tuple[I64, I64]:
+        """(byte where its tokens begin, tokens) of every item; int64 [count] each.
+
+        By the table alone where that tells, else by the heads of all items, for which the whole file is
+        announced. Where it is for arrays to tell their shapes, they are taken to have one dimension if their
+        sizes fit that, and the first and the last of the file do.
+        """
+        found = self._by_table()
+        if found is not None:
+            return found
+        begins, counts = zip(*(self._tokens_of(some) for some in self._slices()))
+        return np.concatenate(begins), np.concatenate(counts)
+
+    def verify(self) -> None:
+        """Look at every item, and raise where what `places` takes for granted does not hold of one."""
+        told, found = self._by_table(), self._tokens_of(np.arange(self._count))
+        wrong = np.zeros(0) if told is None else (told[0] != found[0]) | (told[1] != found[1])
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise StoreError(
+                f"{self.file.url}: byte {found[0][i]}: {self.items.noun} {i} has an array of several "
+                f"dimensions, others have one; write it again with one"
+            )
+
+    def spans(self, which: I64, column: int) -> tuple[I64, I64]:
+        """(first byte, bytes) of one column's value in some items; int64 [n] each."""
+        items, begins, wholes = self.items, self._offsets[which], np.diff(self._offsets)[which]
+        fixed = np.array([size or 0 for size in items.sizes], np.int64)
+        sizes = np.tile(fixed, (which.size, 1))
+        if items.told:
+            sizes[:, items.told] = self.words(begins, len(items.told))
+        elif None in items.sizes:
+            sizes[:, items.sizes.index(None)] = wholes - items.least_bytes
+        known = [at for at, size in enumerate(items.sizes) if size is not None]
+        lead = 4 * len(items.told)
+        wrong = (lead + sizes.sum(axis=1) != wholes) | (sizes[:, known] != fixed[known]).any(axis=1)
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise StoreError(
+                f"{self.file.url}: byte {begins[i]}: {items.noun} {which[i]} has values of "
+                f"{sizes[i].tolist()} bytes in {wholes[i]}; copy it again"
+            )
+        return begins + lead + sizes[:, :column].sum(axis=1), sizes[:, column]
+
+    def first(self) -> bytes:
+        """The first item's value that holds tokens."""
+        begin, size = (int(each[0]) for each in self.spans(np.zeros(1, np.int64), self.items.at))
+        return self.raw[begin : begin + size].tobytes()
+
+    # -- for heads ----------------------------------------------------------------------------------------
+
+    @property
+    def raw(self) -> Vector:
+        """All of the file."""
+        if self._mapped is None:
+            (self._mapped,) = self.file.arrays(("u1", 0, self.file.size_bytes))
+        return self._mapped
+
+    def words(self, begins: I64, count: int, order: str = "<") -> I64:
+        """u32 words from each place on; int64 [n, count]."""
+        places = begins[:, None] + np.arange(4 * count)
+        words: npt.NDArray[Any] = np.ascontiguousarray(self.raw[places]).view(f"{order}u4")
+        return words.reshape(begins.size, count).astype(np.int64)
+
+    def refuse(self, begins: I64, wrong: npt.NDArray[np.bool_], what: str) -> None:
+        """Raise for the first value that is wrong, if any."""
+        if wrong.any():
+            raise StoreError(f"{self.file.url}: byte {begins[int(wrong.argmax())]}: {what}; copy it again")
+
+    # -- below --------------------------------------------------------------------------------------------
+
+    def _read_table(self) -> I64:
+        url, size, noun, least = self.file.url, self.file.size_bytes, self.items.noun, self.items.least_bytes
+        head = 4 * (self._count + 2)
+        (table,) = self.file.peek([(0, head)])
+        if len(table) != head:
+            raise StoreError(
+                f"{url}: {len(table)} bytes, too few for the offsets of {self._count} {noun}s; copy it again"
+            )
+        words = np.frombuffer(table, "<u4").astype(np.int64)
+        offsets, short = words[1:], np.diff(words[1:]) < least
+        if words[0] != self._count:
+            raise StoreError(f"{url}: byte 0: {words[0]} {noun}s, its index says {self._count}")
+        if offsets[0] < head or offsets[-1] != size or short.any():
+            at = 4 * (2 + int(short.argmax())) if short.any() else 4
+            raise StoreError(
+                f"{url}: byte {at}: the {noun}s' offsets do not ascend by at least {least} from {head} to "
+                f"{size}; copy it again"
+            )
+        return offsets
+
+    def _by_table(self) -> tuple[I64, I64] | None:
+        items = self.items
+        size, before, after = items.sizes[items.at], items.sizes[: items.at], items.sizes[items.at + 1 :]
+        begins = self._offsets[:-1] + 4 * len(items.told) + sum(each or 0 for each in before)
+        ends = self._offsets[1:] - sum(each or 0 for each in after)
+        if size is not None and None not in before:
+            ends = begins + size
+        elif size is not None and None not in after:
+            begins = ends - size
+        elif None in before or None in after:
+            return None
+        if items.head is None:
+            return self._counted(begins, ends - begins)
+        heads = items.head.sizes_of_rows(ends - begins, items.dtype.itemsize)
+        if heads is None:
+            return None
+        found = self._counted(begins + heads, ends - begins - heads)
+        ends_of_all = [0, -1][: begins.size]
+        first_and_last = list(zip(begins[ends_of_all].tolist(), found[0][ends_of_all].tolist()))
+        rows = [items.head.of_row(count) for count in found[1][ends_of_all].tolist()]
+        return found if not rows or self.file.peek(first_and_last) == rows else None
+
+    def _slices(self) -> Iterator[I64]:
+        """All items, some 32 MiB at a time; the whole file is announced."""
+        size = self.file.size_bytes
+        self.file.will_need(np.zeros(1, np.int64), np.array([size]))
+        cuts = self._offsets[:-1].searchsorted(np.arange(_SLICE_BYTES, size, _SLICE_BYTES))
+        yield from np.split(np.arange(self._count), cuts)
+
+    def _tokens_of(self, which: I64) -> tuple[I64, I64]:
+        """(first byte, number) of the tokens of some items, by their heads; int64 [n] each."""
+        begins, sizes = self.spans(which, self.items.at)
+        if self.items.head is None or not which.size:
+            return self._counted(begins, sizes)
+        heads = self.items.head.sizes(self, begins, sizes)
+        return self._counted(begins + heads, sizes - heads)
+
+    def _counted(self, begins: I64, sizes: I64) -> tuple[I64, I64]:
+        """(first byte, number) of the tokens in some bytes."""
+        dtype, told = self.items.dtype, self.items.num_tokens
+        counts, rest = np.divmod(sizes, dtype.itemsize)
+        self.refuse(begins, (sizes < 0) | (rest != 0), f"no whole number of {dtype.name}")
+        if told is not None:
+            self.refuse(begins, counts != told, f"not the {told} tokens that its encoding says")
+        return begins, counts
