@@ -20,7 +20,7 @@ from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
 from meshfeed.files.cached import CachedFile
 from meshfeed.store import IndexedStore, IndexedWriter, checksums
-from meshfeed.store.node_index import NodeIndex
+from meshfeed.store.node_index import NodeIndex, checksums_beside
 from services.needs import needs
 from services.nginx import Nginx
 
@@ -55,7 +55,7 @@ def verify(prefix: Path) -> None:
 
 def is_guarded(prefix: Path) -> bool:
     store = mf.open(prefix)
-    sums = checksums.checksums_of(store)
+    sums = checksums_beside(store.path)
     return sums is not None and checksums.is_of(sums, store)
 
 

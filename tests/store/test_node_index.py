@@ -6,10 +6,8 @@ import json
 import os
 import struct
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,13 +56,6 @@ def in_children(count: int, act: Callable[[int], object]) -> list[object]:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         found.append(json.loads(text))
     return found
-
-
-def swept() -> None:
-    """Return when sweeps of old copies are done."""
-    for each in threading.enumerate():
-        if each.name == "meshfeed-sweep":
-            each.join()
 
 
 def opened_in(folder: str) -> list[str]:
@@ -130,72 +121,36 @@ def test_an_index_that_was_written_since_it_was_opened_is_refused(corpus: str, c
         store.__enter__()
 
 
-def test_another_version_has_another_copy_and_old_ones_are_removed(
-    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_has_another_copy(corpus: str, cache: Cache) -> None:
     first = mf.open(corpus, cache=cache).fingerprint
     with IndexedWriter(corpus, "u2", overwrite=True) as writer:
         writer.add_document([1, 2, 3])
-    monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
     with mf.open(corpus, cache=cache) as store:
         assert store.fingerprint != first and store.read(0, 0, 3).tolist() == [1, 2, 3]
-    swept()
-    kept = [each.name for each in (cache.own_path / "index").iterdir() if len(each.name) >= 32]
-    assert len(kept) == 2 and kept[0][:32] == kept[1][:32]
 
 
-def test_copies_of_another_node_are_kept_for_a_day(
+def test_what_nobody_used_for_a_day_is_removed(
     corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_index, "_boot", lambda: "another node that shares the folder")
-    list(mf.open(corpus, cache=cache).files)
-    (theirs,) = (each for each in (cache.own_path / "index").iterdir() if len(each.name) == 32)
-    monkeypatch.undo()
-    monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
-    Path(f"{corpus}.idx").touch()  # a version of the corpus that this node opens
-    list(mf.open(corpus, cache=cache).files)
-    swept()
-    assert theirs.exists()
-    os.utime(theirs, (1, 1))
-    Path(f"{corpus}.idx").touch()
-    list(mf.open(corpus, cache=cache).files)
-    swept()
-    assert not theirs.exists()
-
-
-def test_what_a_killed_process_left_is_removed(
-    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = cache.make() / "index"
-    folder.mkdir()
-    leftovers = [folder / f"{'0' * 32}{suffix}" for suffix in (".part", ".seen")]
-    for each in leftovers:
-        each.write_bytes(b"half")
-    monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
-    list(mf.open(corpus, cache=cache).files)
-    swept()
-    assert not any(each.exists() for each in leftovers)
-
-
-def test_storage_of_another_corpus_that_hangs_does_not_hang_this_one(
-    corpus: str, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    other, answers = f"{corpus}2", threading.Event()
+    """Copies, and what killed processes left; not the copy that is opened, however old."""
+    other, folder = f"{corpus}2", cache.make() / "index"
     with IndexedWriter(other, "u2") as writer:
         writer.add_document([1])
     list(mf.open(other, cache=cache).files)
-    look = os.stat
-
-    def hangs(path: str | os.PathLike[str], *args: Any, **options: Any) -> os.stat_result:
-        if threading.current_thread() is not threading.main_thread() and str(path).startswith(other):
-            answers.wait()
-        return look(path, *args, **options)
-
-    monkeypatch.setattr(os, "stat", hangs)
+    list(mf.open(corpus, cache=cache).files)
+    for suffix in (".part", ".seen"):
+        (folder / f"{'0' * 32}{suffix}").write_bytes(b"half")
     monkeypatch.setattr(node_index, "_SWEEP_EVERY_S", -1.0)
-    assert mf.open(corpus, cache=cache).num_documents == 400
-    answers.set()
-    swept()
+    Path(f"{other}.bin").touch()  # another version, whose copy is made
+    list(mf.open(other, cache=cache).files)
+    assert len([each for each in folder.iterdir() if len(each.name) >= 32]) == 8
+    for each in folder.iterdir():
+        os.utime(each, (1, 1))
+    list(mf.open(corpus, cache=cache).files)
+    Path(f"{other}.bin").touch()
+    list(mf.open(other, cache=cache).files)
+    kept = sorted(each.name for each in folder.iterdir() if len(each.name) >= 32)
+    assert len(kept) == 4 and kept[0][:32] == kept[1][:32] and kept[2][:32] == kept[3][:32]
 
 
 def test_a_damaged_copy_is_made_again(corpus: str, cache: Cache) -> None:

@@ -43,7 +43,8 @@ from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.report.lengths import Lengths
 from meshfeed.report.store import Picture, page
 from meshfeed.store import IndexedStore, StreamStore
-from meshfeed.store.checksums import checksums_of, is_of, write_checksums
+from meshfeed.store.checksums import is_of, write_checksums
+from meshfeed.store.node_index import checksums_beside
 
 _LOOKED_AT_WHOLE = 1 << 20
 _NUM_BLOCKS = 64
@@ -225,7 +226,7 @@ def _written_checksums(store: StreamStore) -> Iterator[float]:
 def _checksums(store: IndexedStore) -> str:
     if store.wants_ahead:
         return "none" if store.files[0].guarded_by is None else "yes"
-    sums = checksums_of(store)
+    sums = checksums_beside(store.path)
     if sums is None:
         return "none"
     return "yes" if is_of(sums, store) else "of another store"

@@ -5,8 +5,6 @@ The format is in `files.sums`. Blocks that come from far away are compared as th
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshfeed.errors import ChangedError, StoreError
-from meshfeed.files import LocalFile, typed_errors
+from meshfeed.files import LocalFile
+from meshfeed.files.durable import durable_file
 from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums, is_block_size
-from meshfeed.store.node_index import checksums_beside, others_sums, wrong_block
+from meshfeed.store.node_index import are_of, checksums_beside, others_sums, versions_of, wrong_block
 
 if TYPE_CHECKING:
     from meshfeed.store.indexed import IndexedStore
@@ -25,17 +24,9 @@ _READ_BYTES = 1 << 26  # whole blocks, whatever their size
 _LOOKS = 3
 
 
-def checksums_of(store: IndexedStore) -> Sums | None:
-    """What `path`.sums says, on this machine; None where there is none.
-
-    Raises StoreError for a damaged one. It may be of other files; see `is_of`.
-    """
-    return checksums_beside(store.path)
-
-
 def is_of(sums: Sums, store: IndexedStore) -> bool:
-    """Whether checksums are of a store, by its sizes and its fingerprint."""
-    return _sizes(sums) == [each.size_bytes for each in store.files] and sums.fingerprint == store.fingerprint
+    """Whether checksums are of a store on this machine, by its sizes and its fingerprint."""
+    return are_of(sums, store.path, store.fingerprint)
 
 
 def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iterator[float]:
@@ -48,30 +39,16 @@ def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iter
         raise StoreError(f"{store.path}: lies far away; write its checksums where it was made, and copy them")
     files = (LocalFile(each.url) for each in reversed(store.files))
     fresh = type(store)(store.path, *files)  # which has not looked at anything yet, and compares nothing
-    before = _versions(fresh)
+    before = versions_of(store.path)[:2]
     summers = Summer(block_bytes), Summer(block_bytes)
     for number, _, piece, done in _pieces(fresh):
         summers[number].update(piece)
         yield done
     sums = Sums(fresh.fingerprint, (summers[0].sums(), summers[1].sums()))
-    if _versions(fresh) != before:
+    if versions_of(store.path)[:2] != before:
         raise ChangedError(f"{store.path}: was written while its checksums were made; make them again")
-    target = Path(store.path + SUFFIX)
-    part = Path(f"{target}.{secrets.token_hex(4)}.tmp")
-    with typed_errors(target):
-        try:
-            write_durably(part, sums)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
-
-
-def write_durably(path: Path, sums: Sums) -> None:
-    """Write checksums to a new file. Raises OSError."""
-    with path.open("xb") as stream:
+    with durable_file(Path(store.path + SUFFIX)) as stream:
         stream.write(sums.encode())
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def is_guarded(store: IndexedStore) -> bool:
@@ -88,11 +65,11 @@ def compare(store: IndexedStore) -> Iterator[float]:
     """
     if not is_guarded(store):
         return
-    sums = None if store.wants_ahead else checksums_of(store)
+    sums = None if store.wants_ahead else checksums_beside(store.path)
     if sums is None:  # from far away it comes compared
         yield from (done for *_, done in _pieces(store))
         return
-    if _sizes(sums) != [each.size_bytes for each in store.files]:
+    if [each.size_bytes for each in sums.files] != [each.size_bytes for each in store.files]:
         raise others_sums(store.path, "files of other sizes")
     wrong: list[tuple[str, int, int]] = []
     for number, begin, piece, done in _pieces(store):
@@ -137,10 +114,6 @@ def refuse_block_bytes(path: str, block_bytes: int) -> None:
         raise StoreError(f"{path}: checksums of {block_bytes!r} bytes each; a power of two, 4 KiB to 64 MiB")
 
 
-def _sizes(sums: Sums) -> list[int]:
-    return [each.size_bytes for each in sums.files]
-
-
 def _pieces(store: IndexedStore) -> Iterator[tuple[int, int, memoryview, float]]:
     """(which file, first byte, bytes, part done) of both files, from end to end."""
     total, done = sum(each.size_bytes for each in store.files), 0
@@ -151,9 +124,3 @@ def _pieces(store: IndexedStore) -> Iterator[tuple[int, int, memoryview, float]]
                 file.read_into(out, np.array([begin]), np.array([out.size]))
                 done += out.size
                 yield number, begin, out.data, done / total
-
-
-def _versions(store: IndexedStore) -> list[tuple[int, ...]]:
-    with typed_errors(store.path):
-        found = [Path(each.url).stat() for each in store.files]
-    return [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found]

@@ -19,7 +19,7 @@ from meshfeed.errors import StoreError
 from meshfeed.files import LocalFile, typed_errors
 from meshfeed.files.durable import sync_directory
 from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums
-from meshfeed.store.checksums import refuse_block_bytes, write_durably
+from meshfeed.store.checksums import refuse_block_bytes
 from meshfeed.store.index import DTYPES, HEADER, MAGIC, VERSION
 from meshfeed.store.indexed import IndexedStore
 
@@ -191,34 +191,32 @@ class IndexedWriter:
         if array.ndim != 1 or array.size > _MAX_LENGTH:
             raise StoreError(f"{self._place()}: shape {array.shape}; give [n], n < 2**31")
         if array.dtype.kind == "f" and not isinstance(tokens, np.ndarray):
-            self._refuse_rounded(cast(Sequence[Any], tokens), array)
+            # NumPy makes floats of a list of integers that share no integer dtype.
+            for i, (given, kept) in enumerate(zip(cast(Sequence[Any], tokens), array.tolist())):
+                if isinstance(given, int) and given != kept:
+                    raise StoreError(
+                        f"{self._place()}: token {i} is {given}, which NumPy would round to {kept}"
+                    )
         # int64 -> float64 counts as safe for NumPy, though it rounds.
         may_round = self.dtype.kind == "f" and array.dtype.kind in "iu"
-        if array.size and (may_round or not np.can_cast(array.dtype, self.dtype, "safe")):
-            self._refuse_unfit(array, np.array([array.size]) if lengths is None else lengths)
-        return np.ascontiguousarray(array, self.dtype)
-
-    def _refuse_rounded(self, tokens: Sequence[Any], array: npt.NDArray[Any]) -> None:
-        # NumPy makes floats of a list of integers that share no integer dtype.
-        for i, (given, held) in enumerate(zip(tokens, array.tolist())):
-            if isinstance(given, int) and given != held:
-                raise StoreError(f"{self._place()}: token {i} is {given}, which NumPy would round to {held}")
-
-    def _refuse_unfit(self, array: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
-        if array.dtype.kind not in ("iu" if self.dtype.kind in "iu" else "iuf"):
+        if not array.size or (not may_round and np.can_cast(array.dtype, self.dtype, "safe")):
+            return np.ascontiguousarray(array, self.dtype)
+        kinds = "iu" if self.dtype.kind in "iu" else "iuf"
+        if array.dtype.kind not in kinds:
             raise StoreError(f"{self._place()}: {array.dtype.name} values for {self.dtype.name} tokens")
-        low, high = _bounds(self.dtype, array.dtype)
-        unfit = (array < low) | (array > high)
-        if array.dtype.kind == "f":
-            unfit &= np.isfinite(array)  # infinities are values of every float dtype
-        if unfit.any():
-            i, ends = int(unfit.argmax()), lengths.cumsum()
+        with np.errstate(all="ignore"):
+            held = np.ascontiguousarray(array, self.dtype)
+            unfit = np.flatnonzero(_differ(array, held))
+        if unfit.size:
+            i = int(unfit[0])
+            ends = np.array([array.size]) if lengths is None else lengths.cumsum()
             later = int(ends.searchsorted(i, side="right"))
-            at = i - int(ends[later] - lengths[later])
+            at = i - int(ends[later - 1] if later else 0)
             raise StoreError(
                 f"{self._place(later)}: token {at} is {array[i]}, which {self.dtype.name} cannot hold; "
                 f"choose a wider dtype"
             )
+        return held
 
     def _publish(self, files: _Files) -> None:
         if self._ended_sequences != self.num_sequences:
@@ -231,13 +229,11 @@ class IndexedWriter:
             if written != (self.num_tokens * self.dtype.itemsize, HEADER.size + 4 * self.num_sequences):
                 raise StoreError(f"{self.prefix}: an earlier write failed half-way; write the store again")
             self._finish_index(files)
-            for stream in (files.data, files.index):
-                stream.flush()
-                os.fsync(stream.fileno())
-        sums = self._sums(files)
-        if sums is not None:
-            with typed_errors(files.sums_path):
-                write_durably(files.sums_path, sums)
+            _to_disk(files.data)
+            _to_disk(files.index)
+            sums = self._sums(files)
+            files.sums.write(b"" if sums is None else sums.encode())
+            _to_disk(files.sums)
         self._refuse_existing()
         data, index, guard = (Path(f"{self.prefix}{suffix}") for suffix in (".bin", ".idx", SUFFIX))
         # At no moment does an index lie beside a .bin or checksums that are not its own.
@@ -287,21 +283,20 @@ class IndexedWriter:
         index.write(HEADER.pack(MAGIC, VERSION, code, self.num_sequences, self.num_documents + 1))
 
 
-def _bounds(dtype: np.dtype[Any], given: np.dtype[Any]) -> tuple[Any, Any]:
-    """Least and greatest value that `dtype` holds exactly, among those of `given`, as its scalars.
-
-    Scalars of `given`, since comparing uint64 with a wider range may go through float64 and round.
-    """
-    if given.kind == "f":
-        return -np.finfo(dtype.type).max, np.finfo(dtype.type).max
-    own = np.iinfo(given.type)
-    if dtype.kind in "iu":
-        low, high = int(np.iinfo(dtype.type).min), int(np.iinfo(dtype.type).max)
+def _differ(given: npt.NDArray[Any], held: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which values another dtype does not hold: whole numbers exactly, fractions but for rounding."""
+    if given.dtype.kind == "f":
+        return np.isfinite(given) & ~np.isfinite(held)  # infinities are values of every float dtype
+    if held.dtype.kind == "f":  # what is beyond its mantissa may fall between two floats
+        beyond = np.abs(held) > 2.0 ** (np.finfo(held.dtype.type).nmant + 1)
     else:
-        # Whole numbers beyond 2**(bits of the mantissa) may fall between two floats.
-        high = 2 ** (int(np.finfo(dtype.type).nmant) + 1)
-        low = -high
-    return given.type(max(low, int(own.min))), given.type(min(high, int(own.max)))
+        beyond = (held < 0) != (given < 0)
+    return beyond | (held.astype(given.dtype) != given)
+
+
+def _to_disk(stream: IO[bytes]) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
 
 
 class _Files:
@@ -314,9 +309,9 @@ class _Files:
         self.sums_path = Path(f"{prefix}{SUFFIX}.{mark}.tmp")
         self.summer = None if checksum_bytes is None else Summer(checksum_bytes)
         with ExitStack() as stack:
-            stack.callback(self.sums_path.unlink, missing_ok=True)
             self.data: IO[bytes] = self._named(stack, self.data_path)
             self.index: IO[bytes] = self._named(stack, self.index_path)
+            self.sums: IO[bytes] = self._named(stack, self.sums_path)
             directory = self.data_path.parent
             self.documents: IO[bytes] = stack.enter_context(tempfile.TemporaryFile(dir=directory))
             self.modes: IO[bytes] = stack.enter_context(tempfile.TemporaryFile(dir=directory))

@@ -5,7 +5,8 @@ one, map the copy. So no process maps the file itself, which would end it by SIG
 its disk fails; memory does not grow with the ranks; a rank that needs no tokens opens neither .idx nor .bin.
 
 A copy belongs to one version of the files: its name is a digest of their inodes, sizes and times. Indexes of
-more than 4 GiB, and those of a node whose cache folder cannot be written, are read in place, page by page.
+more than 4 GiB, and those of a node whose cache folder cannot be written, are read in place, page by page. A
+copy that nobody opened for a day is removed.
 
     <key>        the .idx | u32 crc32 of each block of the .bin, if there is a .sums | facts | u32 their size
     <key>.seen   a byte per block of the .bin: whether a process of this node has compared it
@@ -20,7 +21,6 @@ import logging
 import os
 import stat
 import struct
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,7 +46,7 @@ _PIECE_BYTES = 1 << 26  # whole blocks of checksums, whatever their size
 _CLOCK_REALTIME_COARSE = 5  # Linux's, which stamps files
 _COARSE_TICK_NS = 2_000_000_000
 _SWEEP_EVERY_S = 600.0
-_OTHERS_S = 86_400.0
+_UNUSED_S = 86_400.0
 _NAME_SIZE = 32
 _RECOPY = f"copy the files again, or, if they are newer than it, {ANEW}"
 _log = logging.getLogger("meshfeed")
@@ -142,7 +142,7 @@ class NodeIndex(LocalFile):
         sums = checksums_beside(self.prefix)
         if sums is None:
             return None
-        if not _are_of(sums, self.prefix, self.fingerprint):
+        if not are_of(sums, self.prefix, self.fingerprint):
             raise others_sums(self.prefix, "other files than lie beside it")
         return sums.files[BIN], np.zeros(sums.files[BIN].sums.size, np.uint8)
 
@@ -168,6 +168,12 @@ def checksums_beside(prefix: str) -> Sums | None:
         if not path.exists():
             return None
         return parse(str(path), path.read_bytes())
+
+
+def are_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
+    """Whether checksums are of the files of a prefix, which has such a fingerprint."""
+    sizes = [LocalFile(f"{prefix}{suffix}").size_bytes for suffix in (".bin", ".idx")]
+    return [each.size_bytes for each in sums.files] == sizes and sums.fingerprint == fingerprint
 
 
 def wrong_block(url: str, low: int, high: int, more: str = "") -> ChecksumError:
@@ -209,11 +215,6 @@ def _fingerprint_of(prefix: str) -> str:
     return fingerprint_of(read_header(prefix, idx, data), idx, data)
 
 
-def _are_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
-    sizes = [LocalFile(f"{prefix}{suffix}").size_bytes for suffix in (".bin", ".idx")]
-    return [each.size_bytes for each in sums.files] == sizes and sums.fingerprint == fingerprint
-
-
 def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy | None:
     """The node's copy, made by the first to ask; None where it cannot be written."""
     key = hashlib.blake2b(f"{_FORMAT} {_boot()} {versions}".encode(), digest_size=16).hexdigest()
@@ -224,12 +225,12 @@ def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy
         if found is not None:
             return found
         folder.mkdir(mode=0o700, exist_ok=True)
-        with locked(_lock_path(entry)):
+        with locked(entry.with_name(f"{key[0]}.lock")):
             found = _opened(entry)  # made by who held the lock before
             if found is None:
                 _publish(entry, prefix, versions)
                 found = _mapped(entry)
-        _sweep_now_and_then(folder)
+        _sweep(folder)
         return found
     except CacheError as error:
         reason = str(error)
@@ -242,7 +243,7 @@ def _copy_of(prefix: str, versions: list[Version | None], cache: Cache) -> _Copy
 
 
 def _publish(entry: Path, prefix: str, versions: list[Version | None]) -> None:
-    part = _part_path(entry)
+    part = entry.with_name(f"{entry.name}.part")
     try:
         with open(part, "wb", opener=_private) as stream:
             for piece in _pieces(prefix, versions):
@@ -268,7 +269,7 @@ def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
     try:
         sums = checksums_beside(prefix)
         if sums is not None:
-            guard = "good" if _are_of(sums, prefix, fingerprint) else "refused"
+            guard = "good" if are_of(sums, prefix, fingerprint) else "refused"
     except StoreError:
         guard = "refused"
     if guard != "good":
@@ -278,8 +279,7 @@ def _pieces(prefix: str, versions: list[Version | None]) -> Iterator[bytes]:
         for low, high in [] if sums is None else sums.files[IDX].wrong(memoryview(piece), begin):
             raise wrong_block(idx.url, low, high)
         yield piece
-    facts: dict[str, Any] = {"boot": _boot(), "prefix": str(Path(prefix).absolute()), "versions": versions}
-    facts |= {"idx_size_bytes": idx.size_bytes, "fingerprint": fingerprint, "guard": guard}
+    facts: dict[str, Any] = {"idx_size_bytes": idx.size_bytes, "fingerprint": fingerprint, "guard": guard}
     if sums is not None:
         facts |= {"block_bytes": sums.files[BIN].block_bytes, "bin_size_bytes": sums.files[BIN].size_bytes}
         yield sums.files[BIN].sums.astype("<u4").tobytes()
@@ -307,38 +307,18 @@ def settle(newest: int) -> None:
         time.sleep(rest / 1e9)
 
 
-def _sweep_now_and_then(folder: Path) -> None:
-    """Sweep on a thread of its own: files of other corpora may lie on storage that hangs."""
-    marker = folder / "swept"
+def _sweep(folder: Path) -> None:
+    """Remove, once in a while, copies that no process opened for a day, and what killed processes left."""
     with suppress(OSError):
-        if marker.exists() and time.time() - marker.stat().st_mtime < _SWEEP_EVERY_S:
+        marker, now = folder / "swept", time.time()
+        if marker.exists() and now - marker.stat().st_mtime < _SWEEP_EVERY_S:
             return
         marker.touch(mode=0o600)
-        threading.Thread(target=_sweep, args=(folder,), name="meshfeed-sweep", daemon=True).start()
-
-
-def _sweep(folder: Path) -> None:
-    """Remove copies whose files have changed or are gone, and what killed processes left of others."""
-    with suppress(OSError):
-        for key in {each.name[:_NAME_SIZE] for each in folder.iterdir() if len(each.name) >= _NAME_SIZE}:
-            entry = folder / key
-            if _is_current(entry):
-                continue
-            with locked(_lock_path(entry)):
-                if not _is_current(entry):  # or made in the meantime
-                    for path in (entry, _seen_path(entry), _part_path(entry)):
-                        path.unlink(missing_ok=True)
-
-
-def _is_current(entry: Path) -> bool:
-    try:
-        facts = _mapped(entry).facts
-        if facts["boot"] != _boot():  # from before a restart, or of a node that shares the folder
-            return time.time() - entry.stat().st_mtime < _OTHERS_S
-        versions = [None if each is None else tuple(each) for each in facts["versions"]]
-        return versions == versions_of(facts["prefix"])
-    except (OSError, ValueError, KeyError, TypeError, struct.error, StoreError):
-        return False
+        for path in folder.glob("?" * _NAME_SIZE + "*"):
+            entry = path.with_name(path.name[:_NAME_SIZE])
+            used = entry if entry.exists() else path
+            if now - used.stat().st_mtime > _UNUSED_S:
+                path.unlink(missing_ok=True)
 
 
 @functools.cache
@@ -355,7 +335,9 @@ def _boot() -> str:
 def _opened(entry: Path) -> _Copy | None:
     """A copy; None where there is none, or a damaged one, which is to be replaced."""
     try:
-        return _mapped(entry)
+        copy = _mapped(entry)
+        os.utime(entry)  # it is used
+        return copy
     except (OSError, ValueError, struct.error):
         return None
 
@@ -364,20 +346,8 @@ def _mapped(entry: Path) -> _Copy:
     """A copy. Raises OSError; ValueError or struct.error for a damaged one."""
     with entry.open("rb") as stream:
         pages = mapped(stream.fileno())
-    return _Copy(pages, _facts_of(pages), entry)
-
-
-def _facts_of(pages: Bytes) -> dict[str, Any]:
     (size,) = _FACTS.unpack(pages[-_FACTS.size :].tobytes())
-    return json.loads(pages[-_FACTS.size - size : -_FACTS.size].tobytes())
-
-
-def _lock_path(entry: Path) -> Path:
-    return entry.with_name(f"{entry.name[0]}.lock")
-
-
-def _part_path(entry: Path) -> Path:
-    return entry.with_name(f"{entry.name}.part")
+    return _Copy(pages, json.loads(pages[-_FACTS.size - size : -_FACTS.size].tobytes()), entry)
 
 
 def _seen_path(entry: Path) -> Path:
