@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from meshfeed.formats import jsonl
-from meshfeed.store.lengths import built_in_parts
+from meshfeed.store.index_cache import built_in_parts
 from meshfeed.store.stream import LengthsIndex, Multiples
 from soak import cases
 

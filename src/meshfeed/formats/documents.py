@@ -22,8 +22,7 @@ from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import Column
 from meshfeed.store.base import DocumentStore
 from meshfeed.store.format import Place, StoreFormat
-from meshfeed.store.index_cache import key_of_parts
-from meshfeed.store.lengths import built_in_parts, joined
+from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
 from meshfeed.store.open import stores_inside
 from meshfeed.store.stream import I64, LengthsIndex, Pieces
 

@@ -15,7 +15,7 @@ from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span, by_file, read_bytes
 from meshfeed.formats.tokens import hint_for
-from meshfeed.store.lengths import joined
+from meshfeed.store.index_cache import joined
 from meshfeed.store.stream import I64, Pieces
 
 _SPAN_BYTES = 1 << 26

@@ -18,8 +18,8 @@ from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Cache
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
-from meshfeed.formats.tokens import Column, hint_for
-from meshfeed.store.lengths import joined
+from meshfeed.formats.tokens import Column, Where, hint_for
+from meshfeed.store.index_cache import joined
 from meshfeed.store.stream import I64, Pieces
 
 _SPAN_BYTES = 1 << 26
@@ -81,11 +81,11 @@ class ParquetStore(DocumentFiles):
         for f, file in enumerate(self._files):
             with file, typed_arrow(file.url):
                 parquet = self._parquet(f)
-                sizes = [b - a for a, b in (extent_of(parquet, g, self._name(f)) for g in _groups(parquet))]
+                extents = [extent_of(parquet, g, self._name(f)) for g in range(parquet.num_row_groups)]
             first = size = 0
-            for group, more in enumerate(sizes):
-                size += more
-                if size >= _SPAN_BYTES or group == len(sizes) - 1:
+            for group, (begin, end) in enumerate(extents):
+                size += end - begin
+                if size >= _SPAN_BYTES or group == len(extents) - 1:
                     spans.append(Span(f, first, group + 1))
                     first, size = group + 1, 0
         return spans
@@ -165,8 +165,11 @@ class ParquetStore(DocumentFiles):
             parquet, name = self._parquet(f), self._name(f)
             table = parquet.read_row_group(group, columns=[name], use_threads=False)
             first = sum(parquet.metadata.row_group(g).num_rows for g in range(group))
-            place = _Place(file.url, name, group, first)
-            return _rows_of(table.column(name), place, is_text=self._column.is_text)
+
+            def where(row: int) -> str:
+                return f"{file.url}: row {first + row} (row group {group}, column {name!r})"
+
+            return _rows_of(table.column(name), where, f"{file.url}: column {name!r}", self._column.is_text)
 
     def _parquet(self, f: int) -> Any:
         """The opened file, its footer read; the file must be entered."""
@@ -187,32 +190,18 @@ class ParquetFormat(DocumentFilesFormat):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """What a message says of a value: file, column, row group, and the first of its rows in the file."""
-
-    url: str
-    column: str
-    group: int
-    first_row: int
-
-    def of(self, row: int) -> str:
-        """A row of the group."""
-        return f"{self.url}: row {self.first_row + row} (row group {self.group}, column {self.column!r})"
-
-
-@dataclass(frozen=True, slots=True)
 class _Rows:
     """One decoded row group: lists of tokens, flat, or texts.
 
     Attributes:
-        place: where they come from.
+        where: a row's place, as messages name it.
         count: rows.
         num_bytes: that it takes.
         ends: where each row's tokens end; None for text.
         values: all tokens, int64, or an Arrow array of text.
     """
 
-    place: _Place
+    where: Where
     count: int
     num_bytes: int
     ends: I64 | None
@@ -222,14 +211,9 @@ class _Rows:
         """All tokens of some rows."""
         if self.ends is None:
             texts = self.values.take(list(rows)).to_pylist()
-            return column.encoded(texts, lambda i: self.place.of(rows[i]))
+            return column.encoded(texts, lambda i: self.where(rows[i]))
         ends = self.ends
         return [self.values[int(ends[row - 1]) if row else 0 : int(ends[row])] for row in rows]
-
-
-def _list_views(kinds: Any) -> list[Any]:
-    """What tells lists whose offsets need not ascend; an older Arrow knows none."""
-    return [getattr(kinds, name) for name in ("is_list_view", "is_large_list_view") if hasattr(kinds, name)]
 
 
 def _is_text(kind: Any) -> bool:
@@ -237,43 +221,38 @@ def _is_text(kind: Any) -> bool:
     return str(plain) in ("string", "large_string", "string_view")
 
 
-def _rows_of(column: Any, place: _Place, *, is_text: bool) -> _Rows:
-    arrow = _arrow(place.url)
-    kinds = arrow.types
-    if kinds.is_dictionary(column.type):
+def _rows_of(column: Any, where: Where, name: str, is_text: bool) -> _Rows:
+    arrow = _arrow(name)
+    if arrow.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
-    lists = kinds.is_list(column.type) or kinds.is_large_list(column.type)
-    if any(is_other(column.type) for is_other in (kinds.is_fixed_size_list, *_list_views(kinds))):
-        column, lists = column.cast(arrow.large_list(column.type.value_type)), True
-    text = _is_text(column.type)
-    if not (text if is_text else lists and kinds.is_integer(column.type.value_type)):
+    element = getattr(column.type, "value_type", None)  # of any kind of list
+    if not (_is_text(column.type) if is_text else element is not None and arrow.types.is_integer(element)):
         raise StoreError(
-            f"{place.url}: column {place.column!r} is {column.type}, where "
-            f"{'text' if is_text else 'lists of whole numbers'} belong; name the right column= and, for "
-            f"text, a tokenizer="
+            f"{name} is {column.type}, where {'text' if is_text else 'lists of whole numbers'} belong; name "
+            f"the right column= and, for text, a tokenizer="
         )
     # Text in chunks of less than 2 GiB cannot always be one array of 32-bit offsets.
-    wide = column.cast(arrow.large_string() if text else arrow.large_list(column.type.value_type))
+    wide = column.cast(arrow.large_string() if is_text else arrow.large_list(element))
     array = arrow.concat_arrays(wide.chunks) if wide.num_chunks else arrow.array([], wide.type)
     for row in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) if array.null_count else ():
-        raise StoreError(f"{place.of(int(row))}: null where {'text' if text else 'a list of tokens'} belongs")
-    if text:
-        return _Rows(place, len(array), array.nbytes, None, array)
+        raise StoreError(f"{where(int(row))}: null where {'text' if is_text else 'a list of tokens'} belongs")
+    if is_text:
+        return _Rows(where, len(array), array.nbytes, None, array)
     offsets = array.offsets.to_numpy()
     ends, values = offsets[1:] - offsets[0], array.flatten()
     at = ends.searchsorted
     if values.null_count:
         bad = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        raise StoreError(f"{place.of(int(at(bad, side='right')))}: a null among its tokens; leave it out")
+        raise StoreError(f"{where(int(at(bad, side='right')))}: a null among its tokens; leave it out")
     numbers = values.to_numpy()
     unfit = (numbers < 0) | (numbers > np.iinfo(np.int64).max)
     if unfit.any():
         bad = int(unfit.argmax())
         raise StoreError(
-            f"{place.of(int(at(bad, side='right')))}: token {numbers[bad]}; tokens are whole numbers from 0 "
+            f"{where(int(at(bad, side='right')))}: token {numbers[bad]}; tokens are whole numbers from 0 "
             f"below 2**63"
         )
-    return _Rows(place, len(array), array.nbytes, ends, numbers)
+    return _Rows(where, len(array), array.nbytes, ends, numbers)
 
 
 def parquet_of(file: ByteFile) -> Any:
@@ -329,10 +308,6 @@ class RawStream(io.RawIOBase):
         self._file.read_into(out[:size], np.array([self._at]), np.array([size]))
         self._at += size
         return size
-
-
-def _groups(parquet: Any) -> range:
-    return range(parquet.num_row_groups)
 
 
 def extent_of(parquet: Any, group: int, name: str) -> tuple[int, int]:

@@ -24,8 +24,7 @@ from meshfeed.formats.items import Column, Items, ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.store.base import DocumentStore
-from meshfeed.store.index_cache import key_of_parts
-from meshfeed.store.lengths import built_in_parts, joined
+from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
 from meshfeed.store.stream import I64, LengthsIndex, Multiples, Pieces
 
 T = TypeVar("T")

@@ -9,6 +9,7 @@ is of a token lies at the token's place in each column's stream.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,6 @@ class DatasetStore(StreamStore):
         super().__init__()
         self.path, self.tokens, self._cache = path, tokens, cache
         self._columns = dict(columns)
-        self._marks: dict[str, Marks] = {}
 
     @property
     def columns(self) -> Mapping[str, IndexedStore]:
@@ -132,9 +132,7 @@ class DatasetStore(StreamStore):
 
         By an index of one bit for each token, made from the whole column once per node, at the first call.
         """
-        if column not in self._marks:
-            self._marks[column] = marks_of(self._columns[column], self._cache)
-        return self._marks[column].count(starts, stops)
+        return _marks_of(self._columns[column], self._cache).count(starts, stops)
 
     # -- the face of its tokens -------------------------------------------------------------------------
 
@@ -192,11 +190,14 @@ class DatasetStore(StreamStore):
         for store in (self.tokens, *self._columns.values()):
             stack.enter_context(store)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_marks": {}}
-
     def __repr__(self) -> str:
         return f"DatasetStore({self.path!r}, columns {', '.join(self._columns) or 'none'})"
+
+
+@functools.lru_cache(maxsize=16)
+def _marks_of(column: IndexedStore, cache: Cache) -> Marks:
+    """The marks of a column; kept, since they map a file."""
+    return marks_of(column, cache)
 
 
 def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:

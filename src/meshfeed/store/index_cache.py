@@ -8,6 +8,7 @@ one throws away. Mapped pages are shared: what a node's memory holds does not gr
 
     <key>.lock      empty, for ever
     <key>.part/     being written
+    <key>.parts/    entries of parts, until the whole is there
     <key>/          name.npy for each array, and manifest.json: their sizes and digests
 """
 
@@ -16,23 +17,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
+from meshfeed.columns import Array
 from meshfeed.errors import StoreError
+from meshfeed.files.durable import sync_directory
 from meshfeed.files.lock import locked
 
-Array = npt.NDArray[Any]
+Part = TypeVar("Part")
 
 _MANIFEST = "manifest.json"
 _BLOCK_BYTES = 1 << 16
 _NUM_BLOCKS = 64
+_SAY_EVERY_S = 10.0
+_log = logging.getLogger("meshfeed")
 
 
 def key_of_parts(**parts: int | float | str | bool | None) -> str:
@@ -55,25 +61,56 @@ def cached_arrays(
     """
     entry = Path(folder) / key
     found = _opened(entry)
-    if found is not None:
-        return found
-    with _typed(entry):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        with _typed(entry):
-            stack.enter_context(locked(entry.with_name(f"{key}.lock"), 0o666))
-        found = _opened(entry)  # by who held the lock before
-        if found is not None:
-            return found
-        made = dict(build())
-        with _typed(entry):
-            _publish(entry, made)
-    found = _opened(entry)
+    if found is None:
+        with contextlib.ExitStack() as stack:
+            with _typed(entry):
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(entry.with_name(f"{key}.lock"), 0o666))
+            found = _opened(entry)  # by who held the lock before
+            if found is None:
+                made = build()
+                with _typed(entry):
+                    _publish(entry, made)
+                found = _opened(entry)
     if found is None:
         raise StoreError(
             f"{entry}: damaged as soon as it was written; check the disk, or choose another cache"
         )
     return found
+
+
+def built_in_parts(
+    folder: Path,
+    key: str,
+    parts: Callable[[], Sequence[Part]],
+    build: Callable[[Part], Mapping[str, Array]],
+    join: Callable[[Sequence[Part], Sequence[Mapping[str, Array]]], Mapping[str, Array]],
+) -> dict[str, Array]:
+    """`cached_arrays`, made part by part and joined: who comes after a killed builder goes on from there.
+
+    A part is an entry of its own, in <key>.parts, until the whole is there. Everything that the arrays depend
+    on is in the key, how they are cut into parts too.
+    """
+    of_parts = folder / f"{key}.parts"
+
+    def whole() -> Mapping[str, Array]:
+        cut, arrays, said = parts(), list[Mapping[str, Array]](), time.monotonic()
+        for i, part in enumerate(cut):
+            arrays.append(cached_arrays(of_parts, str(i), lambda part=part: build(part)))
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                _log.info("%s: made %d of %d parts", of_parts, i + 1, len(cut))
+        return join(cut, arrays)
+
+    arrays = cached_arrays(folder, key, whole)
+    if of_parts.exists():
+        shutil.rmtree(of_parts, ignore_errors=True)  # another process may be at it, too
+    return arrays
+
+
+def joined(arrays: Sequence[Mapping[str, Array]], name: str, dtype: Any = np.int64) -> Array:
+    """One array of all parts, back to back; empty where there is no part."""
+    return np.concatenate([part[name] for part in arrays] or [np.zeros(0, dtype)])
 
 
 # -- writing --------------------------------------------------------------------------------------------
@@ -95,22 +132,14 @@ def _publish(entry: Path, arrays: Mapping[str, Array]) -> None:
     with (part / _MANIFEST).open("w") as stream:
         json.dump(manifest, stream)
         _to_disk(stream)
-    _sync_folder(part)
+    sync_directory(part)
     part.rename(entry)
-    _sync_folder(entry.parent)
+    sync_directory(entry.parent)
 
 
 def _to_disk(stream: IO[Any]) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # -- reading --------------------------------------------------------------------------------------------

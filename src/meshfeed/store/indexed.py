@@ -39,6 +39,9 @@ class IndexedStore(StreamStore):
     machine. All methods raise StoreError, naming file and byte.
     """
 
+    not_pickled = ("_index",)
+    _index: Index | None = None
+
     def __init__(
         self, path: str | os.PathLike[str], idx: ByteFile | None = None, data: ByteFile | None = None
     ) -> None:
@@ -48,7 +51,6 @@ class IndexedStore(StreamStore):
             idx = NodeIndex(self.path)
             data = GuardedFile(idx)
         self._idx, self._data = idx, data
-        self._index: Index | None = None
 
     # -- what it is ---------------------------------------------------------------------------------
 
@@ -164,14 +166,6 @@ class IndexedStore(StreamStore):
         stack.enter_context(self._data)
         self._index = look_up(self.header, self._idx)
         stack.callback(setattr, self, "_index", None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        known = ("path", "_idx", "_data", "header", "_fingerprint")
-        return {name: self.__dict__[name] for name in known if name in self.__dict__}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["path"], state["_idx"], state["_data"])
-        vars(self).update(state)
 
     # -- documents ----------------------------------------------------------------------------------
 
