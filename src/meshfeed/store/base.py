@@ -206,8 +206,8 @@ class DocumentStore(StreamStore):
 
     @property
     @abstractmethod
-    def documents(self) -> LengthsIndex:
-        """Where documents begin in the stream."""
+    def documents(self) -> LengthsIndex | StreamStore:
+        """Where documents begin in the stream; another store, where they lie as its documents do."""
 
     @property
     def num_documents(self) -> int:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache, FileStats, Folder
-from meshfeed.store.base import StreamStore
+from meshfeed.store.base import DocumentStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.marks import Marks, marks_of
@@ -35,7 +35,7 @@ _MOST_BYTES = 1 << 20
 _BLOCK = 1 << 18
 
 
-class DatasetStore(StreamStore):
+class DatasetStore(DocumentStore):
     """The tokens of a folder with dataset.json as a token store, and its further columns.
 
     Making one only remembers. It is read as its tokens are (see `IndexedStore`); entered, its columns are,
@@ -142,39 +142,18 @@ class DatasetStore(StreamStore):
         return self.tokens.dtype
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens in the stream."""
-        return self.tokens.num_tokens
-
-    @property
-    def num_documents(self) -> int:
-        """Documents, empty ones too."""
-        return self.tokens.num_documents
+    def documents(self) -> IndexedStore:
+        """Where documents begin: as in its tokens."""
+        return self.tokens
 
     @property
     def wants_ahead(self) -> bool:
         """Whether it lies far away."""
         return self.tokens.wants_ahead
 
-    def lengths(self, documents: I64) -> I64:
-        """Tokens of each document; int64 [n]."""
-        return self.tokens.lengths(documents)
-
-    def offsets(self, documents: I64) -> I64:
-        """Stream offset of each document's first token; int64 [n]."""
-        return self.tokens.offsets(documents)
-
-    def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
-        """Tokens start..stop of one document."""
-        return self.tokens.read(document, start, stop)
-
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         """Tokens of the stream's ranges; a column's: `columns[name].read_stream`."""
         self.tokens.read_into(out, starts, stops)
-
-    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """Offsets of documents strictly inside each range, and how many each has."""
-        return self.tokens.document_starts(starts, stops)
 
     def will_need(self, starts: I64, stops: I64) -> None:
         """Announce ranges of the tokens; a column's are announced to it."""
