@@ -172,7 +172,7 @@ def test_a_killed_rank_is_named(corpus: str) -> None:
     for rank in (0, 2):
         assert outcomes[rank].result is not None, outcomes[rank].trace
         ranks, text = outcomes[rank].result
-        assert 1 in ranks and "which died or ended early" in text
+        assert 1 in ranks and "lost its verify group" in text
 
 
 def test_verify_needs_a_way_to_meet(corpus: str) -> None:

@@ -7,26 +7,23 @@ ranks remember the excess.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from meshfeed.columns import Columns
 from meshfeed.deliver import wire
-from meshfeed.deliver.delivery import EndOfStream, Traffic
-from meshfeed.deliver.gloo import GlooGroup
+from meshfeed.deliver.delivery import Delivery, EndOfStream
 from meshfeed.deliver.meeting import Meeting
-from meshfeed.errors import DeliveryError, PeerError
+from meshfeed.errors import DeliveryError
 from meshfeed.roles import Role
 
 _GRAIN = 4096
 
 
-class Broadcast:
+class Broadcast(Delivery):
     """Columns from one reader to its peers by gloo's broadcast.
 
     All ranks end together: an interrupted reader announces the end in its next message. Until then the others
@@ -34,24 +31,16 @@ class Broadcast:
     """
 
     def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:
-        self.traffic = Traffic()
-        self._role, self._meeting, self._patience_s = role, meeting, patience_s
-        self._group: GlooGroup | None = None
+        super().__init__()
+        assert role.source is not None
+        self._role, self._source, self._meeting, self._patience_s = role, role.source, meeting, patience_s
         self._surplus = 0
         self._buffer = np.zeros(0, np.uint8)
         self._interrupted = threading.Event()
 
-    def __enter__(self) -> Self:
-        role = self._role
-        self._group = self._meeting.gloo_group("broadcast", role.peers)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+    def _connect(self, stack: contextlib.ExitStack) -> None:
+        self._group = self._meeting.gloo_group("broadcast", self._role.peers)
+        stack.callback(self._group.close)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """See Delivery."""
@@ -111,19 +100,6 @@ class Broadcast:
         return self._buffer
 
     def _collective(self, buffer: wire.Bytes) -> None:
-        role = self._role
-        if self._group is None or role.source is None:
-            raise DeliveryError(f"rank {role.rank} is in no broadcast group; use the delivery in `with`")
-        try:
-            self._group.broadcast(torch.from_numpy(buffer), role.source, self._patience_s)
-        except (RuntimeError, dist.DistError) as broken:
-            raise self._lost(self._group.lost(), role.source, broken) from broken
+        self._group.broadcast(torch.from_numpy(buffer), self._source, self._patience_s)
         self.traffic.collectives += 1
         self.traffic.num_bytes += buffer.size
-
-    def _lost(self, ranks: list[int], source: int, broken: Exception) -> PeerError:
-        lost = f"rank {self._role.rank} lost its broadcast group {self._role.peers} (source: rank {source})"
-        if not ranks:
-            return PeerError(f"{lost}: {broken}", [] if self._role.reads else [source])
-        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
-        return PeerError(f"{lost}: the connection to {which} is closed ({broken})", ranks)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from meshfeed.columns import Columns
 
@@ -31,28 +32,34 @@ class Traffic:
     num_bytes: int = 0
 
 
-class Delivery(Protocol):
-    """How stored columns reach this rank. `with` connects to the peers and disconnects again.
+class Delivery(abc.ABC):
+    """How stored columns reach this rank. `with` connects to the peers, and disconnects without waiting.
 
     All calls except `interrupt` come from one thread. Columns that `deliver` returns are valid until the next
     call.
+
+    Attributes:
+        traffic: counters of this rank.
     """
 
-    @property
-    def traffic(self) -> Traffic:
-        """Counters of this rank."""
-        ...
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._resources = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Connect to the peers. Raises PeerError naming those that do not arrive in time."""
-        ...
+        with contextlib.ExitStack() as stack:
+            self._connect(stack)
+            self._resources = stack.pop_all()
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Disconnect; never blocks."""
-        ...
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
 
+    @abc.abstractmethod
+    def _connect(self, stack: contextlib.ExitStack) -> None:
+        """Connect to the peers; the stack disconnects. Raises PeerError naming those that do not arrive."""
+
+    @abc.abstractmethod
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """One microbatch. columns: what the reader read, None on the others.
 
@@ -60,30 +67,23 @@ class Delivery(Protocol):
         Raises EndOfStream, PeerError (a peer is lost), the reader's own MeshfeedError (it failed),
         TimeoutError (a live peer is too slow).
         """
-        ...
 
-    def fail(self, error: BaseException, num_bytes: int) -> None:
+    def fail(self, error: BaseException, num_bytes: int) -> None:  # noqa: B027
         """On the reader, instead of `deliver`: send the peers the error that ends the data."""
-        ...
 
+    @abc.abstractmethod
     def interrupt(self) -> None:
         """From another thread: stop. `deliver` raises EndOfStream as soon as its peers allow."""
-        ...
 
 
-class Direct:
+class Direct(Delivery):
     """For a rank that reads for itself or needs no stored data: nothing is sent."""
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        super().__init__()
         self._interrupted = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _connect(self, stack: contextlib.ExitStack) -> None:
         pass
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
@@ -92,9 +92,6 @@ class Direct:
             raise EndOfStream
         self.traffic.messages += 1
         return columns or {}
-
-    def fail(self, error: BaseException, num_bytes: int) -> None:
-        """No peers to notify."""
 
     def interrupt(self) -> None:
         """See Delivery."""

@@ -183,7 +183,9 @@ class Meeting:
         store = PrefixStore(f"{prefix}/gloo", self.store)
         try:
             # gloo's own timeout comes first, unless the store does not answer
-            return within(1.25 * self.timeout_s, lambda: GlooGroup(store, rank, peers, self.timeout_s))
+            return within(
+                1.25 * self.timeout_s, lambda: GlooGroup(store, rank, peers, self.timeout_s, purpose)
+            )
         except (*FAILURES, TimeoutError) as broken:
             others = [peer for peer in peers if peer != rank]
             raise PeerError(

@@ -1,23 +1,20 @@
 """Two levels: one reader sends to a leader on each node; each leader shares with its node.
 
 It is composed of the other deliveries. The leaders form a broadcast group and each node a share ring. A rank
-in
-both forwards what it receives: data, errors and the end.
+in both forwards what it receives: data, errors and the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-from types import TracebackType
-from typing import Self
 
 from meshfeed.columns import Columns
 from meshfeed.deliver.broadcast import Broadcast
-from meshfeed.deliver.delivery import EndOfStream
+from meshfeed.deliver.delivery import Delivery, EndOfStream
 from meshfeed.deliver.share import ShareLeader
 
 
-class Relay:
+class Relay(Delivery):
     """A leader with a node to serve: receives across nodes (or reads) and forwards within its own.
 
     When its node ends, it leaves the share ring at once. From the other leaders it continues to receive, and
@@ -25,22 +22,14 @@ class Relay:
     """
 
     def __init__(self, across: Broadcast, within: ShareLeader) -> None:
+        super().__init__()
         self._across, self._within = across, within
         self.traffic = within.traffic = across.traffic
         self._left = False
-        self._resources = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._across)
-            stack.enter_context(self._within)
-            self._resources = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._resources.close()
+    def _connect(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(self._across)
+        stack.enter_context(self._within)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """See Delivery."""

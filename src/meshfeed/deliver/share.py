@@ -17,14 +17,12 @@ import selectors
 import socket
 import struct
 import uuid
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from meshfeed.columns import Columns
 from meshfeed.deliver import wire
-from meshfeed.deliver.delivery import EndOfStream, Traffic
+from meshfeed.deliver.delivery import Delivery, EndOfStream
 from meshfeed.deliver.forks import Private
 from meshfeed.deliver.local import Listener, connect
 from meshfeed.deliver.meeting import Meeting
@@ -66,49 +64,44 @@ class _Slot:
         return self.bytes
 
 
-class ShareLeader:
+class ShareLeader(Delivery):
     """The reader's end: writes each microbatch into the next free slot."""
 
     def __init__(self, role: Role, meeting: Meeting, num_slots: int, patience_s: float | None) -> None:
-        self.traffic = Traffic()
+        super().__init__()
         self._role, self._meeting, self._patience_s = role, meeting, patience_s
         self._num_slots = min(num_slots, _MAX_SLOTS)
-        self._resources, self._private = contextlib.ExitStack(), Private()
+        self._private = Private()
         self._slots: list[_Slot] = []
         self._peers: dict[int, socket.socket] = {}
         self._returned: dict[int, int] = {}
         self._next = 0
         self._wake = -1
 
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            for s in range(self._num_slots):
-                fd = os.memfd_create(f"meshfeed-{s}")
-                stack.callback(_close, fd)
-                self._private.add(fd)
-                self._slots.append(_Slot(fd))
-            self._wake = os.eventfd(0)
-            stack.callback(_close, self._wake)
-            self._selector = stack.enter_context(selectors.DefaultSelector())
-            self._selector.register(self._wake, selectors.EVENT_READ)
-            with Listener() as listener:
-                self._private.add(listener.fileno())
-                # before meeting: a follower that has met can then tell a dead leader from a late one
-                self._meeting.say(_address_key(self._role.rank), listener.name)
-                self._meeting.meet("share", self._role.peers)
-                self._accept_all(listener, stack)
-            self._resources = stack.pop_all()
-        return self
+    def _connect(self, stack: contextlib.ExitStack) -> None:
+        for s in range(self._num_slots):
+            fd = os.memfd_create(f"meshfeed-{s}")
+            stack.callback(_close, fd)
+            self._private.add(fd)
+            self._slots.append(_Slot(fd))
+        self._wake = os.eventfd(0)
+        stack.callback(_close, self._wake)
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        with Listener() as listener:
+            self._private.add(listener.fileno())
+            # before meeting: a follower that has met can then tell a dead leader from a late one
+            self._meeting.say(_address_key(self._role.rank), listener.name)
+            self._meeting.meet("share", self._role.peers)
+            self._accept_all(listener, stack)
+        stack.callback(self._leave)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _leave(self) -> None:
         for peer in self._peers.values():
             _close_link(peer)
         self._peers.clear()
         self._slots.clear()
         self._wake = -1  # another file may soon have this number
-        self._resources.close()
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """See Delivery."""
@@ -201,60 +194,52 @@ class ShareLeader:
                 peer.send(_TICKET.pack(_LOST, rank))
 
 
-class ShareFollower:
+class ShareFollower(Delivery):
     """A follower's end: maps the leader's slots and reads them in place."""
 
     def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:
-        self.traffic = Traffic()
-        self._role, self._meeting, self._patience_s = role, meeting, patience_s
-        self._resources, self._private = contextlib.ExitStack(), Private()
+        super().__init__()
+        assert role.source is not None
+        self._role, self._leader, self._meeting, self._patience_s = role, role.source, meeting, patience_s
+        self._private = Private()
         self._slots: list[_Slot] = []
         self._interrupted = False
         self._held: int | None = None
 
-    def __enter__(self) -> Self:
-        role = self._role
-        leader = _source_of(role)
-        self._meeting.meet("share", role.peers)
+    def _connect(self, stack: contextlib.ExitStack) -> None:
+        rank, leader = self._role.rank, self._leader
+        self._meeting.meet("share", self._role.peers)
         name = self._meeting.say(_address_key(leader), "gone")  # "gone": the leader has not written its name
-        with contextlib.ExitStack() as stack:
-            try:
-                link = stack.enter_context(connect(name, role.rank, self._meeting.timeout_s))
-                self._private.add(link.fileno())
-                _, fds, _, _ = socket.recv_fds(link, 16, 250, socket.MSG_CMSG_CLOEXEC)
-            except PermissionError as other_user:
-                raise PeerError(
-                    f"rank {role.rank} cannot map the memory of rank {leader}, the reader of its node: "
-                    f"{other_user}; start all ranks of a machine as one user, or choose delivery='broadcast'",
-                    [leader],
-                ) from other_user
-            except OSError as lost:
-                raise PeerError(
-                    f"rank {role.rank} cannot reach rank {leader}, the reader of its node: {lost}; are both "
-                    f"on one machine, and is ranks_per_node right?",
-                    [leader],
-                ) from lost
-            for fd in fds:
-                stack.callback(_close, fd)
-                self._private.add(fd)
-            if not fds:
-                raise PeerError(f"rank {leader}, the reader of the node of rank {role.rank}, died", [leader])
-            self._slots = [_Slot(fd) for fd in fds]
-            link.settimeout(self._patience_s)
-            self._link = link
-            self._resources = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _close_link(self._link)
-        self._slots.clear()
-        self._resources.close()
+        try:
+            link = stack.enter_context(connect(name, rank, self._meeting.timeout_s))
+            self._private.add(link.fileno())
+            _, fds, _, _ = socket.recv_fds(link, 16, 250, socket.MSG_CMSG_CLOEXEC)
+        except PermissionError as other_user:
+            raise PeerError(
+                f"rank {rank} cannot map the memory of rank {leader}, the reader of its node: {other_user}; "
+                f"start all ranks of a machine as one user, or choose delivery='broadcast'",
+                [leader],
+            ) from other_user
+        except OSError as lost:
+            raise PeerError(
+                f"rank {rank} cannot reach rank {leader}, the reader of its node: {lost}; are both on one "
+                f"machine, and is ranks_per_node right?",
+                [leader],
+            ) from lost
+        for fd in fds:
+            stack.callback(_close, fd)
+            self._private.add(fd)
+        if not fds:
+            raise PeerError(f"rank {leader}, the reader of the node of rank {rank}, died", [leader])
+        self._slots = [_Slot(fd) for fd in fds]
+        link.settimeout(self._patience_s)
+        self._link = link
+        stack.callback(self._slots.clear)
+        stack.callback(_close_link, link)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """See Delivery."""
-        leader = _source_of(self._role)
+        leader = self._leader
         if self._held is not None:
             with contextlib.suppress(OSError):  # a leader that has ended takes no tickets back
                 self._link.send(_TICKET.pack(self._held, 0))
@@ -284,9 +269,6 @@ class ShareFollower:
             raise wire.decode_error(buffer)
         return wire.decode(buffer)
 
-    def fail(self, error: BaseException, num_bytes: int) -> None:
-        """A follower does not read, so it has no read error to send."""
-
     def interrupt(self) -> None:
         """See Delivery."""
         self._interrupted = True
@@ -297,12 +279,6 @@ class ShareFollower:
 def _address_key(leader: int) -> str:
     """The key under which the peers of a leader find the address of its socket."""
     return f"share/{leader}/socket"
-
-
-def _source_of(role: Role) -> int:
-    if role.source is None:
-        raise DeliveryError(f"rank {role.rank} has no source; its role takes part in no delivery")
-    return role.source
 
 
 def _read_ticket(link: socket.socket) -> bytes:

@@ -11,16 +11,13 @@ import hashlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from meshfeed.columns import Arrays
-from meshfeed.deliver.gloo import GlooGroup
 from meshfeed.deliver.meeting import Meeting
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
 from meshfeed.layout import Layout
@@ -69,7 +66,6 @@ class Verifier:
 
     def __init__(self, rank: int, peers: tuple[int, ...], names: Sequence[str], meeting: Meeting) -> None:
         self._rank, self._peers, self._names, self._meeting = rank, peers, tuple(names), meeting
-        self._group: GlooGroup | None = None
         self._made: deque[tuple[int, Digests, Callable[[], Digests]]] = deque()
         self._taken = self._compared = -1
         self._failure: Exception | None = None
@@ -101,9 +97,7 @@ class Verifier:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._ending = True
             self._failure = None  # its traceback would keep its frames' objects alive
@@ -165,9 +159,7 @@ class Verifier:
                 self._failure = None if self._ending else failure
                 self._changed.notify_all()
         finally:
-            group, self._group = self._group, None
-            if group is not None:
-                group.close()
+            self._group.close()
 
     def _next(self) -> tuple[int, Digests, Callable[[], Digests]] | None:
         """The next step to compare, once it is made and the loop has received it; None at the end."""
@@ -177,7 +169,7 @@ class Verifier:
 
     def _compare(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
         """Compare one step's digests, on every rank of the group. Raises VerifyError."""
-        table = self._gather(digests)
+        table = self._group.all_gather(torch.from_numpy(digests)).numpy()
         fields = [f for f in range(len(self._names)) if len(set(table[:, f].tolist()) - {0}) > 1]
         if not fields:
             return
@@ -204,20 +196,8 @@ class Verifier:
             wrong = int(not np.array_equal(reread(), digests))
         except MeshfeedError:
             wrong = 0  # no storage here to compare with
-        verdicts = self._gather(np.array([wrong], np.int64))[:, 0]
+        verdicts = self._group.all_gather(torch.tensor([wrong]))[:, 0]
         return {rank for rank, verdict in zip(self._peers, verdicts.tolist()) if verdict}
-
-    def _gather(self, row: Digests) -> Digests:
-        if self._group is None:
-            raise DeliveryError(f"rank {self._rank} is in no verify group; use the verifier in `with`")
-        try:
-            return self._group.all_gather(torch.from_numpy(row)).numpy()
-        except (RuntimeError, dist.DistError) as broken:
-            lost = self._group.lost()
-            who = f"rank(s) {lost}, which died or ended early" if lost else f"some of ranks {self._peers}"
-            raise PeerError(
-                f"rank {self._rank} could not compare with {who}; check the logs there ({broken})", lost
-            ) from broken
 
 
 def suspects_of(digest_of_rank: Mapping[int, int]) -> set[int]:
