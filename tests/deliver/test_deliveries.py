@@ -266,7 +266,7 @@ def test_extra_columns_travel_whatever_their_shape(corpus: str) -> None:
 def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every collective that this process calls from now on, whoever calls it."""
     called: list[str] = []
-    from meshfeed.deliver.gloo import GlooGroup
+    from meshfeed.deliver.group import Group
 
     def counted(owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -278,7 +278,7 @@ def count_collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(owner, name, call)
 
     for name in ("broadcast", "all_gather"):
-        counted(GlooGroup, name)
+        counted(Group, name)
     for name in ("broadcast", "all_gather", "all_reduce", "scatter", "gather", "send", "recv", "barrier"):
         counted(dist, name)
     for name in ("broadcast_object_list", "all_gather_object", "new_group"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import threading
@@ -23,8 +24,8 @@ import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.deliver.failure import Failures
-from meshfeed.deliver.meeting import Meeting, _without_common, ranks_in_words, ranks_of_words
-from meshfeed.deliver.store_client import Notice, StoreClient
+from meshfeed.deliver.meeting import Meeting, _what_differs, ranks_in_words, ranks_of_words
+from meshfeed.deliver.store_client import StoreClient
 from observe import simulated, take
 
 LONG = timedelta(seconds=60)
@@ -109,12 +110,8 @@ def test_ranks_that_disagree_end_before_any_batch(corpus: str, delivery: str) ->
 
 def test_who_disagrees_is_told_what_differs_alone() -> None:
     one, other = "dp2, Packing(capacity=64, align=1), zigzag", "dp2, Packing(capacity=128, align=1), zigzag"
-    assert _without_common(one, other) == ("Packing(capacity=64)", "Packing(capacity=128)")
-    assert _without_common("a, b, c", "a, c") == ("b", "nothing") and _without_common("b, a, a", "b, a") == (
-        "a",
-        "nothing",
-    )
-    assert _without_common("a", "b") == ("a", "b")
+    assert _what_differs(one, other) == ("capacity=64", "capacity=128")
+    assert _what_differs("[0, 1]", "[0]") == ("[0, 1]", "[0]") and _what_differs("", "a") == ("nothing", "a")
 
 
 def other_layout(rank: int, path: str) -> Any:
@@ -475,8 +472,8 @@ def test_a_connection_that_broke_is_made_again_for_the_next_run(monkeypatch: pyt
     monkeypatch.setattr("meshfeed.deliver.store_client._clone", whole)
     meeting = Meeting(store, 0, 60)
     with Failures(meeting, 0, heard.set):
-        notice = Notice(meeting.prefix, 0, ErrorRecord("StoreError", "gone"))
-        assert meeting.client.add_notice(notice.encode(4096), 60)
+        error = ErrorRecord("StoreError", "gone").encode(4096).decode()
+        assert meeting.client.add_notice(json.dumps([meeting.prefix, 0, error]), 60)
         assert heard.wait(60)
 
 

@@ -17,7 +17,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver import Meeting
-from meshfeed.deliver.gloo import GlooGroup
+from meshfeed.deliver.group import Group
 from observe import take
 
 LONG = timedelta(seconds=60)
@@ -236,7 +236,7 @@ def hasty(rank: int) -> None:
     """Ranks 0 and 1 have nothing to say to rank 2, and leave as soon as they have met it."""
     for turn in range(6):  # who connects to whom is by port: in one turn of three, none can leave early
         store: Any = dist.PrefixStore(str(turn), default_store())
-        GlooGroup(Slow(store) if rank == 2 else store, rank, (0, 1, 2), 60, "test").close()
+        Group.connect(Slow(store) if rank == 2 else store, rank, (0, 1, 2), 60).close()
         store.set("gone" if rank < 2 else "stayed", "1")
         store.wait(["gone", "stayed"], LONG)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -125,23 +124,6 @@ def test_whoever_says_nothing_that_makes_sense_keeps_nobody_waiting(says: bytes)
             assert strangers_job._received(link) == "nothing"
     for link in (*strangers, first, second, again, *came.values()):
         link.close()
-
-
-def test_silent_connections_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshfeed.deliver.local._MAX_UNIDENTIFIED", 5)
-    with Listener() as listener:
-        silent = connections_to(listener, 12)
-        with connect(listener.name, 1, 20) as link:
-            coming = listener.accept([1, 2], 60, lambda: False)
-            rank, accepted = next(coming)
-            assert rank == 1
-            # the oldest made room for the latest five, the rank among them
-            assert [bool(select.select([each], [], [], 0)[0]) for each in silent] == [True] * 8 + [False] * 4
-            coming.close()
-            accepted.close()
-            assert link.recv(1) == b""
-    for each in silent:
-        each.close()
 
 
 def test_waiting_for_ranks_ends_in_time_or_when_it_is_over(caplog: pytest.LogCaptureFixture) -> None:

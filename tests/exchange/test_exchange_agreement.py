@@ -14,7 +14,7 @@ import meshfeed as mf
 import world
 from meshfeed.deliver import Meeting
 from meshfeed.exchange import GatheredLengths, Membership, encode
-from meshfeed.exchange.agreement import Agreement
+from meshfeed.exchange.agreement import check_agreement
 
 PACKING = mf.Packing(capacity=512)
 LENGTHS = (200, 130, 80, 90)
@@ -93,19 +93,25 @@ def test_words_are_cleared_away_and_name_who_has_no_iterator() -> None:
     membership.append(Membership((4, 5), ((0,), (1,)), 1, (0, 2, 4)))
     given = [encode(step, mf.exchange.Keys()).report for step in rows()[:2]]
     gathered = GatheredLengths.of(given, membership[0])
-    spoken = [Agreement(each.ranks[0], each, Meeting(store, each.ranks[0], 60)) for each in membership]
-    for alike in spoken:  # in processes of their own they would be of one turn
-        alike._meeting._prefix = "one run"  # type: ignore[union-attr]
-    assert Agreement(1, membership[0], Meeting(store, 1, 60))._meeting is None  # a second member says nothing
+    meetings = [Meeting(store, each.ranks[0], 60) for each in membership]
+    for meeting in meetings:
+        meeting._prefix = "one run"  # in processes of their own they would be of one turn
+
+    def check(exchange: int, step: int, reports: list[Any]) -> None:
+        own = membership[exchange]
+        gathered = GatheredLengths.of(reports, own)
+        check_agreement(meetings[exchange], own.ranks[0], own, step, gathered, reports)
+
     before = store.num_keys()
+    check_agreement(meetings[0], 1, membership[0], 0, gathered, given)
+    assert store.num_keys() == before, "a second member says nothing"
     for step in range(3):
-        for alike in spoken:
-            alike.check(step, gathered, given)
+        for exchange in range(3):
+            check(exchange, step, given)
     assert store.num_keys() == before
-    half = [given[0], mf.exchange.nothing().report]
-    spoken[0].check(3, gathered, given)
+    check(0, 3, given)
     with pytest.raises(mf.PeerError, match=r"rank 1 gives items of data-parallel rank 1, but none .* rank 2"):
-        spoken[1].check(3, GatheredLengths.of(half, membership[1]), half)
+        check(1, 3, [given[0], mf.exchange.nothing().report])
 
 
 # -- verify ------------------------------------------------------------------------------------------

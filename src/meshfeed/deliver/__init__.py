@@ -4,6 +4,7 @@ from meshfeed.deliver.choose import make_delivery, tell
 from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic
 from meshfeed.deliver.error_codec import ErrorRecord, ranks_in_words
 from meshfeed.deliver.failure import Failures
+from meshfeed.deliver.group import Group
 from meshfeed.deliver.meeting import Meeting, default_store
 from meshfeed.deliver.share import can_share
 from meshfeed.deliver.verify import Digester, Digests, Verifier
@@ -16,6 +17,7 @@ __all__ = [
     "EndOfStream",
     "ErrorRecord",
     "Failures",
+    "Group",
     "Meeting",
     "Traffic",
     "Verifier",

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from typing import cast
 
 import numpy as np
-import torch
 
 from meshfeed.columns import Columns
 from meshfeed.deliver import wire
@@ -32,14 +32,14 @@ class Broadcast(Delivery):
 
     def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:
         super().__init__()
-        assert role.source is not None
-        self._role, self._source, self._meeting, self._patience_s = role, role.source, meeting, patience_s
+        self._role, self._meeting, self._patience_s = role, meeting, patience_s
+        self._source = cast(int, role.source)  # a role with peers has one
         self._surplus = 0
         self._buffer = np.zeros(0, np.uint8)
         self._interrupted = threading.Event()
 
     def _connect(self, stack: contextlib.ExitStack) -> None:
-        self._group = self._meeting.gloo_group("broadcast", self._role.peers)
+        self._group = self._meeting.group("broadcast", self._role.peers, self._patience_s)
         stack.callback(self._group.close)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
@@ -100,6 +100,6 @@ class Broadcast(Delivery):
         return self._buffer
 
     def _collective(self, buffer: wire.Bytes) -> None:
-        self._group.broadcast(torch.from_numpy(buffer), self._source, self._patience_s)
+        self._group.broadcast(buffer, self._source)
         self.traffic.collectives += 1
         self.traffic.num_bytes += buffer.size

@@ -9,7 +9,7 @@ from dataclasses import replace
 from meshfeed.deliver.broadcast import Broadcast
 from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream
 from meshfeed.deliver.error_codec import ErrorRecord
-from meshfeed.deliver.meeting import Meeting
+from meshfeed.deliver.meeting import Meeting, required
 from meshfeed.deliver.relay import Relay
 from meshfeed.deliver.share import ShareFollower, ShareLeader, can_share
 from meshfeed.errors import DeliveryError, MeshfeedError
@@ -42,11 +42,7 @@ def make_delivery(
     """
     if name == "direct" or not role.peers or role.source is None:
         return Direct()
-    if meeting is None:
-        raise DeliveryError(
-            f"rank {role.rank} gets its data by {name!r} and needs a way to meet ranks {role.peers}: call "
-            f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
-        )
+    meeting = required(meeting, f"delivery {name!r}", role.rank, role.peers)
     if name in ("share", "tree") and (missing := can_share()):
         raise DeliveryError(f"delivery {name!r}: {missing}; choose 'broadcast' or 'auto'")
     across, within = {"broadcast": (role, None), "share": (None, role)}.get(name, role.levels)

@@ -14,7 +14,7 @@ from meshfeed import errors
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
 
 _UNREADABLE = "a rank failed; its error message cannot be decoded"
-_WHERE: Mapping[str, type] = {"path": str, "rank": int, "step": int, "range": Sequence}
+_WHERE = ("path", "rank", "step", "range")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +72,13 @@ class ErrorRecord:
         """Decode a record. Accepts any bytes: reporting an error must not fail."""
         try:
             record: Any = json.loads(encoded.decode(errors="replace"))
-            kind, text, ranks, where = record
-            return cls(str(kind), str(text), tuple(ranks_of_words(ranks)), _decoded_where(where))
+            kind, text, ranks, given = record
+            where = {name: given[name] for name in _WHERE if name in given}
+            if "range" in where:
+                where["range"] = tuple(where["range"])
+            return cls(str(kind), str(text), tuple(ranks_of_words(ranks)), where)
         except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return cls(DeliveryError.__name__, _UNREADABLE)
-
-
-def _decoded_where(given: Mapping[str, Any]) -> dict[str, Any]:
-    where: dict[str, Any] = {
-        name: given[name] for name, kind in _WHERE.items() if isinstance(given.get(name), kind)
-    }
-    if "range" in where:
-        first, end = where["range"]
-        where["range"] = int(first), int(end)
-    return where
 
 
 def runs_of(ranks: Sequence[int]) -> list[list[int]]:

@@ -8,15 +8,15 @@ earlier. If another rank fails at an earlier step, it publishes another notice; 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import NoReturn, Self
 
 from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.deliver.meeting import Meeting
-from meshfeed.deliver.store_client import Notice
 from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, StateError
 
 _MAX_BYTES = 4096
@@ -51,9 +51,7 @@ class Failures:
             self.on_notice()  # for notices that arrived between the two calls
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._own = None  # its traceback would keep its frames' objects alive
         if self._meeting is not None and self._is_open:
             self._meeting.client.unwatch(self)
@@ -68,14 +66,14 @@ class Failures:
         Asks the store once before a run's second step, since other ranks may have refused to start, and again
         while the job is ending, since another rank may have failed earlier.
         """
-        notice = self._notice()
+        ends, record = self._notice()
         has_begun = self._meeting is not None and step > self._meeting.start
-        if (has_begun and not self._has_looked) or (notice is not None and notice.step > step):
+        if (has_begun and not self._has_looked) or (record is not None and ends > step):
             self._has_looked = self._has_looked or has_begun
-            notice = self._notice(look=True)
-        if notice is None or notice.step > step:
+            ends, record = self._notice(look=True)
+        if record is None or ends > step:
             return None
-        error, own = notice.error.exception(), self._own
+        error, own = record.exception(), self._own
         if own is not None and str(own) == str(error):
             return own
         error.__cause__ = own
@@ -91,17 +89,17 @@ class Failures:
         if isinstance(error, MeshfeedError):
             error.rank = self._rank if error.rank is None else error.rank
             error.step = step if error.step is None else error.step
-        own, notice = self._publish(error, step), self._notice()
-        if notice is None or notice.error.text == own.text:
+        own, (_, first) = self._publish(error, step), self._notice()
+        if first is None or first.text == own.text:
             raise error
-        raise notice.error.exception() from error
+        raise first.exception() from error
 
     def on_notice(self) -> None:
         """See Watcher."""
-        notice, meeting = self._notice(), self._meeting
-        if notice is not None and meeting is not None:
-            if notice.step <= meeting.start:
-                meeting.cancel()
+        (ends, record), meeting = self._notice(), self._meeting
+        if record is not None and meeting is not None:
+            if ends <= meeting.start:
+                meeting.cancelled.set()
             self._wake()
 
     @property
@@ -116,9 +114,9 @@ class Failures:
         if self._meeting is None or not self._is_open:
             return record
         ends = 0 if isinstance(error, PeerError | StateError) else step
-        text = Notice(self._prefix, ends, record).encode(_MAX_BYTES)
+        text = json.dumps([self._prefix, ends, record.encode(_MAX_BYTES).decode()])
         try:
-            while (notice := self._notice(look=True)) is None or notice.step > ends:
+            while self._notice(look=True)[0] > ends:
                 if self._meeting.client.add_notice(text, self._patience_s):
                     break
         except DeliveryError as lost:
@@ -129,23 +127,27 @@ class Failures:
         """Skip runs that failed because this rank was missing: the peers have counted them."""
         while True:
             self._prefix = meeting.prefix
-            notice = self._notice(look=True)
-            if notice is None or notice.error.kind != PeerError.__name__:
-                return
-            if self._rank not in notice.error.ranks:
+            _, record = self._notice(look=True)
+            if record is None or record.kind != PeerError.__name__ or self._rank not in record.ranks:
                 return
             meeting.skip()
 
-    def _notice(self, *, look: bool = False) -> Notice | None:
-        """The first error and the earliest step of this run's notices. look: ask the store for new ones."""
+    def _notice(self, *, look: bool = False) -> tuple[float, ErrorRecord | None]:
+        """The earliest step of this run's notices, and the first error; (inf, None) without any.
+
+        look: ask the store for new ones.
+        """
         meeting = self._meeting
         if meeting is None or not self._is_open:
-            return None
+            return math.inf, None
         if look:
             with contextlib.suppress(DeliveryError):
                 meeting.client.read_notices(self._patience_s)
-        own = [notice for notice in list(meeting.client.notices.values()) if notice.run == self._prefix]
-        return replace(own[0], step=min(notice.step for notice in own)) if own else None
+        texts = list(meeting.client.notices.values())
+        own = [(step, error) for run, step, error in map(json.loads, texts) if run == self._prefix]
+        if not own:
+            return math.inf, None
+        return min(step for step, _ in own), ErrorRecord.decode(own[0][1].encode())
 
     @property
     def _patience_s(self) -> float:

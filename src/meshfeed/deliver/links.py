@@ -103,12 +103,9 @@ def _is_over(descriptor: int, file: int) -> bool:
 
 @contextlib.contextmanager
 def _borrowed(descriptor: int) -> Generator[socket.socket]:
-    """A socket object for a borrowed descriptor, which stays open. Raises OSError if it is not a socket."""
-    own = os.dup(descriptor)
+    """A socket object for a descriptor, which stays open. Raises OSError if it is not a socket."""
+    link = socket.socket(fileno=descriptor)
     try:
-        link = socket.socket(fileno=own)
-    except OSError:
-        os.close(own)
-        raise
-    with link:
         yield link
+    finally:
+        link.detach()

@@ -14,14 +14,11 @@ import socket
 import struct
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Generator
-from types import TracebackType
 from typing import Self
 
 _HELLO = struct.Struct("<q")  # rank
 _CHECK_EVERY_S = 0.5  # how often `accept` asks whether to stop
-_MAX_UNIDENTIFIED = 256  # connections of this user that have not sent their rank
 
 _log = logging.getLogger("meshfeed")
 
@@ -42,18 +39,12 @@ class Listener:
         self._warned = False
 
     def __enter__(self) -> Self:
-        try:
-            self._socket.bind(f"\0{self.name}")
-            self._socket.listen(socket.SOMAXCONN)
-            self._socket.setblocking(False)
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket.bind(f"\0{self.name}")
+        self._socket.listen(socket.SOMAXCONN)
+        self._socket.setblocking(False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._socket.close()
 
     def fileno(self) -> int:
@@ -68,32 +59,26 @@ class Listener:
         is_over: polled; whether to stop waiting. Raises TimeoutError then, and after `timeout_s`.
         """
         missing, deadline = set(ranks), time.monotonic() + timeout_s
-        unidentified: deque[socket.socket] = deque()
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
-            stack.callback(lambda: [link.close() for link in unidentified])
+            unidentified = selector.get_map().values()
+            stack.callback(lambda: [key.data.close() for key in unidentified if key.data])
             selector.register(self._socket, selectors.EVENT_READ)
             while missing:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or is_over():
                     raise TimeoutError
                 for key, _ in selector.select(min(left_s, _CHECK_EVERY_S)):
-                    if key.fileobj is self._socket:
+                    if key.data is None:
                         if (link := self._accept_own_user()) is not None:
-                            unidentified.append(link)
                             selector.register(link, selectors.EVENT_READ, link)
-                        if len(unidentified) > _MAX_UNIDENTIFIED:
-                            selector.unregister(unidentified[0])
-                            unidentified.popleft().close()
-                    elif key.data in unidentified:
-                        selector.unregister(key.data)
-                        unidentified.remove(key.data)
-                        rank = _rank_of(key.data)
-                        if rank not in missing:
-                            key.data.close()
-                            continue
-                        missing.discard(rank)
-                        key.data.setblocking(True)
-                        yield rank, key.data
+                        continue
+                    link = selector.unregister(key.data).data
+                    if (rank := _rank_of(link)) not in missing:
+                        link.close()
+                        continue
+                    missing.remove(rank)
+                    link.setblocking(True)
+                    yield rank, link
 
     def _accept_own_user(self) -> socket.socket | None:
         """The next connection; None if it belongs to another user or is already closed."""

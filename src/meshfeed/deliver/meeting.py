@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import threading
 import time
 import uuid
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshfeed.deliver.error_codec import ranks_in_words, ranks_of_words
-from meshfeed.deliver.gloo import GlooGroup
+from meshfeed.deliver.group import Group
 from meshfeed.deliver.store_client import FAILURES, StoreClient, client_of, within
 from meshfeed.errors import DeliveryError, PeerError, StateError
 
@@ -37,6 +38,7 @@ T = TypeVar("T")
 _POLLS_PER_S = 5_000  # by all waiting ranks together
 _LOG_AFTER_S, _LOG_EVERY_S = 10.0, 60.0
 _MAX_NAMED = 16
+_WORD = re.compile(r"[^\s,()\[\]]+")
 
 _log = logging.getLogger("meshfeed")
 
@@ -57,6 +59,7 @@ class Meeting:
         start: the step at which this rank starts or resumes; equal on all ranks.
         num_ranks: in the job.
         on_error: called with an error that ends a meeting, before this rank leaves its peers.
+        cancelled: set by another thread if a rank will not arrive. Calls that wait here raise PeerError.
     """
 
     store: Store
@@ -68,9 +71,7 @@ class Meeting:
     on_error: Callable[[Exception], object] = lambda error: None
     _prefix: str = field(default="", init=False)
     _space: str = field(default="", init=False)
-    _cancelled: threading.Event = field(
-        default_factory=threading.Event, init=False, repr=False, compare=False
-    )
+    cancelled: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
 
     @property
     def client(self) -> StoreClient:
@@ -88,10 +89,6 @@ class Meeting:
         """
         return self.client.say(f"{self.prefix}/{key}", text, self.timeout_s)
 
-    def is_cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._cancelled.is_set()
-
     @property
     def prefix(self) -> str:
         """This run's key prefix: equal on all ranks of the job, different from other runs. Does not wait."""
@@ -104,10 +101,6 @@ class Meeting:
     def skip(self) -> None:
         """Join the next run instead: this one failed because this rank was missing."""
         self._prefix = ""
-
-    def cancel(self) -> None:
-        """From another thread: a rank will not arrive. Calls that wait here raise PeerError."""
-        self._cancelled.set()
 
     def compare(self, arguments: Mapping[str, str]) -> None:
         """Compare arguments with those of the rank that arrived first. Does not wait.
@@ -124,13 +117,16 @@ class Meeting:
             )
         first = self.say("first", json.dumps([rank, self.start, dict(arguments)]))
         other, start, there = json.loads(first)
-        differ = [part for part in {**arguments, **there} if arguments.get(part) != there.get(part)]
-        if differ:
-            differences = _differences(differ, arguments, there, rank, other)
+        differences: list[str] = []
+        for part in {**arguments, **there}:
+            if arguments.get(part) != there.get(part):
+                ours, theirs = _what_differs(arguments.get(part, ""), there.get(part, ""))
+                differences.append(f"{part} is {ours} on rank {rank}, {theirs} on rank {other}")
+        if differences:
             raise PeerError(
-                f"rank {rank} and rank {other} disagree: {differences}; "
-                f"give every rank the same arguments and version. If these are two feeds that ranks begin in "
-                f"different orders, give each its own name (name=)",
+                f"rank {rank} and rank {other} disagree: {'; '.join(differences)}; give every rank the same "
+                f"arguments and version. If these are two feeds that ranks begin in different orders, give "
+                f"each its own name (name=)",
                 sorted((rank, int(other))),
             )
         if start != self.start:
@@ -174,18 +170,19 @@ class Meeting:
             )
         return prefix
 
-    def gloo_group(self, purpose: str, peers: tuple[int, ...]) -> GlooGroup:
-        """Gloo connections among the peers, opened once all of them have arrived.
+    def group(self, purpose: str, peers: tuple[int, ...], patience_s: float | None = None) -> Group:
+        """Gloo connections among the peers, opened once all of them have arrived. patience_s: see Group.
 
         Raises PeerError as `meet` does, or if a peer is lost while connecting.
         """
         prefix, rank = self.meet(purpose, peers), self.rank
         store = PrefixStore(f"{prefix}/gloo", self.store)
+        connect = functools.partial(
+            Group.connect, store, rank, peers, self.timeout_s, patience_s=patience_s, purpose=purpose
+        )
         try:
             # gloo's own timeout comes first, unless the store does not answer
-            return within(
-                1.25 * self.timeout_s, lambda: GlooGroup(store, rank, peers, self.timeout_s, purpose)
-            )
+            return within(1.25 * self.timeout_s, connect)
         except (*FAILURES, TimeoutError) as broken:
             others = [peer for peer in peers if peer != rank]
             raise PeerError(
@@ -218,7 +215,7 @@ class Meeting:
                     self.timeout_s,
                 )
                 log_at = waited + _LOG_EVERY_S
-            if self._cancelled.wait(pause):
+            if self.cancelled.wait(pause):
                 return False
             pause = min(2 * pause, longest)
         return True
@@ -250,21 +247,21 @@ def _identity(pid: int) -> str:
     return uuid.uuid4().hex
 
 
+def required(meeting: Meeting | None, purpose: str, rank: int, peers: Sequence[int]) -> Meeting:
+    """The meeting. Raises DeliveryError if there is none."""
+    if meeting is None:
+        raise DeliveryError(
+            f"{purpose}: rank {rank} needs a way to meet ranks {_short(peers)}: call "
+            f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
+        )
+    return meeting
+
+
 def default_store() -> Store | None:
     """The store of the default process group; None if torch.distributed is not initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-
-
-def _differences(
-    parts: Sequence[str], here: Mapping[str, str], there: Mapping[str, str], rank: int, other: int
-) -> str:
-    differences: list[str] = []
-    for part in parts:
-        ours, theirs = _without_common(here.get(part, ""), there.get(part, ""))
-        differences.append(f"{part} is {ours} on rank {rank}, {theirs} on rank {other}")
-    return "; ".join(differences)
 
 
 def _short(ranks: Sequence[int]) -> str:
@@ -274,21 +271,9 @@ def _short(ranks: Sequence[int]) -> str:
     return f"{str(list(ranks[:_MAX_NAMED]))[:-1]}, ... {len(ranks)} in all]"
 
 
-def _without_common(here: str, there: str) -> tuple[str, str]:
-    # drop the common beginning and end, cut at commas, and keep what differs
-    ours, theirs = here.split(", "), there.split(", ")
-    start = _num_common(ours, theirs)
-    ours, theirs = ours[start:], theirs[start:]
-    end = _num_common(ours[::-1], theirs[::-1])
-    ours, theirs = ours[: len(ours) - end], theirs[: len(theirs) - end]
-    return _balanced(", ".join(ours)) or "nothing", _balanced(", ".join(theirs)) or "nothing"
-
-
-def _balanced(text: str) -> str:
-    """The text with balanced brackets."""
-    missing = text.count("(") - text.count(")")
-    return text + missing * ")" if missing >= 0 else text.removesuffix(-missing * ")")
-
-
-def _num_common(ours: list[str], theirs: list[str]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs)))
+def _what_differs(here: str, there: str) -> tuple[str, str]:
+    """The words of each text that the other lacks; both texts whole if one has no such word."""
+    ours, theirs = _WORD.findall(here), _WORD.findall(there)
+    only_ours = ", ".join(word for word in ours if word not in theirs)
+    only_theirs = ", ".join(word for word in theirs if word not in ours)
+    return (only_ours, only_theirs) if only_ours and only_theirs else (here or "nothing", there or "nothing")

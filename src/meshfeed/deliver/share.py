@@ -17,6 +17,7 @@ import selectors
 import socket
 import struct
 import uuid
+from typing import cast
 
 import numpy as np
 
@@ -105,8 +106,7 @@ class ShareLeader(Delivery):
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """See Delivery."""
-        if columns is None:
-            raise DeliveryError(f"rank {self._role.rank} leads its node and must read, but read nothing")
+        columns = columns or {}
         try:
             message = wire.encode(columns)
         except DeliveryError as error:
@@ -127,7 +127,7 @@ class ShareLeader(Delivery):
     def _accept_all(self, listener: Listener, stack: contextlib.ExitStack) -> None:
         meeting, missing = self._meeting, set(self._role.peers) - {self._role.rank}
         try:
-            for rank, peer in listener.accept(missing, meeting.timeout_s, meeting.is_cancelled):
+            for rank, peer in listener.accept(missing, meeting.timeout_s, meeting.cancelled.is_set):
                 stack.enter_context(peer)
                 self._private.add(peer.fileno())
                 with contextlib.suppress(OSError):  # it has died; reading its first ticket reports that
@@ -137,7 +137,7 @@ class ShareLeader(Delivery):
                 self._returned[rank] = 0
                 self._selector.register(peer, selectors.EVENT_READ, rank)
         except TimeoutError as late:
-            why = "one of the job's ranks ended" if meeting.is_cancelled() else "they did not connect"
+            why = "one of the job's ranks ended" if meeting.cancelled.is_set() else "they did not connect"
             raise PeerError(
                 f"rank {self._role.rank} waited up to {meeting.timeout_s:g} s for rank(s) "
                 f"{sorted(missing)} to map its memory; {why}",
@@ -183,15 +183,12 @@ class ShareLeader(Delivery):
         else:
             self._returned[rank] = number + 1
         if number == _LOST:
-            self._report_lost(rank)
+            for peer in self._peers.values():
+                with contextlib.suppress(OSError):
+                    peer.send(_TICKET.pack(_LOST, rank))
             raise PeerError(
                 f"rank {rank} died; rank {self._role.rank} was serving it from shared memory", [rank]
             )
-
-    def _report_lost(self, rank: int) -> None:
-        for peer in self._peers.values():
-            with contextlib.suppress(OSError):
-                peer.send(_TICKET.pack(_LOST, rank))
 
 
 class ShareFollower(Delivery):
@@ -199,8 +196,8 @@ class ShareFollower(Delivery):
 
     def __init__(self, role: Role, meeting: Meeting, patience_s: float | None) -> None:
         super().__init__()
-        assert role.source is not None
-        self._role, self._leader, self._meeting, self._patience_s = role, role.source, meeting, patience_s
+        self._role, self._meeting, self._patience_s = role, meeting, patience_s
+        self._leader = cast(int, role.source)  # a role with peers has one
         self._private = Private()
         self._slots: list[_Slot] = []
         self._interrupted = False

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -20,19 +19,20 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from meshfeed.deliver.error_codec import ErrorRecord
 from meshfeed.errors import DeliveryError
 
 T = TypeVar("T")
 
 FAILURES = (RuntimeError, dist.DistError)  # what a store raises; DeliveryError is among them
+
+_Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any], Any] | None]
 
 _NO_TIMEOUT = timedelta(days=30)
 _POLL_EVERY_S = 2.0  # for stores without a separate connection to wait on
@@ -40,31 +40,6 @@ _END_S = 5.0
 _LOG_AFTER_S = 10.0
 
 _log = logging.getLogger("meshfeed")
-
-
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """A rank's message to all others: why a run ends.
-
-    Attributes:
-        run: key prefix of the run.
-        step: the step at which it ends.
-        error: why.
-    """
-
-    run: str
-    step: int
-    error: ErrorRecord
-
-    def encode(self, max_bytes: int) -> str:
-        """JSON; the error takes at most `max_bytes`."""
-        return json.dumps([self.run, self.step, self.error.encode(max_bytes).decode()])
-
-    @classmethod
-    def decode(cls, text: str) -> Notice:
-        """Decode a notice."""
-        run, step, error = json.loads(text)
-        return cls(run, step, ErrorRecord.decode(error.encode()))
 
 
 class Watcher(Protocol):
@@ -79,23 +54,22 @@ class StoreClient:
     """One process's client of a store. Create it with `client_of`.
 
     Attributes:
-        id: of this process at this store; unique in the job.
+        process: its pid; a forked child needs another client.
         notices: those read so far, by number.
     """
 
     def __init__(self, store: Store) -> None:
-        self.id = uuid.uuid4().hex
-        self.notices: dict[int, Notice] = {}
+        self.notices: dict[int, str] = {}
         self._store = weakref.ref(store)  # a strong reference would keep its server's port in use
         self._where = _where(store)
-        self._process = os.getpid()
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._overdue: _Call | None = None
+        self.process = os.getpid()
+        self._calls = _Calls()
+        self._overdue: Future[Any] | None = None
         self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         self._watched = threading.Event()
         self._ending = threading.Event()
         self._listener: threading.Thread | None = None
-        self._wake_key = f"meshfeed/wake/{self.id}"
+        self._wake_key = f"meshfeed/wake/{uuid.uuid4().hex}"
 
     def start(self) -> None:
         """Start the thread that makes the calls; it ends with this object."""
@@ -110,40 +84,43 @@ class StoreClient:
 
         After a call that timed out, others fail at once until it returns.
         """
-        if self._overdue is not None and not self._overdue.done.is_set():
+        if self._overdue is not None and not self._overdue.done():
             raise DeliveryError(
                 f"the rendezvous store {self._where} still does not answer; is its host up and reachable?"
             )
-        call = self._post(operation)
-        came = call.done.wait(min(within_s, _LOG_AFTER_S))
-        if not came and within_s > _LOG_AFTER_S:
+        given_up = threading.Event()
+        future = self._post(lambda store: None if given_up.is_set() else operation(store))
+        wait([future], min(within_s, _LOG_AFTER_S))
+        if not future.done() and within_s > _LOG_AFTER_S:
             _log.warning(
                 "the rendezvous store %s has not answered for %g s; this rank waits %g s at most",
                 self._where,
                 _LOG_AFTER_S,
                 within_s,
             )
-            came = call.done.wait(within_s - _LOG_AFTER_S)
-        if not came:
-            call.given_up, self._overdue = True, call
+            wait([future], within_s - _LOG_AFTER_S)
+        if not future.done():
+            given_up.set()
+            self._overdue = future
             raise DeliveryError(
                 f"the rendezvous store {self._where} has not answered for {within_s:g} s; is the machine "
                 f"that hosts it up and reachable, and the process running?"
             )
-        if call.error is not None:
+        if error := future.exception():
             raise DeliveryError(
-                f"the rendezvous store {self._where} failed: {call.error}; is its host up?"
-            ) from call.error
-        return cast(T, call.result)
+                f"the rendezvous store {self._where} failed: {error}; is its host up?"
+            ) from error
+        return future.result()
 
     def say(self, key: str, text: str, within_s: float) -> str:
         """Write a text under a key unless a rank already has. Returns the first text written."""
         return self.call(lambda store: store.compare_set(key, "", text).decode(), within_s)
 
-    def _post(self, operation: Callable[[Any], Any]) -> _Call:
-        call = _Call(operation, self._store())
-        self._calls.put(call)  # may run during garbage collection, so it must take no lock
-        return call
+    def _post(self, operation: Callable[[Any], Any]) -> Future[Any]:
+        future = Future[Any]()
+        # may run during garbage collection, so it must take no lock
+        self._calls.put((future, operation, self._store()))
+        return future
 
     # -- notices --------------------------------------------------------------------------------------
 
@@ -169,16 +146,15 @@ class StoreClient:
         """Call a watcher for each new notice, until `unwatch`."""
         self._watchers.add(watcher)
         self._watched.set()
-        if self._listener is None:
-            atexit.register(self._end)
         if self._listener is None or not self._listener.is_alive():  # its connection may have been lost
+            atexit.register(self._end)
             self._listener = threading.Thread(target=self._listen, name="meshfeed-notices", daemon=True)
             self._listener.start()
 
     def unwatch(self, watcher: Watcher) -> None:
         """Stop calling a watcher. The listener pauses when none is left."""
         self._watchers.discard(watcher)
-        if not self._watchers and self._process == os.getpid():
+        if not self._watchers and self.process == os.getpid():
             self._post(self._wake_listener)
 
     def _wake_listener(self, store: Any) -> None:
@@ -186,7 +162,7 @@ class StoreClient:
 
     def _read(self, store: Any) -> None:
         while store.check([_notice(number := len(self.notices))]):
-            self.notices.setdefault(number, Notice.decode(store.get(_notice(number)).decode()))
+            self.notices.setdefault(number, store.get(_notice(number)).decode())
 
     def _listen(self) -> None:
         store = self._store()
@@ -223,15 +199,15 @@ class StoreClient:
 
         One that returns from a call on the store during the exit would abort the process.
         """
-        if self._process != os.getpid() or self._listener is None:
+        if self.process != os.getpid() or self._listener is None:
             return
         self._ending.set()
         self._watched.set()
-        if self._overdue is not None and not self._overdue.done.is_set():
+        if self._overdue is not None and not self._overdue.done():
             return
         can_wake = self._store() is not None  # else nothing does, unless the last `unwatch` has
         last = self._post(self._wake_listener if can_wake else lambda store: None)
-        last.done.wait(_END_S)
+        wait([last], _END_S)
         if can_wake or not self._watchers:
             self._listener.join(_END_S)
 
@@ -243,56 +219,34 @@ _clients_lock = threading.Lock()
 
 def client_of(store: Store) -> StoreClient:
     """The one client that this process has for a store."""
-    client = _clients.get(store)
-    if client is None or client._process != os.getpid():  # pyright: ignore[reportPrivateUsage]
-        with _clients_lock:
-            client = _clients.get(store)
-            if client is None or client._process != os.getpid():  # pyright: ignore[reportPrivateUsage]
-                client = StoreClient(store)
-                client.start()
-                _clients[store] = client
-    return client
+    with _clients_lock:
+        client = _clients.get(store)
+        if client is None or client.process != os.getpid():
+            client = _clients[store] = StoreClient(store)
+            client.start()
+        return client
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
     """Run a function that may hang, on a thread. Raises TimeoutError, or the function's own error."""
-    call = _Call(lambda _: function(), None)
-    calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-    threading.Thread(target=_serve, args=(calls,), name="meshfeed-connect", daemon=True).start()
-    calls.put(call)
+    future, calls = Future[T](), _Calls()
+    calls.put((future, lambda _: function(), None))
     calls.put(None)
-    if not call.done.wait(seconds):
+    threading.Thread(target=_serve, args=(calls,), name="meshfeed-connect", daemon=True).start()
+    wait([future], seconds)
+    if not future.done():
         raise TimeoutError(f"no answer for {seconds:g} s")
-    if call.error is not None:
-        raise call.error
-    return cast(T, call.result)
+    return future.result()
 
 
-class _Call:
-    """An operation queued for the thread that makes the calls."""
-
-    def __init__(self, operation: Callable[[Any], Any], store: Store | None) -> None:
-        self.operation, self.store = operation, store
-        self.done = threading.Event()
-        self.given_up = False
-        self.result: object = None
-        self.error: Exception | None = None
-
-    def make(self) -> None:
-        """Run it, unless its caller has given up."""
-        try:
-            if not self.given_up:
-                self.result = self.operation(self.store)
-        except Exception as error:
-            self.error = error
-        self.store = None
-        self.done.set()
-
-
-def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+def _serve(calls: _Calls) -> None:
     while (call := calls.get()) is not None:
-        call.make()
-        del call  # it would keep the caller's objects alive
+        future, operation, store = call
+        try:
+            future.set_result(operation(store))
+        except Exception as error:
+            future.set_exception(error)
+        del call, future, operation, store  # they would keep the caller's objects alive
 
 
 def _notice(number: int) -> str:

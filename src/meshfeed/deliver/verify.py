@@ -15,11 +15,10 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from meshfeed.columns import Arrays
-from meshfeed.deliver.meeting import Meeting
-from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
+from meshfeed.deliver.meeting import Meeting, required
+from meshfeed.errors import MeshfeedError, PeerError, VerifyError
 from meshfeed.layout import Layout
 from meshfeed.roles import Roles
 
@@ -85,15 +84,10 @@ class Verifier:
         peers = tuple(sorted(peer for peer in replicas if roles[peer].source is not None))
         if rank not in peers or len(peers) == 1:
             return None
-        if meeting is None:
-            raise DeliveryError(
-                f"verify=True: rank {rank} needs a way to meet ranks {peers}: call "
-                f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
-            )
-        return cls(rank, peers, names, meeting)
+        return cls(rank, peers, names, required(meeting, "verify=True", rank, peers))
 
     def __enter__(self) -> Self:
-        self._group = self._meeting.gloo_group("verify", self._peers)
+        self._group = self._meeting.group("verify", self._peers)
         self._thread.start()
         return self
 
@@ -169,7 +163,7 @@ class Verifier:
 
     def _compare(self, step: int, digests: Digests, reread: Callable[[], Digests]) -> None:
         """Compare one step's digests, on every rank of the group. Raises VerifyError."""
-        table = self._group.all_gather(torch.from_numpy(digests)).numpy()
+        table = np.stack([row.view(np.int64) for row in self._group.all_gather(digests)])
         fields = [f for f in range(len(self._names)) if len(set(table[:, f].tolist()) - {0}) > 1]
         if not fields:
             return
@@ -196,8 +190,8 @@ class Verifier:
             wrong = int(not np.array_equal(reread(), digests))
         except MeshfeedError:
             wrong = 0  # no storage here to compare with
-        verdicts = self._group.all_gather(torch.tensor([wrong]))[:, 0]
-        return {rank for rank, verdict in zip(self._peers, verdicts.tolist()) if verdict}
+        verdicts = self._group.all_gather(bytes([wrong]))
+        return {rank for rank, verdict in zip(self._peers, verdicts) if verdict[0]}
 
 
 def suspects_of(digest_of_rank: Mapping[int, int]) -> set[int]:

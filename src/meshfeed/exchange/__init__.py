@@ -1,11 +1,11 @@
 """Items whose lengths are known only after reading: gather lengths, plan, reroute, pack.
 
 Read in this order: `keys` (what an item holds), `items` (items as bytes), `lengths` (which rank has which
-items), `membership` (which ranks exchange), `routing` (which bytes go where), `group` (two collectives),
+items), `membership` (which ranks exchange), `routing` (which bytes go where),
 `steps` (the separate calls), and `loop` (the Exchange that calls them), with `item_source` and `delivery`.
 """
 
-from meshfeed.exchange.group import Group
+from meshfeed.deliver import Group
 from meshfeed.exchange.items import encode, nothing
 from meshfeed.exchange.keys import Keys
 from meshfeed.exchange.lengths import GatheredLengths

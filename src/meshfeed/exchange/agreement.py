@@ -8,7 +8,6 @@ difference ends the job before its exchange hands out the step.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -22,36 +21,40 @@ Summary = dict[str, list[Any]]
 """Data-parallel rank, as text -> [rank that gave its items, number of items, tokens, digest]."""
 
 
-class Agreement:
-    """Compares the steps of one exchange with those of the others.
+def check_agreement(
+    meeting: Meeting | None,
+    rank: int,
+    membership: Membership,
+    step: int,
+    gathered: GatheredLengths,
+    reports: Sequence[Report],
+) -> None:
+    """Compare a step with the exchange that reached it first. Raises PeerError naming the ranks.
 
-    Args:
-        rank: this rank; the first member represents its exchange.
-        membership: its exchange.
-        meeting: how to reach the others; None without a rendezvous store.
+    rank: this rank; the first member represents its exchange. meeting: how to reach the others; None without
+    a rendezvous store.
     """
+    num_speakers = len(membership.speakers)
+    if meeting is None or num_speakers < 2 or rank not in membership.speakers:
+        return
+    here = _summary_of(gathered, reports, membership)
+    text, key = json.dumps(here, separators=(",", ":")), f"{meeting.prefix}/agreement/{step}"
 
-    def __init__(self, rank: int, membership: Membership, meeting: Meeting | None) -> None:
-        self._membership = membership
-        speaks = len(membership.speakers) > 1 and rank in membership.speakers
-        self._meeting = meeting if speaks else None
+    def say(store: Any) -> str:
+        first = store.compare_set(key, "", text).decode()
+        if first != text and store.add(f"{key}/compared", 1) == num_speakers - 1:
+            store.delete_key(key)
+            store.delete_key(f"{key}/compared")
+        return first
 
-    def check(self, step: int, gathered: GatheredLengths, reports: Sequence[Report]) -> None:
-        """Compare a step with the exchange that reached it first. Raises PeerError naming the ranks."""
-        if self._meeting is None:
-            return
-        here, meeting, there = summary_of(gathered, reports, self._membership), self._meeting, None
-        text = json.dumps(here, separators=(",", ":"))
-        # if the store is lost, because the rank that hosts it has ended, this run continues
-        with contextlib.suppress(DeliveryError):
-            key, speakers = f"{meeting.prefix}/agreement/{step}", len(self._membership.speakers)
-            there = meeting.call(lambda store: _first(store, key, text, speakers))
-        if there is not None:
-            refuse_different(step, here, json.loads(there))
+    try:
+        first = meeting.call(say)
+    except DeliveryError:  # the rank that hosts the store has ended; this run continues
+        return
+    _refuse_different(step, here, json.loads(first))
 
 
-def summary_of(gathered: GatheredLengths, reports: Sequence[Report], membership: Membership) -> Summary:
-    """What an exchange publishes of a step."""
+def _summary_of(gathered: GatheredLengths, reports: Sequence[Report], membership: Membership) -> Summary:
     summary: Summary = {}
     for dp_rank, members in enumerate(gathered.holders):
         if members:
@@ -61,18 +64,9 @@ def summary_of(gathered: GatheredLengths, reports: Sequence[Report], membership:
     return summary
 
 
-def refuse_different(step: int, here: Summary, there: Summary) -> None:
-    """Raises PeerError if two exchanges have different items in a step."""
+def _refuse_different(step: int, here: Summary, there: Summary) -> None:
     for dp_rank in sorted(here.keys() | there.keys(), key=int):
         ours, theirs = here.get(dp_rank), there.get(dp_rank)
-        if ours is not None and theirs is not None and ours[1:] != theirs[1:]:
-            raise PeerError(
-                f"rank {ours[0]} and rank {theirs[0]} have data-parallel rank {dp_rank}, but their "
-                f"iterators gave different items at step {step}: {ours[1]} of {ours[2]} tokens, and "
-                f"{theirs[1]} of {theirs[2]}; give both the same items in the same order, or name only one "
-                f"in owners",
-                (ours[0], theirs[0]),
-            )
         if ours is None or theirs is None:
             one, other = (there[dp_rank][0], here) if ours is None else (ours[0], there)
             raise PeerError(
@@ -81,15 +75,11 @@ def refuse_different(step: int, here: Summary, there: Summary) -> None:
                 f"an iterator in all stages and tp ranks",
                 (one,),
             )
-
-
-def _first(store: Any, key: str, text: str, num_speakers: int) -> str:
-    """Write a text under a key unless one is there. Returns the first text written.
-
-    The last of the ranks that compare deletes the key.
-    """
-    first = store.compare_set(key, "", text).decode()
-    if first != text and store.add(f"{key}/compared", 1) == num_speakers - 1:
-        store.delete_key(key)
-        store.delete_key(f"{key}/compared")
-    return first
+        if ours[1:] != theirs[1:]:
+            raise PeerError(
+                f"rank {ours[0]} and rank {theirs[0]} have data-parallel rank {dp_rank}, but their "
+                f"iterators gave different items at step {step}: {ours[1]} of {ours[2]} tokens, and "
+                f"{theirs[1]} of {theirs[2]}; give both the same items in the same order, or name only one "
+                f"in owners",
+                (ours[0], theirs[0]),
+            )

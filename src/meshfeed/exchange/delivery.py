@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from types import TracebackType
-from typing import NoReturn, Self
-
-import numpy as np
+from collections.abc import Sequence
+from typing import NoReturn
 
 from meshfeed.columns import Columns
-from meshfeed.deliver import Delivery, EndOfStream, Meeting, Traffic
+from meshfeed.deliver import Delivery, EndOfStream, Group, Meeting
+from meshfeed.deliver.meeting import required
 from meshfeed.errors import DeliveryError
-from meshfeed.exchange.agreement import Agreement
-from meshfeed.exchange.group import Group
-from meshfeed.exchange.items import Given
-from meshfeed.exchange.lengths import END, Report
+from meshfeed.exchange.agreement import check_agreement
+from meshfeed.exchange.lengths import GatheredLengths, Report
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.steps import gather_reports
 
 
-class ExchangeDelivery:
+class ExchangeDelivery(Delivery):
     """A Delivery that, on a member of an exchange, first meets the other members.
 
     All members leave together: an interrupted member announces the end in the next gathering of lengths. So
     no collective is left half-done.
+
+    Attributes:
+        traffic: counters of the delivery; those of the exchange are `group.traffic`.
+        is_over: whether the members have finished their last collective.
     """
 
     def __init__(
@@ -35,55 +36,34 @@ class ExchangeDelivery:
         meeting: Meeting | None,
         patience_s: float | None,
     ) -> None:
+        super().__init__()
+        self.traffic = delivery.traffic
         self._rank, self._membership, self._delivery = rank, membership, delivery
         self._meeting, self._patience_s = meeting, patience_s
-        self._resources = contextlib.ExitStack()
         self._interrupted = threading.Event()
-        self._is_over = True
-        self.agreement = Agreement(rank, membership, None)
-        self.group = Group(patience_s=patience_s, ranks=membership.ranks)
-
-    @property
-    def traffic(self) -> Traffic:
-        """Counters of the delivery; those of the exchange are `group.traffic`."""
-        return self._delivery.traffic
+        self.is_over = True
+        self.group = Group()
 
     @property
     def interrupted(self) -> bool:
         """Whether `interrupt` was called."""
         return self._interrupted.is_set()
 
-    def __enter__(self) -> Self:
+    def _connect(self, stack: contextlib.ExitStack) -> None:
         ranks = self._membership.ranks
-        with contextlib.ExitStack() as stack:
-            if self._rank in ranks and len(ranks) > 1:
-                if self._meeting is None:
-                    raise DeliveryError(
-                        f"rank {self._rank} exchanges items with ranks {ranks} and needs a way to meet them: "
-                        f"call torch.distributed.init_process_group first, or pass "
-                        f"rendezvous=<torch.distributed.Store>"
-                    )
-                joined = self._meeting.gloo_group("exchange", ranks)
-                stack.callback(joined.close)
-                stack.callback(self.group.leave)
-                self.group.join(joined.backend, joined.lost)
-                self._is_over = False
-            self.agreement = Agreement(self._rank, self._membership, self._meeting)
-            stack.enter_context(self._delivery)
-            self._resources = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._resources.close()
+        if self._rank in ranks and len(ranks) > 1:
+            meeting = required(self._meeting, "exchange", self._rank, ranks)
+            self.group = meeting.group("exchange", ranks, self._patience_s)
+            stack.callback(self.group.close)
+            self.is_over = False
+        stack.enter_context(self._delivery)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
         """See Delivery."""
         try:
             return self._delivery.deliver(columns, num_bytes)
         except EndOfStream:
-            if self.interrupted and not self._is_over:
+            if self.interrupted and not self.is_over:
                 self.leave()
             raise
 
@@ -97,14 +77,14 @@ class ExchangeDelivery:
         self._interrupted.set()
         self._delivery.interrupt()
 
-    def over(self) -> None:
-        """Record that the members have finished their last collective."""
-        self._is_over = True
+    def agree(self, step: int, gathered: GatheredLengths, reports: Sequence[Report]) -> None:
+        """Compare a step with the other exchanges. Raises PeerError naming the ranks that differ."""
+        check_agreement(self._meeting, self._rank, self._membership, step, gathered, reports)
 
     def leave(self) -> None:
         """Tell the other members that this one ends. Raises EndOfStream."""
-        self.over()
-        gather_reports(Given(Report(status=END, rows=np.zeros((0, 4), np.int64)), ()), self.group)
+        self.is_over = True
+        gather_reports(None, self.group)
 
     def end(self, end: EndOfStream) -> NoReturn:
         """Members leave: end the delivery to the peers that this rank serves. Raises EndOfStream."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 CARRIED = {
@@ -22,6 +24,6 @@ def carrier(dtype: str) -> str:
     return "uint8" if dtype == BYTES else CARRIED.get(dtype, dtype)
 
 
-def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
-    return np.dtype(carrier(dtype)).itemsize
+def entry_bytes(dtype: str, shape: tuple[int, ...] = ()) -> int:
+    """Bytes of an array of this type and shape."""
+    return math.prod(shape) * np.dtype(carrier(dtype)).itemsize

@@ -8,17 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-import numpy as np
-
 from meshfeed.deliver import ErrorRecord
 from meshfeed.errors import RecipeError, StateError, StoreError
-from meshfeed.exchange.items import Given, elements_of, encode, nothing
+from meshfeed.exchange.items import Given, elements_of, encode, failed, nothing
 from meshfeed.exchange.keys import Keys
-from meshfeed.exchange.lengths import ERROR, Report
 from meshfeed.state import check_seal
 from meshfeed.summary import digest_of
 
-_MOST_BYTES = 2048
 _VERSION = 2  # of a state; version 1 had no fingerprint
 
 
@@ -98,42 +94,37 @@ class ItemSource:
         ended. The fingerprint excludes the iterator's own state, which need not be plain JSON.
         """
         after = self._pulled.get(step - 1) or self._now()
-        made = {
+        own = {
             "version": _VERSION,
             "step": step,
-            "iterator": after.state,
             "taken": after.taken,
             "pulled": after.pulled,
             "ended": after.ended,
         }
-        return {**made, "fingerprint": digest_of(_own(made))}
+        return {**own, "iterator": after.state, "fingerprint": digest_of(own)}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises StateError for anything but a result of `state`, or if this iterator cannot resume there."""
         try:
-            version, step, taken, pulled, _ = (
-                saved[name] for name in ("version", "step", "taken", "pulled", "ended")
-            )
-            state, _ = saved["iterator"], version == 1 or saved["fingerprint"]
-        except (KeyError, TypeError) as bad:
+            own = {name: saved[name] for name in ("version", "step", "taken", "pulled", "ended")}
+            state, version = saved["iterator"], own["version"]
+            if min(own["step"], own["taken"], own["pulled"]) < 0:
+                raise ValueError("a negative number")
+            if version == _VERSION:
+                check_seal(saved, own)
+        except (KeyError, TypeError, ValueError) as bad:
             raise StateError(
                 f"not a state of an exchange ({bad!r}); pass what state_dict() returned"
             ) from bad
-        counts = version, step, taken, pulled
-        if any(type(count) is not int or count < 0 for count in counts) or version not in (1, _VERSION):
-            raise StateError(
-                f"state with version, step, taken, pulled = {counts}; this meshfeed reads versions 1 and "
-                f"{_VERSION}"
-            )
-        if version != 1:
-            check_seal(saved, _own(saved))
+        if version not in (1, _VERSION):
+            raise StateError(f"state of version {version!r}; this meshfeed reads versions 1 and {_VERSION}")
         if state is not None and not hasattr(self._source, "load_state_dict"):
             raise StateError(
                 f"the state holds the state of an iterator, but {type(self._source).__name__} has no "
                 f"load_state_dict; give the same kind of iterator"
             )
         if state is None and self._source is not None and not self._has_kept(saved):
-            self._check_reaches(taken, pulled)
+            self._check_reaches(own["taken"], own["pulled"])
 
     def _has_kept(self, saved: Mapping[str, Any]) -> bool:
         """Whether all steps pulled since a state are kept, so the iterator need not go back to it."""
@@ -194,10 +185,6 @@ class ItemSource:
         return encode(items, self._keys, first=self._taken, ended=self._ended, wanted=wanted, rank=rank)
 
 
-def _own(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: state[name] for name in ("version", "step", "taken", "pulled", "ended")}
-
-
 def _is_indexed(source: Any) -> bool:
     """Whether it is a list or an indexed dataset, without a state of its own."""
     return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not _has_state(source)
@@ -235,9 +222,8 @@ def _items_in(elements: Iterable[Any]) -> int:
 
 
 def _failed(error: Exception, rank: int, step: int, taken: int) -> Given:
-    cause = ErrorRecord.of(error)
-    if not cause.text.startswith("rank "):
-        text = f"rank {rank}: its iterator failed at step {step}, after {taken} items: {cause.text}"
-        cause = replace(cause, text=text, where={**cause.where, "rank": rank, "step": step})
-    encoded = cause.encode(_MOST_BYTES)
-    return Given(Report(status=ERROR, rows=np.zeros((0, 4), np.int64), cause=encoded), (), error)
+    record = ErrorRecord.of(error)
+    if not record.text.startswith("rank "):
+        text = f"rank {rank}: its iterator failed at step {step}, after {taken} items: {record.text}"
+        record = replace(record, text=text, where={**record.where, "rank": rank, "step": step})
+    return failed(error, record)

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.deliver import ErrorRecord, wire
+from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier
 from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
-from meshfeed.exchange.lengths import Bytes, Report, Schema
+from meshfeed.exchange.lengths import Bytes, Report, Schema, columns_of
 from meshfeed.exchange.routing import Encoded
 from meshfeed.roles import Field
 from meshfeed.store import NUMBERS, Refused
@@ -39,12 +40,16 @@ class Given:
     Attributes:
         report: the lengths and schemas that all members need.
         encoded: their bytes; views of the user's arrays where possible.
-        error: the exception that prevented them; the report carries its message for the other ranks.
+        error: why there are none, for all ranks; its cause is this rank's own exception.
     """
 
     report: Report
-    encoded: tuple[Encoded, ...]
-    error: Exception | None = None
+    encoded: tuple[Encoded, ...] = ()
+    error: MeshfeedError | None = None
+
+    def message(self) -> wire.Message:
+        """What the other members must know."""
+        return wire.error_message(self.error) if self.error else wire.encode(columns_of([self.report]))
 
 
 def encode(
@@ -86,7 +91,14 @@ def encode(
 
 def nothing() -> Given:
     """The items of a rank without an iterator."""
-    return Given(Report(rows=np.zeros((0, 4), np.int64), owns=False), ())
+    return Given(Report(rows=np.zeros((0, 4), np.int64), owns=False))
+
+
+def failed(error: Exception, record: ErrorRecord) -> Given:
+    """No items, because of an error on this rank. record: what all ranks raise."""
+    told = record.exception()
+    told.__cause__ = error
+    return Given(nothing().report, (), told)
 
 
 def elements_of(element: Any) -> list[Mapping[str, Any]]:

@@ -1,19 +1,14 @@
 """Which member has which items, and their sizes: exact integers, gathered once a step.
 
-Each member reports its own items in one message:
-
-    0   eight int64: magic, status, items, number of the first, owns, ended, bytes of the text, content
-    64  a row of int64 per item: length, loss-bearing tokens, bytes of its unsplit keys, schema
-        text: its schemas as JSON, or the cause of an error
-
-A *schema* describes an item's keys: names, types, and the dimensions that items share.
+Each member reports its own items in one message. A *schema* describes an item's keys: names, types, and the
+dimensions that items share.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Self
@@ -21,19 +16,15 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import DeliveryError, PeerError, StoreError
-from meshfeed.exchange.dtypes import item_bytes
+from meshfeed.errors import PeerError, StoreError
+from meshfeed.exchange.dtypes import entry_bytes
 from meshfeed.exchange.membership import Membership
 from meshfeed.order import Draws
 
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
 
-ITEMS, ERROR, END = 0, 1, 2
 LENGTH, VALID, REST, SCHEMA = 0, 1, 2, 3
-
-_MAGIC = 0x5845534D
-_HEADER = 64
 
 
 @dataclass(frozen=True)
@@ -51,16 +42,7 @@ class Schema:
     @cached_property
     def entry_bytes(self) -> tuple[int, ...]:
         """Bytes of one token of each split key."""
-        return tuple(int(np.prod(shape)) * item_bytes(dtype) for _, dtype, shape in self.split)
-
-    @classmethod
-    def from_json(cls, parsed: Any) -> Self:
-        """A schema from parsed JSON of its two attributes."""
-        split, rest = parsed
-        return cls(
-            tuple((str(name), str(dtype), tuple(int(n) for n in shape)) for name, dtype, shape in split),
-            tuple((str(name), str(dtype), int(ndim)) for name, dtype, ndim in rest),
-        )
+        return tuple(entry_bytes(dtype, shape) for _, dtype, shape in self.split)
 
 
 # usually equal for all members and steps
@@ -71,33 +53,39 @@ def _text_of(schemas: tuple[Schema, ...]) -> bytes:
 
 @lru_cache(maxsize=64)
 def _schemas_of(text: bytes) -> tuple[Schema, ...]:
-    parsed: Any = json.loads(text)
-    return tuple(Schema.from_json(each) for each in parsed)
+    return tuple(
+        Schema(
+            tuple((name, dtype, tuple(shape)) for name, dtype, shape in split),
+            tuple((name, dtype, ndim) for name, dtype, ndim in rest),
+        )
+        for split, rest in json.loads(text)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One member's message about its items.
+    """One member's items of a step.
 
     Attributes:
-        status: ITEMS; ERROR if it could not pull and ends; END if its loop has ended.
         first: number of its first item of this step, counted from the start of its iterator.
         rows: length, loss-bearing tokens, bytes of unsplit keys, schema of each item; int64 [n, 4].
         schemas: those that the last column refers to.
         owns: whether it has an iterator.
         ended: whether the iterator is exhausted.
         content: a digest of the items, from some of the numbers of their length key.
-        cause: an encoded `deliver.ErrorRecord`, under ERROR.
     """
 
-    status: int = ITEMS
     first: int = 0
     rows: Longs
     schemas: tuple[Schema, ...] = ()
     owns: bool = True
     ended: bool = False
     content: int = 0
-    cause: bytes = b""
+
+    def equals(self, other: Report) -> bool:
+        """Whether both give the same items."""
+        same = np.array_equal(self.rows, other.rows) and self.schemas == other.schemas
+        return same and self.digest == other.digest
 
     @property
     def digest(self) -> str:
@@ -106,54 +94,33 @@ class Report:
         text = f"{self.first} {self.ended} {self.content} {zlib.crc32(measured):x}"
         return f"{zlib.crc32(text.encode()):08x}"
 
-    def encode(self) -> bytes:
-        """The report as a message."""
-        text = self.cause if self.status == ERROR else _text_of(self.schemas)
-        head = [
-            _MAGIC,
-            self.status,
-            len(self.rows),
-            self.first,
-            self.owns,
-            self.ended,
-            len(text),
-            self.content,
-        ]
-        return np.array(head, np.int64).tobytes() + self.rows.astype(np.int64).tobytes() + text
 
-    @classmethod
-    def decode(cls, message: Bytes) -> tuple[Self, int]:
-        """The report at the start of some bytes, and its size. Raises DeliveryError."""
-        try:
-            magic, status, count, first, owns, ended, size, content = (
-                message[:_HEADER].view(np.int64).tolist()
-            )
-            start = _HEADER + 32 * count
-            rows = np.frombuffer(message[_HEADER:start].tobytes(), np.int64).reshape(count, 4)
-            text = message[start : start + size].tobytes()
-            if magic != _MAGIC or min(count, size) < 0 or len(text) < size:
-                raise ValueError(f"magic {magic:#x}, {count} items, {size} bytes of text")
-            schemas = _schemas_of(text) if status != ERROR else ()
-            if count and not (rows[:, SCHEMA].min() >= 0 and rows[:, SCHEMA].max() < len(schemas)):
-                raise ValueError(f"{len(schemas)} schemas")
-        except (ValueError, TypeError, RecursionError) as foreign:
-            raise DeliveryError(
-                f"not a report of lengths ({foreign}); do all ranks run one version?"
-            ) from foreign
-        cause = text if status == ERROR else b""
-        return cls(
-            status=status,
+def columns_of(reports: Sequence[Report]) -> dict[str, Any]:
+    """Reports as columns, for a message."""
+    return {
+        "counts": np.array([[each.first, each.owns, each.ended, each.content] for each in reports], np.int64),
+        "rows": [each.rows for each in reports],
+        "schemas": [_text_of(each.schemas) for each in reports],
+    }
+
+
+def reports_of(columns: Mapping[str, Any]) -> list[Report]:
+    """The reports of a message."""
+    each = zip(columns["counts"].tolist(), columns["rows"], columns["schemas"])
+    return [
+        Report(
             first=first,
             rows=rows,
-            schemas=schemas,
+            schemas=_schemas_of(schemas),
             owns=bool(owns),
             ended=bool(ended),
             content=content,
-            cause=cause,
-        ), start + size
+        )
+        for (first, owns, ended, content), rows, schemas in each
+    ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GatheredLengths:
     """The items of a step, ordered by data-parallel rank.
 
@@ -192,6 +159,21 @@ class GatheredLengths:
         each = np.array([sum(schema.entry_bytes) for schema in self.schemas] or [0], np.int64)
         return each[self.schema]
 
+    def held_by(self, member: int) -> npt.NDArray[np.bool_]:
+        """Whether a member holds each item; bool [n]."""
+        return np.array([member in held for held in self.holders])[self.draws.source]
+
+    @cached_property
+    def split_keys(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type, and shape of one token's entry, of each split key."""
+        return {name: (dtype, shape) for schema in self.schemas for name, dtype, shape in schema.split}
+
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """The type of each key that any item has."""
+        rest = {name: dtype for schema in self.schemas for name, dtype, _ in schema.rest}
+        return rest | {name: dtype for name, (dtype, _) in self.split_keys.items()}
+
     @classmethod
     def of(cls, reports: Sequence[Report], membership: Membership) -> Self:
         """Combine the members' reports.
@@ -201,41 +183,30 @@ class GatheredLengths:
         """
         holders = membership.holders([report.owns for report in reports])
         schemas: dict[Schema, int] = {}
-        parts: list[tuple[Longs, Longs, Longs, int]] = []
+        tables = [np.zeros((0, 6), np.int64)]
         for dp_rank, members in enumerate(holders):
-            if not members:
-                continue
-            report = reports[members[0]]
-            _refuse_different(reports, members, membership)
-            schema_of = np.array(
-                [schemas.setdefault(schema, len(schemas)) for schema in report.schemas], np.int64
-            )
-            number = report.first + np.arange(len(report.rows))
-            parts.append((report.rows, schema_of[report.rows[:, SCHEMA]], number, dp_rank))
-        rows = np.concatenate([part[0] for part in parts])
+            if members:
+                _refuse_different(reports, members, membership)
+                report = reports[members[0]]
+                rows, numbers = report.rows, report.first + np.arange(len(report.rows))
+                schema_of = [schemas.setdefault(schema, len(schemas)) for schema in report.schemas]
+                schema = np.array(schema_of, np.int64)[rows[:, SCHEMA]]
+                dp_ranks = np.full(len(rows), dp_rank)
+                tables.append(np.column_stack([rows[:, :SCHEMA], schema, dp_ranks, numbers]))
+        lengths, valid, rest_bytes, schema, source, index = np.concatenate(tables).T.copy()
         gathered = cls(
-            lengths=rows[:, LENGTH].copy(),
-            valid=rows[:, VALID].copy(),
-            rest_bytes=rows[:, REST].copy(),
-            schema=np.concatenate([part[1] for part in parts]),
+            lengths=lengths,
+            valid=valid,
+            rest_bytes=rest_bytes,
+            schema=schema,
             schemas=tuple(schemas),
-            draws=Draws(
-                np.concatenate([np.full(len(part[0]), part[3], np.int32) for part in parts]),
-                np.zeros(len(rows), np.int64),
-                np.concatenate([part[2] for part in parts]),
-            ),
+            draws=Draws(source.astype(np.int32), np.zeros(len(index), np.int64), index),
             holders=holders,
             short=tuple(d for d, members in enumerate(holders) if members and reports[members[0]].ended),
-            num_owners=len(parts),
+            num_owners=len(tables) - 1,
         )
         _refuse_mixed(gathered, membership)
         return gathered
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The keys that any item has."""
-        keys = [(*schema.split, *schema.rest) for schema in self.schemas]
-        return frozenset(name for schema in keys for name, _, _ in schema)
 
     def item(self, index: int, membership: Membership) -> str:
         """An item, for error messages."""
@@ -246,8 +217,7 @@ class GatheredLengths:
 
 def _refuse_different(reports: Sequence[Report], members: tuple[int, ...], membership: Membership) -> None:
     first, *others = members
-    expected = reports[first].encode()
-    differ = [membership.ranks[member] for member in others if reports[member].encode() != expected]
+    differ = [membership.ranks[member] for member in others if not reports[member].equals(reports[first])]
     if differ:
         raise PeerError(
             f"rank {membership.ranks[first]} and rank(s) {differ} have one data-parallel rank, but their "

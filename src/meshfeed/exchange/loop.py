@@ -19,7 +19,7 @@ from meshfeed.errors import DeliveryError, OptionError, RecipeError, RoleError, 
 from meshfeed.exchange.delivery import ExchangeDelivery
 from meshfeed.exchange.item_source import ItemSource
 from meshfeed.exchange.keys import Keys
-from meshfeed.exchange.lengths import Bytes, GatheredLengths, Report
+from meshfeed.exchange.lengths import Bytes, GatheredLengths, columns_of, reports_of
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
@@ -104,17 +104,10 @@ class Exchange(StepSource[ExchangeDelivery]):
         given = Options.of("Exchange", {**options, "packing": packing, "reads": owners})
         super().__init__(layout, rank, given)
         self._packing: Packing = packing
-        self._keys, self._uneven = keys or Keys(), uneven
-        self._agreed_here = {
-            "name": repr(given.name),
-            "keys": str(self._keys),
-            "pulls": str(pulls),
-            "uneven": uneven,
-        }
+        self._keys, self._pulls, self._uneven = keys or Keys(), pulls, uneven
         self.left_over: dict[int, int] = {}
         self._puller = ItemSource(iterator, self._keys, pulls)
-        self._idle = threading.Event()  # set while no producer uses the iterator
-        self._idle.set()
+        self._busy = threading.Lock()  # held while a producer uses the iterator
 
     # -- this rank's role -----------------------------------------------------------------------------
 
@@ -165,7 +158,8 @@ class Exchange(StepSource[ExchangeDelivery]):
 
     @property
     def _agreed(self) -> Mapping[str, str]:
-        return self._agreed_here
+        name, keys = repr(self._options.name), str(self._keys)
+        return {"name": name, "keys": keys, "pulls": str(self._pulls), "uneven": self._uneven}
 
     def _chosen_delivery(self) -> DeliveryName:
         return "direct" if self._readers is None else super()._chosen_delivery()
@@ -174,10 +168,7 @@ class Exchange(StepSource[ExchangeDelivery]):
     def _membership(self) -> Membership:
         """The exchange that this rank is a member of, or gets its items from."""
         source = self.role.source
-        membership = Membership.of(self.layout, self.roles, self.rank if source is None else source)
-        if membership is None:
-            raise RoleError(f"rank {source} gives rank {self.rank} its items, but exchanges none")
-        return membership
+        return Membership.of(self.layout, self.roles, self.rank if source is None else source)
 
     @cached_property
     def _wanted(self) -> frozenset[str]:
@@ -205,7 +196,7 @@ class Exchange(StepSource[ExchangeDelivery]):
         """
         self._puller.check(state_dict)
         self._stop()
-        if not self._idle.is_set():
+        if self._busy.locked():
             raise StateError(
                 f"rank {self.rank}: the iterator is still producing a prefetched item and cannot be reset; "
                 f"load the state again once it has returned"
@@ -230,9 +221,9 @@ class Exchange(StepSource[ExchangeDelivery]):
     def _items(
         self, start: int, delivery: ExchangeDelivery, placer: Placer, clock: StageClock
     ) -> Iterator[Item]:
-        self._idle = idle = threading.Event()
-        idle.set()
-        return _with_idle_event(self._made(start, delivery, placer, clock), idle)
+        self._busy = threading.Lock()
+        with self._busy:
+            yield from self._made(start, delivery, placer, clock)
 
     def _made(
         self, start: int, delivery: ExchangeDelivery, placer: Placer, clock: StageClock
@@ -272,17 +263,16 @@ class Exchange(StepSource[ExchangeDelivery]):
                 pulled = self._puller.pull(
                     step, self.rank, self._wanted, self._run.step if self._run else step
                 )
-                self._record(pulled.error)
+                self._record(pulled.error and cast(Exception, pulled.error.__cause__))
             with clock.stage("exchange"):
                 reports = gather_reports(pulled, delivery.group)
             with clock.stage("plan"):
                 gathered = GatheredLengths.of(reports, self._membership)
-            served = reports if self.role.peers else ()
-            message = np.frombuffer(b"".join(report.encode() for report in served), np.uint8)
+            message = columns_of(reports if self.role.peers else ())
             if self._is_end(gathered):
-                delivery.over()
-                delivery.agreement.check(step, gathered, reports)
-                return {"reports": message}, None
+                delivery.is_over = True
+                delivery.agree(step, gathered, reports)
+                return message, None
             with clock.stage("plan"):
                 batch = self._plan(gathered, step)
             with clock.stage("exchange"):
@@ -294,48 +284,39 @@ class Exchange(StepSource[ExchangeDelivery]):
                     delivery.group,
                     split=self._options.cp_split,
                 )
-                if gathered.ended:
-                    delivery.over()
+                delivery.is_over = gathered.ended or delivery.is_over
                 # last, so that no collective is left half-done
-                delivery.agreement.check(step, gathered, reports)
+                delivery.agree(step, gathered, reports)
         except EndOfStream as end:
             delivery.end(end)
         except Exception as error:
             delivery.fail(error, 0)
             raise
-        return {"reports": message, "data": received.data}, (batch, received)
+        return {**message, "data": received.data}, (batch, received)
 
     def _received(self, step: int, columns: Columns) -> tuple[GlobalBatch, Received] | None:
         """The same on a rank that another one serves, from the message that was delivered."""
-        membership, at = self._membership, 0
-        reports: list[Report] = []
-        message = cast(Bytes, np.asarray(columns["reports"]))
-        while at < message.size:
-            report, size = Report.decode(message[at:])
-            reports.append(report)
-            at += size
-        gathered = GatheredLengths.of(reports, membership)
+        membership = self._membership
+        gathered = GatheredLengths.of(reports_of(columns), membership)
         if self._is_end(gathered):
             return None
         batch = self._plan(gathered, step)
-        member = next(m for m, rank in enumerate(membership.ranks) if rank == self.role.source)
-        shipment = Shipment.to(gathered, batch.plan, membership, member, self._options.cp_split)
+        member = membership.ranks.index(cast(int, self.role.source))
+        shipment = Shipment.of(gathered, batch.plan, membership, self._options.cp_split, member=member)
         return batch, Received(gathered, shipment, cast(Bytes, np.asarray(columns["data"])))
 
     def _plan(self, gathered: GatheredLengths, step: int) -> GlobalBatch:
-        layout, vpp, length = self.layout, self.stage_map.vpp, self._keys.length
         if len(gathered):
-            self._keys.check_present(gathered.names, self._wanted, step)
-        made = self._made_plan(gathered)
+            self._keys.check_present(gathered.dtypes.keys(), self._wanted, step)
         return plan(
             gathered,
             self._packing,
             self._membership,
-            layout=layout,
-            vpp=vpp,
+            layout=self.layout,
+            vpp=self.stage_map.vpp,
             step=step,
-            length=length,
-            made=made,
+            length=self._keys.length,
+            made=self._made_plan(gathered),
         )
 
     def _made_plan(self, gathered: GatheredLengths) -> StepPlan | None:
@@ -367,12 +348,3 @@ def _check_kinds(**given: tuple[object, type]) -> None:
 
 def _not_again() -> Digests:
     raise DeliveryError("an iterator gives each item once, so items cannot be read again")
-
-
-def _with_idle_event(items: Iterator[Item], idle: threading.Event) -> Iterator[Item]:
-    """The same items; clears the event while they are being produced."""
-    idle.clear()
-    try:
-        yield from items
-    finally:
-        idle.set()

@@ -38,14 +38,12 @@ class Membership:
         return cls(tuple(ranks), tuple((at,) for at in range(len(ranks))), cp)
 
     @classmethod
-    def of(cls, layout: Layout, roles: Roles, rank: int) -> Self | None:
-        """The exchange that a rank is a member of; None if it gets its items from another rank.
+    def of(cls, layout: Layout, roles: Roles, rank: int) -> Self:
+        """The exchange that a rank, which reads, is a member of.
 
         Readers that serve the same dp_cp ranks, such as those of several pipeline stages, are in different
         exchanges; each exchange covers all dp_cp ranks. Raises RoleError if readers cannot be matched so.
         """
-        if not roles[rank].reads:
-            return None
         coords = layout.coords(roles.ranks)
         dp_cp_rank = coords[:, 2].astype(np.int64) * layout.cp + coords[:, 1]
         served: dict[int, set[int]] = {}

@@ -7,9 +7,8 @@ lengths and the plan. So only their bytes are sent, each member's in the order o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -63,66 +62,43 @@ class Shipment:
         return self.item.size
 
     @classmethod
-    def to(
+    def of(
         cls,
         gathered: GatheredLengths,
         plan: StepPlan,
         membership: Membership,
-        member: int,
         split: CpSplit | None,
+        *,
+        source: int | None = None,
+        member: int | None = None,
     ) -> Self:
-        """All pieces that a member receives; on arrival they are ordered by source.
+        """All pieces that one member sends, or that one receives; on arrival they are ordered by source.
 
-        split: how context parallelism splits rows; None leaves them whole.
+        split: how context parallelism splits rows; None leaves them whole. source, member: give one of them.
         """
-        served = np.zeros(plan.num_ranks + 1, np.int64)
-        served[np.array(membership.served[member]) + 1] = 1
-        before = np.cumsum(served)  # ranks below r that the member serves
-        first = plan.first_rank
-        rows = np.flatnonzero((plan.microbatch >= 0) & (before[first + plan.cp_size] > before[first]))
-        return cls._of(gathered, plan, membership, rows, split)._only(lambda pieces: pieces.member == member)
-
-    @classmethod
-    def by(
-        cls,
-        gathered: GatheredLengths,
-        plan: StepPlan,
-        membership: Membership,
-        member: int,
-        split: CpSplit | None,
-    ) -> Self:
-        """All pieces that a member sends."""
-        holds = np.array([member in held for held in gathered.holders])
-        mine = holds[gathered.draws.source[plan.sequence]]
-        rows = np.flatnonzero((plan.microbatch >= 0) & mine)
-        return cls._of(gathered, plan, membership, rows, split)._only(lambda pieces: pieces.source == member)
-
-    @classmethod
-    def _of(
-        cls,
-        gathered: GatheredLengths,
-        plan: StepPlan,
-        membership: Membership,
-        rows: Longs,
-        split: CpSplit | None,
-    ) -> Self:
-        rows, members = takers(plan, membership, rows)
-        start, stop = ranges_of(plan, membership, rows, members, split)
+        wanted = plan.microbatch >= 0
+        if source is not None:
+            wanted &= gathered.held_by(source)[plan.sequence]
+        if member is not None:
+            served = np.zeros(plan.num_ranks + 1, np.int64)
+            served[np.array(membership.served[member]) + 1] = 1
+            before = np.cumsum(served)  # ranks below r that the member serves
+            wanted &= before[plan.first_rank + plan.cp_size] > before[plan.first_rank]
+        rows, members = takers(plan, membership, np.flatnonzero(wanted))
         item = plan.sequence[rows].astype(np.int64)
-        tokens = (stop - start).sum(axis=1)
+        sources = membership.sources(gathered.holders, gathered.draws.source[item], members)
+        kept = np.flatnonzero(sources == source if source is not None else members == member)
+        rows, members, item = rows[kept], members[kept], item[kept]
+        start, stop = ranges_of(plan, membership, rows, members, split)
         return cls(
             item=item,
-            source=membership.sources(gathered.holders, gathered.draws.source[item], members),
+            source=sources[kept],
             member=members,
             microbatch=plan.microbatch[rows].astype(np.int64),
             start=start + plan.start[rows, None],
             stop=stop + plan.start[rows, None],
-            num_bytes=gathered.rest_bytes[item] + tokens * gathered.token_bytes[item],
+            num_bytes=gathered.rest_bytes[item] + (stop - start).sum(axis=1) * gathered.token_bytes[item],
         )
-
-    def _only(self, which: Callable[[Self], npt.NDArray[np.bool_]]) -> Self:
-        kept = which(self)
-        return type(self)(**{each.name: getattr(self, each.name)[kept] for each in fields(self)})
 
     @property
     def num_tokens(self) -> Longs:
@@ -237,18 +213,3 @@ def write_pieces(buffer: Bytes, shipment: Shipment, encoded: Mapping[int, Encode
             runs = zip(starts, stops)
             parts += [flat[start * entry : stop * entry] for start, stop in runs if start < stop]
     np.concatenate(parts, out=buffer)
-
-
-def read_rest(data: Bytes, ndims: Sequence[int], sizes: Sequence[int]) -> list[tuple[tuple[int, ...], Bytes]]:
-    """(shape, bytes) of each key of a piece that is not split.
-
-    data: the piece, which starts with them. ndims, sizes: dimensions and bytes of an element of each key.
-    """
-    at, values = 8 * sum(ndims), list[tuple[tuple[int, ...], Bytes]]()
-    dims = data[:at].copy().view(np.int64).tolist()
-    for (first, last), size in zip(pairwise(np.cumsum([0, *ndims]).tolist()), sizes):
-        shape = tuple(dims[first:last])
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * size
-        values.append((shape, data[at : at + num_bytes]))
-        at += num_bytes
-    return values

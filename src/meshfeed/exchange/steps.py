@@ -5,23 +5,24 @@ A framework with its own loop calls them one by one; `Exchange` calls them in se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
 
 from meshfeed.columns import Allocate, Array, Arrays
-from meshfeed.deliver import Digester, EndOfStream, ErrorRecord
+from meshfeed.deliver import Digester, EndOfStream, Group, wire
 from meshfeed.errors import PlanError
-from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier, item_bytes
-from meshfeed.exchange.group import Group
+from meshfeed.exchange.dtypes import BYTES, carrier, entry_bytes
 from meshfeed.exchange.items import Given, bits_of, tensor_of, viewed_as
 from meshfeed.exchange.keys import ANY, Keys
-from meshfeed.exchange.lengths import END, ERROR, Bytes, GatheredLengths, Report
+from meshfeed.exchange.lengths import Bytes, GatheredLengths, Report, reports_of
 from meshfeed.exchange.membership import Membership
-from meshfeed.exchange.routing import Longs, Shipment, read_rest, write_pieces
+from meshfeed.exchange.routing import Longs, Shipment, write_pieces
 from meshfeed.feed.batch import Microbatch, Value
 from meshfeed.feed.device import OnHost, Placer, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, ranks_beside
@@ -36,17 +37,23 @@ from meshfeed.sequence.runs import Runs
 _OTHERS = "(keys that are not declared)"
 
 
-def gather_reports(given: Given, group: Group) -> list[Report]:
-    """Every member's report; one collective. given: this member's items.
+def gather_reports(given: Given | None, group: Group) -> list[Report]:
+    """Every member's report; one collective. given: this member's items; None if its loop has ended.
 
-    Raises the error that a member reports, or EndOfStream with the members that have ended.
+    Raises the error of a member that could not give its items, or EndOfStream with the members that ended.
     """
-    reports = [Report.decode(message)[0] for message in group.all_gather(given.report.encode())]
-    for each in reports:
-        if each.status == ERROR:
-            raise ErrorRecord.decode(each.cause).exception() from given.error
-    if left := [member for member, each in enumerate(reports) if each.status == END]:
-        raise EndOfStream(*left)
+    own = wire.end_message() if given is None else given.message()
+    reports, ended, error = list[Report](), list[int](), given and given.error
+    for member, message in enumerate(group.all_gather(own.to_bytes())):
+        kind, _ = wire.peek(message)
+        if kind == wire.ERROR:
+            raise wire.decode_error(message) from error and error.__cause__
+        if kind == wire.END:
+            ended.append(member)
+        else:
+            reports += reports_of(wire.decode(message))
+    if ended:
+        raise EndOfStream(*ended)
     return reports
 
 
@@ -107,75 +114,65 @@ def plan(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Received:
     """The part of a step that one member has received.
 
     Attributes:
         gathered, shipment: what the data are.
         data: the bytes, ordered by source; uint8 [n].
-        offsets: byte offset of each piece of the shipment in `data`; int64 [n].
     """
 
     gathered: GatheredLengths
     shipment: Shipment
     data: Bytes
-    offsets: Longs = field(init=False)
-    _begins: dict[str, tuple[Longs, int]] = field(init=False, default_factory=dict[str, tuple[Longs, int]])
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "offsets", self.shipment.offsets())
+    @cached_property
+    def offsets(self) -> Longs:
+        """Byte offset of each piece of the shipment in `data`; int64 [n]."""
+        return self.shipment.offsets()
 
     def rows(self, microbatch: int) -> Longs:
         """Indices into the shipment of a microbatch's pieces, in the order of its pack; int64 [k]."""
         return np.flatnonzero(self.shipment.microbatch == microbatch)
 
-    def begins(self, name: str) -> tuple[Longs, int]:
-        """Offset in `data` of a split key in each piece, -1 if absent; and the bytes of one entry."""
-        if name not in self._begins:
-            self._begins[name] = self._begins_of(name)
-        return self._begins[name]
-
-    def _begins_of(self, name: str) -> tuple[Longs, int]:
+    @cached_property
+    def begins(self) -> dict[str, Longs]:
+        """Offset in `data` of each split key in each piece, -1 if absent; int64 [n] each."""
         its, gathered = self.shipment, self.gathered
-        before, entry = np.full(len(gathered.schemas), -1), 0
+        before = {name: np.full(len(gathered.schemas), -1) for name in gathered.split_keys}
         for at, schema in enumerate(gathered.schemas):
-            names = [each for each, _, _ in schema.split]
-            if name in names:
-                key = names.index(name)
-                before[at], entry = sum(schema.entry_bytes[:key]), schema.entry_bytes[key]
-        prefix = before[gathered.schema[its.item]]
-        begin = self.offsets + gathered.rest_bytes[its.item] + its.num_tokens * prefix
-        return np.where(prefix < 0, -1, begin), entry
+            for key, (name, _, _) in enumerate(schema.split):
+                before[name][at] = sum(schema.entry_bytes[:key])
+        schema_of, start = gathered.schema[its.item], self.offsets + gathered.rest_bytes[its.item]
+        return {
+            name: np.where(bytes_of[schema_of] < 0, -1, start + its.num_tokens * bytes_of[schema_of])
+            for name, bytes_of in before.items()
+        }
 
     def rest(self, piece: int) -> list[tuple[str, str, Array | bytes]]:
         """(name, type, value) of every unsplit key of a piece; copies."""
         its, gathered = self.shipment, self.gathered
         schema = gathered.schemas[int(gathered.schema[its.item[piece]])]
-        if not schema.rest:
-            return []
-        ndims, sizes = zip(*((ndim, item_bytes(dtype)) for _, dtype, ndim in schema.rest))
-        found = read_rest(self.data[int(self.offsets[piece]) :], ndims, sizes)
-        return [
-            (
-                name,
-                dtype,
-                data.tobytes() if dtype == BYTES else data.copy().view(carrier(dtype)).reshape(shape),
-            )
-            for (name, dtype, _), (shape, data) in zip(schema.rest, found)
-        ]
+        data, at = self.data[int(self.offsets[piece]) :], 8 * sum(ndim for _, _, ndim in schema.rest)
+        dims = iter(data[:at].copy().view(np.int64).tolist())
+        found: list[tuple[str, str, Array | bytes]] = []
+        for name, dtype, ndim in schema.rest:
+            shape = tuple(islice(dims, ndim))
+            flat = data[at : at + entry_bytes(dtype, shape)]
+            at += flat.size
+            array = flat.copy().view(carrier(dtype)).reshape(shape)
+            found.append((name, dtype, array.tobytes() if dtype == BYTES else array))
+        return found
 
     def items(self, microbatch: int) -> list[tuple[int, dict[str, torch.Tensor | bytes]]]:
         """(index in the gathered lengths, item) of a microbatch, with the tokens that were rerouted here."""
         rows, its = self.rows(microbatch), self.shipment
         found = [(int(its.item[row]), dict[str, torch.Tensor | bytes]()) for row in rows]
-        types = {
-            name: (dtype, shape) for schema in self.gathered.schemas for name, dtype, shape in schema.split
-        }
         tokens = its.num_tokens[rows].tolist()
-        for name, (dtype, shape) in types.items():
-            begins, entry = self.begins(name)
-            for (_, item), begin, size in zip(found, begins[rows].tolist(), tokens):
+        for name, (dtype, shape) in self.gathered.split_keys.items():
+            entry = entry_bytes(dtype, shape)
+            for (_, item), begin, size in zip(found, self.begins[name][rows].tolist(), tokens):
                 if begin >= 0:
                     flat = self.data[begin : begin + size * entry].copy()
                     item[name] = tensor_of(flat.view(carrier(dtype)).reshape(size, *shape), dtype)
@@ -199,14 +196,14 @@ def reroute(
     split: how context parallelism splits rows; None sends whole rows to each rank of a cp group.
     """
     member = group.member
-    coming = Shipment.to(gathered, step_plan, membership, member, split)
+    coming = Shipment.of(gathered, step_plan, membership, split, member=member)
     if not gathered.rest_bytes.any() and not (gathered.token_bytes * gathered.lengths).any():
         return Received(gathered, coming, np.zeros(0, np.uint8))  # no member needs a byte, and all know it
-    going = Shipment.by(gathered, step_plan, membership, member, split)
+    going = Shipment.of(gathered, step_plan, membership, split, source=member)
     out_sizes = going.sizes(going.member, group.size)
-    mine = np.array([member in held for held in gathered.holders])[gathered.draws.source]
-    outgoing = group.buffer("out", sum(out_sizes))
-    write_pieces(outgoing, going, dict(zip(np.flatnonzero(mine).tolist(), given.encoded)))
+    outgoing = group.buffer(sum(out_sizes))
+    mine = np.flatnonzero(gathered.held_by(member)).tolist()
+    write_pieces(outgoing, going, dict(zip(mine, given.encoded)))
     in_sizes = coming.sizes(coming.source, group.size)
     return Received(gathered, coming, group.all_to_all(outgoing, out_sizes, in_sizes))
 
@@ -227,8 +224,8 @@ def pack(
     split: as in `reroute`. names: the fields to make; None for all. placer: the target device; None for host
     memory.
     """
-    placer = placer or OnHost()
-    made: list[Microbatch] = []
+    placer, made = placer or OnHost(), list[Microbatch]()
+    names = [field.name for field in keys.fields] if names is None else names
     for portion in portions(batch, layout, rank, split):
         made += packed(received, portion, keys, names, placer)[0]
     return made
@@ -255,7 +252,7 @@ def packed(
     received: Received,
     portion: Portion,
     keys: Keys,
-    names: Sequence[str] | None,
+    names: Sequence[str],
     placer: Placer,
     digester: Digester | None = None,
 ) -> tuple[list[Microbatch], Any]:
@@ -263,57 +260,50 @@ def packed(
 
     digester: receives the fields, under the names of `compared`.
     """
-    types: dict[str, str] = {}
-    arrays = fields_of_pack(received, portion, keys, names, placer.allocate, types)
+    arrays = fields_of_pack(received, portion, keys, names, placer.allocate)
     if digester is not None:
         digester.add([_comparable(arrays, keys)])
     made, ticket = microbatches_of(portion, [arrays], placer)
-    carried = {name: dtype for name, dtype in types.items() if dtype in CARRIED}
-    return [replace(each, fields=_retyped(each.fields, carried)) for each in made], ticket
+    types = {key.name: key.dtype for key in keys.declared} | received.gathered.dtypes
+    return [replace(each, fields=_retyped(each.fields, types)) for each in made], ticket
 
 
 def fields_of_pack(
     received: Received,
     portion: Portion,
     keys: Keys,
-    names: Sequence[str] | None,
+    names: Sequence[str],
     allocate: Allocate,
-    types: dict[str, str],
 ) -> Arrays:
-    """The fields of a portion's one pack; see `Keys`. types: receives the type of each key."""
-    gathered = received.gathered
+    """The fields of a portion's one pack; see `Keys`."""
     rows = received.rows(portion.microbatches.start)
-    split_keys = {name: (dtype, shape) for schema in gathered.schemas for name, dtype, shape in schema.split}
-    types |= {name: dtype for name, (dtype, _) in split_keys.items()}
-    types |= {name: dtype for schema in gathered.schemas for name, dtype, _ in schema.rest}
     own, at = portion.own_tokens
     piece = rows[own.sequence]
     runs = Runs(at, received.shipment.tokens_at(piece, own.start), own.sizes)
     arrays: Arrays = {}
     for key in keys.declared:
-        if not key.split or (names is not None and key.name not in names):
+        if not key.split or key.name not in names:
             continue
-        dtype, shape = split_keys.get(key.name, (key.dtype, ()))
-        if dtype != ANY:  # otherwise no item of the step has it and its type is unknown
-            out = allocate((1, portion.num_tokens, *shape), carrier(dtype))
-            out[:] = bits_of(key.pad, dtype)
-            begins, entry = received.begins(key.name)
+        dtype, shape = received.gathered.split_keys.get(key.name, (key.dtype, ()))
+        if dtype == ANY:  # no item of the step has it and its type is unknown
+            continue
+        out = arrays[key.name] = allocate((1, portion.num_tokens, *shape), carrier(dtype))
+        out[:] = bits_of(key.pad, dtype)
+        if (begins := received.begins.get(key.name)) is not None:
             has = begins[piece] >= 0  # a sequence without the key is padding
-            at, start, size = (each[has] * entry for each in (runs.at, runs.start, runs.size))
+            at, start, size = (
+                each[has] * entry_bytes(dtype, shape) for each in (runs.at, runs.start, runs.size)
+            )
             Runs(at, begins[piece][has] + start, size).copy(received.data, out.reshape(-1).view(np.uint8))
-            arrays[key.name] = out
     arrays |= _rest(received, rows, keys, names)
-    every = [each.name for each in PLAN_FIELDS]
-    return arrays | fields_of_plan(portion, every if names is None else names, allocate)
+    return arrays | fields_of_plan(portion, names, allocate)
 
 
-def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str] | None) -> dict[str, Any]:
+def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str]) -> dict[str, Any]:
     """One value per sequence of every unsplit key."""
     declared = keys.by_name()
     values: dict[str, list[Any]] = {
-        key.name: [None] * rows.size
-        for key in keys.declared
-        if not key.split and (names is None or key.name in names)
+        key.name: [None] * rows.size for key in keys.declared if not key.split and key.name in names
     }
     has_any = any(schema.rest for schema in received.gathered.schemas)
     for sequence, row in enumerate(rows.tolist() if has_any else ()):
@@ -341,12 +331,10 @@ def _comparable(arrays: Arrays, keys: Keys) -> Arrays:
     return cast(Arrays, made)
 
 
-def _retyped(fields: Any, types: dict[str, str]) -> dict[str, Value]:
-    return {
-        name: value
-        if name not in types
-        else viewed_as(value, types[name])
-        if isinstance(value, torch.Tensor)
-        else [viewed_as(each, types[name]) if isinstance(each, torch.Tensor) else each for each in value]
-        for name, value in fields.items()
-    }
+def _retyped(fields: Any, types: Mapping[str, str]) -> dict[str, Value]:
+    def retyped(value: Any, dtype: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return viewed_as(value, dtype)
+        return [retyped(each, dtype) for each in value] if isinstance(value, list) else value
+
+    return {name: retyped(value, types.get(name, "")) for name, value in fields.items()}

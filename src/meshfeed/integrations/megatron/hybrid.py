@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Self, cast
 
 import torch
@@ -11,12 +10,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from meshfeed.deliver import ErrorRecord, Meeting, default_store
-from meshfeed.deliver.gloo import GlooGroup
 from meshfeed.errors import LayoutError
-from meshfeed.exchange import Group, Keys, Membership, encode, gather_lengths, nothing, plan, reroute
-from meshfeed.exchange.items import Given
+from meshfeed.exchange import Group, Keys, Membership, encode, gather_lengths, plan, reroute
+from meshfeed.exchange.items import Given, failed
 from meshfeed.exchange.keys import RESERVED
-from meshfeed.exchange.lengths import ERROR, Schema
+from meshfeed.exchange.lengths import Schema
 from meshfeed.feed.stepping import ranks_beside
 from meshfeed.integrations.megatron.samples import per_token_of, sequences_of
 from meshfeed.integrations.megatron.schedule import packing_of
@@ -27,8 +25,6 @@ from meshfeed.roles import Field
 
 SampleGroups = list[list[list[int]]]
 """[group][dp_cp rank] -> ids of the samples that the rank works on, in order."""
-
-_MOST_BYTES = 2048
 
 
 class HybridCPDataLoaderWrapper:
@@ -64,7 +60,6 @@ class HybridCPDataLoaderWrapper:
         timeout_s: float = 1800.0,
     ) -> None:
         self._iterator, self._config, self._timeout_s = data_iterator, config, timeout_s
-        self._own: GlooGroup | None = None
         self._groups, self._device = pg_collection, device
         self._given_keys = keys or Keys()
         self._per_token, self._keys = per_token_of(self._given_keys), _sent_keys(self._given_keys)
@@ -116,9 +111,7 @@ class HybridCPDataLoaderWrapper:
             samples = [{_sent(name): value for name, value in each.items()} for each in given]
             return encode(samples, self._keys, first=self._taken, rank=dist.get_rank())
         except Exception as error:
-            none = nothing()
-            told = ErrorRecord.of(error).encode(_MOST_BYTES)
-            return replace(none, report=replace(none.report, status=ERROR, cause=told), error=error)
+            return failed(error, ErrorRecord.of(error))
 
     def _join(self) -> tuple[Layout, Membership, Group]:
         layout, rank = layout_of(self._groups), dist.get_rank()
@@ -137,9 +130,10 @@ class HybridCPDataLoaderWrapper:
         if torch.device("cpu") not in found._device_types:
             store = cast(Store, default_store())
             meeting = Meeting(store, rank, self._timeout_s, "hybrid cp", num_ranks=len(ranks))
-            self._own = meeting.gloo_group("hybrid", ranks)
-            found = self._own.backend
-        return layout, Membership.all_of(ranks, cp=layout.cp), Group(found, ranks=ranks)
+            group = meeting.group("hybrid", ranks)
+        else:
+            group = Group(found, ranks=ranks)
+        return layout, Membership.all_of(ranks, cp=layout.cp), group
 
 
 def groups_of(step_plan: StepPlan) -> SampleGroups:
