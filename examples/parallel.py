@@ -44,12 +44,12 @@ class EnterSplit(torch.autograd.Function):
     """Into a tensor-parallel region: the input is everyone's, its gradient the sum of everyone's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # noqa: D102
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         return x
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return summed(grads[0], ctx.group), None
 
 
@@ -57,11 +57,11 @@ class LeaveSplit(torch.autograd.Function):
     """Out of a tensor-parallel region: the output is the sum of everyone's part."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # noqa: D102
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         return summed(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return grads[0], None
 
 
@@ -69,12 +69,12 @@ class GatherSequence(torch.autograd.Function):
     """Every context-parallel rank's tokens, [batch, tokens, ...], side by side along the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:  # noqa: D102
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group, ctx.tokens = group, x.shape[1]
         return gathered(x, group, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if ctx.group is None:
             return grads[0], None
         mine = dist.get_rank(ctx.group) * ctx.tokens

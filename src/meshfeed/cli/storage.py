@@ -1,4 +1,4 @@
-"""What `doctor` looks at in storage: the cache folder, a disk, an object far away."""
+"""What `doctor` looks at in storage: the cache folder, a disk, a remote object."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _found(client: Client, path: str) -> tuple[str, Stat]:
     for name, size_bytes in client.list(path):
         if size_bytes:
             return name, client.stat(name)
-    raise MissingError(f"{path}: no object there or below it; look at the URL")
+    raise MissingError(f"{path}: no object there or below it; check the URL")
 
 
 def _kind_of(folder: Path) -> str:

@@ -75,7 +75,6 @@ class OnHost:
         return made[-1][:num_bytes].view(dtype).reshape(shape)
 
     def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
-        """See Placer."""
         return [{name: self._placed(value) for name, value in arrays.items()} for arrays in built], None
 
     def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
@@ -100,7 +99,6 @@ class OnCuda:
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
     def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
-        """See Placer."""
         with torch.cuda.stream(self._stream):
             fields = [{name: self._copied(value) for name, value in arrays.items()} for arrays in built]
             done = torch.cuda.Event()

@@ -40,7 +40,6 @@ class LocalFile(ByteFile):
 
     @property
     def size_bytes(self) -> int:
-        """See ByteFile."""
         if self._size_bytes is None:
             with typed_errors(self.url):
                 path = Path(self.url)
@@ -50,7 +49,6 @@ class LocalFile(ByteFile):
         return self._size_bytes
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ByteFile."""
         with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
             return [os.pread(stream.fileno(), end - begin, begin) for begin, end in ranges]
 
@@ -76,7 +74,6 @@ class LocalFile(ByteFile):
         self._size_bytes = state["_size_bytes"]
 
     def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
-        """See ByteFile."""
         if out.size == 0:
             return
         file = self._opened()
@@ -104,7 +101,6 @@ class LocalFile(ByteFile):
                 advise(file.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def arrays(self, *parts: tuple[str, int, int]) -> list[Vector]:
-        """See ByteFile."""
         with typed_errors(self.url):
             self._refuse_resized(Path(self.url).stat())
         return super().arrays(*parts)
@@ -112,7 +108,6 @@ class LocalFile(ByteFile):
     # -- below --------------------------------------------------------------------------------------
 
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
-        """See ByteFile."""
         if out.size:
             with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
                 fill(stream.fileno(), out, begins, sizes, None, self.url)

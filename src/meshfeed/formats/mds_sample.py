@@ -88,7 +88,7 @@ def ndarray_of(encoding: str) -> Ndarray | None:
 def decode(encoding: str, value: bytes, where: str) -> Any:
     """A value: bytes, str, int, float, Decimal, array, image (needs Pillow), list or what JSON holds.
 
-    Raises StoreError naming `where` for bytes that are no such value, or an unknown encoding.
+    Raises StoreError naming `where` for bytes that are not such a value, or an unknown encoding.
     """
     if encoding == PICKLE:
         raise refused_pickle(where)

@@ -23,15 +23,12 @@ class Bytes(Tokenizer):
     vocab_size = 256
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """See Tokenizer."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See Tokenizer."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def id_of(self, token: str) -> int | None:
-        """See Tokenizer."""
         raw = token.encode()
         return raw[0] if len(raw) == 1 else None
 
@@ -57,16 +54,13 @@ class Fast(Tokenizer):
         self.end = None if end is None else self.id_of(end)
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """See Tokenizer."""
         found = self._own.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See Tokenizer."""
         return self._own.decode(list(tokens), skip_special_tokens=False)
 
     def id_of(self, token: str) -> int | None:
-        """See Tokenizer."""
         return self._own.token_to_id(token)
 
 
@@ -83,15 +77,12 @@ class SentencePiece(Tokenizer):
         self.end = int(self._own.eos_id()) if self._own.eos_id() >= 0 else None
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """See Tokenizer."""
         return [np.array(ids, np.int64) for ids in self._own.encode(list(texts), out_type=int)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See Tokenizer."""
         return self._own.decode([int(token) for token in tokens])
 
     def id_of(self, token: str) -> int | None:
-        """See Tokenizer."""
         found = int(self._own.piece_to_id(token))
         return found if self._own.id_to_piece(found) == token else None
 
@@ -111,15 +102,12 @@ class Tiktoken(Tokenizer):
         self.end = self.id_of("<|endoftext|>")
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """See Tokenizer."""
         return [np.array(self._own.encode_ordinary(text), np.int64) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """See Tokenizer."""
         return self._own.decode([int(token) for token in tokens])
 
     def id_of(self, token: str) -> int | None:
-        """See Tokenizer."""
         with contextlib.suppress(KeyError):
             return int(self._own.encode_single_token(token))
         return None

@@ -23,5 +23,4 @@ class ProfilerRanges(Sink):
     """
 
     def stage(self, name: str) -> AbstractContextManager[Any]:
-        """See Sink."""
         return _range(f"meshfeed.{name}")

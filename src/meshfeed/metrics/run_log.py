@@ -91,7 +91,6 @@ class RunLog(Sink):
         self._start = start
 
     def close(self) -> None:
-        """See Sink."""
         self._start = None
         self._close_file()
 

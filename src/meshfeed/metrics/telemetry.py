@@ -54,7 +54,6 @@ class Telemetry(Sink):
         self._start: RunStart | None = None
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
-        """See Sink."""
         records: list[StepRecord] = []
         for entry in entries:
             if isinstance(entry, RunStart):

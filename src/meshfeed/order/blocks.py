@@ -133,20 +133,16 @@ class Even:
         return cls(size, num_shards, run, num_shards * run - size, short)
 
     def slot(self, at: Longs) -> Longs:
-        """See Shards."""
         behind = at >= (self.short + 1) * self.run - self.lack
         return (at + self.lack * behind) // self.run
 
     def before(self, slot: Longs) -> Longs:
-        """See Shards."""
         return slot * self.run - self.lack * (slot > self.short)
 
     def shard(self, index: Longs) -> Longs:
-        """See Shards."""
         return index // self.run
 
     def first(self, shard: Longs) -> Longs:
-        """See Shards."""
         return shard * self.run
 
 
@@ -166,12 +162,10 @@ class Uneven:
 
     @property
     def size(self) -> Longs:
-        """See Shards."""
         return self.starts[-1]
 
     @property
     def num_shards(self) -> Longs:
-        """See Shards."""
         return np.array(self.starts.size - 1)
 
     def slot(self, at: Longs) -> Longs:
@@ -179,15 +173,12 @@ class Uneven:
         return np.searchsorted(self.edges, at, side="right") - 1
 
     def before(self, slot: Longs) -> Longs:
-        """See Shards."""
         return self.edges[slot]
 
     def shard(self, index: Longs) -> Longs:
-        """See Shards."""
         return np.searchsorted(self.starts, index, side="right") - 1
 
     def first(self, shard: Longs) -> Longs:
-        """See Shards."""
         return self.starts[shard]
 
 

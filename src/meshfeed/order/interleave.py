@@ -173,14 +173,12 @@ class WholeBatches:
         self.weights = runs.weights
 
     def draws(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
-        """See Interleaving."""
         first = start // self._size
         source, before = self._runs.draws(first, max(-(-stop // self._size), first))
         run, at = np.divmod(np.arange(start, stop), self._size)
         return source[run - first], before[run - first] * self._size + at
 
     def counts(self, position: int) -> Longs:
-        """See Interleaving."""
         whole, rest = divmod(position, self._size)
         counts = self._runs.counts(whole) * self._size
         if rest:
@@ -188,7 +186,6 @@ class WholeBatches:
         return counts
 
     def position(self, source: int, count: int) -> int | None:
-        """See Interleaving."""
         run = self._runs.position(source, count // self._size)
         return None if run is None else run * self._size + count % self._size
 

@@ -44,7 +44,7 @@ def rows_of(lengths: LongArray, *, longest: int, policy: Oversize) -> Rows:
         first = int(too_long[0])
         raise PlanError(
             f"sequence {first} of the batch: {lengths[first]} tokens > {longest}, the most that capacity x "
-            f"the widest cp group holds ({too_long.size} such); "
+            f"the widest cp group holds ({too_long.size} such sequences); "
             f"raise capacity or cp, or set oversize='split', 'truncate' or 'drop' (--oversize)"
         )
     num_pieces = np.ones(lengths.size, np.int64)

@@ -151,7 +151,6 @@ class Chats:
         return Columns(names, beside=("tools",), called="messages")
 
     def request(self) -> dict[str, Any]:
-        """See Text."""
         return {
             "kind": "chat",
             "column": self.column,

@@ -57,7 +57,6 @@ class Local:
     num_workers: int
 
     def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
-        """See Engine."""
         tasks = prepare_tasks(folder, parts)
         workers: list[subprocess.Popen[bytes]] = []
         try:

@@ -35,7 +35,6 @@ class OnRay:
     address: str | None = None
 
     def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
-        """See Engine."""
         if not parts:
             return
         tasks = prepare_tasks(folder, parts)

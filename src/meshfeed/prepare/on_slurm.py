@@ -40,7 +40,6 @@ class OnSlurm:
     options: Sequence[str] = ()
 
     def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
-        """See Engine."""
         if not parts:
             return
         name = f"meshfeed-{hashlib.blake2b(os.fsencode(folder), digest_size=6).hexdigest()}"

@@ -64,7 +64,7 @@ class InStorage(Output):
         return claim is not None and self.manifest().get("claim") == claim
 
     def begin(self) -> None:
-        """Where nothing lies, claim it: a user who may not write there hears it before the work is done."""
+        """Where nothing lies, claim it: a user who may not write there learns it before the work is done."""
         if not self.names():
             self._claim()
 

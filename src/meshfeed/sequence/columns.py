@@ -100,12 +100,10 @@ class WithColumns(SequenceRule):
 
     @property
     def packed(self) -> bool:
-        """As the rule."""
         return self.rule.packed
 
     @property
     def row_tokens(self) -> int:
-        """As the rule."""
         return self.rule.row_tokens
 
     def summary(self) -> str:
@@ -113,11 +111,9 @@ class WithColumns(SequenceRule):
         return self.rule.summary()
 
     def num_sequences(self, store: Store) -> int:
-        """As the rule."""
         return self.rule.num_sequences(store)
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
-        """As the rule."""
         return self.rule.lengths(recipe, draws)
 
     @property

@@ -143,7 +143,6 @@ class Documents(DocumentRule, TokenRule):
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
     ) -> tuple[Longs, Longs, Longs]:
-        """See `TokenRule`."""
         first = recipe.sources[source].offsets(draws.index)
         begins = first + starts + ahead
         ends = np.minimum(begins + lengths, first + self.lengths(recipe, draws))

@@ -36,7 +36,7 @@ class StreamStore(Store):
 
     path: str
     not_pickled: ClassVar[tuple[str, ...]] = ()
-    """Names of attributes that a copy has to make anew, such as those that `acquire` sets."""
+    """Names of attributes that a copy has to make again, such as those that `acquire` sets."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -106,7 +106,7 @@ class StreamStore(Store):
         return True
 
     def beside(self) -> Mapping[str, StreamStore]:
-        """Every column but the tokens, as a store. One that is no lists of numbers raises when it is read."""
+        """Every column but the tokens, as a store. One without lists of numbers raises when it is read."""
         return {}
 
     # -- what all have in common ------------------------------------------------------------------------

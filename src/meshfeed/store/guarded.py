@@ -42,7 +42,6 @@ class GuardedFile(LocalFile):
             self._guard, self._is_asked = None, False
 
     def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
-        """See ByteFile."""
         if not out.size:
             return
         for _ in range(_LOOKS):

@@ -59,7 +59,7 @@ class Mapped(Store):
         dataset: `len(dataset)` items, `dataset[EpochIndex(epoch, index)]` a dict of name -> NumPy array,
             torch tensor on the CPU, number, str or bytes. A str comes as its UTF-8 bytes.
         lengths: tokens of each item, whole numbers [len(dataset)]; what packing plans with. None where
-            items are no token sequences, or stand in rows.
+            items are not token sequences, or stand in rows.
         valid: loss-bearing tokens of each item, whole numbers [len(dataset)]; None for all its tokens (or 1,
             where there are no lengths). Sums to `step.valid_tokens`.
         version: changes whenever the items do; part of the fingerprint. Give one where the dataset has no
@@ -69,7 +69,7 @@ class Mapped(Store):
         timeout_s: how long a worker may take for one item.
 
     Enter it (`with`) to read; a Feed does. Pickled or copied, it arrives not entered.
-    Raises StoreError for what is no dataset, or lengths that do not fit it.
+    Raises StoreError for what is not a dataset, or lengths that do not fit it.
     """
 
     def __init__(

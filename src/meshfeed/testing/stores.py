@@ -192,7 +192,7 @@ def assert_tokenizer(name: str, texts: Sequence[str]) -> None:
     _equal(len(together), len(texts), "the number of encoded texts")
     for text, tokens, again in zip(texts, together, copied.encode(texts)):
         where = f"tokens of {text[:40]!r}"
-        require(tokens.ndim == 1 and tokens.dtype.kind in "iu", f"{where}: {tokens!r} are no whole numbers")
+        require(tokens.ndim == 1 and tokens.dtype.kind in "iu", f"{where}: {tokens!r} are not whole numbers")
         require(
             bool(((tokens >= 0) & (tokens < made.vocab_size)).all()),
             f"{where}: one is outside the vocabulary",
