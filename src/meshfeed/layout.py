@@ -253,13 +253,9 @@ class Layout:
         Raises LayoutError for a rank that is not in the layout.
         """
         wanted = self.ranks() if ranks is None else np.atleast_1d(np.asarray(ranks, np.int64))
-        slot = self._slots(wanted)
-        found = np.empty((wanted.size, len(DIMS)), np.int32)
-        for dim in self.dims:
-            size = getattr(self, dim)
-            found[:, DIMS.index(dim)] = slot % size
-            slot = slot // size
-        return found
+        sizes = [getattr(self, dim) for dim in reversed(self.dims)]
+        at = dict(zip(reversed(self.dims), np.unravel_index(self._slots(wanted), sizes)))
+        return np.stack([at[dim] for dim in DIMS], axis=1).astype(np.int32)
 
     def coord(self, rank: int) -> Coord:
         """The coordinate of one rank. Raises LayoutError if it is not in the layout."""
