@@ -41,6 +41,7 @@ class Watched(StreamStore):
     path = "watched"
     wants_ahead = property(lambda self: self._far)
     dtype = property(lambda self: self._store.dtype)
+    documents = property(lambda self: self._store.documents)
     num_documents = property(lambda self: self._store.num_documents)
     num_tokens = property(lambda self: self._store.num_tokens)
     fingerprint = property(lambda self: self._store.fingerprint)
@@ -48,9 +49,6 @@ class Watched(StreamStore):
 
     def lengths(self, documents: np.ndarray) -> np.ndarray:
         return self._store.lengths(documents)
-
-    def offsets(self, documents: np.ndarray) -> np.ndarray:
-        return self._store.offsets(documents)
 
     def document_starts(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return self._store.document_starts(starts, stops)

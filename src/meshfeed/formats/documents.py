@@ -20,7 +20,7 @@ from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import Column
-from meshfeed.store.base import DocumentStore
+from meshfeed.store.base import StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
 from meshfeed.store.open import stores_inside
@@ -43,7 +43,7 @@ class Span:
     end: int
 
 
-class DocumentFiles(DocumentStore):
+class DocumentFiles(StreamStore):
     """Records in files, each a document, as one stream of tokens.
 
     Making one only remembers. What counts documents or tokens reads the files through once per node, one

@@ -23,7 +23,7 @@ from meshfeed.files.url import join, without_secrets
 from meshfeed.formats.items import Column, Items, ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
-from meshfeed.store.base import DocumentStore
+from meshfeed.store.base import StreamStore
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
 from meshfeed.store.stream import I64, LengthsIndex, Multiples, Pieces
 
@@ -62,7 +62,7 @@ class Even:
     stride_bytes: int
 
 
-class ShardedStore(DocumentStore):
+class ShardedStore(StreamStore):
     """A StreamStore over the shards of a folder: documents lie end to end, in the order of the index.
 
     Making one only remembers. Everything but the attributes wants `with store:`. A shard that is compressed,

@@ -1,7 +1,7 @@
 """Bytes -> tokens: stores of documents, opened by path."""
 
 from meshfeed.mixture import Store
-from meshfeed.store.base import DocumentStore, StreamStore
+from meshfeed.store.base import StreamStore
 from meshfeed.store.dataset import DatasetStore
 from meshfeed.store.dataset_writer import DatasetWriter
 from meshfeed.store.format import Place, StoreFormat
@@ -17,7 +17,6 @@ __all__ = [
     "NUMBERS",
     "DatasetStore",
     "DatasetWriter",
-    "DocumentStore",
     "IndexedStore",
     "IndexedWriter",
     "Item",

@@ -1,8 +1,4 @@
-"""The base classes of token stores: what every store can do, and what a format has to add.
-
-A store of documents whose lengths are known subclasses `DocumentStore`: it says where documents begin and
-reads stream ranges. Any other subclasses `StreamStore`.
-"""
+"""The base class of token stores: what every store can do, and what a format has to add."""
 
 from __future__ import annotations
 
@@ -25,6 +21,8 @@ _NOT_PICKLED = ("_depth", "_lock", "_opened")
 
 class StreamStore(Store):
     """Documents of tokens that lie back to back: one unshuffled stream.
+
+    A format adds where documents begin, a dtype, a fingerprint and `read_into`.
 
     A constructor only remembers its arguments. The attributes work at once; everything else needs
     `with store:`. Threads may share an entered store. Pickled or copied, it arrives not entered. All methods
@@ -51,26 +49,8 @@ class StreamStore(Store):
 
     @property
     @abstractmethod
-    def num_documents(self) -> int:
-        """Documents, including empty ones."""
-
-    @property
-    @abstractmethod
-    def num_tokens(self) -> int:
-        """Tokens in the stream."""
-
-    @abstractmethod
-    def offsets(self, documents: I64) -> I64:
-        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
-
-    @abstractmethod
-    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """Stream offsets o of documents with start < o < stop, range after range, each once.
-
-        starts, stops: int64 [m], stream offsets in tokens. Returns offsets int64 [total], ascending within a
-        range, and how many each range has, int64 [m]. A document without tokens shares its offset with the
-        next and adds none.
-        """
+    def documents(self) -> LengthsIndex:
+        """Where documents begin in the stream."""
 
     @abstractmethod
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
@@ -110,6 +90,33 @@ class StreamStore(Store):
         return {}
 
     # -- what all have in common ------------------------------------------------------------------------
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, including empty ones."""
+        return self.documents.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return self.documents.num_tokens
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each document; int64 [n] -> int64 [n]."""
+        return self.documents.lengths(self._existing(documents))
+
+    def offsets(self, documents: I64) -> I64:
+        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
+        return self.documents.offsets(self._existing(documents))
+
+    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """Stream offsets o of documents with start < o < stop, range after range, each once.
+
+        starts, stops: int64 [m], stream offsets in tokens. Returns offsets int64 [total], ascending within a
+        range, and how many each range has, int64 [m]. A document without tokens shares its offset with the
+        next and adds none.
+        """
+        return self.documents.document_starts(*self._ranges(starts, stops))
 
     def __len__(self) -> int:
         return self.num_documents
@@ -199,37 +206,6 @@ class StreamStore(Store):
                 f"{dtype.name} ({total},)"
             )
         return out
-
-
-class DocumentStore(StreamStore):
-    """A StreamStore that knows where its documents begin; a format adds that, a dtype and `read_into`."""
-
-    @property
-    @abstractmethod
-    def documents(self) -> LengthsIndex | StreamStore:
-        """Where documents begin in the stream; another store, where they lie as its documents do."""
-
-    @property
-    def num_documents(self) -> int:
-        """Documents, including empty ones."""
-        return self.documents.num_documents
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return self.documents.num_tokens
-
-    def lengths(self, documents: I64) -> I64:
-        """Tokens of each document; int64 [n] -> int64 [n]."""
-        return self.documents.lengths(self._existing(documents))
-
-    def offsets(self, documents: I64) -> I64:
-        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n]."""
-        return self.documents.offsets(self._existing(documents))
-
-    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """Stream offsets o of documents with start < o < stop, range after range, and how many; see base."""
-        return self.documents.document_starts(*self._ranges(starts, stops))
 
 
 def checked_places(name: str, places: I64, count: int, what: str) -> I64:

@@ -22,10 +22,11 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache, FileStats, Folder
-from meshfeed.store.base import DocumentStore
+from meshfeed.store.base import StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.marks import Marks, marks_of
+from meshfeed.store.stream import LengthsIndex
 
 I64 = npt.NDArray[np.int64]
 
@@ -35,7 +36,7 @@ _MOST_BYTES = 1 << 20
 _BLOCK = 1 << 18
 
 
-class DatasetStore(DocumentStore):
+class DatasetStore(StreamStore):
     """The tokens of a folder with dataset.json as a token store, and its further columns.
 
     Making one only remembers. It is read as its tokens are (see `IndexedStore`); entered, its columns are,
@@ -142,9 +143,27 @@ class DatasetStore(DocumentStore):
         return self.tokens.dtype
 
     @property
-    def documents(self) -> IndexedStore:
+    def documents(self) -> LengthsIndex:
         """Where documents begin: as in its tokens."""
-        return self.tokens
+        return self.tokens.documents
+
+    @property
+    def num_documents(self) -> int:
+        """Documents, empty ones too."""
+        return self.tokens.num_documents
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the stream."""
+        return self.tokens.num_tokens
+
+    def lengths(self, documents: I64) -> I64:
+        """Tokens of each document; int64 [n]."""
+        return self.tokens.lengths(documents)
+
+    def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
+        """Offsets of documents strictly inside each range, and how many each has."""
+        return self.tokens.document_starts(starts, stops)
 
     @property
     def wants_ahead(self) -> bool:

@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -214,7 +214,12 @@ class Index:
         self._refuse_documents(sequences, documents)
         return sequences
 
-    def offsets_of(self, documents: I64) -> I64:
+    @property
+    def size(self) -> int:
+        """Of the stream offsets; see `LengthsIndex`."""
+        return self.header.num_documents + 1
+
+    def __getitem__(self, documents: I64) -> I64:
         """Stream offset in tokens of each document, the stream's end for document D - 1; int64 [n]."""
         header = self.header
         sequences = self.first_sequences_of(documents)
@@ -224,11 +229,13 @@ class Index:
         offsets[inside] = self.pointers_of(sequences, np.zeros_like(sequences))
         return offsets // header.dtype.itemsize
 
-    def first_from(self, offsets: I64) -> I64:
-        """First document that starts at or after each stream offset; int64 [n], at most D - 1.
+    def searchsorted(self, offsets: I64, side: Literal["left", "right"] = "left") -> I64:
+        """First document that starts at or after each stream offset, or after it; int64 [n], at most D - 1.
 
         All binary searches advance together: O(log D) gathers, memory for n.
         """
+        if side == "right":
+            offsets = offsets + 1
         places, guide = self._guide
         last = self.header.num_documents
         at = guide.searchsorted(offsets)
@@ -247,7 +254,7 @@ class Index:
         """Evenly spread documents and their stream offsets: they stand in for a search's first rounds."""
         step = -(-(self.header.num_documents + 1) // _GUIDE_SIZE)
         places = np.arange(0, self.header.num_documents + 1, step)
-        offsets = self.offsets_of(places)
+        offsets = self[places]
         for i in _first(offsets[1:] < offsets[:-1]):
             raise self._broken(
                 self.header.documents_at + 8 * int(places[i + 1]),

@@ -22,7 +22,7 @@ from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.guarded import GuardedFile
 from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
 from meshfeed.store.node_index import NodeIndex
-from meshfeed.store.stream import I64
+from meshfeed.store.stream import I64, LengthsIndex
 
 _SUFFIXES = (".bin", ".idx")
 
@@ -169,12 +169,18 @@ class IndexedStore(StreamStore):
 
     # -- documents ----------------------------------------------------------------------------------
 
+    @property
+    def documents(self) -> LengthsIndex:
+        """Where documents begin, from the entries of the index."""
+        self._refuse_no_stream()
+        return LengthsIndex(self._entered())
+
     def lengths(self, documents: I64) -> I64:
         """Tokens of each document; int64 [n] -> int64 [n]."""
         documents = self._existing(documents)
         index = self._entered()
         if self.is_stream:
-            lengths = index.offsets_of(documents + 1) - index.offsets_of(documents)
+            lengths = self.documents.lengths(documents)
         else:
             lengths = _sums_between(
                 index, index.first_sequences_of(documents), index.first_sequences_of(documents + 1)
@@ -186,22 +192,13 @@ class IndexedStore(StreamStore):
             )
         return lengths
 
-    def offsets(self, documents: I64) -> I64:
-        """Stream offset, in tokens, of each document's first; int64 [n] -> int64 [n].
-
-        With `lengths` and `read_stream` it reads many documents at once.
-        """
-        documents = self._existing(documents)
-        self._refuse_no_stream()
-        return self._entered().offsets_of(documents)
-
     def read(self, document: int, start: int, stop: int) -> npt.NDArray[Any]:
         """Tokens start..stop of one document, its sequences back to back; [stop - start] of `dtype`."""
         self._existing(np.array([document]))
         index = self._entered()
         both_ends = np.array([document, document + 1])
         if self.is_stream:
-            offsets = index.offsets_of(both_ends)
+            offsets = index[both_ends]
             begins, lengths = offsets[:1], np.diff(offsets)
         else:
             first, end = index.first_sequences_of(both_ends).tolist()
@@ -234,22 +231,14 @@ class IndexedStore(StreamStore):
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         """Stream offsets of documents strictly inside each range, and their counts; see `StreamStore`."""
         starts, stops = self._ranges(starts, stops)
-        index = self._entered()
-        found = index.first_from(np.concatenate((starts + 1, stops)))
-        first, counts = found[: starts.size], (found[starts.size :] - found[: starts.size]).clip(0)
-        range_of = np.arange(starts.size).repeat(counts)
-        documents = np.arange(range_of.size) + (first - counts.cumsum() + counts).repeat(counts)
-        offsets = index.offsets_of(documents)
-        same_range = range_of[1:] == range_of[:-1]
-        steps = np.diff(offsets)
-        outside = (offsets <= starts[range_of]) | (offsets >= stops[range_of])
-        if outside.any() or (steps[same_range] < 0).any():
+        offsets, counts = self.documents.document_starts(starts, stops)
+        of_range = np.arange(starts.size).repeat(counts)
+        outside = (offsets <= starts[of_range]) | (offsets >= stops[of_range])
+        if outside.any() or (np.diff(offsets)[of_range[1:] == of_range[:-1]] < 0).any():
             raise StoreError(
                 f"{self.path}.idx: the documents' offsets do not ascend; see `meshfeed inspect --verify`"
             )
-        new = np.ones(offsets.size, np.bool_)
-        new[1:] = ~same_range | (steps > 0)
-        return offsets[new], np.bincount(range_of[new], minlength=starts.size)
+        return offsets, counts
 
     def will_need(self, starts: I64, stops: I64) -> None:
         """Ask the system to fetch ranges of the stream that are going to be read; returns at once.

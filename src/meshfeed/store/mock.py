@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
-from meshfeed.store.base import DocumentStore
+from meshfeed.store.base import StreamStore
 from meshfeed.store.stream import I64, LengthsIndex
 
 _VOCAB = 32_768
 
 
-class Lengths(DocumentStore):
+class Lengths(StreamStore):
     """Documents of given lengths, laid end to end; token t of the stream is a hash of t.
 
     Holds the lengths in memory, and nothing else. Works wherever a token store does.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from meshfeed.store.index import Index
 
 I64 = npt.NDArray[np.int64]
 
@@ -33,10 +36,11 @@ class LengthsIndex:
     """Documents back to back as one stream of tokens, by array look-ups.
 
     Attributes:
-        starts: stream offset of each document's first token, then the end; int64 [num_documents + 1].
+        starts: stream offset of each document's first token, then the end; int64 [num_documents + 1], or what
+            looks them up.
     """
 
-    starts: I64 | Multiples
+    starts: I64 | Multiples | Index
 
     @property
     def num_documents(self) -> int:
@@ -46,7 +50,7 @@ class LengthsIndex:
     @property
     def num_tokens(self) -> int:
         """Tokens of all documents."""
-        return int(self.starts[self.starts.size - 1])
+        return int(self.starts[np.array([self.starts.size - 1])][0])
 
     def lengths(self, documents: I64) -> I64:
         """Tokens of each document; int64 [n]."""
