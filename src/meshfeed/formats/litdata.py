@@ -13,7 +13,7 @@ import numpy as np
 
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
-from meshfeed.files import ByteFile, Content, Folder
+from meshfeed.files import ByteFile, Content
 from meshfeed.formats.items import Column, Head, Items, ItemsFile
 from meshfeed.formats.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
 from meshfeed.formats.sharded import ShardedStore
@@ -43,10 +43,6 @@ class LitdataStore(ShardedStore):
     """
 
     kind, format = "litdata", "litdata"
-
-    def __init__(self, folder: Folder, *, column: str | None = None) -> None:
-        super().__init__(folder, column=column)
-        self._contents: dict[int, Content] = {}
 
     @cached_property
     def _index(self) -> Index:
@@ -86,12 +82,9 @@ class LitdataStore(ShardedStore):
         return json.dumps([index, self._column], sort_keys=True).encode()
 
     def _content(self, number: int) -> Content | None:
-        content = self._contents.get(number)
-        if content is None and self._index.codec is not None:
-            content = self._contents[number] = self._compressed(self._index.chunks[number], self._index.codec)
-        return content
-
-    def _compressed(self, chunk: Chunk, codec: str) -> Content:
+        chunk, codec = self._index.chunks[number], self._index.codec
+        if codec is None:
+            return None
         if codec == "zstd":
             head_bytes = chunk.head_bytes if self._leaves_out_heads else 0
             return Content(codec=codec, raw_bytes=chunk.given_bytes + head_bytes)

@@ -86,8 +86,12 @@ class MDSStore(ShardedStore):
                 )
             return self._made_of(at, np.dtype(given))
         if kind.dtype is None:
-            dtype = np.dtype(given) if given else self._first_dtype(at)
-            return self._made_of(at, dtype, ArrayHead(has_dtype=True))
+            if not given:  # what the first array says; the others must say the same
+                value = self._first_value(self._made_of(at, np.dtype(np.uint8)))
+                if value and value[0] not in DTYPE_CODES:
+                    raise StoreError(f"{where} has no array in sample 0; copy the shard again")
+                given = DTYPE_CODES[value[0]] if value else np.uint16
+            return self._made_of(at, np.dtype(given), ArrayHead(has_dtype=True))
         if kind.shape is None:
             return self._made_of(at, kind.dtype, ArrayHead(has_dtype=False))
         num_tokens = prod(kind.shape)
@@ -111,13 +115,6 @@ class MDSStore(ShardedStore):
             head=head,
             num_tokens=num_tokens,
         )
-
-    def _first_dtype(self, at: int) -> np.dtype[Any]:
-        """What the first array says of its elements; the others must say the same."""
-        code = self._first_value(self._made_of(at, np.dtype(np.uint8)))[:1]
-        if code and code[0] not in DTYPE_CODES:
-            raise StoreError(f"{self.path}: sample 0 has no array in its token column")
-        return np.dtype(DTYPE_CODES[code[0]] if code else np.uint16)
 
     def _identity(self) -> bytes:
         return self._parsed[0] + f"{self._column} {self._given_dtype}".encode()

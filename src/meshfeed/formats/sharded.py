@@ -75,7 +75,7 @@ class ShardedStore(StreamStore):
     behind. After that to read or to announce a range looks at nothing but its own bytes.
     """
 
-    not_pickled = ("_files", "_known", "_looked")
+    not_pickled = ("_files", "_looked", "_table")
     kind: ClassVar[str]
     """Of the format, for the key under which lengths are kept."""
     format: ClassVar[str]
@@ -89,7 +89,6 @@ class ShardedStore(StreamStore):
 
     def _forget(self) -> None:
         self._files = ShardFiles(self.path, self._checked_file, is_remote=self._folder.is_remote)
-        self._known: Mapping[str, Array] | None = None
         self._looked = FileStats()
 
     def verify(self) -> Iterator[float]:
@@ -259,14 +258,9 @@ class ShardedStore(StreamStore):
         fixed = self._items.num_tokens
         return LengthsIndex(self._table["starts"] if fixed is None else Multiples(fixed, len(self) + 1))
 
-    @property
+    @cached_property
     def _table(self) -> Mapping[str, Array]:
         """starts: see LengthsIndex. begins: byte of its shard where each document's tokens begin."""
-        if self._known is None:
-            self._known = self._looked_up()
-        return self._known
-
-    def _looked_up(self) -> Mapping[str, Array]:
         numbers = range(len(self.shards))
         parts = [numbers[at : at + _SHARDS_OF_PART] for at in range(0, len(numbers), _SHARDS_OF_PART)]
         if len(parts) <= 1 and not self._folder.is_remote:

@@ -87,9 +87,6 @@ class Column:
         kept = ("name", "tokenizer", "_file")
         return {key: value for key, value in self.__dict__.items() if key in kept}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
 
 def hint_for(names: Sequence[str], *, has_text: bool) -> str:
     """Advice if none of the columns `names` exists. has_text: whether there is text in "text"."""

@@ -14,7 +14,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, Self, cast
 
 import numpy as np
@@ -58,7 +57,7 @@ class DatasetStore(StreamStore):
     @property
     def columns(self) -> Mapping[str, IndexedStore]:
         """Name -> store of each column but the tokens."""
-        return MappingProxyType(self._columns)
+        return self._columns
 
     def beside(self) -> Mapping[str, IndexedStore]:
         """Its columns."""

@@ -212,7 +212,7 @@ class IndexedStore(StreamStore):
         skip = np.minimum((start - ends + lengths).clip(0), lengths)
         take = np.minimum((stop - ends + lengths).clip(0), lengths) - skip
         out = np.empty(stop - start, self.dtype)
-        self._fill(out, begins + skip, take)
+        self.read_into(out, begins + skip, begins + skip + take)
         return out
 
     def modes(self, sequences: I64) -> npt.NDArray[np.int8]:
@@ -226,7 +226,7 @@ class IndexedStore(StreamStore):
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         """Tokens of the stream's ranges."""
-        self._fill(out, starts, stops - starts)
+        self._data.read_into(out.view(np.uint8), starts * out.itemsize, (stops - starts) * out.itemsize)
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         """Stream offsets of documents strictly inside each range, and their counts; see `StreamStore`."""
@@ -273,11 +273,6 @@ class IndexedStore(StreamStore):
     def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
         self._refuse_no_stream()
         return super()._ranges(starts, stops)
-
-    def _fill(self, out: npt.NDArray[Any], offsets: I64, sizes: I64) -> None:
-        """Read `sizes` tokens at each of `offsets` into `out`, which they fill exactly."""
-        self._entered()
-        self._data.read_into(out.view(np.uint8), offsets * out.itemsize, sizes * out.itemsize)
 
 
 def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:

@@ -99,10 +99,6 @@ class Pieces:
         """Tokens of each; int64 [k]."""
         return self.end - self.begin
 
-    def take(self, which: I64) -> Pieces:
-        """Some of them."""
-        return Pieces(self.documents[which], self.begin[which], self.end[which])
-
 
 def _runs(first: I64, counts: I64) -> I64:
     """first 5 9, counts 2 3 -> 5 6 9 10 11."""
