@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from texts import tree
 
 from meshfeed.errors import StoreError
-from meshfeed.prepare.choose import first_of_each, set_apart
 from meshfeed.prepare.inputs import Input, cut
-from meshfeed.prepare.merge import bases_of, runs_of
+from meshfeed.prepare.merge import bases_of, first_of_each, runs_of, set_apart
 from meshfeed.store import DatasetWriter, IndexedWriter
 from soak import cases
 

@@ -20,9 +20,8 @@ from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.formats.tokenizer import TokenizerFile, tokenizer_file
 from meshfeed.formats.tokenizers import fast_tokenizer
-from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate
+from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate, Conversations, Rendered
 from meshfeed.prepare.confined import Confined
-from meshfeed.prepare.conversation import Conversations, Rendered
 from meshfeed.store.indexed_writer import best_dtype
 
 TrainOn = Literal["assistant", "last"]

@@ -1,6 +1,7 @@
-"""A chat template: messages -> text, and which of its characters the model is to say.
+"""Conversations -> their text by a chat template, and what of it the assistant says.
 
 Templates are what tokenizers bring along: jinja2, sandboxed, in the dialect that transformers gives them.
+There are no arrays and no tokens: a process of its own runs this; see `confined`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ import datetime
 import importlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
 
 Message = Mapping[str, Any]
+Tools = list[Any] | None
 Spans = list[tuple[int, int]]
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -26,30 +29,29 @@ MOST_CHARACTERS = 16 << 20
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """Around what a template says to be generated. Unicode reserves both for such use: no text has them."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 _NOW = "strftime_now"
 _OPEN_NAME, _CLOSE_NAME = "meshfeed_open", "meshfeed_close"
 
 
+@dataclass(frozen=True)
 class ChatTemplate:
-    """A compiled template.
+    """A template, compiled when it is first used.
 
-    Args:
+    Attributes:
         source: in jinja2.
         variables: what it may name beside the messages, such as bos_token; JSON values.
         where: what messages call it.
         date: what `strftime_now` tells; None leaves that undefined, and many templates then have a date of
             their own. The day on which a conversation is prepared must not decide its tokens.
 
-    Attributes:
-        has_blocks: whether it says by {% generation %} blocks what is generated.
-
     All methods raise StoreError.
     """
 
-    def __init__(
-        self, source: str, variables: Mapping[str, Any], where: str, date: datetime.date | None
-    ) -> None:
-        self._source, self._variables, self._where, self._date = source, dict(variables), where, date
+    source: str
+    variables: Mapping[str, Any]
+    where: str
+    date: datetime.date | None
 
     def check(self) -> None:
         """Compile it."""
@@ -60,15 +62,36 @@ class ChatTemplate:
         """Whether the template has {% generation %} blocks."""
         return self._compiled[1]
 
-    def text(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool = False) -> str:
-        """All messages as one text. prompt: followed by what comes before the assistant's next message."""
-        return self._rendered(messages, tools, prompt, "", "")
+    def text(
+        self,
+        messages: list[Message],
+        tools: Tools,
+        *,
+        prompt: bool = False,
+        marks: tuple[str, str] = ("", ""),
+    ) -> str:
+        """All messages as one text.
 
-    def blocks(self, messages: Sequence[Message], tools: Sequence[Any] | None, text: str) -> Spans:
+        prompt: followed by what comes before the assistant's next message. marks: put around what is in
+        {% generation %} blocks.
+        """
+        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        named = dict(zip((_OPEN_NAME, _CLOSE_NAME), marks))
+        compiled, _ = self._compiled
+        try:
+            return _bounded(compiled.generate(**{**self.variables, **given, **named}))
+        except MemoryError:
+            raise StoreError(f"{self.where}: takes too much memory; use another template") from None
+        except Exception as error:  # whatever a template stumbles over in foreign messages
+            asks = "; it asks for today's date: say by date= (--chat-date) which one"
+            hint = asks if _NOW in str(error) else ""
+            raise StoreError(f"{self.where}: {error or type(error).__name__}{hint}") from error
+
+    def blocks(self, messages: list[Message], tools: Tools, text: str) -> Spans:
         """Begin and end, in characters of `text`, of each {% generation %} block in it that is not empty."""
         if _OPEN in text or _CLOSE in text:
             raise StoreError("the text has a character that Unicode keeps for programs (U+FDD0); remove it")
-        marked = self._rendered(messages, tools, False, _OPEN, _CLOSE)
+        marked = self.text(messages, tools, marks=(_OPEN, _CLOSE))
         spans: Spans = []
         at = begin = depth = 0
         for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
@@ -83,42 +106,21 @@ class ChatTemplate:
         whole = marked.replace(_OPEN, "").replace(_CLOSE, "")
         if whole != text or depth:
             raise StoreError(
-                f"{self._where}: what it does to the text of a generation block changes with where the block "
+                f"{self.where}: what it does to the text of a generation block changes with where the block "
                 f"ends; put {{% generation %}} next to what is printed"
             )
         return spans
 
-    def _rendered(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: bool, *marks: str
-    ) -> str:
-        given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        named = dict(zip((_OPEN_NAME, _CLOSE_NAME), marks))
-        compiled, _ = self._compiled
-        try:
-            return _bounded(compiled.generate(**{**self._variables, **given, **named}))
-        except MemoryError:
-            raise StoreError(f"{self._where}: takes too much memory; use another template") from None
-        except Exception as error:  # whatever a template stumbles over in foreign messages
-            hint = (
-                "; it asks for today's date: say by date= (--chat-date) which one"
-                if _NOW in str(error)
-                else ""
-            )
-            raise StoreError(f"{self._where}: {error or type(error).__name__}{hint}") from error
-
     @cached_property
     def _compiled(self) -> tuple[Any, bool]:
-        environment = _environment(self._where, self._date)
+        environment = _environment(self.where, self.date)
         try:
-            return environment.from_string(self._source), environment.has_blocks
+            return environment.from_string(self.source), environment.has_blocks
         except environment.jinja.TemplateError as error:
             line = getattr(error, "lineno", None)
             raise StoreError(
-                f"{self._where}{f', line {line}' if line else ''}: not a template: {error}"
+                f"{self.where}{f', line {line}' if line else ''}: not a template: {error}"
             ) from error
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_compiled"}
 
 
 def _bounded(pieces: Iterator[str]) -> str:
@@ -166,3 +168,145 @@ def _environment(where: str, date: datetime.date | None) -> Any:
     if date is not None:
         made.globals[_NOW] = date.strftime
     return made
+
+
+# -- conversations ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation's text.
+
+    Attributes:
+        spans: what the assistant says in it: begin and end in characters, ascending.
+        trims: whether white space after a span's last special token is left out of it.
+    """
+
+    text: str
+    spans: Spans
+    trims: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Conversations:
+    """How conversations become text.
+
+    Attributes:
+        templates: by name.
+        last_only: whether only the assistant's last message counts as said.
+        path: of the tokenizer, as messages show it.
+    """
+
+    templates: Mapping[str, ChatTemplate]
+    last_only: bool
+    path: str
+
+    def check(self) -> None:
+        """Compile the templates. Raises StoreError."""
+        for template in self.templates.values():
+            template.check()
+
+    def render(self, value: Any) -> Rendered:
+        """The text of a conversation. Raises StoreError."""
+        messages, tools = _conversation_of(value)
+        turns = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise StoreError("no message of the assistant, so nothing bears loss; leave it out")
+        if self.last_only:
+            turns = turns[-1:]
+        name = WITH_TOOLS if tools and WITH_TOOLS in self.templates else DEFAULT
+        if name not in self.templates:
+            raise StoreError(f"{self.path}: no template {name!r} among {', '.join(self.templates)}")
+        template = self.templates[name]
+        text = _whole(template, messages, tools)
+        _refuse_printed_parts(messages, text)
+        if not template.has_blocks:
+            return Rendered(text, [_added(template, messages, tools, k, text) for k in turns], trims=True)
+        blocks, earlier = template.blocks(messages, tools, text), 0
+        if self.last_only and turns[0]:
+            before = messages[: turns[0]]
+            earlier = len(template.blocks(before, tools, template.text(before, tools)))
+        return Rendered(text, blocks[earlier:], trims=False)
+
+
+def _whole(template: ChatTemplate, messages: list[Message], tools: Tools) -> str:
+    """The text of all messages. Raises StoreError that names the first message from which on it has none."""
+    try:
+        return template.text(messages, tools)
+    except StoreError as error:
+        sound = range(len(messages) - 1, 0, -1)
+        k = next((k for k in sound if _can(template, messages[:k], tools)), 0)
+        raise StoreError(f"message {k} ({messages[k]['role']}): {error}") from error
+
+
+def _refuse_printed_parts(messages: list[Message], text: str) -> None:
+    """Refuse content in parts that a template, which knows of text alone, prints as Python would."""
+    for k, message in enumerate(messages):
+        parts = message.get("content")
+        if isinstance(parts, list) and str(cast(list[Any], parts)) in text:
+            raise StoreError(
+                f"message {k} ({message['role']}): its content is a list of parts, which this template "
+                f"does not support; join them to one text"
+            )
+
+
+def _can(template: ChatTemplate, messages: list[Message], tools: Tools) -> bool:
+    try:
+        template.text(messages, tools)
+    except StoreError:
+        return False
+    return True
+
+
+def _added(
+    template: ChatTemplate, messages: list[Message], tools: Tools, k: int, text: str
+) -> tuple[int, int]:
+    """What message k adds to the text before it, in characters."""
+    try:
+        prompt = template.text(messages[:k], tools, prompt=True)
+        turn = template.text(messages[: k + 1], tools)
+    except StoreError as error:
+        raise StoreError(
+            f"message {k} (assistant): cannot be rendered without what follows: {error}"
+        ) from error
+    if not (turn.startswith(prompt) and text.startswith(turn)):
+        apart = "the text before it" if not turn.startswith(prompt) else "its text, once messages follow,"
+        raise StoreError(
+            f"message {k} (assistant): {apart} is another, so the template does not show what the "
+            f"assistant says; give a template with {{% generation %}} blocks, or a conversation for each "
+            f"answer and train_on='last'"
+        )
+    return len(prompt), len(turn)
+
+
+def _conversation_of(value: Any) -> tuple[list[Message], Tools]:
+    """Checked messages, as the template sees them, and tools."""
+    tools = None
+    if isinstance(value, dict):
+        given = dict(cast(dict[str, Any], value))
+        tools = given.pop("tools", None)
+        value = next(iter(given.values())) if len(given) == 1 else given.get("messages")
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else type(value).__name__
+        raise StoreError(f"{found} where a list of messages belongs")
+    if not isinstance(tools, list | None):
+        raise StoreError(f"tools are {type(tools).__name__}; a list of JSON schemas belongs there")
+    return [_message(k, message) for k, message in enumerate(cast(list[Any], value))], tools or None
+
+
+def _message(k: int, given: Any) -> Message:
+    if not isinstance(given, dict):
+        raise StoreError(f"message {k}: {type(given).__name__} where an object with role and content belongs")
+    # As transformers has it: null is as if the key were not there, and thoughts go by several names.
+    message = {name: value for name, value in cast(dict[str, Any], given).items() if value is not None}
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise StoreError(
+            f"message {k}: its role is {role!r}, found keys {', '.join(map(repr, given))}; it needs a role"
+        )
+    thoughts = next((message[name] for name in _REASONING if name in message), None)
+    if content is None and thoughts is None and not message.get("tool_calls"):
+        raise StoreError(f"message {k} ({role}): no content; found keys {', '.join(map(repr, given))}")
+    if not isinstance(content, str | list | None):
+        raise StoreError(f"message {k} ({role}): content is {type(content).__name__}; text belongs there")
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}

@@ -11,28 +11,26 @@ import json
 import math
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
 from meshfeed.errors import StoreError
-from meshfeed.prepare.conversation import Conversations, Rendered
+from meshfeed.prepare.chat_template import Conversations, Rendered
 
 MEMORY_BYTES = 1 << 30
 """Of the process, its Python included."""
 CPU_S = 10
 """Of a conversation: CPU time, so a busy machine changes nothing."""
-
-try:
-    import resource
-except ImportError:  # not on every system
-    resource = None
 
 _BARE = Path(__file__).with_name("bare.py")
 
@@ -49,63 +47,58 @@ class Confined:
         self._process: _Process | None = None
 
     def check(self) -> None:
-        """See Conversations."""
-        self._ask("check", None)
+        """Compile the templates."""
+        with self._lock:
+            self._started()
 
     def render(self, value: Any) -> Rendered:
         """See Conversations."""
-        response = self._ask("render", value)
-        spans = [(int(begin), int(end)) for begin, end in response["spans"]]
-        return Rendered(response["text"], spans, response["trims"])
-
-    def _ask(self, what: str, value: Any) -> dict[str, Any]:
         try:
-            request = pickle.dumps((what, value))
+            request = pickle.dumps(value)
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(f"not plain values: {error}; give lists, objects, text and numbers") from error
         with self._lock:
-            if self._process is None or self._process.owner != os.getpid():  # a fork shares its pipes
-                self._process = _Process(self._conversations)
-            try:
-                response = self._process.ask(request)
-            except StoreError:
-                self._process = None
-                raise
-        if "error" in response:
-            raise StoreError(response["error"])
-        return response
+            return Rendered(**self._started().ask(request))
+
+    def _started(self) -> _Process:
+        if self._process is None or not self._process.is_usable:
+            self._process = _Process(self._conversations)
+        return self._process
 
 
 class _Process:
-    """One such process. Requests are pickles; responses, which it may be made to forge, are lines of JSON.
-
-    Attributes:
-        owner: the process that started it.
-    """
+    """One such process. Requests are pickles; responses, which it may be made to forge, are lines of JSON."""
 
     def __init__(self, conversations: Conversations) -> None:
-        self.owner, self._where = os.getpid(), conversations.path
+        self._owner, self._where = os.getpid(), conversations.path
         command = [sys.executable, str(_BARE), __name__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._end = weakref.finalize(self, _end, self.owner, self._process)
-        self._setup = pickle.dumps((conversations, MEMORY_BYTES, CPU_S))
+        self._end = weakref.finalize(self, _end, self._owner, self._process)
+        self.ask(pickle.dumps((conversations, MEMORY_BYTES, CPU_S)))
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it has not died, and is this process's own: a fork shares its pipes."""
+        return self._end.alive and self._owner == os.getpid()
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """Its response. Raises StoreError where it died."""
+        """Its response. Raises StoreError for an error, and where it died."""
         requests, responses = cast(IO[bytes], self._process.stdin), cast(IO[bytes], self._process.stdout)
+        line = b""
         try:
-            requests.write(self._setup + request)
-            self._setup = b""
-            requests.flush()
-            line = responses.readline()
-            if line.endswith(b"\n"):
-                return json.loads(line)
-            raise BrokenPipeError
-        except BrokenPipeError:
-            raise self._died() from None
+            with contextlib.suppress(BrokenPipeError):
+                requests.write(request)
+                requests.flush()
+                line = responses.readline()
         except BaseException:  # a response may be half read
             self._end()
             raise
+        if not line.endswith(b"\n"):
+            raise self._died()
+        response = json.loads(line)
+        if "error" in response:
+            raise StoreError(response["error"])
+        return response
 
     def _died(self) -> StoreError:
         status = self._process.wait()
@@ -132,34 +125,30 @@ def _end(owner: int, process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Respond to each request on standard input, until there are no more."""
+    """Compile the templates, then render each request on standard input, until there are no more."""
     requests = sys.stdin.buffer
-    with os.fdopen(os.dup(1), "w") as responses:
+    with os.fdopen(os.dup(1), "w") as responses, contextlib.suppress(EOFError):
         os.dup2(2, 1)  # what a template prints is not a response
         conversations, memory_bytes, cpu_s = pickle.load(requests)
-        _limit("RLIMIT_AS", memory_bytes)
-        with contextlib.suppress(EOFError):
-            while True:
-                what, value = pickle.load(requests)
-                _limit("RLIMIT_CPU", math.ceil(time.process_time()) + cpu_s)
-                responses.write(_response(conversations, what, value) + "\n")
-                responses.flush()
+        _limit(resource.RLIMIT_AS, memory_bytes)
+        work = conversations.check
+        while True:
+            _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
+            responses.write(_response(work) + "\n")
+            responses.flush()
+            work = partial(conversations.render, pickle.load(requests))
 
 
-def _response(conversations: Conversations, what: str, value: Any) -> str:
+def _response(work: Callable[[], Rendered | None]) -> str:
     try:
-        if what == "render":
-            return json.dumps(asdict(conversations.render(value)))
-        conversations.check()
-        return "{}"
+        rendered = work()
+        return json.dumps({} if rendered is None else asdict(rendered))
     except StoreError as error:
         return json.dumps({"error": str(error)})
     except MemoryError:
         return json.dumps({"error": "too large to be rendered; leave it out"})
 
 
-def _limit(name: str, most: int) -> None:
-    if resource is not None:
-        kind = getattr(resource, name)
-        _, hard = resource.getrlimit(kind)
-        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+def _limit(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

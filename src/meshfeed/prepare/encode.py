@@ -5,12 +5,11 @@ It may run several times, even at once: the part file is the same, and appears c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
@@ -39,11 +38,12 @@ def encode(job: Job, encoder: Encoder, part: int) -> None:
     path = part_path(job.folder, part)
     if path.exists():
         return
-    encoding = _Encoding(job, encoder, part)
+    summary = PartSummary()
     with durable_file(path) as stream:
-        for block in encoding.blocks():
-            write_block(stream, block)
-        write_summary(stream, encoding.summary)
+        for some in _together(_records(job, part, summary)):
+            write_block(stream, _encoded(job, encoder, some, summary))
+        summary.malformed.sort(key=lambda each: (each.span, each.number))
+        write_summary(stream, summary)
 
 
 def refuse_malformed(job: Job, malformed: Sequence[Malformed]) -> None:
@@ -59,84 +59,68 @@ def refuse_malformed(job: Job, malformed: Sequence[Malformed]) -> None:
     )
 
 
-class _Encoding:
-    """A part being encoded.
+def _records(job: Job, part: int, summary: PartSummary) -> Iterator[tuple[int, Record]]:
+    """(span, record) of each record of a part that may be a document; the others are noted."""
+    for span in job.spans_of(part):
+        _, i, begin, end = job.spans[span].tolist()
+        summary.counts.append(0)
+        for record in records(job.request.inputs[i], begin, end, job.reading):
+            summary.counts[-1] += 1
+            if record is None:
+                continue
+            summary.num_bytes += record.num_bytes
+            if record.reason is None:
+                yield span, record
+            else:
+                _refuse(job, summary, span, record, record.reason)
 
-    Attributes:
-        summary: of what is encoded so far.
-    """
 
-    def __init__(self, job: Job, encoder: Encoder, part: int) -> None:
-        self._job, self._encoder, self._part = job, encoder, part
-        self.summary = PartSummary()
+def _refuse(job: Job, summary: PartSummary, span: int, record: Record, reason: str) -> None:
+    summary.malformed.append(Malformed(span, record.number, record.byte, reason))
+    refuse_malformed(job, summary.malformed)
 
-    def blocks(self) -> Iterator[Block]:
-        """The part's documents, a few at a time, so that memory does not grow with the part."""
-        some: list[tuple[int, Record]] = []
-        size = 0
-        for span, record in self._records():
-            some.append((span, record))
-            size += record.num_bytes
-            if len(some) >= _RECORDS_TOGETHER or size >= _BYTES_TOGETHER:
-                yield self._encoded(some)
-                some, size = [], 0
-        if some:
-            yield self._encoded(some)
-        self.summary.malformed.sort(key=lambda each: (each.span, each.number))
 
-    def _records(self) -> Iterator[tuple[int, Record]]:
-        """(span, record) of each that may be a document."""
-        for span in self._job.spans_of(self._part):
-            _, i, begin, end = self._job.spans[span].tolist()
-            self.summary.counts.append(0)
-            for record in records(self._job.request.inputs[i], begin, end, self._job.reading):
-                self.summary.counts[-1] += 1
-                if record is None:
-                    continue
-                self.summary.num_bytes += record.num_bytes
-                if record.reason is None:
-                    yield span, record
-                else:
-                    self._refuse(span, record, record.reason)
+def _together(found: Iterator[tuple[int, Record]]) -> Iterator[list[tuple[int, Record]]]:
+    """A few records at a time, so that memory does not grow with the part."""
+    some: list[tuple[int, Record]] = []
+    size = 0
+    for span, record in found:
+        some.append((span, record))
+        size += record.num_bytes
+        if len(some) >= _RECORDS_TOGETHER or size >= _BYTES_TOGETHER:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
 
-    def _refuse(self, span: int, record: Record, reason: str) -> None:
-        self.summary.malformed.append(Malformed(span, record.number, record.byte, reason))
-        refuse_malformed(self._job, self.summary.malformed)
 
-    def _encoded(self, some: Sequence[tuple[int, Record]]) -> Block:
-        try:
-            found = self._encoder.encode([record.value for _, record in some], lambda i: HERE)
-        except StoreError:  # one of them; which, only trying tells
-            some, found = self._one_by_one(some)
-        hashed = [hash_of(record.value) for _, record in some] if self._job.request.wants_hashes else []
-        columns = {
-            name: np.concatenate([each[name] for each in found] or [np.zeros(0, dtype)])
-            for name, dtype in self._encoder.columns.items()
-        }
-        lengths = np.array([each["tokens"].size for each in found], np.int64)
-        self.summary.num_documents += lengths.size
-        self.summary.num_tokens += int(lengths.sum())
-        self.summary.num_blocks += 1
-        return Block(
-            lengths=lengths,
-            spans=np.array([span for span, _ in some], np.int64),
-            numbers=np.array([record.number for _, record in some], np.int64),
-            hashes=np.frombuffer(b"".join(hashed), "<u8").reshape(-1, 2),
-            columns=columns,
-        )
-
-    def _one_by_one(
-        self, some: Sequence[tuple[int, Record]]
-    ) -> tuple[list[tuple[int, Record]], list[Mapping[str, Array]]]:
-        kept: list[tuple[int, Record]] = []
-        found: list[Mapping[str, Array]] = []
-        for span, record in some:
+def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary: PartSummary) -> Block:
+    try:
+        found = encoder.encode([record.value for _, record in some], lambda i: HERE)
+    except StoreError:  # one of them; which, only trying tells
+        given, some, found = some, [], []
+        for span, record in given:
             try:
-                found += self._encoder.encode([record.value], lambda i: HERE)
-                kept.append((span, record))
+                found += encoder.encode([record.value], lambda i: HERE)
+                some.append((span, record))
             except StoreError as error:
-                self._refuse(span, record, reason_of(error))
-        return kept, found
+                _refuse(job, summary, span, record, reason_of(error))
+    hashed = [hash_of(record.value) for _, record in some] if job.request.wants_hashes else []
+    columns = {
+        name: np.concatenate([np.zeros(0, dtype), *(each[name] for each in found)], dtype=dtype)
+        for name, dtype in encoder.columns.items()
+    }
+    lengths = np.array([each["tokens"].size for each in found], np.int64)
+    summary.num_documents += lengths.size
+    summary.num_tokens += int(lengths.sum())
+    summary.num_blocks += 1
+    return Block(
+        lengths=lengths,
+        spans=np.array([span for span, _ in some], np.int64),
+        numbers=np.array([record.number for _, record in some], np.int64),
+        hashes=np.frombuffer(b"".join(hashed), "<u8").reshape(-1, 2),
+        columns=columns,
+    )
 
 
 def _place(job: Job, each: Malformed) -> str:

@@ -11,12 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import PrepareError
 from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.prepared import ERRORS
-from meshfeed.prepare.choose import Mask, first_of_each, set_apart
-from meshfeed.prepare.encode import refuse_malformed
 from meshfeed.prepare.job import Job
 from meshfeed.prepare.part_file import (
     Block,
@@ -24,26 +21,27 @@ from meshfeed.prepare.part_file import (
     PartSummary,
     blocks_of_part,
     part_path,
-    summary_of_part,
     write_array,
 )
 from meshfeed.store import DatasetWriter, open_store
 
 I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
 
 ORIGINS = "origins.npy"
 TRAIN, VALIDATION = "train", "validation"
 
 
-def merge(job: Job, out: Path, on_part: Callable[[int], None]) -> dict[str, Any]:
-    """Write the stores of a job, whose parts are all encoded, into a folder; what they hold, as JSON values.
+def merge(
+    job: Job, summaries: Sequence[PartSummary], out: Path, on_part: Callable[[int], None]
+) -> dict[str, Any]:
+    """Write the stores of a job into a folder; what they hold, as JSON values.
 
-    on_part: called with each part, while its documents are written. Raises StoreError, and PrepareError where
-    too many records are malformed.
+    summaries: of all its parts. on_part: called with each part, while its documents are written. Raises
+    StoreError.
     """
-    summaries = [_summary(job, part) for part in range(job.num_parts)]
     malformed = [each for summary in summaries for each in summary.malformed]
-    refuse_malformed(job, malformed)
     bases = bases_of([count for summary in summaries for count in summary.counts], job.spans[:, 1])
     columns = job.encoder().columns
 
@@ -101,6 +99,25 @@ def runs_of(inputs: I64, numbers: I64, last: tuple[int, int]) -> I64:
     return np.flatnonzero((files[1:] != files[:-1]) | (places[1:] != places[:-1] + 1))
 
 
+def first_of_each(hashes: U64) -> Mask:
+    """Whether each document is the first with its hash; uint64 [n, 2] -> bool [n]."""
+    # Sorted by hash and then by place, a document is a repetition where it has the hash of the one before.
+    order = np.lexsort((hashes[:, 1], hashes[:, 0]))
+    again = (hashes[order[1:]] == hashes[order[:-1]]).all(axis=1)
+    keep = np.ones(len(hashes), np.bool_)
+    keep[order[1:][again]] = False
+    return keep
+
+
+def set_apart(hashes: U64, share: float) -> Mask:
+    """Whether each document is of the validation set; uint64 [n, 2] -> bool [n].
+
+    A function of the document and the share alone, and monotone in the share: a larger set holds the smaller.
+    """
+    # A float times a power of two is exact, and a share below 1 stays below 2**64.
+    return hashes[:, 0] < np.uint64(int(share * 2**64))
+
+
 class _Store:
     """A token store being written, and where its documents come from. writer: to be entered."""
 
@@ -131,13 +148,6 @@ class _Store:
         """Write the place of each document's input. Raises StoreError."""
         with durable_file(self._folder / ORIGINS) as stream:
             write_array(stream, np.concatenate([np.zeros((0, 3), np.int64), *self._origins]))
-
-
-def _summary(job: Job, part: int) -> PartSummary:
-    summary = summary_of_part(part_path(job.folder, part))
-    if summary is None:
-        raise PrepareError(f"{job.folder}: part {part} is missing; continue with --resume")
-    return summary
 
 
 def _chosen(job: Job, blocks: Iterable[Block]) -> tuple[Mask, Mask]:

@@ -9,7 +9,6 @@ u64       bytes of the summary
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,10 +108,8 @@ def write_array(stream: IO[bytes], array: npt.NDArray[Any]) -> None:
     stream.write(array.view(np.uint8).data if array.size else b"")
 
 
-def summary_of_part(path: Path) -> PartSummary | None:
-    """What a part holds; None where it is not encoded yet. Raises StoreError."""
-    if not path.exists():
-        return None
+def summary_of_part(path: Path) -> PartSummary:
+    """What a part holds. Raises StoreError."""
     with typed_errors(path), path.open("rb") as stream:
         end = stream.seek(-_TAIL.size, os.SEEK_END)
         size, _ = _TAIL.unpack(stream.read())
@@ -123,17 +120,8 @@ def summary_of_part(path: Path) -> PartSummary | None:
 
 
 def blocks_of_part(path: Path, num_blocks: int, names: Sequence[str]) -> Iterator[Block]:
-    """The blocks of a part, with the columns that it was written with, memory-mapped. Raises StoreError."""
+    """The blocks of a part, with the columns that it was written with. Raises StoreError."""
     with typed_errors(path), path.open("rb") as stream:
-        mapped = np.asarray(np.memmap(path, np.uint8, "r"))
         for _ in range(num_blocks):
-            lengths, spans, numbers, hashes, *columns = (_next(stream, mapped) for _ in range(4 + len(names)))
+            lengths, spans, numbers, hashes, *columns = (np.load(stream) for _ in range(4 + len(names)))
             yield Block(lengths, spans, numbers, hashes, dict(zip(names, columns)))
-
-
-def _next(stream: IO[bytes], mapped: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    np.lib.format.read_magic(stream)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    begin = stream.tell()
-    end = stream.seek(math.prod(shape) * dtype.itemsize, os.SEEK_CUR)
-    return mapped[begin:end].view(dtype).reshape(shape)

@@ -38,7 +38,7 @@ from meshfeed.prepare.inputs import cut, find_inputs
 from meshfeed.prepare.job import Job, Request, job_in, read_json, write_json
 from meshfeed.prepare.merge import merge
 from meshfeed.prepare.output import Output
-from meshfeed.prepare.part_file import Malformed, part_path, summary_of_part
+from meshfeed.prepare.part_file import Malformed, PartSummary, part_path, summary_of_part
 from meshfeed.prepare.records import RECORD_BYTES, encodings_of
 from meshfeed.prepare.storage import InStorage
 from meshfeed.prepare.train import train_bpe
@@ -178,8 +178,7 @@ def _published(
     """Encode, merge and publish what is left; the manifest."""
     try:
         output.begin()
-        _encode(job, engine, on_progress)
-        manifest = _merged(job, on_progress)
+        manifest = _merged(job, _encoded(job, engine, on_progress), on_progress)
         output.publish(partial(_uploading, on_progress), overwrite=overwrite)
     except (MeshfeedError, KeyboardInterrupt) as error:
         kept = "finished parts are kept; continue with --resume"
@@ -239,17 +238,15 @@ def _refuse_other(work: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
     )
 
 
-def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -> None:
-    """Have the missing parts encoded."""
+def _encoded(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -> list[PartSummary]:
+    """Have the missing parts encoded; what each part holds."""
+    summaries: dict[int, PartSummary] = {}
     malformed: list[Malformed] = []
     progress = Progress("encoding", 0, job.num_parts)
 
-    def count(part: int) -> bool:
-        """Whether the part is done; if so, it is counted."""
+    def count(part: int) -> None:
         nonlocal progress
-        summary = summary_of_part(part_path(job.folder, part))
-        if summary is None:
-            return False
+        summary = summaries[part] = summary_of_part(part_path(job.folder, part))
         malformed.extend(summary.malformed)
         progress = replace(
             progress,
@@ -258,9 +255,10 @@ def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -
             num_tokens=progress.num_tokens + summary.num_tokens,
             num_bytes=progress.num_bytes + summary.num_bytes,
         )
-        return True
 
-    missing = [part for part in range(job.num_parts) if not count(part)]
+    missing: list[int] = []
+    for part in range(job.num_parts):
+        count(part) if part_path(job.folder, part).exists() else missing.append(part)
     on_progress(progress)
     refuse_malformed(job, malformed)
     with closing(engine.encode(job.folder, missing)) as parts:
@@ -268,9 +266,12 @@ def _encode(job: Job, engine: Engine, on_progress: Callable[[Progress], None]) -
             count(part)
             on_progress(progress)
             refuse_malformed(job, malformed)
+    return [summaries[part] for part in range(job.num_parts)]
 
 
-def _merged(job: Job, on_progress: Callable[[Progress], None]) -> dict[str, Any]:
+def _merged(
+    job: Job, summaries: Sequence[PartSummary], on_progress: Callable[[Progress], None]
+) -> dict[str, Any]:
     """Merge the parts into the job's `out`, its manifest last, unless that is done; the manifest."""
     out = job.folder / "out"
     if (out / MANIFEST).exists():
@@ -279,7 +280,7 @@ def _merged(job: Job, on_progress: Callable[[Progress], None]) -> dict[str, Any]
         if out.exists():
             shutil.rmtree(out)
         out.mkdir()
-    made = merge(job, out, lambda part: on_progress(Progress("merging", part + 1, job.num_parts)))
+    made = merge(job, summaries, out, lambda part: on_progress(Progress("merging", part + 1, job.num_parts)))
     trained = job.folder / TRAINED
     if trained.exists():
         with typed_errors(trained):
