@@ -54,6 +54,9 @@ def test_files_folders_and_globs_come_in_the_order_given(tmp_path):
     jsonl(tmp_path / "z.jsonl", ["z0", "z1"])
     given = [str(tmp_path / "z.json*"), tmp_path / "in", tmp_path / "in/d.py"]
     prepare(given, tmp_path / "out", BYTES, engine=Here())
+    manifest = json.loads((tmp_path / "out/manifest.json").read_bytes())
+    names = ["z.jsonl", "in/a.txt", "in/b.txt", "in/sub/c.txt", "in/d.py"]
+    assert [each["url"] for each in manifest["request"]["inputs"]] == [str(tmp_path / n) for n in names]
     assert documents(tmp_path / "out") == [
         b"z0",
         b"z1",
@@ -67,27 +70,6 @@ def test_files_folders_and_globs_come_in_the_order_given(tmp_path):
     words = ["prepare", str(tmp_path / "in"), "--tokenizer", "bytes", "--out", str(tmp_path / "both")]
     assert main([*words, "--glob", "*.py", "--glob", "a.*"]) == 0
     assert documents(tmp_path / "both") == [b"of a.txt", b"of d.py"]
-
-
-def test_origins_tell_file_and_line_of_every_document(tmp_path):
-    a, b = texts(30, 1), texts(5, 2)
-    jsonl(tmp_path / "a.jsonl", a, blank_every=4)
-    (tmp_path / "t.txt").write_text("t")
-    parquet(tmp_path / "b.parquet", b, 2)
-    names = ["a.jsonl", "t.txt", "b.parquet"]
-    prepare([tmp_path / n for n in names], tmp_path / "out", BYTES, engine=Here(), part_bytes=200)
-    origins = np.load(tmp_path / "out/origins.npy")
-    lines = (tmp_path / "a.jsonl").read_text().split("\n")[:-1]
-    found = []
-    for document in range(36):
-        run = origins[:, 0].searchsorted(document, side="right") - 1
-        first, file, number = origins[run].tolist()
-        found.append((file, number + document - first))
-    told = [(0, i) for i, line in enumerate(lines) if line.strip()]
-    assert found == told + [(1, 0)] + [(2, row) for row in range(5)]
-    assert len(origins) <= 1 + 30 // 4 + 1 + 1 + 1  # runs, not documents
-    manifest = json.loads((tmp_path / "out/manifest.json").read_bytes())
-    assert [each["url"] for each in manifest["request"]["inputs"]] == [str(tmp_path / n) for n in names]
 
 
 @pytest.fixture(scope="module")

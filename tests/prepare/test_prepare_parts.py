@@ -8,7 +8,7 @@ from texts import tree
 
 from meshfeed.errors import StoreError
 from meshfeed.prepare.inputs import Input, cut
-from meshfeed.prepare.merge import bases_of, first_of_each, runs_of, set_apart
+from meshfeed.prepare.merge import bases_of, first_of_each, set_apart
 from meshfeed.store import DatasetWriter, IndexedWriter
 from soak import cases
 
@@ -42,27 +42,6 @@ def test_numbers_of_lines_go_on_within_a_file_past_2_to_the_31(spans):
         expected.append(before.get(i, 0))
         before[i] = expected[-1] + count
     assert bases_of(counts, inputs).tolist() == expected
-
-
-@settings(deadline=None, max_examples=cases(50))
-@given(
-    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), unique=True, max_size=15), st.integers(0, 15)
-)
-def test_runs_cut_anywhere_tell_every_document(places, at):
-    base = 2**33
-    places = sorted((i, base + number) for i, number in places)
-    runs, last, first = [], (-1, -1), 0
-    for some in (places[:at], places[at:]):
-        if some:
-            inputs, numbers = np.array(some, np.int64).T
-            starts = runs_of(inputs, numbers, last)
-            runs += [(first + start, *some[start]) for start in starts.tolist()]
-            last, first = some[-1], first + len(some)
-    for document, place in enumerate(places):
-        begin, file, number = max(run for run in runs if run[0] <= document)
-        assert (file, number + document - begin) == place
-    alone = runs_of(*np.array(places, np.int64).reshape(-1, 2).T, (-1, -1))
-    assert [run[0] for run in runs] == alone.tolist()
 
 
 @settings(deadline=None, max_examples=cases(50))

@@ -116,8 +116,6 @@ def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary
     summary.num_blocks += 1
     return Block(
         lengths=lengths,
-        spans=np.array([span for span, _ in some], np.int64),
-        numbers=np.array([record.number for _, record in some], np.int64),
         hashes=np.frombuffer(b"".join(hashed), "<u8").reshape(-1, 2),
         columns=columns,
     )

@@ -12,16 +12,17 @@ from pathlib import Path
 from meshfeed.errors import PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.formats.prepared import MARKER
+from meshfeed.prepare.job import JOB
 from meshfeed.prepare.output import Output, some
 
 _OURS = ("job", "old", "out", "parts", "slurm", "spans", "tasks", "tokenizer", "uploads")
-_UNBEGUN = {"job.json", "spans.npy", "parts", "tasks", MARKER}
+_UNBEGUN = {JOB, "spans.npy", "parts", "tasks", MARKER}
 
 
 def refuse_unfinished(work: Path) -> None:
     """Raises PrepareError where a job was not finished."""
     with typed_errors(work):
-        if (work / "job.json").exists():
+        if (work / JOB).exists():
             raise PrepareError(
                 f"{work}: an earlier run did not finish; continue it with --resume, or start over with "
                 f"--overwrite"
@@ -35,7 +36,7 @@ def forget_unbegun(work: Path) -> bool:
             return False
         if any(path.suffix != ".tmp" for path in (work / "parts").glob("*")):
             return False
-        (work / "job.json").unlink(missing_ok=True)
+        (work / JOB).unlink(missing_ok=True)
         return True
 
 
@@ -52,7 +53,7 @@ def held(output: Output) -> Generator[None, None, None]:
         yield
     finally:
         try:
-            if work.exists() and not (work / "job.json").exists():
+            if work.exists() and not (work / JOB).exists():
                 clear(work)
         finally:
             os.close(lock)
@@ -61,7 +62,7 @@ def held(output: Output) -> Generator[None, None, None]:
 def clear(work: Path, *, lock: bool = True) -> None:
     """Remove what is ours, the job first; and, with the lock, the folder, where nothing else is in it."""
     with typed_errors(work):
-        (work / "job.json").unlink(missing_ok=True)
+        (work / JOB).unlink(missing_ok=True)
         for path in sorted(work.iterdir()):
             if path.name.partition(".")[0] not in _OURS:
                 continue

@@ -25,11 +25,14 @@ from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.prepare.encoders import Encoder, encoder_of, encoding_of
 from meshfeed.prepare.inputs import Input, version_of
+from meshfeed.prepare.part_file import VERSION as PART_VERSION
 from meshfeed.prepare.part_file import write_array
-from meshfeed.prepare.records import RECORD_BYTES, UTF8, Reading
+from meshfeed.prepare.records import UTF8, Reading
 
 I64 = npt.NDArray[np.int64]
 
+JOB = "job.json"
+"""Says what the job is; a folder without it has none."""
 VERSION = 1
 """Of what a job says, and so of what it makes."""
 
@@ -112,8 +115,8 @@ class Job:
             write_array(stream, self.spans)
         inputs = [asdict(each) for each in self.request.inputs]  # workers need the passwords
         limits = {"max_malformed": self.max_malformed, "max_record_bytes": self.max_record_bytes}
-        record = self.request.record() | {"inputs": inputs} | limits
-        write_json(self.folder / "job.json", record, mode=0o600)
+        record = self.request.record() | {"inputs": inputs, "part_version": PART_VERSION} | limits
+        write_json(self.folder / JOB, record, mode=0o600)
 
     def refuse_changed(self) -> None:
         """Raises ChangedError where an input has changed."""
@@ -125,32 +128,18 @@ class Job:
                 )
 
 
-def job_in(folder: Path) -> Job | None:
-    """The job of a folder; None where none was saved. Raises StoreError, PrepareError for another version."""
-    path = folder / "job.json"
-    if not path.exists():
-        return None
+def load_job(folder: Path) -> Job:
+    """The job of a folder. Raises StoreError, and PrepareError for one of another version of meshfeed."""
+    path = folder / JOB
     record = read_json(path)
-    if record.get("version") != VERSION:
-        raise PrepareError(
-            f"{path}: written by another version of meshfeed ({record.get('version')}, not {VERSION}); "
-            f"start over with --overwrite"
-        )
+    if (record.get("version"), record.get("part_version")) != (VERSION, PART_VERSION):
+        raise PrepareError(f"{path}: written by another version of meshfeed; start over with --overwrite")
     with typed_errors(folder):
         spans = np.load(folder / "spans.npy", mmap_mode="r", allow_pickle=False)
     inputs = tuple(Input(**each) for each in record["inputs"])
     encodings = record.get("encodings", UTF8)
     request = Request(inputs, record["encoder"], record["dedup"], record["validation"], encodings)
-    most = record.get("max_record_bytes", RECORD_BYTES)
-    return Job(folder, request, spans, record["max_malformed"], most)
-
-
-def load_job(folder: Path) -> Job:
-    """The job of a folder. Raises StoreError, and PrepareError if there is none."""
-    job = job_in(folder)
-    if job is None:
-        raise PrepareError(f"{folder}: no job there; did it finish or start over in the meantime?")
-    return job
+    return Job(folder, request, spans, record["max_malformed"], record["max_record_bytes"])
 
 
 def write_json(path: Path, value: Any, mode: int = 0o666) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from meshfeed.prepare.part_file import (
     PartSummary,
     blocks_of_part,
     part_path,
-    write_array,
 )
 from meshfeed.store import DatasetWriter, open_store
 
@@ -29,7 +28,6 @@ I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 
-ORIGINS = "origins.npy"
 TRAIN, VALIDATION = "train", "validation"
 
 
@@ -42,7 +40,6 @@ def merge(
     StoreError.
     """
     malformed = [each for summary in summaries for each in summary.malformed]
-    bases = bases_of([count for summary in summaries for count in summary.counts], job.spans[:, 1])
     columns = job.encoder().columns
 
     def blocks() -> Iterator[tuple[int, Block]]:
@@ -53,24 +50,23 @@ def merge(
     keep = np.ones(sum(summary.num_documents for summary in summaries), np.bool_)
     apart = np.zeros_like(keep)
     if job.request.wants_hashes:
-        keep, apart = _chosen(job, (block for _, block in blocks()))
+        hashes = np.concatenate([np.zeros((0, 2), np.uint64), *(block.hashes for _, block in blocks())])
+        apart = set_apart(hashes, job.request.validation)
+        if job.request.dedup:
+            keep = first_of_each(hashes)
     names = [TRAIN, VALIDATION] if job.request.validation else ["."]
-    stores = {name: _Store(out / name, columns) for name in names}
     with ExitStack() as stack:
-        for store in stores.values():
-            stack.enter_context(store.writer)
+        stores = {name: stack.enter_context(DatasetWriter(out / name, columns)) for name in names}
         first = 0
         for part, block in blocks():
             mine = slice(first, first + block.lengths.size)
             for name, store in stores.items():
-                chosen = keep[mine] & (apart[mine] == (name == VALIDATION))
-                store.add(block, job.spans[block.spans, 1], bases[block.spans] + block.numbers, chosen)
+                _add(store, block, keep[mine] & (apart[mine] == (name == VALIDATION)))
             first = mine.stop
             on_part(part)
-    for store in stores.values():
-        store.write_origins()
     if malformed:
-        _write_malformed(job, out / ERRORS, bases, malformed)
+        counts = [count for summary in summaries for count in summary.counts]
+        _write_malformed(job, out / ERRORS, bases_of(counts, job.spans[:, 1]), malformed)
     return {
         "num_duplicates": int((~keep).sum()),
         "num_malformed": len(malformed),
@@ -88,15 +84,6 @@ def bases_of(counts: Sequence[int] | I64, inputs: I64) -> I64:
     before = np.cumsum(counts, dtype=np.int64) - np.asarray(counts, np.int64)
     first = inputs.searchsorted(inputs)
     return before - before[first]
-
-
-def runs_of(inputs: I64, numbers: I64, last: tuple[int, int]) -> I64:
-    """The documents, of some in a row, that do not come right after the one before in the same file.
-
-    inputs, numbers: where each is from; int64 [n]. last: where the one before them is from.
-    """
-    files, places = np.append(last[0], inputs), np.append(last[1], numbers)
-    return np.flatnonzero((files[1:] != files[:-1]) | (places[1:] != places[:-1] + 1))
 
 
 def first_of_each(hashes: U64) -> Mask:
@@ -118,43 +105,13 @@ def set_apart(hashes: U64, share: float) -> Mask:
     return hashes[:, 0] < np.uint64(int(share * 2**64))
 
 
-class _Store:
-    """A token store being written, and where its documents come from. writer: to be entered."""
-
-    def __init__(self, folder: Path, columns: Mapping[str, np.dtype[Any]]) -> None:
-        self._folder = folder
-        self.writer = DatasetWriter(folder, columns)
-        self._origins: list[I64] = []
-        self._num_documents, self._last = 0, (-1, -1)
-
-    def add(self, block: Block, inputs: I64, numbers: I64, chosen: Mask) -> None:
-        """The chosen documents of a block; inputs, numbers: where each of the block's is from; int64 [n]."""
-        if not chosen.any():
-            return
-        lengths, inputs, numbers = block.lengths[chosen], inputs[chosen], numbers[chosen]
-        columns = block.columns
-        if not chosen.all():
-            tokens = np.repeat(chosen, block.lengths)
-            columns = {name: values[tokens] for name, values in columns.items()}
-        self.writer.add_documents(lengths, **columns)
-        starts = runs_of(inputs, numbers, self._last)
-        self._origins.append(
-            np.stack([self._num_documents + starts, inputs[starts], numbers[starts]], axis=1)
-        )
-        self._num_documents += lengths.size
-        self._last = int(inputs[-1]), int(numbers[-1])
-
-    def write_origins(self) -> None:
-        """Write the place of each document's input. Raises StoreError."""
-        with durable_file(self._folder / ORIGINS) as stream:
-            write_array(stream, np.concatenate([np.zeros((0, 3), np.int64), *self._origins]))
-
-
-def _chosen(job: Job, blocks: Iterable[Block]) -> tuple[Mask, Mask]:
-    """Whether each document stays, and whether it is for validation; bool [num_documents] each."""
-    hashes = np.concatenate([np.zeros((0, 2), np.uint64), *(block.hashes for block in blocks)])
-    keep = first_of_each(hashes) if job.request.dedup else np.ones(len(hashes), np.bool_)
-    return keep, set_apart(hashes, job.request.validation)
+def _add(store: DatasetWriter, block: Block, chosen: Mask) -> None:
+    """Add the chosen documents of a block."""
+    columns = block.columns
+    if not chosen.all():
+        tokens = np.repeat(chosen, block.lengths)
+        columns = {name: values[tokens] for name, values in columns.items()}
+    store.add_documents(block.lengths[chosen], **columns)
 
 
 def _write_malformed(job: Job, path: Path, bases: I64, malformed: Sequence[Malformed]) -> None:

@@ -3,7 +3,7 @@
 blocks    of documents: each some arrays as NumPy's .npy, one after the other (see Block)
 summary   JSON (see PartSummary)
 u64       bytes of the summary
-"MFPART" 0 1
+"MFPART" 0 2
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from meshfeed.files import typed_errors
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
-_MAGIC = b"MFPART\0\1"
+VERSION = 2
+"""Of part files; a job goes on only with its own."""
+
+_MAGIC = b"MFPART\0\2"
 _TAIL = struct.Struct("<Q8s")
 
 
@@ -72,14 +75,11 @@ class Block:
 
     Attributes:
         lengths: tokens of each; int64 [n].
-        spans, numbers: where each comes from: row of the job's spans, line or row in it; int64 [n].
         hashes: 128 bits of each; uint64 [n, 2], or [0, 2] where nobody wants them.
         columns: name -> the values of all documents, back to back.
     """
 
     lengths: I64
-    spans: I64
-    numbers: I64
     hashes: U64
     columns: Mapping[str, Array]
 
@@ -91,7 +91,7 @@ def part_path(folder: Path, part: int) -> Path:
 
 def write_block(stream: IO[bytes], block: Block) -> None:
     """The next documents of a part."""
-    for array in (block.lengths, block.spans, block.numbers, block.hashes, *block.columns.values()):
+    for array in (block.lengths, block.hashes, *block.columns.values()):
         write_array(stream, array)
 
 
@@ -123,5 +123,5 @@ def blocks_of_part(path: Path, num_blocks: int, names: Sequence[str]) -> Iterato
     """The blocks of a part, with the columns that it was written with. Raises StoreError."""
     with typed_errors(path), path.open("rb") as stream:
         for _ in range(num_blocks):
-            lengths, spans, numbers, hashes, *columns = (np.load(stream) for _ in range(4 + len(names)))
-            yield Block(lengths, spans, numbers, hashes, dict(zip(names, columns)))
+            lengths, hashes, *columns = (np.load(stream) for _ in range(2 + len(names)))
+            yield Block(lengths, hashes, dict(zip(names, columns)))

@@ -3,7 +3,6 @@
     OUT.preparing/      until it is done: the job (see `job`), its parts, and `out/`, which becomes OUT
     OUT/                appears complete, at one moment; in object storage, see `storage`
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
-        origins.npy     which document is from where
         errors.jsonl    malformed records, if any
         tokenizer.json  if it was trained here
         manifest.json   what was asked, and what came out
@@ -29,15 +28,14 @@ from meshfeed.files import Cache, typed_errors
 from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.files.writer import PIECE_BYTES
 from meshfeed.formats.prepared import FORMAT, MANIFEST
-from meshfeed.prepare.disk import OnDisk
 from meshfeed.prepare.encode import refuse_malformed
 from meshfeed.prepare.encoders import TRAINED, Encoding
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.folder import clear, forget_unbegun, held, refuse_unfinished
 from meshfeed.prepare.inputs import cut, find_inputs
-from meshfeed.prepare.job import Job, Request, job_in, read_json, write_json
+from meshfeed.prepare.job import JOB, Job, Request, load_job, read_json, write_json
 from meshfeed.prepare.merge import merge
-from meshfeed.prepare.output import Output
+from meshfeed.prepare.output import OnDisk, Output
 from meshfeed.prepare.part_file import Malformed, PartSummary, part_path, summary_of_part
 from meshfeed.prepare.records import RECORD_BYTES, encodings_of
 from meshfeed.prepare.storage import InStorage
@@ -204,8 +202,8 @@ def _job(
     resume: bool,
 ) -> Job:
     """The job of the folder, under these limits, or a new one."""
-    job = job_in(work) if resume else None
-    if job is not None:
+    if resume and (work / JOB).exists():
+        job = load_job(work)
         _refuse_other(work, job.request.record(), request.record())
         with typed_errors(work):
             for stale in (work / "parts").glob("*.tmp"):

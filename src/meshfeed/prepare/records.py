@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import importlib
 import io
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, BinaryIO, cast
 
 from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
 from meshfeed.extras import install
@@ -26,7 +27,6 @@ UTF8 = "utf-8-sig"
 RECORD_BYTES = 16 << 20
 """Of a record, at most: what it is decompressed, parsed and tokenized to takes many times as much memory."""
 
-_STEP_BYTES = 1 << 16
 _ZSTD_STEP_BYTES = 1 << 11  # 4 bytes may become 128 KiB, and all that these become comes at once
 _PIECE_BYTES = 1 << 20
 _ROWS_TOGETHER = 256
@@ -184,36 +184,35 @@ def encodings_of(given: str, inputs: Sequence[Input]) -> str:
 
 
 def _rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record]:
-    parquet, first, number = parquet_of(file), 0, 0
-    columns = how.columns
-    name, there = name_in(parquet, columns.names, file.url), parquet.schema_arrow.names
-    wanted = [name, *(other for other in columns.beside if other in there)]
+    parquet, row = parquet_of(file), 0
+    columns, there = how.columns, parquet.schema_arrow.names
+    wanted = [name_in(parquet, columns.names, file.url), *(each for each in columns.beside if each in there)]
     for group in range(parquet.num_row_groups):
-        last = first + int(parquet.metadata.row_group(group).num_rows)
-        if first < end and last > begin:
-            for row, value, num_bytes in _of_group(parquet, group, wanted, how, file.url):
-                if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
-                    raise _too_long(f"{file.url}: row {first + row}", how)
-                if begin <= first + row < end:
-                    yield Record(number, -1, value, num_bytes)
-                    number += 1
-        first = last
+        count = int(parquet.metadata.row_group(group).num_rows)
+        if row + count <= begin or row >= end:
+            row += count
+            continue
+        for record, num_bytes in _of_group(parquet, group, wanted, how, file.url):
+            value = columns.value(record)
+            if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
+                raise _too_long(f"{file.url}: row {row}", how)
+            if begin <= row < end:
+                yield Record(row - begin, -1, value, num_bytes)
+            row += 1
 
 
 def _of_group(
     parquet: Any, group: int, wanted: Sequence[str], how: Reading, url: str
-) -> Iterator[tuple[int, Any, int]]:
-    """(row of the group, value, bytes) of each of its rows."""
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each of its rows, and the bytes that it takes."""
+    facts = parquet.metadata.row_group(group)
+    # Fewer at once where rows are long, by what the footer says.
+    mean = facts.total_byte_size // max(facts.num_rows, 1)
+    some = min(max(how.most_bytes // max(mean, 1), 1), _ROWS_TOGETHER)
     with typed_arrow(f"{url}: row group {group}"):
-        row, group_ = 0, parquet.metadata.row_group(group)
-        # Fewer at once where rows are long, by what the footer says.
-        mean = group_.total_byte_size // max(group_.num_rows, 1)
-        some = min(max(how.most_bytes // max(mean, 1), 1), _ROWS_TOGETHER)
         for batch in parquet.iter_batches(some, row_groups=[group], columns=list(wanted), use_threads=False):
-            share = batch.nbytes // max(batch.num_rows, 1)
             for record in batch.to_pylist():
-                yield row, how.columns.value(record), share
-                row += 1
+                yield record, batch.nbytes // batch.num_rows
 
 
 # -- compressed files -------------------------------------------------------------------------------------
@@ -221,8 +220,12 @@ def _of_group(
 
 def _unpacked(file: ByteFile, codec: str) -> Iterator[bytes]:
     """What comes out of a compressed file, member after member, in pieces of at most _PIECE_BYTES."""
+    stream = io.BufferedReader(RawStream(file), 1 << 20)
     try:
-        yield from _CODECS[codec](io.BufferedReader(RawStream(file), 1 << 20))
+        if codec == "zstd":
+            yield from _unzstd(stream)
+        else:
+            yield from iter(partial(gzip.GzipFile(fileobj=stream).read, _PIECE_BYTES), b"")
     except ImportError as missing:
         raise StoreError(f"{file.url}: {codec} needs {missing.name}: {install('prepare')}") from missing
     except EOFError as error:
@@ -233,21 +236,7 @@ def _unpacked(file: ByteFile, codec: str) -> Iterator[bytes]:
         raise ChecksumError(f"{file.url}: cannot be uncompressed: {error}; copy it again") from error
 
 
-def _gunzipped(stream: io.BufferedReader) -> Iterator[bytes]:
-    data = b""
-    while data or (data := stream.read(_STEP_BYTES)):
-        one = zlib.decompressobj(31)
-        while not one.eof:
-            piece = one.decompress(data, _PIECE_BYTES)
-            data = one.unconsumed_tail
-            if piece:
-                yield piece
-            elif not (data or one.eof or (data := stream.read(_STEP_BYTES))):
-                raise EOFError
-        data = one.unused_data
-
-
-def _unzstd(stream: io.BufferedReader) -> Iterator[bytes]:
+def _unzstd(stream: BinaryIO) -> Iterator[bytes]:
     made = importlib.import_module("zstandard").ZstdDecompressor(max_window_size=1 << 31)
     data = b""
     while data or (data := stream.read(_ZSTD_STEP_BYTES)):
@@ -259,6 +248,3 @@ def _unzstd(stream: io.BufferedReader) -> Iterator[bytes]:
             for at in range(0, len(whole), _PIECE_BYTES):
                 yield whole[at : at + _PIECE_BYTES]
         data = one.unused_data
-
-
-_CODECS: dict[str, Callable[[io.BufferedReader], Iterator[bytes]]] = {"gz": _gunzipped, "zstd": _unzstd}
