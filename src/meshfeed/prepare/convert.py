@@ -16,13 +16,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.files.url import is_remote
-from meshfeed.store import (
-    DatasetStore,
-    DatasetWriter,
-    IndexedStore,
-    IndexedWriter,
-    StreamStore,
-)
+from meshfeed.store import DatasetStore, DatasetWriter, IndexedStore, IndexedWriter, StreamStore
 
 I64 = npt.NDArray[np.int64]
 Add = Callable[[I64, Mapping[str, Array]], None]
@@ -73,7 +67,6 @@ class Conversion:
         """
         path, stores = self._path(), self._stores()
         self._dtypes = {name: self._dtype_of(name, store) for name, store in stores.items()}
-        self.num_documents = self.num_tokens = 0
         with typed_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -143,13 +136,8 @@ class Conversion:
 
 def _losses(store: StreamStore) -> Mapping[str, str]:
     """What a .bin/.idx pair has that is not written again: name -> what it is."""
-    match store:
-        case IndexedStore():
-            pairs = [store]
-        case DatasetStore():
-            pairs = [store.tokens, *store.columns.values()]
-        case _:
-            pairs = []
+    tokens = store.tokens if isinstance(store, DatasetStore) else store
+    pairs = [each for each in (tokens, *store.beside().values()) if isinstance(each, IndexedStore)]
     losses: dict[str, str] = {}
     if any(pair.has_modes for pair in pairs):
         losses["modes"] = "a mode for each sequence"
@@ -160,12 +148,11 @@ def _losses(store: StreamStore) -> Mapping[str, str]:
 
 def _has_several(store: IndexedStore) -> bool:
     """Whether a document has more than one sequence."""
-    if store.num_sequences > store.num_documents:
-        return True
-    index = store.index()
-    blocks = range(0, store.num_documents, BATCH_TOKENS)
-    ends = ((first, min(first + BATCH_TOKENS, store.num_documents)) for first in blocks)
-    return any((np.diff(index.first_sequences_of(np.arange(a, b + 1))) > 1).any() for a, b in ends)
+    for begin in range(0, store.num_documents, BATCH_TOKENS):
+        documents = np.arange(begin, min(begin + BATCH_TOKENS, store.num_documents) + 1)
+        if (np.diff(store.index().first_sequences_of(documents)) > 1).any():
+            return True
+    return False
 
 
 def _writing(stack: ExitStack, path: Path, dtypes: Mapping[str, np.dtype[Any]], *, overwrite: bool) -> Add:

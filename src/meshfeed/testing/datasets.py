@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import multiprocessing
 import os
 import random
-import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
@@ -19,6 +15,7 @@ import torch
 
 from meshfeed.order import EpochIndex
 from meshfeed.testing.difference import difference
+from meshfeed.testing.elsewhere import elsewhere
 
 _SEEDING = (
     (torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed"), (torch.cuda, "manual_seed"),
@@ -61,14 +58,12 @@ def assert_deterministic(
     _compare(asked, items, again, "asked for under another global random state")
     with _other_rank():
         again = [_item(dataset, at) for at in asked]
-    _compare(
-        asked,
-        items,
-        again,
-        "asked for on another rank, with other values of $RANK, $WORLD_SIZE and their like",
-    )
+    how = "asked for on another rank, with other values of $RANK, $WORLD_SIZE and their like"
+    _compare(asked, items, again, how)
     if another_process:
-        _compare(asked, items, _elsewhere(dataset, asked, timeout_s), "asked for in another process")
+        with _other_rank():  # spawned: a fork would share what this process has cached and seeded
+            again = elsewhere("spawn", timeout_s, _items, dataset, asked)
+        _compare(asked, items, again, "asked for in another process")
 
 
 def assert_epochs_differ(
@@ -168,38 +163,5 @@ def _other_rank() -> Any:
     return mock.patch.dict(os.environ, {name: "6" if os.environ.get(name) != "6" else "7" for name in _RANK})
 
 
-def _elsewhere(dataset: Any, asked: Sequence[Any], timeout_s: float) -> list[Any]:
-    """The items out of a fresh process."""
-    context = multiprocessing.get_context("spawn")  # a fork would share what this one has cached and seeded
-    ours, theirs = context.Pipe(duplex=False)
-    try:
-        process = context.Process(target=_answer, args=(theirs, dataset, list(asked)), daemon=True)
-        with _other_rank():
-            process.start()
-    except Exception as bad:  # pickling fails with whatever an object raises
-        raise AssertionError(
-            f"the dataset does not go to another process: {bad}; let it open files when it is first asked"
-        ) from bad
-    theirs.close()
-    items: list[Any] = []
-    failure = "it ended without an answer"
-    with contextlib.suppress(EOFError):
-        if not ours.poll(timeout_s):
-            failure = f"no answer in {timeout_s:g} s"
-        else:
-            failure, items = torch.load(io.BytesIO(ours.recv_bytes()), weights_only=False)
-    process.kill()
-    process.join()
-    if failure:
-        raise AssertionError(f"in another process the dataset fails: {failure}")
-    return items
-
-
-def _answer(pipe: Connection, dataset: Any, asked: Sequence[Any]) -> None:
-    try:
-        answer = ("", [dataset[at] for at in asked])
-    except Exception:
-        answer = (traceback.format_exc(), [])
-    file = io.BytesIO()
-    torch.save(answer, file)  # by value: a pipe of torch's own would send tensors by file descriptor
-    pipe.send_bytes(file.getvalue())
+def _items(dataset: Any, asked: Sequence[Any]) -> list[Any]:
+    return [dataset[at] for at in asked]

@@ -181,21 +181,13 @@ def assert_roles(
     fields: of the sequence rule; those of `Windows` by default. reads: the trainer's own policy, as for
     `Feed`. readers: the ranks that you expect to open storage. receives: rank -> names of the fields that you
     expect it to be handed.
-    Raises AssertionError naming the first rank that is other than expected, or that is not fed by a reader
-    of its own group; RoleError where nobody can feed a rank.
+    Raises AssertionError naming the first rank that is other than expected; RoleError where nobody can feed
+    a rank.
     """
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     stages = stage_map or StageMap(pp=layout.pp)
     declared = Windows(1).fields if fields is None else tuple(fields)
     roles = assign_roles(layout, stages, declared, delivery, reads)
-    stored = {field.name for field in declared if field.stored}
-    for role in roles:
-        if stored & set(role.fields):
-            source = None if role.source is None else roles[role.source]
-            if source is None or not source.reads or not {role.rank, source.rank} <= {*role.peers, role.rank}:
-                raise AssertionError(
-                    f"rank {role.rank} needs {role.fields}, and nobody of {role.peers} reads"
-                )
     expected = None if readers is None else set(readers)
     reading = {role.rank for role in roles if role.reads}
     if expected is not None and expected != reading:

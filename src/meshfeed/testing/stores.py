@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
 import pickle
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -19,6 +16,7 @@ from meshfeed.errors import StoreError
 from meshfeed.formats.tokenizer import tokenizer_file
 from meshfeed.store import StreamStore
 from meshfeed.testing.difference import require
+from meshfeed.testing.elsewhere import elsewhere
 
 Array = npt.NDArray[Any]
 I64 = npt.NDArray[np.int64]
@@ -58,7 +56,7 @@ def assert_store(
             reader.result()
     with store:
         wanted.check_all_read(store, "a store entered again")
-        wanted.check_forked(store, timeout_s)
+        elsewhere("fork", timeout_s, wanted.check_all_read, store, "a forked process")
     for what, copied in copies.items():
         _equal(copied.fingerprint, store.fingerprint, f"fingerprint of {what}")
         with copied:
@@ -154,29 +152,6 @@ class _Documents:
         read = store.read_stream(np.zeros(1, np.int64), np.array([self.stream.size]))
         _equal(read, self.stream, f"tokens from {what}")
 
-    def check_forked(self, store: StreamStore, timeout_s: float) -> None:
-        context = multiprocessing.get_context("fork")
-        mine, theirs = context.Pipe(duplex=False)
-        child = context.Process(target=self._read_elsewhere, args=(store, theirs))
-        child.start()
-        theirs.close()
-        try:
-            require(mine.poll(timeout_s), f"a forked process has not read the store within {timeout_s:g} s")
-            _equal(mine.recv(), "", "what a forked process says")
-        except EOFError:
-            raise AssertionError("a forked process died while it read the store") from None
-        finally:
-            child.kill()
-            child.join()
-            mine.close()
-
-    def _read_elsewhere(self, store: StreamStore, pipe: Connection) -> None:
-        try:
-            self.check_all_read(store, "a forked process")
-            pipe.send("")
-        except BaseException:
-            pipe.send(traceback.format_exc())
-
 
 def assert_tokenizer(name: str, texts: Sequence[str]) -> None:
     """Encode texts with a tokenizer, as stores of text do, and compare.
@@ -208,8 +183,4 @@ def assert_tokenizer(name: str, texts: Sequence[str]) -> None:
 
 def _equal(found: Any, expected: Any, what: str) -> None:
     if not np.array_equal(found, expected):
-        raise AssertionError(f"{what}: {_shown(found)} where {_shown(expected)} belongs")
-
-
-def _shown(value: Any) -> str:
-    return np.array2string(value, threshold=20) if isinstance(value, np.ndarray) else repr(value)
+        raise AssertionError(f"{what}: {found} where {expected} belongs")
