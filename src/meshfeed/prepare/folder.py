@@ -19,16 +19,6 @@ _OURS = ("job", "old", "out", "parts", "slurm", "spans", "tasks", "tokenizer", "
 _UNBEGUN = {JOB, "spans.npy", "parts", "tasks", MARKER}
 
 
-def refuse_unfinished(work: Path) -> None:
-    """Raises PrepareError where a job was not finished."""
-    with typed_errors(work):
-        if (work / JOB).exists():
-            raise PrepareError(
-                f"{work}: an earlier run did not finish; continue it with --resume, or start over with "
-                f"--overwrite"
-            )
-
-
 def forget_unbegun(work: Path) -> bool:
     """Whether nothing of a job was done yet; it is then no job any more, and `held` clears up."""
     with typed_errors(work):
@@ -53,27 +43,23 @@ def held(output: Output) -> Generator[None, None, None]:
         yield
     finally:
         try:
-            if work.exists() and not (work / JOB).exists():
-                clear(work)
+            with typed_errors(work):
+                if not (work / JOB).exists():
+                    clear(work)
+                    (work / MARKER).unlink(missing_ok=True)
+                    if not any(work.iterdir()):
+                        work.rmdir()
         finally:
             os.close(lock)
 
 
-def clear(work: Path, *, lock: bool = True) -> None:
-    """Remove what is ours, the job first; and, with the lock, the folder, where nothing else is in it."""
+def clear(work: Path) -> None:
+    """Remove what is ours, the job first; but the lock."""
     with typed_errors(work):
         (work / JOB).unlink(missing_ok=True)
         for path in sorted(work.iterdir()):
-            if path.name.partition(".")[0] not in _OURS:
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        if lock:
-            (work / MARKER).unlink(missing_ok=True)
-            if not any(work.iterdir()):
-                work.rmdir()
+            if path.name.partition(".")[0] in _OURS:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _locked(work: Path) -> int:

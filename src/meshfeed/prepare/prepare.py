@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from meshfeed.formats.prepared import FORMAT, MANIFEST
 from meshfeed.prepare.encode import refuse_malformed
 from meshfeed.prepare.encoders import TRAINED, Encoding
 from meshfeed.prepare.engine import Engine, Local
-from meshfeed.prepare.folder import clear, forget_unbegun, held, refuse_unfinished
+from meshfeed.prepare.folder import clear, forget_unbegun, held
 from meshfeed.prepare.inputs import cut, find_inputs
 from meshfeed.prepare.job import JOB, Job, Request, load_job, read_json, write_json
 from meshfeed.prepare.merge import merge
@@ -136,14 +135,18 @@ def prepare(
     request = Request(files, encoding.request(), dedup, validation, encodings)
     with held(output):
         output.refuse_existing(request, resume=resume, overwrite=overwrite)
-        if not (resume or overwrite):
-            refuse_unfinished(output.work)
+        if (output.work / JOB).exists() and not (resume or overwrite):
+            raise PrepareError(
+                f"{output.work}: an earlier run did not finish; continue it with --resume, or start over "
+                f"with --overwrite"
+            )
         manifest = output.finished(request) if resume else None
         if manifest is None:
             limits = {"max_malformed": max_errors, "max_record_bytes": max_record_bytes}
             job = _job(output.work, request, encoding, limits, part_bytes, resume=resume)
             manifest = _published(job, output, engine, on_progress, overwrite=overwrite)
-        clear(output.work)
+        with typed_errors(output.work):
+            (output.work / JOB).unlink(missing_ok=True)  # done: the folder goes, too
     return Prepared(output.url, manifest)
 
 
@@ -174,10 +177,15 @@ def _published(
     job: Job, output: Output, engine: Engine, on_progress: Callable[[Progress], None], *, overwrite: bool
 ) -> dict[str, Any]:
     """Encode, merge and publish what is left; the manifest."""
+
+    def uploading(done_bytes: int, num_bytes: int) -> None:
+        done, total = (-(-each // PIECE_BYTES) for each in (done_bytes, num_bytes))
+        on_progress(Progress("uploading", done, total, num_bytes=done_bytes))
+
     try:
         output.begin()
         manifest = _merged(job, _encoded(job, engine, on_progress), on_progress)
-        output.publish(partial(_uploading, on_progress), overwrite=overwrite)
+        output.publish(uploading, overwrite=overwrite)
     except (MeshfeedError, KeyboardInterrupt) as error:
         kept = "finished parts are kept; continue with --resume"
         if forget_unbegun(job.folder):
@@ -185,11 +193,6 @@ def _published(
         error.add_note(f"{job.folder}: {kept}")
         raise
     return manifest
-
-
-def _uploading(on_progress: Callable[[Progress], None], done_bytes: int, num_bytes: int) -> None:
-    done, total = (-(-each // PIECE_BYTES) for each in (done_bytes, num_bytes))
-    on_progress(Progress("uploading", done, total, num_bytes=done_bytes))
 
 
 def _job(
@@ -210,7 +213,7 @@ def _job(
                 stale.unlink(missing_ok=True)
         job = replace(job, **limits)
     else:
-        clear(work, lock=False)
+        clear(work)
         if part_bytes is None:  # enough parts for all workers, and little lost by a kill
             total = sum(each.size_bytes for each in request.inputs)
             part_bytes = min(max(total // _PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
