@@ -172,7 +172,6 @@ class SequencePacking:
         self._keys, self._device, self._timeout_s = _with_own(keys or Keys()), device, timeout_s
         self._turn = _Turn(self._keys)
         self._open: dict[tuple[Any, ...], _Scheduled] = {}
-        self._stages: dict[tuple[Any, ...], list[StageIterator]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -183,9 +182,7 @@ class SequencePacking:
     def close(self) -> None:
         """Close the connections to other ranks. May be called again."""
         while self._open:
-            key, exchange = self._open.popitem()
-            self._stages.pop(key, None)
-            exchange.close()
+            self._open.popitem()[1].close()
 
     def __call__(
         self, data_iterator: Any, config: Any, num_microbatches: int, pg_collection: Any = None
@@ -209,12 +206,10 @@ class SequencePacking:
         key = (layout, stages_of(config, layout), plan, keep)
         if key not in self._open:
             self._open[key] = self._new_exchange(config, key, pg_collection)
-            made = data_iterators(self._open[key])
-            self._stages[key] = made if isinstance(made, list) else [made]
+        stages = self._open[key].stages
         if self._turn.source is not None and not self._open[key].pulls:
             raise RecipeError("this rank had no data iterator before but has one now; pass it in every call")
-        wrapped = _wrapped(self._stages[key])
-        step = self._stages[key][0].step
+        wrapped, step = _wrapped(stages), stages[0].step
         if step is not None and not step.plan.lengths.size:  # on all ranks
             raise StopIteration
         return wrapped
@@ -244,6 +239,12 @@ class _Scheduled(Exchange):
     """
 
     keeps = pulls = False
+
+    @cached_property
+    def stages(self) -> list[StageIterator]:
+        """The iterator of each virtual stage; the first call waits for the other ranks."""
+        made = data_iterators(self)
+        return made if isinstance(made, list) else [made]
 
     def _made_plan(self, gathered: GatheredLengths) -> StepPlan | None:
         if not self.keeps or not len(gathered):

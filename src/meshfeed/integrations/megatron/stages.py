@@ -146,9 +146,10 @@ def _roles(layout: Layout, stages: StageMap, loading: Loading, config: Any) -> R
         fields = (*_STORED, _LENGTHS)
     if delivery == "auto":
         delivery = choose_delivery(layout, stages, fields, can_share=can_share() is None)
-    changing = (scheduler or "").endswith(("dynamic_cp", "hybrid_cp"))  # cp groups, between microbatches
-    changing = changing or bool(getattr(config, "hybrid_context_parallel", False))
-    return assign_roles(layout, stages, fields, delivery, shares_packs=not changing)
+    # whether cp groups change from microbatch to microbatch
+    changes = str(scheduler).endswith(("dynamic_cp", "hybrid_cp"))
+    changes = changes or bool(getattr(config, "hybrid_context_parallel", False))
+    return assign_roles(layout, stages, fields, delivery, shares_packs=not changes)
 
 
 def feed(
