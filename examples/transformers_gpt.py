@@ -14,20 +14,16 @@ from pathlib import Path
 
 import torch
 from loops_shared import SEED, parser_of, recipes_of, versions_of
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from meshfeed.integrations.transformers import FeedTrainer
 
 WINDOW, SEQUENCES, MICRO_BATCH = 32, 8, 2  # tokens, sequences per step, sequences per microbatch and rank
 
 
-class FedTrainer(FeedTrainer, Trainer):
-    """transformers' own Trainer, whose datasets are recipes."""
-
-
 def train(
     corpus: str, out: Path, *, steps: int, vocab: int, resume: bool, callbacks: Sequence[TrainerCallback] = ()
-) -> FedTrainer:
+) -> FeedTrainer:
     """Train to `steps` optimizer steps, from the last checkpoint where asked to resume."""
     world_size = torch.distributed.get_world_size()
     args = TrainingArguments(
@@ -57,7 +53,7 @@ def train(
         max_position_embeddings=WINDOW,
     )
     recipe, held_out = recipes_of(corpus, WINDOW, SEQUENCES)
-    trainer = FedTrainer(
+    trainer = FeedTrainer(
         model=LlamaForCausalLM(config),
         args=args,
         train_dataset=recipe,

@@ -14,7 +14,7 @@ for name in ("megatron", "lightning", "torchtitan", "transformers"):
     sys.modules[name] = None
 import importlib
 import meshfeed as mf
-from meshfeed.integrations import megatron, torchtitan, transformers
+from meshfeed.integrations import megatron, torchtitan
 
 recipe = mf.Recipe(data=mf.Lengths([4]), sequence=mf.Documents(), batch=mf.Batch(sequences=1))
 pack = dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "total_tokens", "pad_between_seqs"))
@@ -29,7 +29,7 @@ for call in (
     lambda: next(wrapper),
     lambda: importlib.import_module("meshfeed.integrations.lightning"),
     lambda: torchtitan.DataLoader,
-    transformers.FeedTrainer,
+    lambda: importlib.import_module("meshfeed.integrations.transformers"),
 ):
     try:
         call()

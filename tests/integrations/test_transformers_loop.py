@@ -27,7 +27,7 @@ def trained(corpus: str, out: Path, rank: int, *, resume: bool, kill_after: int 
     evaluated: list[Any] = []
     seen = 0
 
-    class Watched(transformers_gpt.FedTrainer):
+    class Watched(transformers_gpt.FeedTrainer):
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
             nonlocal seen
             assert self.step.index == self.state.global_step
@@ -45,13 +45,13 @@ def trained(corpus: str, out: Path, rank: int, *, resume: bool, kill_after: int 
     class Quiet(TrainerCallback):
         pass
 
-    plain, transformers_gpt.FedTrainer = transformers_gpt.FedTrainer, Watched
+    plain, transformers_gpt.FeedTrainer = transformers_gpt.FeedTrainer, Watched
     try:
         trainer = transformers_gpt.train(
             corpus, out, steps=STEPS, vocab=loops.VOCAB, resume=resume, callbacks=[Quiet()]
         )
     finally:
-        transformers_gpt.FedTrainer = plain
+        transformers_gpt.FeedTrainer = plain
     losses = {each["step"]: each["loss"] for each in trainer.state.log_history if "loss" in each}
     weights = loops.rows(torch.cat([p.detach().flatten() for p in trainer.model.parameters()])[None])
     return ledger, losses, evaluated, weights, trainer.state.global_step
@@ -60,7 +60,7 @@ def trained(corpus: str, out: Path, rank: int, *, resume: bool, kill_after: int 
 def evaluated(corpus: str, out: Path, rank: int, layout: mf.Layout | None, packing: Any = None) -> Any:
     """(rows of labels, how many there were, loss) of a set whose steps do not fill the ranks' batches."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
-    from transformers_gpt import FedTrainer
+    from transformers_gpt import FeedTrainer
 
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     torch.manual_seed(0)
@@ -75,7 +75,7 @@ def evaluated(corpus: str, out: Path, rank: int, layout: mf.Layout | None, packi
         disable_tqdm=True,
     )
     options = {"packing": packing} if packing else {}
-    trainer = FedTrainer(LlamaForCausalLM(shape), args, layout=layout, feed_options=options)
+    trainer = FeedTrainer(LlamaForCausalLM(shape), args, layout=layout, feed_options=options)
     told = trainer.evaluation_loop(trainer.get_test_dataloader(uneven(corpus, bool(packing))), "uneven")
     return torch.as_tensor(told.label_ids), told.num_samples, told.metrics["eval_loss"]
 

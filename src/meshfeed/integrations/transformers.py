@@ -5,9 +5,7 @@ them. The product of both and the data-parallel ranks must be the recipe's seque
 not shard or wrap the loaders, since each rank already gets its own data. With a Packing, a batch is a pack in
 transformers' padding-free form.
 
-    class MyTrainer(FeedTrainer, Trainer): ...
-
-    MyTrainer(model, args, train_dataset=recipe, eval_dataset=other).train(resume_from_checkpoint=True)
+    FeedTrainer(model, args, train_dataset=recipe, eval_dataset=other).train(resume_from_checkpoint=True)
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
+from meshfeed.errors import LayoutError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
@@ -69,11 +67,13 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
     return made
 
 
-_BASES = "a subclass needs the bases (FeedTrainer, Trainer), in this order"
+_Base: Any = framework("transformers", "transformers").Trainer
 
 
-class FeedTrainer:
-    """A base class to list before `transformers.Trainer`. The Trainer handles datasets that are not recipes.
+class FeedTrainer(_Base):
+    """A `transformers.Trainer` that takes recipes; the Trainer handles other datasets.
+
+    For another trainer's loop, list that trainer second: `class MyTrainer(FeedTrainer, Seq2SeqTrainer)`.
 
     layout: of all ranks; None takes accelerate's device mesh, or plain data parallelism.
     feed_options: other arguments of `Feed`: packing, delivery, verify, ... A training step is packed into
@@ -82,14 +82,8 @@ class FeedTrainer:
 
     The stream is one epoch of the Trainer, at most `max_steps` long. The state is saved in the checkpoint's
     trainer_state.json; resuming reads and skips no data. Evaluation counts sequences, not the rows that
-    only fill up the last batch. Raises MeshfeedError for a class whose bases are in the wrong order.
+    only fill up the last batch.
     """
-
-    args: Any
-    state: Any
-    accelerator: Any
-    train_dataset: Any
-    eval_dataset: Any
 
     def __init__(
         self,
@@ -101,23 +95,12 @@ class FeedTrainer:
         self._layout, self._feed_options = layout, dict(feed_options or {})
         self._train_loader: TrainLoader | None = None
         self._evaluating = False  # on a recipe
-        if not isinstance(self, framework("transformers", "transformers").Trainer):
-            raise MeshfeedError(f"{_BASES}; {type(self).__name__} has no Trainer among its bases")
         FeedOptions.of("feed_options", self._feed_options)
         super().__init__(*args, **kwargs)
         _check_dataset("train_dataset", self.train_dataset)
         given = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": self.eval_dataset}
         for name, chosen in cast(Mapping[str, Any], given).items():
             _check_dataset(f"eval_dataset {name}".rstrip(), chosen)
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        trainer = framework("transformers", "transformers").Trainer
-        before = (base for base in cls.__mro__[: cls.__mro__.index(FeedTrainer)] if issubclass(base, trainer))
-        if wrong := [base.__name__ for base in before if not issubclass(base, FeedTrainer)]:
-            raise MeshfeedError(
-                f"{_BASES}; in {cls.__name__}, {wrong[0]} comes before FeedTrainer and hides it"
-            )
 
     @property
     def step(self) -> Step | None:
@@ -127,7 +110,7 @@ class FeedTrainer:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; closes files and connections at the end."""
         try:
-            return cast(Any, super()).train(*args, **kwargs)
+            return super().train(*args, **kwargs)
         finally:
             if self._train_loader is not None:
                 self._train_loader.close()
@@ -139,7 +122,7 @@ class FeedTrainer:
     def get_train_dataloader(self) -> Any:
         """The training stream, from the checkpoint on."""
         if not isinstance(self.train_dataset, Recipe):
-            return cast(Any, super()).get_train_dataloader()
+            return super().get_train_dataloader()
         if self._train_loader is not None:  # of an attempt that auto_find_batch_size gave up
             self._train_loader.close()
         feed = self._feed(self.train_dataset, self._micro_batch_size, self.args.gradient_accumulation_steps)
@@ -158,31 +141,29 @@ class FeedTrainer:
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
         chosen = self.eval_dataset[chosen] if isinstance(chosen, str) else chosen
         if not isinstance(chosen, Recipe):
-            return cast(Any, super()).get_eval_dataloader(eval_dataset)
+            return super().get_eval_dataloader(eval_dataset)
         return self._evaluated(chosen)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """A test set, from its start."""
         if not isinstance(test_dataset, Recipe):
-            return cast(Any, super()).get_test_dataloader(test_dataset)
+            return super().get_test_dataloader(test_dataset)
         return self._evaluated(test_dataset)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, over the rows that hold a sequence."""
-        trainer = cast(Any, self)
-        plain, self._evaluating = trainer.gather_function, isinstance(dataloader, _Evaluated)
+        plain, self._evaluating = self.gather_function, isinstance(dataloader, _Evaluated)
         if isinstance(dataloader, _Evaluated):
-            trainer.gather_function = dataloader.gathered
+            self.gather_function = dataloader.gathered
         try:
-            return cast(Any, super()).evaluation_loop(dataloader, *args, **kwargs)
+            return super().evaluation_loop(dataloader, *args, **kwargs)
         finally:
-            trainer.gather_function, self._evaluating = plain, False
+            self.gather_function, self._evaluating = plain, False
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; averages losses that count the tokens of all ranks over all ranks."""
-        loss, *rest = cast(Any, super()).prediction_step(*args, **kwargs)
-        trainer = cast(Any, self)
-        of_all = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        loss, *rest = super().prediction_step(*args, **kwargs)
+        of_all = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if self._evaluating and loss is not None and of_all and self.args.average_tokens_across_devices:
             loss = self.accelerator.gather(loss).mean()
         return loss, *rest
@@ -190,14 +171,14 @@ class FeedTrainer:
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         if self._train_loader is not None:
             self.state.stateful_callbacks[_KEY] = self._train_loader.state_dict()
-        cast(Any, super())._save_checkpoint(*args, **kwargs)
+        super()._save_checkpoint(*args, **kwargs)
 
     def _evaluated(self, recipe: Recipe) -> EvalLoader:
         return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size, pad_rows=True))
 
     @property
     def _micro_batch_size(self) -> int:
-        return int(cast(Any, self)._train_batch_size)  # auto_find_batch_size may have reduced it
+        return int(self._train_batch_size)  # auto_find_batch_size may have reduced it
 
     def _feed(
         self,
