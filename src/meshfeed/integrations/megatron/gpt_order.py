@@ -88,11 +88,8 @@ def passes_of(
 ) -> Passes:
     """As many epochs as `num_samples` samples need; None for one epoch.
 
-    drop_last: whether the tokens left over at the end make no sample.
-    Raises RecipeError for less than one token.
+    epoch_tokens: at least 1. drop_last: whether the tokens left over at the end make no sample.
     """
-    if epoch_tokens < 1:
-        raise RecipeError("no tokens at all: these documents make no sample")
     num_epochs = 1
     if num_samples is not None:
         num_epochs = max(1, -(-(num_samples * length + extra) // epoch_tokens))
@@ -199,7 +196,6 @@ def sizes_of_blend(weights: Sequence[float], num_samples: int, surplus: float) -
 
     weights: of each dataset, any positive numbers. Both lists as long as `weights`.
     """
-    _refuse_weights(weights)
     given = [math.ceil(num_samples * weight) for weight in normalized(weights)]
     return given, [math.ceil(count * (1 + surplus)) for count in given]
 
@@ -209,7 +205,6 @@ def blend_of_weights(weights: Sequence[float], num_samples: int) -> dict[str, In
 
     Returns "dataset", int16 [num_samples], and "sample", int64 [num_samples], which of that dataset's.
     """
-    _refuse_weights(weights)
     # Normalised twice, as by the builder and by the dataset: each time rounds.
     shares = np.array(normalized(normalized(weights)))
     return _blend(shares, num_samples, None)
@@ -217,19 +212,10 @@ def blend_of_weights(weights: Sequence[float], num_samples: int) -> dict[str, In
 
 def blend_of_sizes(sizes: Sequence[int], num_samples: int | None) -> dict[str, Ints]:
     """Datasets in proportion to their sizes; None draws every sample of each, see `blend_of_weights`."""
-    _refuse_weights(sizes)
     if num_samples is not None:
         return _blend(np.array(normalized(sizes)), min(num_samples, sum(sizes)), None)
     limits = np.array(sizes, np.float64)
     return _blend(limits / np.float64(sum(sizes)), sum(sizes), limits)
-
-
-def _refuse_weights(weights: Sequence[float]) -> None:
-    if not 0 < len(weights) < np.iinfo(np.int16).max:
-        raise RecipeError(f"a blend of {len(weights)} datasets; Megatron blends 1 to 32766")
-    for place, weight in enumerate(weights):
-        if not 0 < weight < math.inf:
-            raise RecipeError(f"a blend where dataset {place} has weight or size {weight}; all are above 0")
 
 
 _TOGETHER = 1 << 16  # doubles that fit a core's cache
@@ -248,6 +234,8 @@ def _blend(
     as the next one was guessed to begin. Those that do not are run again from where they should have begun,
     until all fit; from the first run, whose counts are known, this proves every one.
     """
+    if shares.size >= np.iinfo(np.int16).max:
+        raise RecipeError(f"a blend of {shares.size} datasets; Megatron blends at most 32766")
     greedy = _Greedy(shares, limits)
     dataset, sample = np.empty(num_steps, np.int16), np.empty(num_steps, np.int64)
     most = min(_MOST_RUNS, max(1, _TOGETHER // shares.size))
