@@ -14,7 +14,7 @@ for name in ("megatron", "lightning", "torchtitan", "transformers"):
     sys.modules[name] = None
 import importlib
 import meshfeed as mf
-from meshfeed.integrations import megatron, torchtitan
+from meshfeed.integrations import megatron
 
 recipe = mf.Recipe(data=mf.Lengths([4]), sequence=mf.Documents(), batch=mf.Batch(sequences=1))
 pack = dict.fromkeys(("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "total_tokens", "pad_between_seqs"))
@@ -28,7 +28,7 @@ for call in (
     lambda: megatron.SequencePacking()(iter([]), None, 1),
     lambda: next(wrapper),
     lambda: importlib.import_module("meshfeed.integrations.lightning"),
-    lambda: torchtitan.DataLoader,
+    lambda: importlib.import_module("meshfeed.integrations.torchtitan"),
     lambda: importlib.import_module("meshfeed.integrations.transformers"),
 ):
     try:

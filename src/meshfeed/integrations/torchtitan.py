@@ -14,9 +14,9 @@ import importlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import make_dataclass
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,8 +65,11 @@ def batch_of(microbatch: Microbatch) -> Batch:
     return fields, masked_labels(microbatch)
 
 
-class RecipeLoader:
-    """A torchtitan data loader over a recipe; `DataLoader` adds torchtitan's base class.
+_Base: Any = framework("torchtitan.components.dataloader", "torchtitan").BaseDataLoader
+
+
+class DataLoader(_Base):
+    """A torchtitan data loader over a recipe.
 
     config: `recipe` as "package.module:name" (a function is called), or the recipe itself if the config is
         not set from a command line; `delivery`, `verify`, `pad_rows` as for `Feed`. dataset, dataset_path and
@@ -79,6 +82,16 @@ class RecipeLoader:
     and it loads under any mesh. Iterating begins at the loaded state. A validator makes a new loader for each
     pass and loads no state, so it begins at the start of the recipe.
     """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_Base.Config):
+        """The loader's part of a trainer's config."""
+
+        recipe: str = ""
+        delivery: str = "auto"
+        verify: bool = False
+        pad_rows: bool = False
+        infinite: bool = True
 
     def __init__(
         self,
@@ -187,35 +200,3 @@ def recipe_at(place: object) -> Recipe:
     if not isinstance(found, Recipe):
         raise RecipeError(f"recipe={place!r} is a {type(found).__name__}, not a mf.Recipe; {_WANTED}")
     return found
-
-
-if TYPE_CHECKING:
-    DataLoader: Any
-
-
-def __getattr__(name: str) -> Any:
-    if name != "DataLoader":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _data_loader()
-
-
-@cache
-def _data_loader() -> type:
-    """The class, made on first use."""
-    base = framework("torchtitan.components.dataloader", "torchtitan").BaseDataLoader
-    config = make_dataclass(
-        "Config",
-        [
-            ("recipe", str, ""),
-            ("delivery", str, "auto"),
-            ("verify", bool, False),
-            ("pad_rows", bool, False),
-            ("infinite", bool, True),
-        ],
-        bases=(base.Config,),
-        kw_only=True,
-        slots=True,
-    )
-    config.__module__, config.__qualname__ = __name__, "DataLoader.Config"
-    named = {"__module__": __name__, "__doc__": RecipeLoader.__doc__, "Config": config}
-    return type("DataLoader", (RecipeLoader, base), named)
