@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from meshfeed.cli.main import parser_of_all
+from meshfeed.cli.main import COMMANDS
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "make" / "cli.py"
 
@@ -26,5 +26,5 @@ def test_the_reference_is_up_to_date() -> None:
 
 def test_every_command_is_in_it() -> None:
     text = script().page()
-    for command in parser_of_all().get_default("commands"):
+    for command in COMMANDS:
         assert f"## meshfeed {command}\n" in text

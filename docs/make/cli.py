@@ -6,7 +6,6 @@ The page is made of the parsers' parts, not of their --help, whose layout differ
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,8 +55,7 @@ def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     value = _value(action) if action.option_strings and action.nargs != 0 else ""
     needed = "; required" if action.option_strings and action.required else ""
     help: Any = parser._get_formatter()._expand_help(action) if action.help else ""
-    told = re.sub(r"\bhere \d+", "as many as cores", f"{help}{needed}")  # the default of this machine alone
-    return f"| {_code(f'{names} {value}'.strip())} | {_escaped(told)} |"
+    return f"| {_code(f'{names} {value}'.strip())} | {_escaped(f'{help}{needed}')} |"
 
 
 def _value(action: argparse.Action) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,12 +108,3 @@ def test_a_device_that_locks_no_pages(
     status, found = findings(capsys)
     assert status == 1
     assert found["device"]["says"] == "H200: no page-locked copy: CUDA error: out of memory"
-
-
-def test_no_room_in_shared_memory(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm" and real(path, mode))
-    _, found = findings(capsys)
-    assert found["shared memory"]["verdict"] == "note"

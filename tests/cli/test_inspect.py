@@ -1,6 +1,5 @@
 """`meshfeed inspect`: what it prints, and what it exits with."""
 
-import argparse
 import json
 import os
 
@@ -8,14 +7,12 @@ import numpy as np
 import pytest
 
 from meshfeed.cli import inspect
+from meshfeed.cli.main import main
 from meshfeed.store import IndexedWriter, open_store
 
 
 def run(*words):
-    parser = argparse.ArgumentParser()
-    inspect.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["inspect", *map(str, words)])
-    return args.run(args)
+    return main(["inspect", *map(str, words)])
 
 
 def write(prefix, lengths):

@@ -1,11 +1,9 @@
-"""`meshfeed inspect` on every format, near and far: counts, texts, the page, and what an exit status tells."""
+"""`meshfeed inspect` on every format, near and far: counts, texts, and what an exit status tells."""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -108,47 +106,14 @@ def test_far_away_it_is_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert facts[key] == near[key]
 
 
-class Seen(HTMLParser):
-    """What a page asks for, and its text."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_page_shows_all_and_asks_for_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, _ = write(tmp_path, "bin")
-    page = tmp_path / "page.html"
-    assert told(capsys, path, "--show", "9", "--tokenizer", "bytes", "--html", str(page), "--verify")[0] == 0
-    seen = Seen(page.read_text())
-    assert "script" not in seen.tags and "b" in seen.tags
-    assert seen.links == [] and "http" not in page.read_text() and "@import" not in page.read_text()
-    for text in (path, "sound: every entry", "three two one <b>two</b>", "4 documents", "16..31"):
-        assert text in seen.text
-    bars = re.findall(r'class="documents" x="\d+" y="\d+" width="([\d.]+)"', page.read_text())
-    assert len(bars) == len([1, 3, 7, 15, 31]), "a bar for each power of two"
-    assert "$" not in seen.text
-
-
-def test_a_broken_store_has_a_page_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_store_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, _ = write(tmp_path, "bin")
     assert main(["inspect", path, "--write-checksums"]) == 0
     data = Path(f"{path}.bin")
     data.write_bytes(b"!" + data.read_bytes()[1:])
     capsys.readouterr()
-    status, facts, _ = told(capsys, path, "--verify", "--html", str(tmp_path / "page.html"))
+    status, facts, _ = told(capsys, path, "--verify")
     assert status == 1 and "c.bin: bytes 0.." in facts["broken"] and "verified" not in facts
-    assert "broken: " in Seen((tmp_path / "page.html").read_text()).text
 
 
 def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +140,6 @@ def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, capsys: pytest.Captur
     [
         (("--tokenizer", "bytes"), "add --show N"),
         (("--show", "1", "--tokenizer", "nowhere.json"), "nowhere.json: missing; give its path on this node"),
-        (("--html", "/nowhere/page.html"), "/nowhere/page.html: No such file or directory; choose another"),
         (("--column", "tokens"), "column='tokens' says nothing about a Megatron store"),
         (("--storage", "region"), "--storage region: write NAME=VALUE"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from raw_index import write_raw
 
 import meshfeed as mf
 import mosaic
-from meshfeed.cli import inspect
+from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import Cache
 from meshfeed.files.cached import CachedFile
@@ -60,10 +59,7 @@ def is_guarded(prefix: Path) -> bool:
 
 
 def run(*words: Any) -> int:
-    parser = argparse.ArgumentParser()
-    inspect.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["inspect", *map(str, words)])
-    return args.run(args)
+    return main(["inspect", *map(str, words)])
 
 
 # -- writing ----------------------------------------------------------------------------------------

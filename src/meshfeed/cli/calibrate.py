@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from meshfeed.cli.command import OK, Console, add_command, numbers, print_json, whole
+from meshfeed.cli.command import OK, Console, print_json
+from meshfeed.cli.options import Command, option, required
 from meshfeed.errors import MeshfeedError, PlanError
 from meshfeed.plan import CostModel, ModelShape
 
@@ -23,114 +24,102 @@ _HEADER = ("kind", "total_tokens", "max_seq_len", "n_seqs", "sum_sq", "ms_layer"
 _PIECES = (4, 16, 64)  # into how many equal sequences a pack is cut
 
 
-_KEYS = {
-    "alpha, alpha_by_flops": "linear over quadratic cost: as measured, and by the FLOPs of the shape",
-    "overhead": "cost of a pack by itself, in pairs of tokens",
-    "median_error, packs": "error of the fit; number of packs timed",
-    "out": "the CSV",
-}
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(Command):
+    """time a transformer layer and fit the planner's cost model
 
+    Time one layer, forward and backward, on packs of several shapes. Write the times to a CSV and fit the
+    cost of a token against that of a pair. The defaults are a Llama-8B layer.
+    """
 
-def add_parser(subparsers: Any) -> None:
-    """Add `calibrate` to argparse's subparsers."""
-    parser = add_command(
-        subparsers,
-        "calibrate",
-        calibrate,
-        help="time a transformer layer and fit the planner's cost model",
-        description="Time one layer, forward and backward, on packs of several shapes. Write the times to a "
-        "CSV and fit the cost of a token against that of a pair. The defaults are a Llama-8B layer.",
-        examples="""
-            meshfeed calibrate --device cuda --out layer_cost.csv
-            meshfeed calibrate --hidden 2048 --heads 16 --kv-heads 4 --ffn 8192 --out cost.csv
-            meshfeed plan corpus --layout dp64 --capacity 16384 --policy dynamic_cp --cost layer_cost.csv
-        """,
-        keys=_KEYS,
-    )
-    for option, default, help in (
-        ("--hidden", 4096, "width of the residual stream"),
-        ("--heads", 32, "query heads"),
-        ("--kv-heads", 8, "key and value heads"),
-        ("--ffn", 14_336, "width of the gated feed-forward"),
-        ("--rounds", 5, "runs per shape, of which the median is taken"),
-    ):
-        parser.add_argument(option, type=whole(1), default=default, metavar="N", help=f"{help} ({default})")
-    parser.add_argument(
-        "--tokens",
-        type=numbers(1),
-        default=(8192, 16_384, 32_768),
-        metavar="N,...",
-        help="tokens per pack (8192,16384,32768)",
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device, metavar="NAME", help=f"device to time ({device})")
-    parser.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the layer (bfloat16)"
-    )
-    parser.add_argument(
-        "--seed", type=whole(0), default=0, metavar="N", help="seed of the mixed packs' lengths (0)"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the CSV to write")
+    examples = """
+        meshfeed calibrate --device cuda --out layer_cost.csv
+        meshfeed calibrate --hidden 2048 --heads 16 --kv-heads 4 --ffn 8192 --out cost.csv
+        meshfeed plan corpus --layout dp64 --capacity 16384 --policy dynamic_cp --cost layer_cost.csv
+    """
+    keys = {
+        "alpha, alpha_by_flops": "linear over quadratic cost: as measured, and by the FLOPs of the shape",
+        "overhead": "cost of a pack by itself, in pairs of tokens",
+        "median_error, packs": "error of the fit; number of packs timed",
+        "out": "the CSV",
+    }
 
+    hidden: int = option("width of the residual stream", default=4096)
+    heads: int = option("query heads", default=32)
+    kv_heads: int = option("key and value heads", default=8)
+    ffn: int = option("width of the gated feed-forward", default=14_336)
+    rounds: int = option("runs per shape, of which the median is taken", default=5)
+    tokens: tuple[int, ...] = option("tokens per pack", default=(8192, 16_384, 32_768))
+    device: str | None = option("device to time (default: cuda if there is one, else cpu)", metavar="NAME")
+    dtype: Literal["bfloat16", "float32"] = option("dtype of the layer", default="bfloat16")
+    seed: int = option("seed of the mixed packs' lengths", default=0, least=0)
+    out: Path = required("the CSV to write")
 
-def calibrate(args: argparse.Namespace) -> int:
-    """Measure, write, fit; 0. Raises MeshfeedError where the device, the shape or the file will not do."""
-    shape = ModelShape(
-        num_layers=1,
-        hidden_size=args.hidden,
-        num_heads=args.heads,
-        num_kv_heads=args.kv_heads,
-        ffn_size=args.ffn,
-    )
-    if args.hidden % args.heads or args.heads % args.kv_heads:
-        raise MeshfeedError(
-            f"hidden {args.hidden}, {args.heads} heads, {args.kv_heads} kv heads: heads divide the width, "
-            f"and kv heads divide the heads"
+    def run(self) -> int:
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        shape = ModelShape(
+            num_layers=1,
+            hidden_size=self.hidden,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            ffn_size=self.ffn,
         )
-    try:
-        layer = _Layer(shape, torch.device(args.device), getattr(torch, args.dtype))
-        measured = _measured(layer, args)
-    except OSError as error:
-        raise MeshfeedError(f"{args.out}: {error}") from error
-    except (RuntimeError, AssertionError, ValueError) as error:  # torch tells a missing device in any of them
-        raise MeshfeedError(
-            f"device {args.device}, {args.dtype}: {str(error).splitlines()[0][:120]}; choose others by "
-            f"--device and --dtype"
-        ) from error
-    tokens, squares, times = np.array(measured).T
-    try:
-        cost = CostModel.fit(tokens, squares, times)
-    except PlanError as error:
-        raise MeshfeedError(f"{args.out} is written, but tells no cost: {error}") from error
-    model = cost.alpha * tokens + squares + cost.overhead
-    error = float(np.median(np.abs(model * np.median(times / model) / times - 1)))
-    by_flops = CostModel.of_shape(shape).alpha
-    if args.json:
-        facts = {"alpha": cost.alpha, "alpha_by_flops": by_flops, "overhead": cost.overhead}
-        print_json(facts | {"median_error": error, "packs": times.size, "out": str(args.out)})
-        return OK
-    print(f"alpha {cost.alpha:.0f} (by the shape's FLOPs {by_flops:.0f})")
-    print(f"overhead {cost.overhead:.3g}, median error {error:.1%} over {times.size} packs")
-    return OK
-
-
-def _measured(layer: _Layer, args: argparse.Namespace) -> list[tuple[int, int, float]]:
-    """(tokens, sum of squares, ms) of every pack, written to the table as they come."""
-    console = Console(stderr=True)
-    measured: list[tuple[int, int, float]] = []
-    with args.out.open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(_HEADER)
-        for kind, lengths in _packs(args.tokens, args.seed):
-            ms = _median_ms(lambda these=lengths: layer.step(these), layer.device, args.rounds)
-            total, longest, sum_sq = sum(lengths), max(lengths), sum(length * length for length in lengths)
-            table.writerow((kind, total, longest, len(lengths), sum_sq, f"{ms:.4f}"))
-            file.flush()
-            console.print(
-                f"{total:>8} tokens, longest {longest:>7}, {len(lengths):>4} sequences {ms:>10.3f} ms"
+        if self.hidden % self.heads or self.heads % self.kv_heads:
+            raise MeshfeedError(
+                f"hidden {self.hidden}, {self.heads} heads, {self.kv_heads} kv heads: heads divide the "
+                f"width, and kv heads divide the heads"
             )
-            measured.append((total, sum_sq, ms))
-    return measured
+        try:
+            layer = _Layer(shape, torch.device(device), getattr(torch, self.dtype))
+            measured = self._measured(layer)
+        except OSError as error:
+            raise MeshfeedError(f"{self.out}: {error}") from error
+        except (
+            RuntimeError,
+            AssertionError,
+            ValueError,
+        ) as error:  # torch tells a missing device in any of them
+            raise MeshfeedError(
+                f"device {device}, {self.dtype}: {str(error).splitlines()[0][:120]}; choose others by "
+                f"--device and --dtype"
+            ) from error
+        tokens, squares, times = np.array(measured).T
+        try:
+            cost = CostModel.fit(tokens, squares, times)
+        except PlanError as error:
+            raise MeshfeedError(f"{self.out} is written, but tells no cost: {error}") from error
+        model = cost.alpha * tokens + squares + cost.overhead
+        error = float(np.median(np.abs(model * np.median(times / model) / times - 1)))
+        by_flops = CostModel.of_shape(shape).alpha
+        if self.json:
+            facts = {"alpha": cost.alpha, "alpha_by_flops": by_flops, "overhead": cost.overhead}
+            print_json(facts | {"median_error": error, "packs": times.size, "out": str(self.out)})
+            return OK
+        print(f"alpha {cost.alpha:.0f} (by the shape's FLOPs {by_flops:.0f})")
+        print(f"overhead {cost.overhead:.3g}, median error {error:.1%} over {times.size} packs")
+        return OK
+
+    def _measured(self, layer: _Layer) -> list[tuple[int, int, float]]:
+        """(tokens, sum of squares, ms) of every pack, written to the table as they come."""
+        console = Console(stderr=True)
+        measured: list[tuple[int, int, float]] = []
+        with self.out.open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(_HEADER)
+            for kind, lengths in _packs(self.tokens, self.seed):
+                ms = _median_ms(lambda these=lengths: layer.step(these), layer.device, self.rounds)
+                total, longest, sum_sq = (
+                    sum(lengths),
+                    max(lengths),
+                    sum(length * length for length in lengths),
+                )
+                table.writerow((kind, total, longest, len(lengths), sum_sq, f"{ms:.4f}"))
+                file.flush()
+                console.print(
+                    f"{total:>8} tokens, longest {longest:>7}, {len(lengths):>4} sequences {ms:>10.3f} ms"
+                )
+                measured.append((total, sum_sq, ms))
+        return measured
 
 
 def _packs(tokens: tuple[int, ...], seed: int) -> Iterator[tuple[str, list[int]]]:

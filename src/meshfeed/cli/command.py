@@ -1,19 +1,13 @@
-"""Common parts of all commands: declaration, arguments and output.
-
-A command is a module with `add_parser(subparsers)`; its `run(args)` returns the exit status. Answers go to
-stdout, progress and errors to stderr.
-"""
+"""How commands answer: exit statuses, tables, JSON, progress. Answers go to stdout, the rest to stderr."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NoReturn, get_args
+from typing import IO, Any
 
 import numpy as np
 from rich.console import Console as RichConsole
@@ -23,7 +17,6 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 
 from meshfeed.errors import MeshfeedError
-from meshfeed.roles import DeliveryName
 
 OK, WRONG, FAILED, INTERRUPTED = 0, 1, 2, 130
 
@@ -48,23 +41,6 @@ def say(text: str, file: IO[str] | None = None) -> None:
     print(visible(text), file=file or sys.stdout)
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line and a hint instead of the usage of all options.
-
-    Attributes:
-        hints: argument -> text added if it is missing.
-    """
-
-    hints: Mapping[str, str] = {}
-
-    def error(self, message: str) -> NoReturn:
-        """Print the error to stderr and exit with status 2."""
-        if " required: " in message:
-            missing = message.rpartition(": ")[2].split(", ")
-            message = "; ".join([message, *(self.hints[name] for name in missing if name in self.hints)])
-        self.exit(FAILED, visible(f"{self.prog}: {message}; see {self.prog} --help\n"))
-
-
 class Console(RichConsole):
     """A console that passes broken pipes to `main`, cuts nothing in a file, and makes all text `visible`."""
 
@@ -74,7 +50,6 @@ class Console(RichConsole):
             self.width = _PIPE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """See rich."""
         for segment in super().render(renderable, options):
             shown = segment.text if segment.control else visible(segment.text)
             yield segment if shown == segment.text else Segment(shown, segment.style)
@@ -91,126 +66,12 @@ class Table(RichTable):
         super().__init__(*headers, box=None, pad_edge=False, **how)
 
     def add_column(self, *header: Any, **how: Any) -> None:
-        """See rich."""
         texts = [visible(each) if isinstance(each, str) else each for each in header]
         super().add_column(*texts, **{"overflow": "fold"} | how)
 
     def add_row(self, *cells: Any, **how: Any) -> None:
         """See rich; escapes count in the widths."""
         super().add_row(*(visible(each) if isinstance(each, str) else each for each in cells), **how)
-
-
-def add_command(
-    subparsers: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    *,
-    help: str,
-    description: str,
-    examples: str,
-    wrong: str | None = None,
-    keys: Mapping[str, str] | None = None,
-) -> Parser:
-    """A command's parser, with examples, exit statuses and JSON keys in its epilog.
-
-    examples: one command per line. wrong: meaning of exit status 1; None if it does not occur. keys: of the
-    JSON object -> meaning; None for a command without --json.
-    """
-    lines = [f"  {line.strip()}" for line in examples.strip().splitlines()]
-    parts = ["examples:", *lines, "", "exit status:", "  0  done"]
-    parts += [f"  1  {wrong}"] if wrong else []
-    parts += ["  2  usage error or failure; stderr says why and stdout has no answer", "  130  interrupted"]
-    if keys is not None:
-        width = max(map(len, keys)) + 2
-        parts += ["", "keys of --json:", *(f"  {key:{width}}{what}" for key, what in keys.items())]
-    parser: Parser = subparsers.add_parser(
-        name,
-        help=help,
-        description=textwrap.fill(description, 100),
-        epilog="\n".join(parts),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    if keys is not None:
-        parser.add_argument(
-            "--json", action="store_true", help="print JSON instead of tables; keys are below"
-        )
-    parser.set_defaults(run=run)
-    return parser
-
-
-# -- arguments ----------------------------------------------------------------------------------------
-
-
-def add_delivery(parser: argparse.ArgumentParser) -> None:
-    """Declare --delivery."""
-    parser.add_argument(
-        "--delivery",
-        choices=("auto", *get_args(DeliveryName)),
-        default="auto",
-        help="how bytes reach the ranks (auto)",
-    )
-
-
-def whole(least: int) -> Callable[[str], int]:
-    """Reads a whole number that is at least `least`."""
-
-    def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError as bad:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number; write one from {least}"
-            ) from bad
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number}: write a whole number from {least}")
-        return number
-
-    return read
-
-
-def positive(text: str) -> float:
-    """Reads a finite number above 0."""
-    try:
-        number = float(text)
-    except ValueError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from bad
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: write a number above 0")
-    return number
-
-
-def numbers(least: int) -> Callable[[str], tuple[int, ...]]:
-    """Reads whole numbers joined by commas, each at least `least`."""
-
-    def read(text: str) -> tuple[int, ...]:
-        try:
-            return tuple(whole(least)(part) for part in text.split(","))
-        except argparse.ArgumentTypeError as bad:
-            raise argparse.ArgumentTypeError(f"{text!r}: {bad}; join several by commas, such as 4,6") from bad
-
-    return read
-
-
-def span(text: str) -> range:
-    """Reads first:stop, or one number alone."""
-    first, colon, stop = text.partition(":")
-    if not first.isdecimal() or (colon and not stop.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r}: write first:stop, such as 0:4, or one number")
-    found = range(int(first), int(stop) if colon else int(first) + 1)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is empty; write first:stop, such as 0:4")
-    return found
-
-
-def refuse_given(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    """Raise MeshfeedError for the first of these options that is given, since it has no effect."""
-    for name in names:
-        if getattr(args, name) is not None:
-            raise MeshfeedError(f"--{name.replace('_', '-')} {why}")
-
-
-# -- answers ------------------------------------------------------------------------------------------
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:

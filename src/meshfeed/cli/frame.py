@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.metrics import MixtureHistory, RankHistory, RunHistory, Start
+from meshfeed.metrics import MixtureHistory, RunHistory, Start
+from meshfeed.report.history.waits import FOLLOWS
 
 Does = Literal["waits", "works"]
 Floats = npt.NDArray[np.float64]
 
-PASSED_ON = ("deliver", "exchange")  # in these, a rank waits for another
 _SILENT_S, _SILENT_STEPS = 30.0, 5
 _LEAST_S, _LEAST_PART = 0.001, 0.05  # by which a straggler must stand out: seconds, part of a step
 
@@ -56,7 +56,7 @@ class Standing:
     @property
     def own_wait_s(self) -> float:
         """Seconds per step that it waited for its own work, not for another rank."""
-        return sum(seconds for stage, seconds in self.wait_s.items() if stage not in PASSED_ON)
+        return sum(seconds for stage, seconds in self.wait_s.items() if stage not in FOLLOWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +131,8 @@ def frame_of(
     """
     if history is None or not history.starts:
         return Frame(num_starts=0)
-    last, place = history.starts[-1], len(history.starts) - 1
-    ranks = [
-        _standing(history.ranks[rank], last, place, history.stages, now, steps, silent_s)
-        for rank in last.ranks
-    ]
+    last, told = history.starts[-1], set(history.starts[-1].ranks)
+    ranks = [_standing(history, rank, now, steps, silent_s) for rank in last.ranks]
     step = max((each.step for each in ranks if each.step is not None), default=None)
     first = last.step - 1  # the step of a rank before its first
     if step is not None:
@@ -152,7 +149,7 @@ def frame_of(
         tokens_per_s=_median([each.tokens_per_s for each in ranks]),
         stages=tuple(name for name in history.stages if any(each.wait_s[name] > 0 for each in ranks)),
         ranks=tuple(ranks),
-        missing=_missing(last),
+        missing=tuple(rank for rank in range(last.world_size) if rank not in told),
         straggler=straggler_of(ranks, history.stages, step_s or 0.0),
         mixture=shares_of(history.mixture),
     )
@@ -164,9 +161,13 @@ def straggler_of(ranks: Sequence[Standing], stages: Sequence[str], step_s: float
     ranks = sorted((each for each in ranks if each.step is not None), key=lambda each: each.rank)
     if len(ranks) < 2:
         return None
-    own = [name for name in stages if name not in PASSED_ON]
+    own = [name for name in stages if name not in FOLLOWS]
     least = max(_LEAST_S, _LEAST_PART * step_s)
-    ways: tuple[tuple[Does, Sequence[str]], ...] = (("waits", own), ("waits", PASSED_ON), ("works", own))
+    ways: tuple[tuple[Does, Sequence[str]], ...] = (
+        ("waits", own),
+        ("waits", sorted(FOLLOWS)),
+        ("works", own),
+    )
     for does, names in ways:
         found = [_outlier(ranks, name, does, least) for name in names if name in stages]
         worst = max(filter(None, found), key=lambda each: each.seconds - each.usual_s, default=None)
@@ -193,27 +194,20 @@ def shares_of(mixture: MixtureHistory | None) -> tuple[Share, ...]:
     )
 
 
-def _standing(
-    history: RankHistory,
-    start: Start,
-    place: int,
-    stages: Sequence[str],
-    now: float,
-    steps: int,
-    silent_s: float | None,
-) -> Standing:
-    late = np.flatnonzero(history.start == place)
+def _standing(run: RunHistory, rank: int, now: float, steps: int, silent_s: float | None) -> Standing:
+    history = run.ranks[rank]
+    late = np.flatnonzero(history.start == len(run.starts) - 1)
     late = late[late.size > 1 :][-steps:]  # the first step of all is always slow
     time = history.time[late]
     span = float(time[-1] - time[0]) if late.size > 1 else 0.0
     step_s = span / (late.size - 1) if span > 0 else None
     padding = history.padding[late]
     limit = max(_SILENT_S, _SILENT_STEPS * (step_s or 0.0)) if silent_s is None else silent_s
-    quiet = now - (float(time[-1]) if late.size else start.time)
+    quiet = now - (float(time[-1]) if late.size else run.starts[-1].time)
 
     def mean(table: Floats) -> dict[str, float]:
-        seconds = table[late].mean(axis=0) if late.size else np.zeros(len(stages))
-        return dict(zip(stages, seconds.tolist()))
+        seconds = table[late].mean(axis=0) if late.size else np.zeros(len(run.stages))
+        return dict(zip(run.stages, seconds.tolist()))
 
     def rate(amounts: npt.NDArray[np.int64]) -> float | None:
         return float(amounts[late[1:]].sum()) / span if span > 0 else None
@@ -255,11 +249,6 @@ def _outlier(ranks: Sequence[Standing], stage: str, does: Does, least: float) ->
         usual_s=usual,
         num_others=int((others - usual >= least).sum()),
     )
-
-
-def _missing(start: Start) -> tuple[int, ...]:
-    told = set(start.ranks)
-    return tuple(rank for rank in range(start.world_size) if rank not in told)
 
 
 def _median(found: Sequence[float | None]) -> float | None:

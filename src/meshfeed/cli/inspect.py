@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from rich.text import Text
 
-from meshfeed.cli import recipes
 from meshfeed.cli.command import (
     OK,
     WRONG,
     Console,
     Table,
-    add_command,
     print_facts,
     print_json,
     say,
     show_progress,
     shown,
-    whole,
-    write_text,
 )
-from meshfeed.cli.texts import beginnings, decoder
+from meshfeed.cli.options import Command, argument, option
+from meshfeed.cli.recipes import StoreOptions
 from meshfeed.errors import (
     AccessError,
     CacheError,
@@ -39,9 +35,9 @@ from meshfeed.errors import (
 from meshfeed.files import Cache
 from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.formats.documents import DocumentFiles
+from meshfeed.formats.tokenizer import BYTES, tokenizer_file
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.report.lengths import Lengths
-from meshfeed.report.store import Picture, page
 from meshfeed.store import IndexedStore, StreamStore
 from meshfeed.store.checksums import is_of, write_checksums
 from meshfeed.store.node_index import checksums_beside
@@ -50,6 +46,7 @@ _LOOKED_AT_WHOLE = 1 << 20
 _NUM_BLOCKS = 64
 _BLOCK_DOCUMENTS = 1 << 12
 _BAR_WIDTH = 40
+_SHOWN_TOKENS = 256
 
 _UNASKED = (
     OptionError,
@@ -59,128 +56,105 @@ _UNASKED = (
     CacheError,
 )  # says nothing about the store
 
-_KEYS = {
-    "path, format, fingerprint": "where it is, what it is, digest of its content",
-    "dtype, num_tokens, num_documents": "what the whole store holds",
-    "num_shards, shard_documents": "where it has shards; documents per shard: min, median, max",
-    "columns, ...": "what else its format says of it",
-    "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
-    "texts": "with --show: document and text, or tokens without --tokenizer",
-    "verified, broken": "with --verify: true, or what is broken and where",
-}
 
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Command, StoreOptions):
+    """what a token store holds, and whether it is whole
 
-def add_parser(subparsers: Any) -> None:
-    """Add `inspect` to argparse's subparsers."""
-    parser = add_command(
-        subparsers,
-        "inspect",
-        run,
-        help="what a token store holds, and whether it is whole",
-        description="Show format, counts, fingerprint, document lengths and texts of a token store: "
-        ".bin/.idx, a folder with dataset.json, MDS, litdata, JSONL or Parquet, local or remote.",
-        examples="""
-            meshfeed inspect corpus
-            meshfeed inspect corpus --show 3 --tokenizer tokenizer.json --html corpus.html
-            meshfeed inspect s3://bucket/corpus --storage region=eu-west-1 --cache /local/cache --json
-            meshfeed inspect corpus --verify && sbatch train.sh
-        """,
-        wrong="the store is broken; stderr, or the key 'broken', says where",
-        keys=_KEYS,
+    Show format, counts, fingerprint, document lengths and texts of a token store: .bin/.idx, a folder
+    with dataset.json, MDS, litdata, JSONL or Parquet, local or remote.
+    """
+
+    examples = """
+        meshfeed inspect corpus
+        meshfeed inspect corpus --show 3 --tokenizer tokenizer.json
+        meshfeed inspect s3://bucket/corpus --storage region=eu-west-1 --cache /local/cache --json
+        meshfeed inspect corpus --verify && sbatch train.sh
+    """
+    wrong = "the store is broken; stderr, or the key 'broken', says where"
+    keys = {
+        "path, format, fingerprint": "where it is, what it is, digest of its content",
+        "dtype, num_tokens, num_documents": "what the whole store holds",
+        "num_shards, shard_documents": "where it has shards; documents per shard: min, median, max",
+        "columns, ...": "what else its format says of it",
+        "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
+        "texts": "with --show: document and text, or tokens without --tokenizer",
+        "verified, broken": "with --verify: true, or what is broken and where",
+    }
+
+    path: str = argument("PATH", "path or URL (s3://, gs://, az://, https://) of the store")
+    show: int | None = option("show how N documents begin, decoded by --tokenizer")
+    verify: bool = option(
+        "check every entry, checksum, hash and length that the format has, and name what is broken",
+        default=False,
     )
-    parser.add_argument(
-        "path", metavar="PATH", help="path or URL (s3://, gs://, az://, https://) of the store"
-    )
-    recipes.add_store_options(parser)
-    parser.add_argument(
-        "--show", type=whole(1), metavar="N", help="show how N documents begin, decoded by --tokenizer"
-    )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the same as an HTML page")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="check every entry, checksum, hash and length that the format has, and name what is broken",
-    )
-    parser.add_argument(
-        "--write-checksums",
-        action="store_true",
-        help="write PATH.sums, checksums that remote reads of a .bin/.idx pair are compared with",
+    write_checksums: bool = option(
+        "write PATH.sums, checksums that remote reads of a .bin/.idx pair are compared with", default=False
     )
 
+    def run(self) -> int:
+        if not (self.verify and is_remote(self.path)):
+            return self._run(self.cache)
+        with Cache(self.cache).anew() as cache:  # what lies there now, whatever the node remembers
+            return self._run(cache)
 
-def run(args: argparse.Namespace) -> int:
-    """Print the report; 0, or 1 where the store is broken. Raises MeshfeedError where it cannot be asked."""
-    if not (args.verify and is_remote(args.path)):
-        return _run(args)
-    with Cache(args.cache).anew() as cache:  # what lies there now, whatever the node remembers
-        args.cache = cache
-        return _run(args)
+    def _run(self, cache: Cache | str | None) -> int:
+        try:
+            store = self._opened(cache)
+        except _UNASKED:
+            raise
+        except StoreError as error:
+            return self._ended({"path": without_secrets(self.path)}, str(error))
+        if self.write_checksums:
+            show_progress("summing", _written_checksums(store), quiet=self.json)
+        decode = _decoder(self.tokenizer) if self.tokenizer and self.show else None
+        facts: dict[str, Any] = {"path": without_secrets(self.path)}
+        texts: list[tuple[int, str]] = []
+        lengths, looked, broken = Lengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
+        try:
+            facts = facts_of(store)
+            lengths = look_at_lengths(store)
+            texts = _beginnings(store, self.show, decode) if self.show else []
+            looked = True
+            if self.verify:
+                show_progress("checking", store.verify(), quiet=self.json)
+        except (AccessError, UnavailableError, CacheError):
+            raise
+        except StoreError as error:
+            broken = str(error)
+        if looked and not self.json:
+            _print(facts, lengths, texts)
+        facts["document_lengths"] = lengths.facts()
+        if self.show:
+            facts["texts"] = [{"document": document, "text": text} for document, text in texts]
+        return self._ended(facts, broken)
 
+    def _ended(self, facts: dict[str, Any], broken: str | None) -> int:
+        if self.verify and not broken:
+            facts["verified"] = True
+        if broken:
+            facts["broken"] = broken
+        if self.json:
+            print_json(facts)
+        elif broken:
+            sys.stdout.flush()
+            say(f"broken: {broken}", sys.stderr)
+        elif self.verify:
+            print("verified: every entry is sound")
+        return WRONG if broken else OK
 
-def _run(args: argparse.Namespace) -> int:
-    facts: dict[str, Any] = {"path": without_secrets(args.path)}
-    try:
-        store = _opened(args)
-    except _UNASKED:
-        raise
-    except StoreError as error:
-        return _ended(args, facts, str(error))
-    if args.write_checksums:
-        show_progress("summing", _written_checksums(store), quiet=args.json)
-    decode = decoder(args.tokenizer) if args.tokenizer and args.show else None
-    texts: list[tuple[int, str]] = []
-    lengths, looked, broken = Lengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
-    try:
-        facts = facts_of(store)
-        lengths = look_at_lengths(store)
-        texts = beginnings(store, args.show, decode) if args.show else []
-        looked = True
-        if args.verify:
-            show_progress("checking", store.verify(), quiet=args.json)
-    except (AccessError, UnavailableError, CacheError):
-        raise
-    except StoreError as error:
-        broken = str(error)
-    if args.html and "dtype" in facts:
-        verdict = f"broken: {broken}" if broken else "sound: every entry was checked" if args.verify else ""
-        told = {name: shown(value) for name, value in facts.items()}
-        picture = Picture(path=store.path, facts=told, lengths=lengths, texts=texts, verdict=verdict)
-        write_text(args.html, page(picture))
-    if looked and not args.json:
-        _print(facts, lengths, texts)
-    facts["document_lengths"] = lengths.facts()
-    if args.show:
-        facts["texts"] = [{"document": document, "text": text} for document, text in texts]
-    return _ended(args, facts, broken)
-
-
-def _ended(args: argparse.Namespace, facts: dict[str, Any], broken: str | None) -> int:
-    if args.verify and not broken:
-        facts["verified"] = True
-    if broken:
-        facts["broken"] = broken
-    if args.json:
-        print_json(facts)
-    elif broken:
-        sys.stdout.flush()
-        say(f"broken: {broken}", sys.stderr)
-    elif args.verify:
-        print("verified: every entry is sound")
-    return WRONG if broken else OK
-
-
-def _opened(args: argparse.Namespace) -> StreamStore:
-    """The store. Its text is read with --tokenizer; of tokens, that only decodes what is shown."""
-    if args.tokenizer is None:
-        return recipes.opened(args.path, args)
-    store = recipes.opened(args.path, args, tokenizer=None)
-    if isinstance(store, DocumentFiles) and args.column not in TOKEN_COLUMNS:
-        return recipes.opened(args.path, args)
-    if not args.show:
-        raise MeshfeedError(
-            f"--tokenizer {args.tokenizer}: {store.path} holds tokens; add --show N to decode some"
-        )
-    return store
+    def _opened(self, cache: Cache | str | None) -> StreamStore:
+        """The store. Its text is read with --tokenizer; of tokens, that only decodes what is shown."""
+        if self.tokenizer is None:
+            return self.open(self.path, cache=cache)
+        store = self.open(self.path, cache=cache, tokenizer=None)
+        if isinstance(store, DocumentFiles) and self.column not in TOKEN_COLUMNS:
+            return self.open(self.path, cache=cache)
+        if not self.show:
+            raise MeshfeedError(
+                f"--tokenizer {self.tokenizer}: {store.path} holds tokens; add --show N to decode some"
+            )
+        return store
 
 
 def facts_of(store: StreamStore) -> dict[str, Any]:
@@ -212,6 +186,41 @@ def look_at_lengths(store: StreamStore) -> Lengths:
         documents = (np.array(starts)[:, None] + np.arange(_BLOCK_DOCUMENTS)).ravel()
     with store:
         return Lengths(tokens=store.lengths(documents), num_documents=size)
+
+
+def _beginnings(
+    store: StreamStore, count: int, decode: Callable[[Sequence[int]], str] | None
+) -> list[tuple[int, str]]:
+    """(document, how it begins) of documents spread evenly over a store; token ids without a decoder.
+
+    Raises StoreError, or MeshfeedError for tokens that the tokenizer does not know.
+    """
+    found: list[tuple[int, str]] = []
+    with store:
+        num = store.num_documents
+        for document in np.unique(np.linspace(0, num - 1, min(count, num)).astype(np.int64)).tolist():
+            length = int(store.lengths(np.array([document]))[0])
+            tokens = store.read(document, 0, min(length, _SHOWN_TOKENS)).tolist()
+            text = " ".join(map(str, tokens)) if decode is None else decode(tokens)
+            found.append((document, text + (" …" if length > _SHOWN_TOKENS else "")))
+    return found
+
+
+def _decoder(tokenizer: str) -> Callable[[Sequence[int]], str]:
+    """How tokens are read as text. tokenizer: `formats.tokenizer.KNOWN`. Raises StoreError for another."""
+    made = tokenizer_file(tokenizer).load()
+    size = made.vocab_size + (tokenizer == BYTES)  # what ends a document there is no byte
+
+    def decode(tokens: Sequence[int]) -> str:
+        strange = next((token for token in tokens if not 0 <= token < size), None)
+        if strange is not None:
+            raise MeshfeedError(
+                f"--tokenizer {tokenizer}: knows tokens below {size:,}, the store has {strange:,}; it is "
+                f"another's"
+            )
+        return made.decode(tokens)
+
+    return decode
 
 
 def _written_checksums(store: StreamStore) -> Iterator[float]:

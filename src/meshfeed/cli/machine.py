@@ -1,13 +1,11 @@
-"""Checks of `doctor` on the machine: versions, packages, delivery, limits, memory, device."""
+"""Checks of `doctor` on the machine: versions, packages, delivery, limits, device."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +18,6 @@ from meshfeed.deliver import can_share
 from meshfeed.report.words import counted
 from meshfeed.roles import choose_delivery
 
-_GIB = 1 << 30
 _FEW_DESCRIPTORS = 1024
 
 
@@ -33,8 +30,6 @@ def findings(layout: mf.Layout | None) -> Iterator[Finding]:
     if layout is not None:
         yield _chosen(layout)
     yield _descriptors()
-    yield _memory()
-    yield _shared_memory()
     yield _device()
 
 
@@ -107,33 +102,6 @@ def _descriptors() -> Finding:
     if soft < _FEW_DESCRIPTORS:
         return Finding("open files", "note", f"{says}; raise it with ulimit -n {min(hard, 65_536)}")
     return Finding("open files", "ok", says)
-
-
-def _memory() -> Finding:
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    within = limit.read_text().strip() if limit.is_file() else "max"
-    container = f", this container may use {int(within) / _GIB:.1f} GiB" if within.isdecimal() else ""
-    return Finding("memory", "ok", f"{available / _GIB:.1f} of {total / _GIB:.1f} GiB free{container}")
-
-
-def _shared_memory() -> Finding:
-    """memfd is not limited by /dev/shm, but workers of a torch DataLoader are."""
-    folder, topic = Path("/dev/shm"), "shared memory"
-    if not os.access(folder, os.W_OK):
-        return Finding(
-            topic,
-            "note",
-            "no /dev/shm: meshfeed works without it, workers of torch's DataLoader do not",
-        )
-    free = shutil.disk_usage(folder).free
-    says = f"{free / _GIB:.1f} GiB free in /dev/shm"
-    if free < _GIB // 4:
-        return Finding(
-            topic, "note", f"{says}: enough for meshfeed, little for workers of torch's DataLoader"
-        )
-    return Finding(topic, "ok", says)
 
 
 def _device() -> Finding:

@@ -12,24 +12,35 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from meshfeed.cli import (
-    calibrate,
-    convert,
-    demo,
-    doctor,
-    inspect,
-    plan,
-    prepare,
-    report,
-    roles,
-    trace,
-    watch,
-)
-from meshfeed.cli.command import FAILED, INTERRUPTED, OK, Parser, say
+from meshfeed.cli.calibrate import Calibrate
+from meshfeed.cli.command import FAILED, INTERRUPTED, OK, say
+from meshfeed.cli.convert import Convert
+from meshfeed.cli.demo import Demo
+from meshfeed.cli.doctor import Doctor
+from meshfeed.cli.inspect import Inspect
+from meshfeed.cli.options import Command, Parser, add_command
+from meshfeed.cli.plan import Plan
+from meshfeed.cli.prepare import Prepare
+from meshfeed.cli.report import Report
+from meshfeed.cli.roles import ShowRoles
+from meshfeed.cli.trace import Trace
+from meshfeed.cli.watch import Watch
 from meshfeed.errors import MeshfeedError
 from meshfeed.extras import version_of
 
-_COMMANDS = (demo, prepare, convert, inspect, roles, plan, trace, calibrate, doctor, watch, report)
+COMMANDS: dict[str, type[Command]] = {
+    "demo": Demo,
+    "prepare": Prepare,
+    "convert": Convert,
+    "inspect": Inspect,
+    "roles": ShowRoles,
+    "plan": Plan,
+    "trace": Trace,
+    "calibrate": Calibrate,
+    "doctor": Doctor,
+    "watch": Watch,
+    "report": Report,
+}
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -44,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _mend_streams()
         parser = parser_of_all()
         _suggest(parser, words)
-        args = parser.parse_args(words)
-        status = args.run(args)
+        args = vars(parser.parse_args(words))
+        status = args.pop("command")(**args).run()
         sys.stdout.flush()
         return status
     except MeshfeedError as error:
@@ -80,20 +91,18 @@ def parser_of_all() -> Parser:
     parser.add_argument(
         "--version", action="version", version=f"meshfeed {version_of('meshfeed') or '(not installed)'}"
     )
-    subparsers = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for command in _COMMANDS:
-        command.add_parser(subparsers)
-    parser.set_defaults(commands=tuple(subparsers.choices))
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        add_command(subparsers, name, command)
     return parser
 
 
 def _suggest(parser: Parser, words: Sequence[str]) -> None:
     """Refuse an unknown command and suggest a similar one."""
     word = next((word for word in words if not word.startswith("-")), None)
-    known: tuple[str, ...] = parser.get_default("commands")
-    if word is not None and word not in known:
-        close = difflib.get_close_matches(word, known, 1)
-        meant = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
+    if word is not None and word not in COMMANDS:
+        close = difflib.get_close_matches(word, COMMANDS, 1)
+        meant = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(COMMANDS)}"
         parser.error(f"there is no command {word!r}; {meant}")
 
 

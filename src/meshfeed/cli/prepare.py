@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import shlex
@@ -10,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from meshfeed.cli.command import OK, Console, add_command, print_json, say, whole
+from meshfeed.cli.command import OK, Console, print_json, say
+from meshfeed.cli.options import Command, argument, given, option, required
 from meshfeed.errors import PrepareError
 from meshfeed.formats.prepared import ERRORS
 from meshfeed.formats.tokenizer import KNOWN
@@ -36,204 +37,195 @@ from meshfeed.prepare.inputs import KINDS
 from meshfeed.prepare.records import RECORD_BYTES
 from meshfeed.report.words import counted
 
-_KEYS = {
-    "path, format": "the folder that was made, or its URL, and by what",
-    "stores": "folder in it ('.', or train and validation) -> num_documents, num_tokens, dtype, fingerprint",
-    "num_duplicates, num_malformed": "documents that were left out",
-    "num_malformed_inputs": "files that malformed documents are in",
-    "num_inputs, elapsed_s": "files that were read, and seconds of this run",
-}
-
 _SUFFIXES = 8  # that are named of files that are not read
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `prepare` to argparse's subparsers."""
-    parser = add_command(
-        subparsers,
-        "prepare",
-        run,
-        help="make a token store of text",
-        description="Make a token store of .txt, source, JSONL(.gz, .zst) and Parquet files. What comes "
-        "out is the same, byte for byte, for any number of workers and after any number of kills.",
-        examples="""
-            meshfeed prepare corpus/*.jsonl.zst --out tokens --tokenizer tokenizer.json --eod --resume
-            meshfeed prepare src/ --glob '*.py' --out code --train-bpe 32000 --eod --dedup exact
-            meshfeed prepare s3://bucket/raw/ --out s3://bucket/tokens --tokenizer llama/ --validation 0.01
-            meshfeed prepare chats.jsonl --out chats --tokenizer llama/ --chat --chat-date 2025-06-01
-        """,
-        keys=_KEYS,
+@dataclass(frozen=True, kw_only=True)
+class _Tokens:
+    title = "tokens"
+
+    tokenizer: str | None = option(f"{KNOWN}; or 'none' for columns of token lists", metavar="FILE")
+    train_bpe: int | None = option("instead: train a byte-level BPE of N tokens on the input")
+    eod: bool = option("end each document with the tokenizer's EOS token", default=False)
+    eod_token: str | None = option("end each document with this token or token id", metavar="TOKEN")
+    dtype: str = option("dtype of the tokens", default="auto", choices=("auto", *DTYPES))
+    chat: bool = option(
+        "read conversations; write tokens and a loss mask with the tokenizer's chat template", default=False
     )
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="PATH",
-        help="files, folders (without linked folders in them), quoted globs or URLs, in this order",
+    chat_template: str | None = option(
+        "a chat template to use instead of the tokenizer's own", metavar="FILE"
     )
-    parser.hints = {"--out": "PATH names inputs, --out DIR the folder to make"}
-    parser.add_argument(
-        "--out",
-        required=True,
-        metavar="DIR",
-        help="folder or URL (s3://, gs://, az://) to write; `mf.open(DIR)` opens it",
+    train_on: Literal["assistant", "last"] | None = option(
+        "messages that bear loss: all of the assistant (default), or its last"
     )
-    _add_tokens(parser)
-    _add_documents(parser)
-    _add_run(parser)
+    chat_date: datetime.date | None = option("date for templates that print today's date, such as 2025-06-01")
 
 
-def _add_tokens(parser: argparse.ArgumentParser) -> None:
-    how = parser.add_argument_group("tokens")
-    chosen = how.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--tokenizer", metavar="FILE", help=f"{KNOWN}; or 'none' for columns of token lists")
-    chosen.add_argument(
-        "--train-bpe",
-        type=whole(1),
-        metavar="SIZE",
-        help="train a byte-level BPE of SIZE tokens on the input",
-    )
-    how.add_argument("--eod", action="store_true", help="end each document with the tokenizer's EOS token")
-    how.add_argument("--eod-token", metavar="TOKEN", help="end each document with this token or token id")
-    how.add_argument("--dtype", default="auto", choices=("auto", *DTYPES), help="dtype of the tokens")
-    how.add_argument(
-        "--chat",
-        action="store_true",
-        help="read conversations; write tokens and a loss mask with the tokenizer's chat template",
-    )
-    how.add_argument(
-        "--chat-template", metavar="FILE", help="a chat template to use instead of the tokenizer's own"
-    )
-    how.add_argument(
-        "--train-on",
-        choices=("assistant", "last"),
-        help="messages that bear loss: all of the assistant (default), or its last",
-    )
-    how.add_argument(
-        "--chat-date",
-        type=_date,
-        metavar="DATE",
-        help="date for templates that print today's date, such as 2025-06-01",
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Documents:
+    title = "documents"
 
-
-def _add_documents(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_argument_group("documents")
-    what.add_argument(
-        "--column",
-        "--key",
-        help="top-level column of JSON and Parquet (text; with --chat messages)",
+    column: str | None = option(
+        "top-level column of JSON and Parquet (text; with --chat messages)", names=("--column", "--key")
     )
-    what.add_argument(
-        "--glob",
-        action="append",
-        metavar="PATTERN",
-        help="read only files with these names from folders, such as '*.py'; may be repeated",
+    glob: list[str] | None = option(
+        "read only files with these names from folders, such as '*.py'; may be repeated", metavar="PATTERN"
     )
-    what.add_argument("--format", choices=KINDS, help="format of all inputs (by default, from the suffix)")
-    what.add_argument("--dedup", choices=("exact",), help="keep one of the documents with the same text")
-    what.add_argument(
-        "--validation",
-        type=float,
+    format: str | None = option("format of all inputs (by default, from the suffix)", choices=KINDS)
+    dedup: Literal["exact"] | None = option("keep one of the documents with the same text")
+    validation: float = option(
+        "share of documents, by their text, for DIR/validation; the others go to DIR/train",
         default=0.0,
         metavar="SHARE",
-        help="share of documents, by their text, for DIR/validation; the others go to DIR/train",
+        type=float,
     )
-    what.add_argument(
-        "--max-errors",
-        type=whole(0),
+    max_errors: int = option(
+        f"skip at most N malformed records and list them in DIR/{ERRORS}; one more stops the run",
         default=0,
-        metavar="N",
-        help=f"skip at most N malformed records and list them in DIR/{ERRORS} (0: the first stops the run)",
+        least=0,
     )
-    what.add_argument(
-        "--max-record-bytes",
-        type=whole(1),
-        default=RECORD_BYTES,
-        metavar="N",
-        help=f"limit of a line, text file or row, uncompressed ({RECORD_BYTES:,}); more stops the run",
+    max_record_bytes: int = option(
+        "limit of a line, text file or row, uncompressed; more stops the run", default=RECORD_BYTES
     )
-    what.add_argument(
-        "--encoding",
+    encoding: str = option(
+        "encodings to try for each text file or JSON line, such as utf-8,latin-1",
         default="utf-8",
         metavar="NAME,...",
-        help="encodings to try for each text file or JSON line, such as utf-8,latin-1 (utf-8)",
     )
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    run_ = parser.add_argument_group("run")
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    run_.add_argument(
-        "--workers",
-        type=whole(1),
-        default=cores,
-        metavar="N",
-        help=f"parallel workers (here {cores})",
-    )
-    run_.add_argument(
-        "--engine", choices=("local", "ray", "slurm"), default="local", help="where workers run (local)"
-    )
-    run_.add_argument(
-        "--ray-address",
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    title = "run"
+
+    workers: int | None = option("parallel workers (default: one per core)")
+    engine: Literal["local", "ray", "slurm"] = option("where workers run", default="local")
+    ray_address: str | None = option(
+        "Ray cluster, host:port or auto ($RAY_ADDRESS; without either, Ray starts on this machine)",
         metavar="ADDRESS",
-        help="Ray cluster, host:port or auto ($RAY_ADDRESS; without either, Ray starts on this machine)",
     )
-    run_.add_argument(
-        "--sbatch",
-        metavar="OPTIONS",
-        help="options of sbatch in one argument, such as --sbatch='--partition=cpu'",
+    sbatch: str | None = option(
+        "options of sbatch in one argument, such as --sbatch='--partition=cpu'", metavar="OPTIONS"
     )
-    run_.add_argument("--resume", action="store_true", help="resume an earlier run, if there is one")
-    run_.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace DIR if prepare made it: a folder at the end, in one step; a URL object by object",
+    resume: bool = option("resume an earlier run, if there is one", default=False)
+    overwrite: bool = option(
+        "replace DIR if prepare made it: a folder at the end, in one step; a URL object by object",
+        default=False,
     )
-    run_.add_argument(
-        "--work",
-        metavar="DIR",
-        help="for a URL: folder for parts and output until the upload, on a disk that all nodes see with "
+    work: str | None = option(
+        "for a URL: folder for parts and output until the upload, on a disk that all nodes see with "
         "--engine ray or slurm ($MESHFEED_CACHE, else the system's temporary folder)",
+        metavar="DIR",
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prepare and show progress; returns 0. Raises MeshfeedError with a note on how to resume."""
-    begun = time.monotonic()
-    encoding = _encoding(args)
-    # what Ray or Slurm print must not mix with the answer
-    with redirect_stdout(sys.stderr), _progress(quiet=args.json) as on_progress:
-        made = prepare(
-            args.inputs,
-            args.out,
-            encoding,
-            pattern=args.glob,
-            kind=args.format,
-            dedup=args.dedup is not None,
-            validation=args.validation,
-            max_errors=args.max_errors,
-            max_record_bytes=args.max_record_bytes,
-            text_encoding=args.encoding,
-            engine=_engine(args),
-            resume=args.resume,
-            overwrite=args.overwrite,
-            work=args.work,
-            on_progress=on_progress,
-            on_passed_over=_tell_passed_over,
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Command, _Run, _Documents, _Tokens):
+    """make a token store of text
+
+    Make a token store of .txt, source, JSONL(.gz, .zst) and Parquet files. What comes out is the same,
+    byte for byte, for any number of workers and after any number of kills.
+    """
+
+    examples = """
+        meshfeed prepare corpus/*.jsonl.zst --out tokens --tokenizer tokenizer.json --eod --resume
+        meshfeed prepare src/ --glob '*.py' --out code --train-bpe 32000 --eod --dedup exact
+        meshfeed prepare s3://bucket/raw/ --out s3://bucket/tokens --tokenizer llama/ --validation 0.01
+        meshfeed prepare chats.jsonl --out chats --tokenizer llama/ --chat --chat-date 2025-06-01
+    """
+    keys = {
+        "path, format": "the folder that was made, or its URL, and by what",
+        "stores": "folder in it ('.', or train and validation) -> num_documents, num_tokens, ...",
+        "num_duplicates, num_malformed": "documents that were left out",
+        "num_malformed_inputs": "files that malformed documents are in",
+        "num_inputs, elapsed_s": "files that were read, and seconds of this run",
+    }
+
+    inputs: list[str] = argument(
+        "PATH",
+        "files, folders (without linked folders in them), quoted globs or URLs, in this order",
+        nargs="+",
+    )
+    out: str = required(
+        "folder or URL (s3://, gs://, az://) to write; `mf.open(DIR)` opens it", metavar="DIR"
+    )
+
+    def run(self) -> int:
+        begun = time.monotonic()
+        if len(given(self, ("tokenizer", "train_bpe"))) != 1:
+            raise PrepareError("give one of --tokenizer, --train-bpe")
+        encoding = self._encoding()
+        # what Ray or Slurm print must not mix with the answer
+        with redirect_stdout(sys.stderr), _progress(quiet=self.json) as on_progress:
+            made = prepare(
+                self.inputs,
+                self.out,
+                encoding,
+                pattern=self.glob,
+                kind=self.format,
+                dedup=self.dedup is not None,
+                validation=self.validation,
+                max_errors=self.max_errors,
+                max_record_bytes=self.max_record_bytes,
+                text_encoding=self.encoding,
+                engine=self._engine(),
+                resume=self.resume,
+                overwrite=self.overwrite,
+                work=self.work,
+                on_progress=on_progress,
+                on_passed_over=_tell_passed_over,
+            )
+        told = {name: value for name, value in made.manifest.items() if name != "request"}
+        told |= {"path": made.path, "num_inputs": len(made.manifest["request"]["inputs"])}
+        told["elapsed_s"] = round(time.monotonic() - begun, 3)
+        if self.json:
+            print_json(told)
+        else:
+            _print(made)
+        for name, store in made.manifest["stores"].items():
+            if not store["num_documents"]:
+                where = _place(made, name)
+                say(f"meshfeed: {where}: has no documents, so no Feed can read it", sys.stderr)
+        return OK
+
+    def _encoding(self) -> Encoding:
+        """Raises PrepareError for options without effect."""
+        eod = self.eod_token if self.eod_token is not None else self.eod
+        if not self.chat:
+            if self.chat_template or self.chat_date or self.train_on:
+                raise PrepareError("--chat-template, --chat-date and --train-on need --chat")
+            return Text(
+                tokenizer=None if self.tokenizer == "none" else self.tokenizer,
+                train_bpe=self.train_bpe,
+                column=self.column,
+                eod=eod,
+                dtype=self.dtype,
+            )
+        if self.tokenizer is None or eod is not False:
+            raise PrepareError(
+                "--chat: the template ends each message; leave --train-bpe, --eod and --eod-token out"
+            )
+        return Chats(
+            tokenizer=self.tokenizer,
+            template=self.chat_template,
+            train_on=self.train_on or "assistant",
+            date=self.chat_date,
+            column=self.column,
+            dtype=self.dtype,
         )
-    told = {name: value for name, value in made.manifest.items() if name != "request"}
-    told |= {"path": made.path, "num_inputs": len(made.manifest["request"]["inputs"])}
-    told["elapsed_s"] = round(time.monotonic() - begun, 3)
-    if args.json:
-        print_json(told)
-    else:
-        _print(made)
-    for name, store in made.manifest["stores"].items():
-        if not store["num_documents"]:
-            where = _place(made, name)
-            say(f"meshfeed: {where}: has no documents, so no Feed can read it", sys.stderr)
-    return OK
+
+    def _engine(self) -> Engine:
+        if self.ray_address is not None and self.engine != "ray":
+            raise PrepareError(f"--ray-address {self.ray_address}: has no effect without --engine ray")
+        if self.sbatch is not None and self.engine != "slurm":
+            raise PrepareError(f"--sbatch {self.sbatch}: has no effect without --engine slurm")
+        affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+        workers = self.workers or (len(affinity(0)) if affinity else os.cpu_count() or 1)
+        if self.engine == "ray":
+            return OnRay(workers, self.ray_address)
+        if self.engine == "slurm":
+            return OnSlurm(workers, shlex.split(self.sbatch or ""))
+        return Local(workers)
 
 
 def _tell_passed_over(passed_over: Mapping[str, int]) -> None:
@@ -247,52 +239,6 @@ def _tell_passed_over(passed_over: Mapping[str, int]) -> None:
 
 def _place(made: Prepared, name: str) -> str:
     return made.path if name == "." else f"{made.path}/{name}"
-
-
-def _date(text: str) -> datetime.date:
-    try:
-        return datetime.date.fromisoformat(text)
-    except ValueError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a date; write one such as 2025-06-01") from bad
-
-
-def _encoding(args: argparse.Namespace) -> Encoding:
-    """Raises PrepareError for options without effect."""
-    eod = args.eod_token if args.eod_token is not None else args.eod
-    if not args.chat:
-        if args.chat_template or args.chat_date or args.train_on:
-            raise PrepareError("--chat-template, --chat-date and --train-on need --chat")
-        return Text(
-            tokenizer=None if args.tokenizer == "none" else args.tokenizer,
-            train_bpe=args.train_bpe,
-            column=args.column,
-            eod=eod,
-            dtype=args.dtype,
-        )
-    if args.train_bpe is not None or eod is not False:
-        raise PrepareError(
-            "--chat: the template ends each message; leave --train-bpe, --eod and --eod-token out"
-        )
-    return Chats(
-        tokenizer=args.tokenizer,
-        template=args.chat_template,
-        train_on=args.train_on or "assistant",
-        date=args.chat_date,
-        column=args.column,
-        dtype=args.dtype,
-    )
-
-
-def _engine(args: argparse.Namespace) -> Engine:
-    if args.ray_address is not None and args.engine != "ray":
-        raise PrepareError(f"--ray-address {args.ray_address}: has no effect without --engine ray")
-    if args.sbatch is not None and args.engine != "slurm":
-        raise PrepareError(f"--sbatch {args.sbatch}: has no effect without --engine slurm")
-    if args.engine == "ray":
-        return OnRay(args.workers, args.ray_address)
-    if args.engine == "slurm":
-        return OnSlurm(args.workers, shlex.split(args.sbatch or ""))
-    return Local(args.workers)
 
 
 @contextmanager

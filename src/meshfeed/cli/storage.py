@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -26,14 +27,7 @@ _DEFAULT_LIMIT = 64 << 30
 _GIB = 1 << 30
 _SUFFIXES = ("", ".idx", "/dataset.json", "/index.json")  # what may stand for the store at a URL
 _PATIENCE = Patience(timeout_s=10.0, give_up_s=20.0, attempts=2, hedge=False)
-_NOT_FOR_CACHES = {
-    "tmpfs": "is memory",
-    "nfs": "is a network file system",
-    "nfs4": "is a network file system",
-    "cifs": "is a network file system",
-    "lustre": "is a network file system",
-    "beegfs": "is a network file system",
-}
+_NETWORKED = {"nfs", "nfs4", "cifs", "lustre", "beegfs"}
 
 
 def cache_folder(cache: mf.Cache) -> Finding:
@@ -46,8 +40,9 @@ def cache_folder(cache: mf.Cache) -> Finding:
     free, limit = shutil.disk_usage(folder).free, cache.limit_bytes or _DEFAULT_LIMIT
     says, kind = f"{cache.path}: {free / _GIB:.1f} GiB free", _kind_of(folder)
     figures = {"free_bytes": float(free)}
-    if kind in _NOT_FOR_CACHES:
-        told = f"{says}, but {kind} {_NOT_FOR_CACHES[kind]}; give a folder on a disk of the node"
+    if kind == "tmpfs" or kind in _NETWORKED:
+        what = "memory" if kind == "tmpfs" else "a network file system"
+        told = f"{says}, but {kind} is {what}; give a folder on a disk of the node"
         return Finding(topic, "note", f"{told}: mf.Cache(folder) or $MESHFEED_CACHE", figures)
     if free < limit:
         told = f"{says}, and it may grow to {limit / _GIB:.0f} GiB; set limit_bytes, or another folder"
@@ -71,12 +66,7 @@ def disk(folder: Path) -> Finding:
         starts = np.random.default_rng(0).integers(0, _PROBE_TOKENS - 4096, _PROBE_READS)
         with mf.open(prefix) as store:
             times = Times.of(lambda at=at: store.read_stream(at, at + 4096) for at in starts.reshape(-1, 1))
-    return Finding(
-        "storage",
-        "ok",
-        f"{folder}: 8 KiB reads, cold: {times}",
-        {"p50_s": times.p50_s, "p99_s": times.p99_s},
-    )
+    return Finding("storage", "ok", f"{folder}: 8 KiB reads, cold: {times}", asdict(times))
 
 
 def place(url: str, options: Mapping[str, str], cache: mf.Cache) -> Iterator[Finding]:
@@ -90,14 +80,10 @@ def place(url: str, options: Mapping[str, str], cache: mf.Cache) -> Iterator[Fin
             told = f"{store.facts()['format']}, {told}, {store.dtype.name}"
         yield Finding(without_secrets(url), "ok", f"opens: {told}")
         if not remote:
-            yield disk_of(Path(local_path(url)))
+            path = Path(local_path(url))
+            yield disk(path if path.is_dir() else path.absolute().parent)
     except MeshfeedError as error:
         yield Finding(without_secrets(url), "bad", str(error))
-
-
-def disk_of(path: Path) -> Finding:
-    """The disk that a path lies on, by its folder."""
-    return disk(path if path.is_dir() else path.absolute().parent)
 
 
 def _asked(url: str, options: Mapping[str, str]) -> Finding:
@@ -112,12 +98,8 @@ def _asked(url: str, options: Mapping[str, str]) -> Finding:
     finally:
         client.close()
     says = f"answers for {name} ({found.size_bytes:,} bytes): head {heads}; first {size:,} bytes {bodies}"
-    return Finding(
-        without_secrets(root),
-        "ok",
-        says,
-        {"head_p50_s": heads.p50_s, "read_p50_s": bodies.p50_s, "read_p99_s": bodies.p99_s},
-    )
+    figures = {"head_p50_s": heads.p50_s, "read_p50_s": bodies.p50_s, "read_p99_s": bodies.p99_s}
+    return Finding(without_secrets(root), "ok", says, figures)
 
 
 def _found(client: Client, path: str) -> tuple[str, Stat]:

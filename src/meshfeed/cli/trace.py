@@ -1,22 +1,20 @@
-"""meshfeed trace: which documents a step saw, where a document went. No log: order is a function.
-
-Both ways go through `Sights`, which asks the planner what each rank holds, as a feed does.
-"""
+"""meshfeed trace: which documents a step saw, where a document went. No log: order is a function."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
 import meshfeed as mf
-from meshfeed.cli import packing, recipes
-from meshfeed.cli.command import OK, Console, Table, add_command, print_json, refuse_given, span, whole
+from meshfeed.cli import recipes
+from meshfeed.cli.command import OK, Console, Table, print_json
+from meshfeed.cli.options import Command, argument, given, option, refuse_given
+from meshfeed.cli.packing import JobOptions
+from meshfeed.cli.recipes import RecipeOptions
 from meshfeed.deliver.error_codec import runs_of
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import GlobalBatch, Stepping
@@ -26,137 +24,120 @@ from meshfeed.plan import CpSplit
 from meshfeed.sequence import SequenceRule
 from meshfeed.sequence.trace import DocumentParts, pieces_of, sequences_with
 
-_NOWHERE = {"tokens": None, "microbatch": None, "ranks": list[int]()}
-
-_KEYS = {
-    "step, place": "the step, and which of its sequences; null where a document never comes",
-    "source, epoch, index": "which sequence it is; source is '' for a single store",
-    "document, tokens": "which document of the source, and which of its tokens, as first:stop",
-    "microbatch": "which of the step's; null where the packing is not known",
-    "ranks": "global ranks whose context-parallel slice has some of these tokens, all of tp and pp",
-}
+Line = dict[str, Any]
+"""A piece of a document, by the keys of --json."""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `trace` to argparse's subparsers."""
-    parser = add_command(
-        subparsers,
-        "trace",
-        run,
-        help="which documents a step and rank saw, or where a document went",
-        description="Work out from the recipe alone what a job sees, whether it has run or not. --json "
-        "prints one object per line, each a piece of a document.",
-        examples="""
-            meshfeed trace recipe.py --step 1200
-            meshfeed trace recipe.py --step 1200 --layout tp2-dp4 --rank 5
-            meshfeed trace corpus --step 7 --layout cp2-dp4 --capacity 16384 --policy dynamic_cp --json
-            meshfeed trace recipe.py --document code:51823 --document docs:7 --epochs 0:2 --layout tp2-dp4
-        """,
-        keys=_KEYS,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help=recipes.HELP)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", type=whole(0), metavar="N", help="show the documents of this step")
-    what.add_argument(
-        "--document",
-        action="append",
+@dataclass(frozen=True, kw_only=True)
+class Trace(Command, JobOptions, RecipeOptions):
+    """which documents a step and rank saw, or where a document went
+
+    Work out from the recipe alone what a job sees, whether it has run or not. --json prints one object
+    per line, each a piece of a document.
+    """
+
+    examples = """
+        meshfeed trace recipe.py --step 1200
+        meshfeed trace recipe.py --step 1200 --layout tp2-dp4 --rank 5
+        meshfeed trace corpus --step 7 --layout cp2-dp4 --capacity 16384 --policy dynamic_cp --json
+        meshfeed trace recipe.py --document code:51823 --document docs:7 --epochs 0:2 --layout tp2-dp4
+    """
+    keys = {
+        "step, place": "the step, and which of its sequences; null where a document never comes",
+        "source, epoch, index": "which sequence it is; source is '' for a single store",
+        "document, tokens": "which document of the source, and which of its tokens, as first:stop",
+        "microbatch": "which of the step's; null where the packing is not known",
+        "ranks": "global ranks whose context-parallel slice has some of these tokens, all of tp and pp",
+    }
+
+    recipe: str = argument("RECIPE", recipes.HELP)
+    step: int | None = option("show the documents of this step", least=0)
+    document: list[str] | None = option(
+        "show where document N of source NAME went (N alone for a single store); may be repeated",
         metavar="NAME:N",
-        help="show where document N of source NAME went (N alone for a single store); may be repeated",
     )
-    parser.add_argument(
-        "--epochs", type=span, metavar="A:B", help="epochs to search for --document, such as 0:2 (0:1)"
-    )
-    parser.add_argument("--rank", type=whole(0), metavar="N", help="show only what this rank holds")
-    parser.add_argument(
-        "--micro-batch-size",
-        type=whole(1),
-        metavar="N",
-        help="sequences per microbatch, where all have one length (1)",
-    )
-    parser.add_argument(
-        "--cp-split",
-        choices=get_args(CpSplit),
-        default="zigzag",
-        help="how cp ranks split a sequence (zigzag)",
-    )
-    packing.add_options(parser, required=False)
-    recipes.add_options(parser)
+    epochs: range | None = option("epochs to search for --document, such as 0:2 (0:1)")
+    rank: int | None = option("show only what this rank holds", least=0)
+    micro_batch_size: int | None = option("sequences per microbatch, where all have one length (1)")
+    cp_split: CpSplit = option("how cp ranks split a sequence", default="zigzag")
 
-
-def run(args: argparse.Namespace) -> int:
-    """Print the table; 0. Raises MeshfeedError."""
-    recipe = recipes.recipe_of(args.recipe, args)
-    _refuse_ignored(args, cast(SequenceRule, recipe.sequence))
-    with contextlib.ExitStack() as stack:
-        for store in recipe.sources:
-            stack.enter_context(store)
-        lines = _of_step(recipe, args) if args.document is None else _of_documents(recipe, args)
-    if args.json:
+    def run(self) -> int:
+        if len(given(self, ("step", "document"))) != 1:
+            raise MeshfeedError("give one of --step, --document")
+        recipe = self.recipe_of(self.recipe)
+        self._refuse_ignored(cast(SequenceRule, recipe.sequence))
+        with contextlib.ExitStack() as stack:
+            for store in recipe.sources:
+                stack.enter_context(store)
+            if self.step is not None:
+                lines = self._of_step(recipe, self.step)
+            else:
+                lines = self._of_documents(recipe, self.document or [])
+        if self.json:
+            for line in lines:
+                print_json(line, indent=None)
+            return OK
+        if not lines:
+            Console().print("nothing")
+            return OK
+        table = Table(*lines[0])
         for line in lines:
-            print_json(line, indent=None)
+            table.add_row(*map(_cell, line.values()))
+        Console().print(table)
         return OK
-    if not lines:
-        Console().print("nothing")
-        return OK
-    table = Table(*lines[0])
-    for line in lines:
-        table.add_row(*map(_cell, line.values()))
-    Console().print(table)
-    return OK
+
+    def _refuse_ignored(self, rule: SequenceRule) -> None:
+        self.refuse_ignored(rule)
+        if rule.packed:
+            why = f"is of sequences of one length, and {rule.summary()} is packed"
+            refuse_given(self, ("micro_batch_size",), why)
+        if self.document is None:
+            refuse_given(self, ("epochs",), "is of --document; a step names its epochs itself")
+        elif rule.packed and self.capacity is None:
+            why = "needs --capacity N, and --policy, as the job has: they decide the ranks"
+            refuse_given(self, ("rank",), why)
+
+    def _sights(self, recipe: mf.Recipe) -> _Sights:
+        return _Sights(self.stepping_of(recipe, self.micro_batch_size or 1, self.cp_split))
+
+    def _of_step(self, recipe: mf.Recipe, step: int) -> list[Line]:
+        sights = self._sights(recipe)
+        found = sights.of_step(step)
+        if not found:
+            raise MeshfeedError(f"step {step}: the stream ends before")
+        if self.rank is None:
+            return [line for line in found if line["ranks"]]
+        return sights.held_by(step, sights.stepping.layout.coord(self.rank))
+
+    def _of_documents(self, recipe: mf.Recipe, documents: Iterable[str]) -> list[Line]:
+        lines: list[Line] = []
+        for text in documents:
+            source, document = _document(recipe, text)
+            for epoch in self.epochs or range(1):
+                for index in sequences_with(recipe, source, document, epoch).tolist():
+                    lines.append(_where(recipe, source, epoch, index) | {"document": document})
+        nowhere: Line = {"tokens": None, "microbatch": None, "ranks": []}
+        if self.capacity is None and cast(Any, recipe.sequence).packed:
+            return [line | nowhere | {"ranks": None} for line in lines]
+        sights = self._sights(recipe)
+        if self.rank is not None:
+            sights.stepping.layout.coord(self.rank)  # or it is refused now
+        steps = {line["step"] for line in lines} - {None}
+        seen = {step: sights.of_step(step) for step in sorted(steps)}
+        told: list[Line] = []
+        for line in lines:
+            here = [
+                each
+                for each in seen.get(line["step"], ())
+                if (each["place"], each["document"]) == (line["place"], line["document"])
+            ]
+            if not here:  # never, or a sequence without a token, which is in a step and with nobody
+                told.append(line | nowhere)
+            told += [each for each in here if self.rank is None or self.rank in each["ranks"]]
+        return told
 
 
-def _refuse_ignored(args: argparse.Namespace, rule: SequenceRule) -> None:
-    packing.refuse_ignored(args, rule)
-    if rule.packed:
-        refuse_given(
-            args, ("micro_batch_size",), f"is of sequences of one length, and {rule.summary()} is packed"
-        )
-    if args.document is None:
-        refuse_given(args, ("epochs",), "is of --document; a step names its epochs itself")
-    elif rule.packed and args.capacity is None:
-        refuse_given(
-            args, ("rank",), "needs --capacity N, and --policy, as the job has: they decide the ranks"
-        )
-
-
-def _stepping_of(args: argparse.Namespace, recipe: mf.Recipe) -> Stepping:
-    return packing.stepping_of(args, recipe, args.micro_batch_size or 1, args.cp_split)
-
-
-def _of_step(recipe: mf.Recipe, args: argparse.Namespace) -> list[dict[str, Any]]:
-    sights = Sights(_stepping_of(args, recipe))
-    found = sights.of_step(args.step)
-    if not found:
-        raise MeshfeedError(f"step {args.step}: the stream ends before")
-    if args.rank is None:
-        return [sights.line(each) for each in found if each.dp_cp]
-    coord = sights.stepping.layout.coord(args.rank)
-    return [sights.line(each) for each in sights.held_by(args.step, coord)]
-
-
-def _of_documents(recipe: mf.Recipe, args: argparse.Namespace) -> list[dict[str, Any]]:
-    lines: list[dict[str, Any]] = []
-    for text in args.document:
-        source, document = _document(recipe, text)
-        for epoch in args.epochs or range(1):
-            for index in sequences_with(recipe, source, document, epoch).tolist():
-                lines.append(_where(recipe, source, epoch, index) | {"document": document})
-    if args.capacity is None and cast(Any, recipe.sequence).packed:
-        return [line | _NOWHERE | {"ranks": None} for line in lines]
-    sights = Sights(_stepping_of(args, recipe))
-    if args.rank is not None:
-        sights.stepping.layout.coord(args.rank)
-    found = sights.of_places((line["step"], line["place"]) for line in lines if line["step"] is not None)
-    told: list[dict[str, Any]] = []
-    for line in lines:
-        here = [each for each in found[line["step"], line["place"]] if each.document == line["document"]]
-        if not here:  # never, or a sequence without a token, which is in a step and with nobody
-            told.append(line | _NOWHERE)
-        told += [sights.line(each) for each in here if args.rank is None or sights.has(each, args.rank)]
-    return told
-
-
-def _where(recipe: mf.Recipe, source: int, epoch: int, index: int) -> dict[str, Any]:
+def _where(recipe: mf.Recipe, source: int, epoch: int, index: int) -> Line:
     """Where a sequence comes, as the first part of a line."""
     position = position_of(recipe, source, epoch, index)
     step = None if position is None else recipe.batch.step(position)
@@ -165,87 +146,17 @@ def _where(recipe: mf.Recipe, source: int, epoch: int, index: int) -> dict[str, 
     return {"step": step, "place": place, "source": name, "epoch": epoch, "index": index}
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """A piece of a document in a sequence of a step, as one row of the plan holds it, or one rank of it.
-
-    Attributes:
-        step, place: the step and which of its sequences.
-        source, epoch, index: of that sequence.
-        document, start, stop: tokens start..stop of a document of the source.
-        microbatch: -1 where the plan leaves the sequence out.
-        dp_cp: who holds some of it, among the ranks that split a global batch; empty where nobody does.
-    """
-
-    step: int
-    place: int
-    source: int
-    epoch: int
-    index: int
-    document: int
-    start: int
-    stop: int
-    microbatch: int
-    dp_cp: tuple[int, ...]
-
-
-class Sights:
-    """What the ranks of a layout hold of each step's documents. The stores must be entered."""
+class _Sights:
+    """What the ranks of a layout hold of each step's documents, planned as a feed does. The stores must be
+    entered."""
 
     def __init__(self, stepping: Stepping) -> None:
         self.stepping = stepping
-        layout = stepping.layout
-        coords = layout.coords()
-        self._places = coords[:, 2] * layout.cp + coords[:, 1]
-        self._ranks = layout.ranks()
+        coords = stepping.layout.coords()
+        self._dp_cp = coords[:, 2] * stepping.layout.cp + coords[:, 1]
+        self._ranks = stepping.layout.ranks()
 
-    def of_places(self, places: Iterable[tuple[int, int]]) -> Mapping[tuple[int, int], list[Sight]]:
-        """All pieces in some sequences, given as (step, place); each step is planned once."""
-        found: dict[tuple[int, int], list[Sight]] = defaultdict(list)
-        wanted = set(places)
-        for step in sorted({step for step, _ in wanted}):
-            for each in self.of_step(step):
-                if (step, each.place) in wanted:
-                    found[step, each.place].append(each)
-        return found
-
-    def ranks(self, each: Sight) -> list[int]:
-        """The global ranks that hold some of it, of every tp and pp."""
-        return self._ranks[np.isin(self._places, each.dp_cp)].tolist()
-
-    def has(self, each: Sight, rank: int) -> bool:
-        """Whether a rank holds some of it."""
-        coord = self.stepping.layout.coord(rank)
-        return coord.dp * self.stepping.layout.cp + coord.cp in each.dp_cp
-
-    def line(self, each: Sight) -> dict[str, Any]:
-        """As `trace` tells it."""
-        return {
-            "step": each.step,
-            "place": each.place,
-            "source": self.stepping.recipe.source_names[each.source] or "",
-            "epoch": each.epoch,
-            "index": each.index,
-            "document": each.document,
-            "tokens": f"{each.start}:{each.stop}",
-            "microbatch": each.microbatch if each.dp_cp else None,
-            "ranks": self.ranks(each),
-        }
-
-    def held_by(self, step: int, coord: Coord) -> list[Sight]:
-        """The tokens of one rank, in the order of its microbatches and sequences."""
-        batch = self.stepping.global_batch(step)
-        if batch is None:
-            return []
-        me = (coord.dp * self.stepping.layout.cp + coord.cp,)
-        pieces = pieces_of(self.stepping.recipe, batch.draws)
-        return [
-            replace(sight, dp_cp=me)
-            for row, start, stop in self._held(batch, coord)
-            for _, _, sight in _placed(batch, pieces, row, start, stop)
-        ]
-
-    def of_step(self, step: int) -> list[Sight]:
+    def of_step(self, step: int) -> list[Line]:
         """Every piece of a document in a step, in stream order, and all who hold some of it."""
         batch = self.stepping.global_batch(step)
         if batch is None:
@@ -256,14 +167,26 @@ class Sights:
             coord = Coord(tp=0, cp=dp_cp % layout.cp, dp=dp_cp // layout.cp, pp=0)
             for row, start, stop in self._held(batch, coord):
                 holders.setdefault(row, []).append((dp_cp, start, stop))
-        pieces, found = pieces_of(self.stepping.recipe, batch.draws), list[Sight]()
-        for row in range(plan.lengths.size):
-            start, length = int(plan.start[row]), int(plan.lengths[row])
+        pieces, found = pieces_of(self.stepping.recipe, batch.draws), list[Line]()
+        for row, (start, length) in enumerate(zip(plan.start.tolist(), plan.lengths.tolist())):
             held = holders.get(row, [])
-            for first, last, sight in _placed(batch, pieces, row, start, start + length):
-                who = sorted({dp_cp for dp_cp, begin, end in held if begin < last and first < end})
-                found.append(replace(sight, dp_cp=tuple(who)))
+            for first, last, line in self._placed(batch, pieces, row, start, start + length):
+                who = {dp_cp for dp_cp, begin, end in held if begin < last and first < end}
+                found.append(self._line(batch, row, line, who))
         return found
+
+    def held_by(self, step: int, coord: Coord) -> list[Line]:
+        """The tokens of one rank, in the order of its microbatches and sequences."""
+        batch = self.stepping.global_batch(step)
+        if batch is None:
+            return []
+        me = {coord.dp * self.stepping.layout.cp + coord.cp}
+        pieces = pieces_of(self.stepping.recipe, batch.draws)
+        return [
+            self._line(batch, row, line, me)
+            for row, start, stop in self._held(batch, coord)
+            for _, _, line in self._placed(batch, pieces, row, start, stop)
+        ]
 
     def _held(self, batch: GlobalBatch, coord: Coord) -> Iterator[tuple[int, int, int]]:
         """(row, start, stop): the tokens of a row's sequence that a rank works on, padding left out."""
@@ -275,34 +198,30 @@ class Sights:
             slices = zip(rows.tolist(), (at + own.start).tolist(), (at + stops).tolist())
             yield from ((row, start, stop) for row, start, stop in slices if start < stop)
 
+    def _placed(
+        self, batch: GlobalBatch, pieces: DocumentParts, row: int, start: int, stop: int
+    ) -> Iterator[tuple[int, int, Line]]:
+        """(first, last, line): documents in tokens start..stop of a row's sequence, and where they lie."""
+        place, draws = int(batch.plan.sequence[row]), batch.draws
+        sequence: Line = {
+            "step": batch.step,
+            "place": place,
+            "source": self.stepping.recipe.source_names[int(draws.source[place])] or "",
+            "epoch": int(draws.epoch[place]),
+            "index": int(draws.index[place]),
+        }
+        end = 0
+        for piece in range(*np.searchsorted(pieces.draw, [place, place + 1]).tolist()):
+            begin, end = end, end + int(pieces.stop[piece] - pieces.start[piece])
+            first, last, offset = max(start, begin), min(stop, end), int(pieces.start[piece]) - begin
+            if first < last:
+                tokens = f"{first + offset}:{last + offset}"
+                yield first, last, sequence | {"document": int(pieces.document[piece]), "tokens": tokens}
 
-def _placed(
-    batch: GlobalBatch, pieces: DocumentParts, row: int, start: int, stop: int
-) -> Iterator[tuple[int, int, Sight]]:
-    """(first, last, sight): documents in tokens start..stop of a row's sequence, and where they lie there."""
-    place, draws = int(batch.plan.sequence[row]), batch.draws
-    low, high = np.searchsorted(pieces.draw, [place, place + 1]).tolist()
-    sizes = pieces.stop[low:high] - pieces.start[low:high]
-    for piece, end, size in zip(range(low, high), np.cumsum(sizes).tolist(), sizes.tolist()):
-        first, last = max(start, end - size), min(stop, end)
-        if first < last:
-            offset = int(pieces.start[piece]) - (end - size)
-            yield (
-                first,
-                last,
-                Sight(
-                    step=batch.step,
-                    place=place,
-                    source=int(draws.source[place]),
-                    epoch=int(draws.epoch[place]),
-                    index=int(draws.index[place]),
-                    document=int(pieces.document[piece]),
-                    start=first + offset,
-                    stop=last + offset,
-                    microbatch=int(batch.plan.microbatch[row]),
-                    dp_cp=(),
-                ),
-            )
+    def _line(self, batch: GlobalBatch, row: int, line: Line, dp_cp: set[int]) -> Line:
+        """A line with its microbatch and the global ranks, of every tp and pp, that hold some of it."""
+        ranks: list[int] = self._ranks[np.isin(self._dp_cp, sorted(dp_cp))].tolist()
+        return line | {"microbatch": int(batch.plan.microbatch[row]) if dp_cp else None, "ranks": ranks}
 
 
 def _document(recipe: mf.Recipe, text: str) -> tuple[int, int]:
@@ -317,12 +236,8 @@ def _cell(value: Any) -> str:
     match value:
         case None | "" | []:
             return "-"
-        case list():
-            return _runs(cast(Sequence[int], value))
+        case list():  # ranks in few words: 0 1 2 3 8 -> "0-3,8"
+            runs = runs_of(cast(Sequence[int], value))
+            return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
         case _:
             return str(value)
-
-
-def _runs(ranks: Sequence[int]) -> str:
-    """Ranks in few words: 0 1 2 3 8 -> "0-3,8"."""
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs_of(ranks))

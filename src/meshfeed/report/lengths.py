@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -49,14 +49,9 @@ class Lengths:
     num_documents: int
 
     @property
-    def is_partial(self) -> bool:
-        """Whether it is a sample."""
-        return self.tokens.size < self.num_documents
-
-    @property
     def title(self) -> str:
         """A title for the statistics."""
-        if not self.is_partial:
+        if self.tokens.size == self.num_documents:
             return f"tokens per document, {counted(self.num_documents, 'document')}"
         return (
             f"tokens per document, from {self.tokens.size:,} of {self.num_documents:,} documents (blocks "
@@ -78,12 +73,8 @@ class Lengths:
 
     def facts(self) -> dict[str, Any]:
         """Statistics, histogram and number of documents, as JSON-able values."""
-        bins = [
-            {"first": each.first, "last": each.last, "documents": each.documents, "tokens": each.tokens}
-            for each in self.bins()
-        ]
         counts = {"looked_at": self.tokens.size, "of": self.num_documents}
-        return counts | self.statistics() | {"histogram": bins}
+        return counts | self.statistics() | {"histogram": [asdict(each) for each in self.bins()]}
 
     def bins(self) -> list[Bin]:
         """A bin per power of two, from the first non-empty bin to the last."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
@@ -14,23 +13,12 @@ from meshfeed.plan import Account, StepPlan
 _WIDTH, _LEFT, _MOST_RANKS, _MOST_HEIGHT = 1100, 60, 256, 1400
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """What is drawn: one step of one layout."""
-
-    layout: str
-    step: int
-    plan: StepPlan
-    account: Account
-
-
-def page(picture: Picture) -> str:
+def page(layout: str, step: int, plan: StepPlan, account: Account) -> str:
     """The whole page: self-contained, no script, no outside request."""
-    account, plan = picture.account, picture.plan
     shell = Template(Path(__file__).with_name("plan.html").read_text())
     return shell.substitute(
-        layout=escape(picture.layout),
-        step=picture.step,
+        layout=escape(layout),
+        step=step,
         microbatches=plan.num_microbatches,
         ranks=plan.num_ranks,
         tokens=f"{account.tokens:,}",
