@@ -10,21 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshfeed.report.history.axis import axis_of, rows_of
-from meshfeed.report.history.cells import heat_of, moments_of
+from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.loop import asked_at, seconds_of
-from meshfeed.report.history.packed import packed_seconds, unpacked_seconds
 from meshfeed.report.history.summary import resumes, summary_of
 from meshfeed.report.history.waits import longest_of, sentence, stragglers, waits_of, worst_of
 from soak import cases
 
 READ = made_up.STAGES.index("read")
-
-
-@given(st.lists(st.one_of(st.floats(1e-6, 1e5), st.just(float("nan"))), max_size=50))
-def test_packed_durations_keep_four_digits(seconds: list[float]) -> None:
-    found = unpacked_seconds(packed_seconds(np.array(seconds).reshape(1, -1)))
-    np.testing.assert_allclose(found, [seconds], rtol=5e-4)
 
 
 @settings(max_examples=cases(25), deadline=None)
@@ -36,18 +28,19 @@ def test_a_single_wait_is_seen_at_any_size(
     rank = data.draw(st.integers(0, num_ranks - 1))
     step = data.draw(st.integers(0, first + second - 1))
     history = made_up.history(num_ranks, ((0, first), (first, first + second)), spikes={(rank, step): 9.0})
-    rows = rows_of(waits_of(history))
-    axis = axis_of(history, len(rows))
-    assert len(rows) <= 64 and len(axis) * len(rows) <= 20_480
-    heat = heat_of(history, axis, rows)
-    row, column = np.unravel_index(int(np.nanargmax(heat.total)), heat.total.shape)
-    assert (heat.rank[row, column], heat.step[row, column]) == (rank, step)
-    assert axis.first[column] <= step < axis.stop[column] and rows.first[row] <= rank < rows.stop[row]
-    assert axis.start[column] == (step >= first)
-    assert heat.by_stage[row, column, READ] == pytest.approx(9.0, abs=0.1)
-    moments = moments_of(history, axis, rows, heat)
-    assert (moments.step[column], moments.rank[row, column]) == (step, rank)
-    np.testing.assert_array_equal(moments.wait[row, column], history.ranks[rank].wait[step])
+    grid = Grid(history)
+    num_rows, num_columns = len(grid.rows), len(grid.columns)
+    assert num_rows <= 64 and num_columns * num_rows <= 20_480
+    heat = grid.heat([READ])
+    row, column = np.unravel_index(int(np.nanargmax(heat["total"])), heat["total"].shape)
+    assert (heat["rank"][row, column], heat["step"][row, column]) == (rank, step)
+    assert grid.first[column] <= step < grid.stop[column]
+    assert rank in grid.ranks[grid.rows[row] : grid.row_stop[row]]
+    assert grid.start[column] == (step >= first)
+    assert heat["by_stage"][row, column, 0] == pytest.approx(9.0, abs=0.1)
+    moments = grid.moments(heat, list(range(len(made_up.STAGES))))
+    assert (moments["step"][column], moments["rank"][row, column]) == (step, rank)
+    np.testing.assert_array_equal(moments["wait"][row, column], history.ranks[rank].wait[step])
 
 
 def test_a_step_lasts_from_its_asking_to_the_next() -> None:
@@ -67,7 +60,7 @@ def test_who_waits_for_others_is_not_named() -> None:
     waits = waits_of(history)
     worst, longest = worst_of(waits), longest_of(waits)
     assert worst is not None and longest is not None
-    assert (worst.rank, worst.stage, worst.apart, worst.others_follow) == (3, "read", True, True)
+    assert (worst.rank, worst.stage, worst.stands_out, worst.others_follow) == (3, "read", True, True)
     assert (longest.rank, longest.stage) == (3, "read")
     assert stragglers(waits).tolist() == [False, False, False, True]
     assert "Look at rank 3" in sentence(waits) and "wait with it" in sentence(waits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import itertools
@@ -24,7 +25,6 @@ import meshfeed as mf
 import world
 from corpus import write_corpus
 from meshfeed.cli.main import main
-from meshfeed.report.history.packed import unpacked_seconds
 from meshfeed.report.history.page import page
 from services.needs import needs, program_path
 
@@ -127,8 +127,8 @@ def test_the_delays_show_on_their_rank_and_in_their_stage(made: Made) -> None:
     """Within a tenth, in the picture's data and in the summary."""
     data, delays = made.data, len(LAYOUTS) * len(DELAYED)
     assert len(made.slept) == delays
-    waits = unpacked_seconds(data["heat"]["by_stage"])  # [row, column, stage]
-    assert waits.shape == (4, len(LAYOUTS) * STEPS, len(data["stages"]))
+    waits = np.frombuffer(base64.b64decode(data["heat"]["by_stage"]), "<f4")
+    waits = waits.reshape(4, len(LAYOUTS) * STEPS, len(data["stages"]))
     read = waits[:, :, data["stages"].index("read")]
     long = read[SLOW][read[SLOW] > DELAY_S / 2]
     assert len(long) == delays

@@ -4,26 +4,16 @@ const byId = (id) => document.getElementById(id);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const { axis, rows, stages } = data;
 const numColumns = axis.first.length, numRows = rows.first.length, numStages = stages.length;
-const heat = { total: seconds(data.heat.total), byStage: seconds(data.heat.by_stage), rank: integers(data.heat.rank), step: integers(data.heat.step) };
-const moments = { step: axis.moment, rank: integers(data.moments.rank), begin: seconds(data.moments.begin), seconds: seconds(data.moments.seconds),
-  wait: seconds(data.moments.wait), work: seconds(data.moments.work) };
+const heat = { total: floats(data.heat.total), byStage: floats(data.heat.by_stage), rank: floats(data.heat.rank), step: floats(data.heat.step) };
+const moments = Object.fromEntries(Object.entries(data.moments).map(([name, packed]) => [name, floats(packed)]));
 const state = { column: 0, stage: -1, sorted: false, row: -1 };
 const cursors = [];
 const follows = new Set(data.follows);
 
 // -- numbers -------------------------------------------------------------------------------------------
 
-function bytesOf(packed) {
-  const text = atob(packed.data), raw = new Uint8Array(text.length);
-  for (let i = 0; i < raw.length; i++) raw[i] = text.charCodeAt(i);
-  return packed.type === "u4" ? new Uint32Array(raw.buffer) : new Uint16Array(raw.buffer);
-}
-function seconds(packed) {
-  return Float64Array.from(bytesOf(packed), (code) => code === 0xffff ? NaN : Math.expm1(code / packed.scale) * packed.unit);
-}
-function integers(packed) {
-  const none = packed.type === "u4" ? 0xffffffff : 0xffff;
-  return Float64Array.from(bytesOf(packed), (value) => value === none ? -1 : value);
+function floats(packed) {
+  return new Float32Array(Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0)).buffer);
 }
 const whole = (value) => Math.round(value).toLocaleString("en-US");
 const digits = (value) => Number(value.toPrecision(3)).toLocaleString("en-US", { maximumFractionDigits: 6 });

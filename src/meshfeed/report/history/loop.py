@@ -48,9 +48,8 @@ def longest_outside(history: RunHistory) -> Outside | None:
     for number, rank in history.ranks.items():
         busy = np.full(rank.time.size, np.nan)
         busy[:-1] = np.where(np.diff(rank.start) == 0, asked_at(rank)[1:] - rank.time[:-1], np.nan)
-        busy[np.diff(rank.start, prepend=-1) != 0] = (
-            np.nan
-        )  # includes one-time work, such as compiling kernels
+        # the first includes one-time work, such as compiling kernels
+        busy[np.diff(rank.start, prepend=-1) != 0] = np.nan
         if np.isnan(busy).all():
             continue
         at = int(np.nanargmax(busy))

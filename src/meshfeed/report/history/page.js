@@ -92,9 +92,8 @@ function rowOrder() {
 let heatBox = null;
 function drawHeat() {
   const holder = byId("heat"), box = frame(holder), tall = numRows <= 12 ? 24 : numRows <= 32 ? 15 : 11;
-  const order = rowOrder(), alone = rows.alone, gap = !state.sorted && alone ? 10 : 0;
-  const height = numRows * tall + gap + 4, dots = devicePixelRatio || 1;
-  heatBox = { ...box, tall, order, gap, alone };
+  const order = rowOrder(), height = numRows * tall + 4, dots = devicePixelRatio || 1;
+  heatBox = { ...box, tall, order };
   holder.replaceChildren();
   const canvas = html(holder, "canvas", "");
   canvas.width = box.width * dots; canvas.height = height * dots; canvas.style.height = `${height}px`;
@@ -131,7 +130,7 @@ function drawHeat() {
   byId("heat-title").textContent = `Longest wait of a step by rank, ${stage}`;
   drawScale(high, stops);
 }
-const topOf = (place) => place * heatBox.tall + (heatBox.gap && place >= heatBox.alone ? heatBox.gap : 0) + 2;
+const topOf = (place) => place * heatBox.tall + 2;
 function drawScale(high, stops) {
   const scale = byId("scale");
   scale.replaceChildren();
@@ -158,8 +157,7 @@ function heatText(row, column) {
 
 function drawMoment() {
   const holder = byId("picture"), column = state.column, box = { ...frame(holder), top: 34 };
-  const there = Array.from({ length: numRows }, (_, row) => row).filter((row) => moments.rank[row * numColumns + column] >= 0)
-    .filter((row, _, all) => row < rows.alone || !all.some((other) => other < rows.alone && moments.rank[other * numColumns + column] === moments.rank[row * numColumns + column]));
+  const there = Array.from({ length: numRows }, (_, row) => row).filter((row) => moments.rank[row * numColumns + column] >= 0);
   const tall = there.length <= 12 ? 26 : there.length <= 32 ? 16 : 12, height = box.top + there.length * tall + 8;
   const of = (values, row) => values[row * numColumns + column], span = (values, row) => sum(values, momentAt(row, column), numStages);
   const took = (row) => of(moments.seconds, row) || span(moments.wait, row); // how long a start's last step trained is not known
@@ -224,7 +222,7 @@ function momentTable(there, column) {
 function choose(column) {
   state.column = Math.min(Math.max(column, 0), numColumns - 1);
   const now = state.column, of = axis.stop[now] - axis.first[now] === 1 ? "" : `, the longest wait of ${stepsOf(now)}`;
-  const start = data.starts[axis.start[now]], step = `Step ${whole(moments.step[now])}${of}`;
+  const start = data.starts[axis.start[now]], step = `Step ${whole(axis.moment[now])}${of}`;
   byId("column").value = now;
   byId("column").setAttribute("aria-valuetext", step);
   byId("chosen").textContent = [step, clock(data.series.time[now]), start && start.layout, `longest wait ${duration(heat.total[worst[now] * numColumns + now])}`].filter(Boolean).join(" · ");
@@ -279,7 +277,6 @@ function begin() {
     event.currentTarget.setAttribute("aria-pressed", state.sorted);
     drawAll();
   });
-  byId("resolution").textContent = data.resolution;
   const map = byId("heat");
   map.addEventListener("pointermove", (event) => { const [row, column] = heatAt(event); showTip(row < 0 || column < 0 ? "" : heatText(row, column), event); });
   map.addEventListener("pointerleave", () => showTip(""));

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
 from meshfeed.metrics import RunHistory
-from meshfeed.report.history.axis import Axis, Rows
+from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.loop import longest_outside
 from meshfeed.report.history.waits import Waits, longest_of, sentence, worst_of
 from meshfeed.report.words import counted, duration
@@ -29,16 +28,7 @@ def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
         "steps": num_steps(history),
         "starts": [{"step": start.step, "layout": start.layout} for start in history.starts],
         "wait_share": waits.share,
-        "worst": None
-        if worst is None
-        else {
-            "rank": worst.rank,
-            "stage": worst.stage,
-            "wait_s": worst.per_step,
-            "median_wait_s": worst.median,
-            "share": worst.share,
-            "stands_out": worst.apart,
-        },
+        "worst": None if worst is None else asdict(worst),
         "longest": None if longest is None else asdict(longest),
         "outside": None if outside is None else asdict(outside),
         "ranks": [
@@ -59,7 +49,7 @@ def mood(waits: Waits) -> str:
     worst = worst_of(waits)
     if worst is None or worst.share < _NOTICEABLE:
         return "good"
-    return "bad" if worst.apart else "even"
+    return "bad" if worst.stands_out else "even"
 
 
 def when(history: RunHistory, waits: Waits) -> str:
@@ -111,75 +101,36 @@ def traffic(history: RunHistory) -> str:
 
 def resumes(history: RunHistory) -> str:
     """The number of starts, and the ranks without a log, in a sentence or two."""
-    return " ".join(filter(None, (_started(history), _unheard(history))))
-
-
-def _unheard(history: RunHistory) -> str:
-    """The ranks of each start without a log; empty if there are none."""
+    num, layouts = len(history.starts), len({start.layout for start in history.starts})
+    told = "The run was started once."
+    if num > 1:
+        told = (
+            f"The run was started {num} times, under {'one layout' if layouts == 1 else f'{layouts} layouts'}"
+            f". Steps after the last checkpoint were discarded on resume; they are not shown."
+        )
     found: list[str] = []
     for number, start in enumerate(history.starts, 1):
-        silent = sorted(set(range(start.world_size)) - set(start.ranks))
-        if silent:
+        if silent := sorted(set(range(start.world_size)) - set(start.ranks)):
             names = ", ".join(map(str, silent[:8]))
             more = f" and {len(silent) - 8:,} more" if len(silent) > 8 else ""
             found.append(f"rank{'s' * (len(silent) > 1)} {names}{more} of start {number}")
-    return f"No log is here of {'; of '.join(found)}: what they did is not on this page." if found else ""
+    if not found:
+        return told
+    return f"{told} No log is here of {'; of '.join(found)}: what they did is not on this page."
 
 
-def _started(history: RunHistory) -> str:
-    num = len(history.starts)
-    if num < 2:
-        return "The run was started once."
-    layouts = len({start.layout for start in history.starts})
-    other = f", under {layouts} layouts" if layouts > 1 else ", under one layout"
-    return (
-        f"The run was started {num} times{other}. Steps after the last checkpoint were discarded on "
-        f"resume; they are not shown."
-    )
-
-
-def ranks_title(waits: Waits) -> str:
-    """The title of the table of ranks."""
-    if len(waits.ranks) <= 32:
-        return "Mean wait a step, the first step of each start left out. Longest first; ◂ stands out."
-    return f"The 32 of {len(waits.ranks):,} ranks that waited longest; ◂ stands out. Mean wait a step."
-
-
-def resolution(axis: Axis, rows: Rows) -> str:
+def resolution(grid: Grid) -> str:
     """What a column and a row of the map show."""
-    size = int((axis.stop - axis.first).max(initial=1))
-    columns = "A column is a step."
-    if size > 1:
-        columns = f"A column is {size:,} steps and shows the longest wait of any of them."
-    if not rows.alone:
-        return columns
-    each = int((rows.stop - rows.first).max())
+    steps = int((grid.stop - grid.first).max(initial=1))
+    ranks = int((grid.row_stop - grid.rows).max(initial=1))
+    columns = "A column is a step." if steps == 1 else f"A column is {steps:,} steps."
+    rows = "A row is a rank." if ranks == 1 else f"A row is {ranks:,} ranks."
     return (
-        f"{columns} The {rows.alone} worst ranks stand alone; below them a row is {each:,} ranks, and "
-        f"shows the longest wait of any of them."
+        columns
+        + " "
+        + rows
+        + ("" if steps == ranks == 1 else " A cell shows the longest wait of any of them.")
     )
-
-
-def how(axis: Axis, rows: Rows) -> Sequence[str]:
-    """How to read the page, line by line."""
-    lines = [
-        "Exposed wait is time in which the training loop stood still because the loader had nothing for it. "
-        "What the loader does behind a busy loop costs nothing and is not in it.",
-        "A rank that waits in deliver or exchange waits for another rank: look for the one that waits in a "
-        "stage of its own.",
-        "The first step of a start waits for files and peers. It is in the pictures, but not in the means "
-        "and the summary.",
-        resolution(axis, rows) + " Nothing in the map is an average, so a single long wait stays visible.",
-        "The picture of a step is one step as it was. Of a column of several steps it is the one in which a "
-        "rank waited longest; of a row of several ranks, the rank that waited longest in it.",
-        "Within a step the log has sums: the picture draws waiting first and training after it.",
-        "Lines are means of a column, dashed lines the extreme of its steps and ranks. Durations are kept to "
-        "0.02 %.",
-        "Times of different hosts are compared as their clocks tell them.",
-    ]
-    if axis.left_out:
-        lines.append(f"The first {axis.left_out:,} starts are not drawn; there are more than fit.")
-    return lines
 
 
 def short(value: float) -> str:

@@ -78,7 +78,9 @@ def mixture_table(mixture: MixtureHistory | None) -> str:
     """Draws of each source and the recipe's share: a bar for each, with a tick at its target."""
     if mixture is None or not mixture.steps.size:
         return "<p>The run drew from a single source.</p>"
-    drawn, asked = mixture.drawn[-1].astype(np.float64), asked_draws(mixture)
+    drawn = mixture.drawn[-1].astype(np.float64)
+    new = np.diff(mixture.drawn.sum(axis=1), prepend=0)
+    asked = (new[:, None] * mixture.asked).sum(axis=0)  # as the shares changed on the way
     total = max(float(drawn.sum()), 1.0)
     order = np.argsort(-asked, kind="stable")
     shown = order[:_MOST_SOURCES]
@@ -105,10 +107,3 @@ def mixture_table(mixture: MixtureHistory | None) -> str:
         f"{far:.2f} sequences from its share.{rest}</p>"
         f'<div class="panel scroll">{table(_MIXTURE_HEAD, lines)}</div>'
     )
-
-
-def asked_draws(mixture: MixtureHistory) -> np.ndarray:
-    """f64[s]: draws of each source asked for until the last step, as the shares changed on the way."""
-    drawn = mixture.drawn.sum(axis=1).astype(np.float64)
-    new = np.diff(drawn, prepend=0.0)
-    return (new[:, None] * mixture.asked).sum(axis=0)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshfeed.metrics import RankHistory, RunHistory
+from meshfeed.metrics import RunHistory
 from meshfeed.report.history.loop import seconds_of
 from meshfeed.report.words import duration
 
 FOLLOWS = frozenset({"deliver", "exchange"})
 """Stages in which a rank waits for other ranks; the cause is whatever delays those ranks."""
 
-_NOTHING, _APART = (
-    0.001,
-    2.0,
-)  # share of time below which a wait is ignored; multiple of the median that stands out
+_NOTHING = 0.001  # share of time below which a wait is ignored
+_APART = 2.0  # multiple of the median that stands out
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +55,18 @@ class Worst:
     """A rank and the stage that it waits for.
 
     Attributes:
-        per_step: mean seconds a step; median: of the median rank, in the same stage.
+        wait_s: mean seconds a step; median_wait_s: of the median rank, in the same stage.
         share: of the rank's time.
-        apart: whether it stands out from the other ranks.
+        stands_out: whether it differs from the other ranks.
         others_follow: whether other ranks wait longer, but for data from ranks like this one.
     """
 
     rank: int
     stage: str
-    per_step: float
-    median: float
+    wait_s: float
+    median_wait_s: float
     share: float
-    apart: bool
+    stands_out: bool
     others_follow: bool
 
 
@@ -86,39 +83,25 @@ class Longest:
         return f"rank {self.rank}, {self.stage}, step {self.step:,}"
 
 
-def waits_of(history: RunHistory, last: int | None = None) -> Waits:
-    """Sums over the whole run, or over each rank's `last` steps.
+def waits_of(history: RunHistory) -> Waits:
+    """Sums over the whole run.
 
     The first step of a start includes opening, meeting and warming up; it is omitted for ranks with other
     steps.
     """
-    stages = history.stages
-    num_ranks, num_stages = len(history.ranks), len(stages)
     ranks = np.array(sorted(history.ranks), np.int64)
-    num_steps, seconds = np.zeros(num_ranks, np.int64), np.zeros(num_ranks)
-    wait, longest = np.zeros((num_ranks, num_stages)), np.zeros((num_ranks, num_stages))
-    longest_step = np.full((num_ranks, num_stages), -1, np.int64)
-    for row, (rank, keep) in enumerate(_steady(history, ranks, last)):
-        num_steps[row] = keep.size
-        took = seconds_of(rank)
-        seconds[row] = np.where(np.isnan(took), rank.wait.sum(axis=1), took)[keep].sum()
-        if keep.size and num_stages:
-            waited = rank.wait[keep]
-            wait[row] = waited.sum(axis=0)
-            at = waited.argmax(axis=0)
-            longest[row] = waited[at, np.arange(num_stages)]
-            longest_step[row] = rank.step[keep][at]
-    return Waits(ranks, stages, num_steps, seconds, wait, longest, longest_step)
-
-
-def _steady(
-    history: RunHistory, ranks: np.ndarray, last: int | None
-) -> Iterator[tuple[RankHistory, np.ndarray]]:
-    """(rank, indices of its rows that count)."""
-    for rank in (history.ranks[each] for each in ranks.tolist()):
-        rows = np.arange(rank.step.size)[-last if last else 0 :]
-        steady = rows[np.diff(rank.start, prepend=-1)[rows] <= 0]
-        yield rank, steady if steady.size else rows
+    num_steps, seconds = np.zeros(len(ranks), np.int64), np.zeros(len(ranks))
+    wait, longest = np.zeros((2, len(ranks), len(history.stages)))
+    longest_step = np.full(wait.shape, -1, np.int64)
+    for row, rank in enumerate(history.ranks[each] for each in ranks.tolist()):
+        steady = np.flatnonzero(np.diff(rank.start, prepend=-1) <= 0)
+        keep = steady if steady.size else np.arange(rank.step.size)
+        num_steps[row], waited, took = keep.size, rank.wait[keep], seconds_of(rank)[keep]
+        seconds[row] = np.where(np.isnan(took), waited.sum(axis=1), took).sum()
+        if waited.size:
+            wait[row], longest[row] = waited.sum(axis=0), waited.max(axis=0)
+            longest_step[row] = rank.step[keep][waited.argmax(axis=0)]
+    return Waits(ranks, history.stages, num_steps, seconds, wait, longest, longest_step)
 
 
 def worst_of(waits: Waits) -> Worst | None:
@@ -130,23 +113,19 @@ def worst_of(waits: Waits) -> Worst | None:
     per_step = waits.per_step
     if not per_step.size or per_step.max() <= 0:
         return None
-    follows = _follows(waits)
     row, stage = _cause(waits, per_step)
-    by_cause = not follows[stage]
-    here, column = float(per_step[row, stage]), per_step[:, stage]
-    median = float(np.median(column))
+    here, median = float(per_step[row, stage]), float(np.median(per_step[:, stage]))
     seconds = float(waits.seconds[row])
     share = min(float(waits.wait[row, stage]) / seconds, 1.0) if seconds > 0 else 0.0
-    apart = len(column) > 1 and here > _APART * median and share > _NOTHING
-    others = float(np.median(np.where(follows, per_step, 0.0).sum(axis=1)))
+    others = float(np.median(per_step[:, _follows(waits)].sum(axis=1)))
     return Worst(
         rank=int(waits.ranks[row]),
         stage=waits.stages[stage],
-        per_step=here,
-        median=median,
+        wait_s=here,
+        median_wait_s=median,
         share=share,
-        apart=apart,
-        others_follow=bool(by_cause and others > max(median, here / 4)),
+        stands_out=len(waits.ranks) > 1 and here > _APART * median and share > _NOTHING,
+        others_follow=waits.stages[stage] not in FOLLOWS and others > max(median, here / 4),
     )
 
 
@@ -194,11 +173,12 @@ def sentence(waits: Waits) -> str:
         return "The loader kept nobody waiting."
     single = longest_of(waits)
     longest = "" if single is None else f"The longest single wait was {duration(single.wait_s)}: {single}."
-    here, median = duration(worst.per_step), duration(worst.median)
-    share, what = _percent(worst.share), _waits_for(worst.stage)
+    here, median = duration(worst.wait_s), duration(worst.median_wait_s)
+    share = f"{worst.share:.0%}" if worst.share >= 0.01 else f"{worst.share:.1%}"
+    what = "outside every stage" if worst.stage == "other" else f"for {worst.stage}"
     if worst.share < _NOTHING:
         return f"The loader hardly kept anybody waiting: {waits.share:.2%} of the ranks' time. {longest}"
-    if worst.apart:
+    if worst.stands_out:
         follow = " The ranks that it serves wait with it." if worst.others_follow else ""
         return (
             f"Look at rank {worst.rank}: it waits {here} a step {what}, {share} of its time; the median rank "
@@ -210,11 +190,3 @@ def sentence(waits: Waits) -> str:
         f"No rank stands out: the median rank waits {median} a step {what}, the worst, rank {worst.rank}, "
         f"{here} ({share} of its time)."
     )
-
-
-def _waits_for(stage: str) -> str:
-    return "outside every stage" if stage == "other" else f"for {stage}"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
