@@ -11,7 +11,7 @@ from meshfeed.metrics.clock import STAGES
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 
 if TYPE_CHECKING:
-    from opentelemetry.metrics import Meter, MeterProvider
+    from opentelemetry.metrics import MeterProvider
 
 _SECONDS = tuple(10.0**power * digit for power in range(-4, 3) for digit in (1, 2, 5))
 _COUNTERS = {
@@ -49,25 +49,8 @@ class Telemetry(Sink):
             raise MetricsError(
                 f"Telemetry needs opentelemetry ({missing}): {install('telemetry')}"
             ) from missing
-        provider = meter_provider or metrics.get_meter_provider()
-        self._instruments = _Instruments(provider.get_meter("meshfeed"))
-        self._start: RunStart | None = None
+        meter = (meter_provider or metrics.get_meter_provider()).get_meter("meshfeed")
 
-    def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
-        records: list[StepRecord] = []
-        for entry in entries:
-            if isinstance(entry, RunStart):
-                self._start = entry
-            else:
-                records.append(entry)
-        if records and self._start is not None:
-            self._instruments.add(records, self._start)
-
-
-class _Instruments:
-    """One instrument for each metric."""
-
-    def __init__(self, meter: Meter) -> None:
         def seconds(name: str, what: str) -> Callable[..., None]:
             made = meter.create_histogram(name, "s", what, explicit_bucket_boundaries_advisory=_SECONDS)
             return made.record
@@ -80,9 +63,15 @@ class _Instruments:
         self._tokens = meter.create_counter("meshfeed.tokens", "{token}", "tokens handed out").add
         self._share = meter.create_gauge("meshfeed.source.share", "", "part of all draws, by source").set
         self._asked = meter.create_gauge("meshfeed.source.asked", "", "part that is asked, by source").set
+        self._start: RunStart | None = None
 
-    def add(self, records: Sequence[StepRecord], start: RunStart) -> None:
-        """Record some steps of a rank: their seconds one by one, their counts at once, gauges of the last."""
+    def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
+        """Seconds are recorded one by one, counts at once, gauges of the last step."""
+        start = next((entry for entry in reversed(entries) if isinstance(entry, RunStart)), self._start)
+        records = [entry for entry in entries if isinstance(entry, StepRecord)]
+        self._start = start
+        if start is None or not records:
+            return
         who, last = {"rank": start.rank, "dp": start.coord["dp"]}, records[-1].stats
         of_stage = {stage: who | {"stage": stage} for stage in STAGES}
         for stats in (record.stats for record in records):
