@@ -23,7 +23,8 @@ from meshfeed.cli import demo, main
 sys.path.insert(0, str(demo._examples()))
 import demo.remote, demo.story
 demo.remote.STEPS = {"local": 3, "remote": 12, "broadcast": 12}
-demo.story.PACKED_STEPS = 3
+demo.remote._OPTIONS |= {"sequences": 8, "micro-batch-size": 4}
+demo.story.PACKED_SIZES |= {"capacity": 512, "window": 256, "steps": 3}
 sys.exit(main.main())
 """
 

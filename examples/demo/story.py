@@ -22,7 +22,7 @@ from meshfeed.layout import Layout
 
 TOLERANCE = 1e-6
 PACKED = ("in_order", "balanced")
-PACKED_STEPS = 5
+PACKED_SIZES = {"capacity": 1024, "window": 512, "sequences": 16, "steps": 5}
 _MOST_RANKS = 16
 
 
@@ -71,9 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _train_packed(trainer: Trainer) -> None:
     """The same text as whole documents: in stream order, and balanced; a process for each of two cores."""
-    sizes = {"capacity": 1024, "window": 512, "sequences": 16, "steps": PACKED_STEPS}
     for policy in PACKED:
-        options = {**sizes, "packing": policy, "checkpoint-every": PACKED_STEPS + 1}
+        options = {**PACKED_SIZES, "packing": policy, "checkpoint-every": 1000}
         trainer.train(policy, "dp2", f"2 processes, packed {policy}", options=options)
 
 
