@@ -13,7 +13,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from soak import SOAK
+from soak import SOAK, left_out
 
 # Each connection to a TCPStore looks up the name of its peer, which takes 5 s where a resolver drops queries.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -29,6 +29,16 @@ settings.register_profile("soak", settings.get_profile("ci"), derandomize=False)
 settings.load_profile("soak" if SOAK else "ci")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "only_soak: see soak.py")
+    config.addinivalue_line("markers", "some(most): see soak.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    whole = any("::" in argument for argument in config.args)  # who names a test gets all of it
+    if not SOAK and not whole and (out := left_out(items)):
+        config.hook.pytest_deselected(items=out)
+        left = {id(item) for item in out}
+        items[:] = [item for item in items if id(item) not in left]
     order = {name: at for at, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONGEST)))

@@ -15,7 +15,7 @@ import meshfeed as mf
 from corpus import write_corpus
 from meshfeed.feed.ahead import MOST_STEPS
 from meshfeed.store import StreamStore
-from soak import cases
+from soak import cases, some
 
 LENGTH, SEQUENCES = 64, 16
 STEP_BYTES = SEQUENCES * (LENGTH + 1) * 2
@@ -109,6 +109,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@some(3)
 @pytest.mark.parametrize(("far", "prefetch"), [(True, 3), (False, 0), (True, 0), (False, 3)][: cases(2, 4)])
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_read_was_announced_once(path: Path, case: str, far: bool, prefetch: int) -> None:
@@ -125,6 +126,7 @@ def test_what_is_read_was_announced_once(path: Path, case: str, far: bool, prefe
     assert needed == read > 0
 
 
+@some(4)
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 16])
 @pytest.mark.parametrize("steps", [0, 1, 3.5, 20])
 def test_the_budget_is_filled_and_kept(path: Path, steps: float, micro_batch_size: int) -> None:

@@ -16,6 +16,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from observe import simulated, take
+from soak import some
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,7 @@ def resume(rank: int, path: str, layout: str, delivery: str, steps: list[int]) -
     return told
 
 
+@some(1)
 @pytest.mark.parametrize("delivery", ["direct", "broadcast", "share"])
 def test_ranks_that_saved_different_steps_do_not_go_on(corpus: str, delivery: str) -> None:
     for layout in ("dp2-tp2", "tp2-dp2"):

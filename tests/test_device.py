@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from meshfeed.feed.device import OnHost
+from soak import some
 
 
+@some(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_memory_that_is_held_is_never_given_out(seed: int) -> None:
     rng, host = random.Random(seed), OnHost()

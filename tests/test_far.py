@@ -13,7 +13,7 @@ from corpus import write_corpus
 from observe import simulated, take
 from services.needs import needs
 from services.nginx import Nginx
-from soak import cases
+from soak import cases, only_soak, some
 
 LENGTH, SEQUENCES = 256, 32
 NUM_TOKENS = LENGTH * SEQUENCES * 128 + 1  # 2 MB
@@ -59,6 +59,7 @@ def one_epoch(
     return seen, fetched
 
 
+@some(1)
 @pytest.mark.parametrize("layout", ["tp2-cp2-pp2", "tp2-dp2", "tp1", "tp2", "tp2-cp2"][: cases(2, 5)])
 def test_share_fetches_every_byte_once(corpus: Path, layout: str, tmp_path: Path) -> None:
     needs("nginx")
@@ -76,6 +77,7 @@ def test_share_fetches_every_byte_once(corpus: Path, layout: str, tmp_path: Path
     assert 0.97 * corpus.with_suffix(".bin").stat().st_size <= told <= fetched
 
 
+@only_soak
 def test_every_rank_for_itself_multiplies_the_traffic(corpus: Path, tmp_path: Path) -> None:
     needs("nginx")
     with Nginx(corpus.parent) as server:

@@ -20,7 +20,7 @@ from observe import simulated, take
 from services.faults import EXPIRED, FORBIDDEN, NOTHING, OTHER_REGION, Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx
-from soak import SOAK
+from soak import SOAK, some
 
 LAYOUT = "tp2-dp2"
 STEPS = 12
@@ -78,6 +78,7 @@ SURVIVED = {
 }
 
 
+@some(2)
 @pytest.mark.parametrize(
     ("name", "store"),
     [
@@ -115,6 +116,7 @@ FLIPPED = {
 }
 
 
+@some(2)
 @pytest.mark.parametrize("name", FLIPPED)
 def test_a_flipped_bit_is_fetched_again(folder: Path, tmp_path: Path, name: str) -> None:
     needs("nginx")
@@ -157,6 +159,7 @@ FATAL = {
 }
 
 
+@some(2)
 @pytest.mark.parametrize("name", FATAL)
 def test_what_is_not_survived_ends_every_rank_with_the_reason(
     folder: Path, tmp_path: Path, name: str
@@ -166,6 +169,7 @@ def test_what_is_not_survived_ends_every_rank_with_the_reason(
     ends(folder, tmp_path, "corpus", later(fault, "corpus.bin", 14), kind, says)
 
 
+@some(1)
 @pytest.mark.parametrize(
     ("store", "marker", "after"), [("mds", "shard.00003", 1), ("summed", "summed.bin", 14)]
 )

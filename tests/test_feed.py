@@ -19,7 +19,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from observe import seen_microbatch, seen_step, simulated, take
-from soak import SOAK
+from soak import SOAK, some
 
 before: set[threading.Thread] = set()
 WAYS = [
@@ -488,6 +488,7 @@ def pipeline(rank: int, path: str, delivery: str) -> list[Any]:
     return wrong
 
 
+@some(1)
 @pytest.mark.parametrize("delivery", ["direct", "broadcast", "share"])
 def test_virtual_stages_of_a_pipeline(corpus: str, delivery: str) -> None:
     assert world.run(pipeline, 4, corpus, delivery) == [[]] * 4
@@ -555,6 +556,7 @@ def one_raises(rank: int, path: str, delivery: str, prefetch: int, at_fault: int
     return *told, spent
 
 
+@some(2)
 @pytest.mark.parametrize(("delivery", "prefetch"), SOME_WAYS)
 @pytest.mark.parametrize("at_fault", [0, 1])
 def test_an_exception_on_one_rank_hangs_nobody(

@@ -26,7 +26,7 @@ import world
 from meshfeed.order import draws_of_step
 from meshfeed.store import IndexedWriter
 from observe import assembled
-from soak import SEED, cases
+from soak import SEED, cases, some
 
 STEPS = 16
 SIZES = (23, 40, 11)
@@ -197,6 +197,7 @@ def live(rank: int, folder: Path, life: Life, run: int, out: Path) -> None:
                 return
 
 
+@some(1)
 @pytest.mark.parametrize("seed", range(cases(2, 100)))
 def test_lives_on_real_processes(folder: Path, tmp_path: Path, seed: int) -> None:
     """Jobs that really died, as in test_resume."""

@@ -16,7 +16,7 @@ from meshfeed.feed.stepping import Stepping
 from meshfeed.order import draws_of_step, lanes_of_step, num_steps
 from meshfeed.plan import plan_fixed
 from meshfeed.testing import assert_elastic, assert_resumable
-from soak import cases
+from soak import cases, some
 
 
 def windows_of(shuffle: Any, *, size: int, sequences: int, **options: Any) -> mf.Recipe:
@@ -42,6 +42,7 @@ def shards_per_node(recipe: mf.Recipe, layout: mf.Layout, nodes: int, shard: int
     return len(met) / len({(epoch, shard) for epoch, shard, _ in met})
 
 
+@some(1)
 @pytest.mark.parametrize(
     ("layout", "nodes", "lanes", "sequences", "rows"),
     [
@@ -110,6 +111,7 @@ def test_the_deal_leaves_every_rank_as_many_rows() -> None:
             assert one.max(initial=-1) <= other.min(initial=9)
 
 
+@some(1)
 @pytest.mark.parametrize("rule", ["windows", "documents"])
 def test_global_batches_are_those_of_one_process(tmp_path: Path, rule: str) -> None:
     write_corpus(tmp_path / "c", num_tokens=12_000)

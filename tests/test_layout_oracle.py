@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
 import meshfeed as mf
-from soak import cases
+from soak import cases, some
 
 DIMS = ("tp", "cp", "ep", "dp", "pp")
 TOKENS = ("tp", "cp", "dp", "pp", "tp-cp", "dp-cp", "tp-pp", "tp-dp", "tp-dp-cp", "cp-pp", "tp-cp-dp-pp")
@@ -40,6 +40,7 @@ def test_every_order_is_there() -> None:
     assert sum(order.count("-") == 4 for order in EVERY_ORDER) == 120
 
 
+@some(5)
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "x".join(map(str, sizes)))
 def test_groups_equal_megatrons(sizes: tuple[int, int, int, int]) -> None:
     """All permutations of all five dimensions, and of any that leave out dimensions of size 1."""

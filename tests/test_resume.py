@@ -18,6 +18,7 @@ import world
 from corpus import recipe_of, write_corpus
 from meshfeed.order import draws_of_step
 from observe import digest
+from soak import some
 
 STEPS = 14
 LAYOUTS = (
@@ -111,6 +112,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@some(4)
 @pytest.mark.parametrize(("old", "new", "kill_at", "was", "now", "mbs_was", "mbs_now"), cases())
 def test_killed_and_resumed_under_another_layout(
     corpus: str,

@@ -14,7 +14,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 
 import meshfeed as mf
 from meshfeed.roles import assign_roles, choose_delivery
-from soak import cases
+from soak import cases, only_soak
 
 FIELDS = (
     mf.Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
@@ -431,6 +431,7 @@ def test_auto_chooses_by_what_crosses_nodes() -> None:
     assert chosen("tp4-pp2", 4, False, {0}) == "broadcast"
 
 
+@only_soak
 @settings(max_examples=cases(200), deadline=None)
 @given(jobs(), st.booleans(), st.data())
 def test_auto_is_its_rules(case: tuple[mf.Layout, mf.StageMap], can_share: bool, data: st.DataObject) -> None:

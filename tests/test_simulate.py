@@ -15,6 +15,7 @@ import torch
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
 from meshfeed.feed import stepping
+from soak import only_soak
 
 LAYOUTS = (
     "dp1", "dp2", "dp3", "dp5", "tp2-dp2", "tp4-pp2", "cp2-dp2", "cp4-dp2-pp2", "dp2-cp2-tp2", "pp2-dp4",
@@ -244,6 +245,7 @@ def ledger(
     return lines
 
 
+@only_soak
 def test_two_hundred_kills_and_resumes_under_other_layouts(corpus: Path) -> None:
     recipe = recipe_of(corpus, length=32, sequences=12)
     steps = 60

@@ -21,7 +21,7 @@ import meshfeed as mf
 import world
 from meshfeed.cli.main import main
 from meshfeed.store import IndexedWriter
-from soak import cases
+from soak import cases, some
 
 PLACES = 1 << 10  # a token is (document * PLACES + place) * 2 + source
 SOURCES = {"code": 700, "docs": 500}
@@ -99,8 +99,8 @@ def ledger_of(tokens: Iterable[tuple[int, int, torch.Tensor]]) -> Held:
     caller's mask."""
     held: Held = defaultdict(lambda: defaultdict(set))
     names = list(SOURCES)
-    for step, rank, some in tokens:
-        for token in some.ravel().tolist():
+    for step, rank, held_tokens in tokens:
+        for token in held_tokens.ravel().tolist():
             held[names[token % 2], token // 2 // PLACES][step, rank].add(token // 2 % PLACES)
     return held
 
@@ -149,6 +149,7 @@ def stages_of(layout: mf.Layout, rank: int) -> set[int]:
     return set(layout.group_of(rank, "pp").tolist())
 
 
+@some(2)
 @pytest.mark.parametrize("name", CASES)
 def test_where_documents_went_is_where_ranks_held_them(
     folder: Path, capsys: pytest.CaptureFixture[str], name: str
@@ -209,6 +210,7 @@ def fed(rank: int, folder: Path, case: Case, steps: int) -> list[tuple[int, int,
     return seen
 
 
+@some(1)
 @pytest.mark.parametrize("name", ["windows cp2", "documents dynamic"])
 def test_real_ranks_keep_the_same_ledger(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     case, steps = CASES[name], 6

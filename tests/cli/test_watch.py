@@ -38,7 +38,7 @@ from meshfeed.metrics import (
     StepRecord,
     StepStats,
 )
-from soak import cases
+from soak import cases, some
 
 STAGES = ("plan", "read", "deliver")
 NOW = 1000.0
@@ -315,6 +315,7 @@ def test_once_tells_scripts_whether_all_is_well(tmp_path: Path, capsys: pytest.C
     assert "no run log: not a folder with rank-000000.jsonl" in capsys.readouterr().err
 
 
+@some(1)
 @pytest.mark.parametrize("on_terminal", [True, False])
 def test_an_interrupt_ends_it_and_leaves_the_last_picture(tmp_path: Path, on_terminal: bool) -> None:
     """It begins before the run, takes up what comes, and ends at Ctrl-C with a status of 0."""

@@ -1,10 +1,14 @@
-"""One rank of the job of test_nodes: `python node_job.py RANK FOLDER ADDRESS`; prints what it saw as JSON."""
+"""The ranks of one node of the job of test_nodes: `python node_job.py NODE FOLDER ADDRESS`.
+
+Each is a fork of one process that has imported torch, and writes what it saw into FOLDER/RANK.json.
+"""
 
 from __future__ import annotations
 
 import faulthandler
 import itertools
 import json
+import multiprocessing
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -78,11 +82,24 @@ def main(rank: int, folder: Path, address: str) -> dict[str, Any]:
     return told
 
 
+def tell(rank: int, folder: Path, address: str) -> None:
+    faulthandler.dump_traceback_later(60)  # where it hangs, if it does
+    (folder / f"{rank}.json").write_text(json.dumps(main(rank, folder, address)))
+
+
 def _together(store: Any, name: str, rank: int) -> None:
     store.set(f"{name} {rank}", "1")
     store.wait([f"{name} {r}" for r in range(LAYOUT.world_size)])
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(60)  # where it hangs, if it does
-    print(json.dumps(main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])))
+    at, disk = int(sys.argv[1]), Path(sys.argv[2])
+    ranks = [
+        multiprocessing.Process(target=tell, args=(at * PER_NODE + n, disk, sys.argv[3]))
+        for n in range(PER_NODE)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in ranks))

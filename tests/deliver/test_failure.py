@@ -26,7 +26,7 @@ from corpus import recipe_of, write_corpus
 from meshfeed.deliver import ErrorRecord
 from meshfeed.exchange.steps import gather_reports
 from observe import take
-from soak import cases
+from soak import cases, some
 
 AT = 3  # the step that cannot be read
 KINDS = [mf.MissingError, mf.ChecksumError, mf.UnavailableError, ValueError]
@@ -94,6 +94,7 @@ def one_storage_fails(rank: int, path: str, kind: int) -> list[Any]:
     return told
 
 
+@some(2)
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_every_rank_ends_with_the_readers_error_at_the_step_that_it_spoils(corpus: str, kind: int) -> None:
     told = world.run(one_storage_fails, 4, corpus, kind)

@@ -27,6 +27,7 @@ from meshfeed.deliver.failure import Failures
 from meshfeed.deliver.meeting import Meeting, _what_differs, ranks_in_words, ranks_of_words
 from meshfeed.deliver.store_client import StoreClient
 from observe import simulated, take
+from soak import some
 
 LONG = timedelta(seconds=60)
 
@@ -63,6 +64,7 @@ def absent(rank: int, path: str, missing: int, options: dict[str, Any]) -> Any:
     return told
 
 
+@some(2)
 @pytest.mark.parametrize(
     "options",
     [{"delivery": "share"}, {"delivery": "broadcast"}, {"delivery": "direct", "verify": True}],
@@ -161,6 +163,7 @@ def cut_file(rank: int, path: str, delivery: str, layout: str, prefetch: int) ->
         return type(error).__name__, str(error)
 
 
+@some(3)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("layout", ["tp4", "tp2-pp2"])
 @pytest.mark.parametrize("delivery", ["direct", "share", "broadcast"])

@@ -30,15 +30,17 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "OMP_NUM_THREADS": "1",
     }
     with nodes(2) as made:
-        ranks = []
-        for rank in range(LAYOUT.world_size):
-            at = rank // PER_NODE
-            command = [sys.executable, str(here / "node_job.py"), str(rank), str(disks[at]), made[0].address]
-            ranks.append(made[at].start(command, environment))
-        outputs = [process.communicate(timeout=200) for process in ranks]
-    failed = {rank: outputs[rank][1] for rank, process in enumerate(ranks) if process.returncode}
-    assert not failed, "\n".join(f"rank {rank}: {errors}" for rank, errors in failed.items())
-    told = [json.loads(output) for output, _ in outputs]
+        running = []
+        for at, node in enumerate(made):
+            command = [sys.executable, str(here / "node_job.py"), str(at), str(disks[at]), made[0].address]
+            running.append(node.start(command, environment))
+        outputs = [process.communicate(timeout=200) for process in running]
+    failed = {at: outputs[at][1] for at, process in enumerate(running) if process.returncode}
+    assert not failed, "\n".join(f"node {at}: {errors}" for at, errors in failed.items())
+    told = [
+        json.loads((disks[rank // PER_NODE] / f"{rank}.json").read_text())
+        for rank in range(LAYOUT.world_size)
+    ]
     told.append({"expected": json.dumps([s["microbatches"] for s in _expected(disks[0])])})
     return told
 

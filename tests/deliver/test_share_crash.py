@@ -20,7 +20,7 @@ import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver import share
 from observe import simulated, take
-from soak import cases
+from soak import cases, only_soak, some
 
 PROMPTLY_S = 15.0  # on a busy machine too; no timeout in these tests is as short
 LONG = timedelta(seconds=30)
@@ -91,6 +91,7 @@ def kill_one(
     assert not any(process.is_alive() for process in jobs.processes)
 
 
+@some(2)
 @pytest.mark.parametrize("turn", range(cases(6, 60)))
 def test_a_killed_rank_ends_the_others_at_once_and_leaves_nothing(
     corpus: str, tmp_path: Path, turn: int
@@ -99,6 +100,7 @@ def test_a_killed_rank_ends_the_others_at_once_and_leaves_nothing(
     kill_one(corpus, tmp_path / "store", victim, call_at=turn % 5, prefetch=(0, 1, 4)[turn % 3])
 
 
+@some(2)
 @pytest.mark.parametrize("turn", range(cases(6, 60)))
 def test_a_killed_rank_ends_a_tree(corpus: str, tmp_path: Path, turn: int) -> None:
     """The reader, a leader elsewhere, a peer of either: on three nodes of two."""
@@ -148,6 +150,7 @@ def finite(rank: int, path: str, where: str, steps: int) -> Any:
     return take(feed, steps)
 
 
+@only_soak
 def test_two_jobs_side_by_side_do_not_see_each_other(corpus: str, tmp_path: Path) -> None:
     doomed = world.start(
         endless, 2, corpus, "tp2", "share", str(tmp_path / "one"), 3, 2, distributed=False
@@ -192,6 +195,7 @@ LAYOUT_OF = {
 }
 
 
+@some(2)
 @pytest.mark.parametrize("starts", ["fork", "program"])
 @pytest.mark.parametrize("delivery", ["share", "broadcast", "tree"])
 def test_a_child_of_the_reader_does_not_keep_it_alive(
@@ -249,6 +253,7 @@ def test_a_rank_that_dies_between_meeting_and_connecting(corpus: str, tmp_path: 
     assert delivery == "tree" or "1" in outcomes[0].result  # in a tree, the others may tire first
 
 
+@some(2)
 @pytest.mark.parametrize("victim", range(4))
 def test_a_killed_rank_ends_a_broadcast_and_is_named(corpus: str, tmp_path: Path, victim: int) -> None:
     kill_one(corpus, tmp_path / "store", victim, call_at=3, prefetch=2, delivery="broadcast")

@@ -17,6 +17,7 @@ import meshfeed as mf
 import world
 from corpus import flip_in_build, recipe_of, write_corpus
 from meshfeed.deliver.verify import Digester, suspects_of
+from soak import some
 
 STEP = 3
 
@@ -55,6 +56,7 @@ def flipping(rank: int, path: str, victim: int, layout: str, once: bool) -> list
     return told
 
 
+@some(2)
 @pytest.mark.parametrize(
     ("layout", "victim", "once"),
     [

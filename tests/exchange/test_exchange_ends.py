@@ -14,6 +14,7 @@ from giving import item_of, plain
 
 import meshfeed as mf
 import world
+from soak import some
 
 PACKING = mf.Packing(capacity=64)
 LAYOUTS = (mf.Layout(dp=4), mf.Layout(tp=2, dp=2), mf.Layout(cp=2, dp=2), mf.Layout(dp=2, pp=2))
@@ -115,6 +116,7 @@ def resumed(rank: int, layout: mf.Layout, prefetch: int) -> list[Any]:
     return [parts == straight, rest == straight[3:], state["step"], state["iterator"]]
 
 
+@some(3)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_state_goes_on_where_it_was_taken(layout: mf.Layout, prefetch: int) -> None:
@@ -236,6 +238,7 @@ def all_failing(rank: int, layout: mf.Layout, owned: bool, prefetch: int) -> dic
     return {what: failing(rank, layout, what, owned, prefetch) for what in BAD}
 
 
+@some(2)
 @pytest.mark.parametrize(
     ("layout", "owned", "prefetch"),
     [

@@ -28,7 +28,7 @@ from meshfeed.files.blocks import SUM_BYTES
 from meshfeed.files.cached import CachedFile
 from services.needs import needs, needs_root, small_disk
 from services.nginx import Nginx
-from soak import cases
+from soak import cases, only_soak
 
 SIZE = 3_000_001
 BLOCK = 1 << 16
@@ -157,6 +157,7 @@ def test_processes_fetch_each_block_once(server: Nginx, tmp_path: Path) -> None:
     assert server.fetched_bytes() - before == SIZE
 
 
+@only_soak
 def test_evictions_under_readers(server: Nginx, tmp_path: Path) -> None:
     """A cache far smaller than what is read: blocks come and go all the time, and every byte is right."""
     limit = 20 * BLOCK
@@ -335,7 +336,7 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
 
     readers = [started(seed) for seed in range(3)]
     try:
-        while kills < cases(8, 100):
+        while kills < cases(4, 100):
             at = rng.randrange(3)
             if rng.random() < 0.6:
                 pid = still_reads(readers[at], 1)

@@ -15,6 +15,7 @@ import torch
 import loops
 import meshfeed as mf
 from meshfeed.integrations import lightning as fed
+from soak import some
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +172,7 @@ def saving(tmp_path: Path) -> Any:
     return Save()
 
 
+@some(1)
 @pytest.mark.parametrize("steps_per_epoch", [None, 1, 2])
 def test_a_checkpoint_from_within_a_step_goes_on_at_its_beginning(
     corpus: str, tmp_path: Path, steps_per_epoch: int | None

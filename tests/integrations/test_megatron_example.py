@@ -11,6 +11,7 @@ import pytest
 from megatron_world import example, run
 
 from meshfeed.store import IndexedWriter
+from soak import only_soak
 
 SMALL = ["--window", "32", "--sequences", "16", "--vocab", "64"]
 
@@ -43,6 +44,7 @@ WAYS = {
 }
 
 
+@only_soak
 def test_the_example_learns_and_resumes(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus")
     runs: list[tuple[str, list[str]]] = []

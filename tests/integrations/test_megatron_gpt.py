@@ -22,6 +22,7 @@ from meshfeed.errors import RecipeError, StoreError
 from meshfeed.integrations.megatron.gpt_order import passes_of
 from meshfeed.order import draws_between, num_positions
 from meshfeed.store import IndexedWriter
+from soak import some
 
 EOD = 7
 SEED = 1234
@@ -110,6 +111,7 @@ def assert_equal(dataset, recipe, attention=False):
 # -- one source -----------------------------------------------------------------------------------------
 
 
+@some(6)
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize(
     "length, samples", [(32, None), (32, 20), (32, 300), (64, 90), (64, 110), (64, 130), (50, 1), (1, 40)]
@@ -144,6 +146,7 @@ def test_splits_are_theirs(corpora, split):
         assert assert_equal(dataset, recipe) == samples
 
 
+@some(3)
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("options", [WHOLE, {"eod_mask_loss": True}, {"reset_position_ids": True}])
 def test_masks_and_positions_are_theirs(corpora, which, options):
@@ -178,6 +181,7 @@ def test_a_tokenizer_that_pads_with_its_end_masks_no_more(corpora):
     assert assert_equal(built[0], ours([corpora[0]], None, length=16, samples=60)) == 60
 
 
+@some(2)
 @pytest.mark.parametrize("options", [{}, WHOLE])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_without_the_extra_token(corpora, which, options):
@@ -213,6 +217,7 @@ def test_valid_tokens_are_those_of_the_mask(corpora, options):
 # -- blends ---------------------------------------------------------------------------------------------
 
 
+@some(2)
 @pytest.mark.parametrize(
     "count, weights, samples",
     [
@@ -232,6 +237,7 @@ def test_weighted_blends_are_theirs(corpora, count, weights, samples):
     assert assert_equal(dataset, recipe, attention=True) == samples
 
 
+@some(2)
 @pytest.mark.parametrize("count, samples", [(2, None), (2, 70), (3, 10**6), (50, None), (50, 300)])
 def test_blends_by_size_are_theirs(corpora, count, samples):
     dataset, *_ = theirs(corpora[:count], None, length=24, sizes=[samples, None, None], split="1,0,0")

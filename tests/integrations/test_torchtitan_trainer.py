@@ -20,6 +20,7 @@ import torch
 import loops
 import meshfeed as mf
 import world
+from soak import only_soak
 
 STEPS = 6
 
@@ -149,6 +150,7 @@ def second(rank: int, corpus: str, out: Path) -> Any:
     return trained(rank, corpus, out), trained(rank, corpus, out.with_name("whole"))
 
 
+@only_soak
 def test_torchtitans_own_trainer_killed_and_resumed_trains_the_same(tmp_path: Path) -> None:
     corpus = loops.write(tmp_path / "text")
     killed = world.start(first, 2, corpus, tmp_path / "out").join()

@@ -18,6 +18,7 @@ import meshfeed as mf
 from meshfeed.integrations.loader import TrainLoader
 from meshfeed.integrations.transformers import FeedTrainer, causal_batch
 from meshfeed.store import IndexedWriter
+from soak import only_soak, some
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +220,7 @@ def documents(path: Path) -> mf.Recipe:
     return mf.Recipe(data=mf.open(path), sequence=mf.Documents(), batch=mf.Batch(sequences=12), epochs=1)
 
 
+@some(2)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("align", [1, 8])
 def test_sequences_of_a_pack_do_not_see_each_other(tmp_path: Path, attention: str, align: int) -> None:
@@ -260,6 +262,7 @@ def test_packs_are_trained_and_evaluated(tmp_path: Path) -> None:
         trainer(tmp_path, given, feed={"packing": mf.Packing(capacity=64)}).train()
 
 
+@only_soak
 def test_a_trainer_that_trains_twice_begins_twice(corpus: str, tmp_path: Path) -> None:
     run = trainer(tmp_path, recipe(corpus), save_strategy="no")
     run.train()

@@ -17,6 +17,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.metrics import StepStats
+from soak import some
 
 DELAY_S = 0.5
 DELAYED = (4, 7, 10)  # calls of the stage
@@ -67,6 +68,7 @@ def delayed(rank: int, path: str, delivery: str, log: str) -> Told:
     return [step.stats for step in steps], slept
 
 
+@some(1)
 @pytest.mark.parametrize("delivery", ["direct", "broadcast", "share"])
 def test_a_delay_shows_on_its_rank_and_in_its_stage(corpus: str, tmp_path: Path, delivery: str) -> None:
     told: list[Told] = world.run(delayed, 4, corpus, delivery, str(tmp_path / "run"))

@@ -9,7 +9,7 @@ from planning import check_packs, check_plan, least_objective
 from meshfeed.errors import PlanError
 from meshfeed.plan import Align, CostModel, Packing, account_of, cp_groups, plan_step
 from meshfeed.plan.groups import cp_sizes
-from soak import cases
+from soak import cases, some
 
 CALM = settings(
     max_examples=cases(60),
@@ -81,6 +81,7 @@ def test_many_ranks(ranks, n, kind, policy, seed):
     check_plan(plan_step(lengths, packing, dp=ranks), lengths, packing, dp=ranks, cp=1)
 
 
+@some(40)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ranks", range(1, 51))
 def test_every_small_rank_count(ranks, policy):

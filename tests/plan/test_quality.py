@@ -6,6 +6,7 @@ import pytest
 from least_microbatches import microbatch_bound
 from meshfeed.plan import Packing, account_of, plan_step
 from meshfeed.plan.policy import room_of
+from soak import some
 
 CAPACITY = 16_384
 
@@ -31,6 +32,7 @@ def efficiency(lengths, ranks, **choices):
     return account_of(plan, packing).efficiency, plan.num_microbatches
 
 
+@some(2)
 @pytest.mark.parametrize("ranks", [8, 12, 32, 100])
 def test_even_at_the_least_number_of_microbatches_and_more_so_at_two_more(ranks):
     least, more = [], []

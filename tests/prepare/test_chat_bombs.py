@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from meshfeed.errors import StoreError
 from meshfeed.prepare import confined
 from meshfeed.prepare.chat import ChatEncoder
+from soak import only_soak, some
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 SOUND = "{% for m in messages %}{{ m.role[0] + m.content }}{% endfor %}"
@@ -43,6 +44,7 @@ def made(folder: Path, template: str) -> ChatEncoder:
     return ChatEncoder(folder / "tokenizer.json", folder / "t.jinja")
 
 
+@some(2)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_that_takes_too_much_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.setattr(confined, "CPU_S", 1)
@@ -61,6 +63,7 @@ def test_a_template_that_takes_too_much_when_it_is_compiled(tmp_path):
         made(tmp_path, "{{ 'a' * 10**10 }}" + SOUND).encode([TALK])
 
 
+@only_soak
 def test_the_memory_of_the_run_itself_stays_small(tmp_path):
     made(tmp_path, BOMBS["multiplied"][0].replace("10**10", "9 * 10**8") + SOUND)
     text = (

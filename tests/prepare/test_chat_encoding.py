@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import meshfeed as mf
 from meshfeed.errors import StoreError
 from meshfeed.prepare.chat import ChatEncoder
-from soak import cases
+from soak import cases, some
 
 SPECIAL = ["<|begin|>", "<|end|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|eot|>"]
 TEXTS = [
@@ -316,6 +316,7 @@ def test_what_bears_loss_in_a_batch_is_what_the_assistant_says(
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 
 
+@some(8)
 @pytest.mark.parametrize(
     ("talk", "said"),
     [

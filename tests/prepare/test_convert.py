@@ -33,7 +33,7 @@ from meshfeed.prepare.convert import Conversion
 from meshfeed.testing import assert_store
 from services.needs import needs
 from services.nginx import Nginx
-from soak import cases
+from soak import cases, some
 
 DTYPES = ("uint8", "int8", "int16", "uint16", "int32", "int64")
 Documents = Sequence[Sequence[int]]
@@ -120,6 +120,7 @@ def test_mds_gives_the_pair_that_was_written_at_once(
     assert tokens_in(folder / "again" / "to") == documents
 
 
+@some(2)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_format_is_read_and_trained_on(tmp_path: Path, source: str) -> None:
     documents = [each for each in documents_of() if each or source != "mds"]

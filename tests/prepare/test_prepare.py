@@ -18,7 +18,7 @@ from meshfeed.prepare import Local, Text, prepare
 from meshfeed.store.checksums import compare
 from services.needs import needs
 from services.nginx import Nginx
-from soak import cases
+from soak import cases, some
 
 BYTES = Text(tokenizer="bytes")
 
@@ -90,6 +90,7 @@ def undisturbed(corpus, tmp_path_factory):
     return tree(out)
 
 
+@some(1)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_any_number_of_workers_makes_the_same_bytes(corpus, undisturbed, tmp_path, workers):
     prepare(

@@ -21,6 +21,7 @@ from meshfeed.formats.documents import Span
 from meshfeed.formats.jsonl import lines_of
 from meshfeed.prepare import Text, prepare
 from services.needs import missing_thing
+from soak import some
 
 BYTES = Text(tokenizer="bytes")
 
@@ -97,6 +98,7 @@ def measured(tmp_path_factory) -> dict[str, tuple[str, int]]:
     return {name: (error, mib) for name, error, mib in rows}
 
 
+@some(2)
 @pytest.mark.parametrize(
     ("name", "place"),
     [

@@ -8,7 +8,7 @@ from kills import run
 from texts import Here, jsonl, left_behind, texts, tree
 
 from meshfeed.prepare import Text, prepare
-from soak import SOAK, cases
+from soak import SOAK, cases, only_soak
 
 _STEPS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
 
@@ -36,6 +36,7 @@ def dies_at(step, work):
         os._exit(1)
 
 
+@only_soak
 def test_killed_before_any_step_it_goes_on_to_the_same_bytes(tmp_path):
     """Every creation, rename and removal of a file (in `make test` every third) of a run that replaces another."""
     some = texts(7)

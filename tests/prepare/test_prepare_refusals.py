@@ -15,6 +15,7 @@ from meshfeed.cli.main import main
 from meshfeed.errors import ChangedError, ChecksumError, PrepareError, StoreError
 from meshfeed.prepare import Local, Text, prepare
 from services.needs import small_disk
+from soak import some
 
 BYTES = Text(tokenizer="bytes")
 BAD = {
@@ -291,6 +292,7 @@ def full_disk(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@some(2)
 @pytest.mark.parametrize("engine", [Here(), Local(2)], ids=["here", "processes"])
 @pytest.mark.parametrize(("part_bytes", "where"), [(None, "parts/0"), (8000, "out/tokens.bin")])
 def test_a_full_disk_stops_it_cleanly_and_it_goes_on_with_space(tmp_path, part_bytes, where, engine):

@@ -25,6 +25,7 @@ from meshfeed.files.writer import Writer
 from meshfeed.prepare import Text, prepare
 from meshfeed.prepare.storage import step_of
 from services.faults import NOTHING, Fault
+from soak import some
 
 BYTES = Text(tokenizer="bytes")
 
@@ -63,6 +64,7 @@ def same(bucket, prefix, path):
     return bucket.objects(prefix) == tree(path)
 
 
+@some(1)
 def test_the_command_writes_what_a_disk_would_get(bucket, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
     path = jsonl(tmp_path / "a.jsonl", texts(300))
@@ -114,6 +116,7 @@ def whole_or_gone(there, *trees):
     return True
 
 
+@some(1)
 @pytest.mark.parametrize(("bucket", "writes"), [("s3", 4), ("azure", 1)], indirect=["bucket"])
 def test_killed_at_many_writes_it_goes_on_to_the_same_bytes(bucket, writes, tmp_path):
     """Each run gets so many writes further, and is killed with the next one on its way."""

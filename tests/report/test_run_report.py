@@ -27,6 +27,7 @@ from corpus import write_corpus
 from meshfeed.cli.main import main
 from meshfeed.report.history.page import page
 from services.needs import needs, program_path
+from soak import only_soak
 
 DELAY_S, DELAYED, SLOW = 0.5, (4, 7, 9), 2  # seconds; calls of read that are delayed, on this rank
 STEPS, LAYOUTS = 12, ("tp2-dp2", "dp4")  # of each start
@@ -188,6 +189,7 @@ def test_on_a_telephone_and_in_the_dark(made: Made, chromium: Any) -> None:
         assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(251, 250, 247)"
 
 
+@only_soak
 def test_a_long_run_of_many_ranks_stays_small_and_hides_nothing(tmp_path: Path, chromium: Any) -> None:
     """Of 200 ranks and 1,900 steps, one wait of two seconds."""
     spike = {(117, 1234): 2.0}

@@ -15,6 +15,7 @@ from meshfeed.errors import RecipeError
 from meshfeed.store import DatasetWriter, IndexedWriter
 from meshfeed.testing import assert_elastic, assert_resumable
 from observe import simulated, take
+from soak import some
 
 DTYPES = {"tokens": "i4", "loss_mask": "f4", "labels": "i8", "weight": "f8", "turn": "u1"}
 SETS = [
@@ -80,6 +81,7 @@ def ends_of(rule: Any, whole: dict[str, np.ndarray], place: np.ndarray) -> np.nd
     return whole["last"][place] | (into + 1 == (rule.max_len or 10**9))
 
 
+@some(12)
 @pytest.mark.parametrize("columns", SETS, ids="+".join)
 @pytest.mark.parametrize("name", RULES)
 def test_every_token_has_what_lies_at_its_place(tmp_path: Path, name: str, columns: tuple[str, ...]) -> None:

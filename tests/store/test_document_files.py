@@ -26,7 +26,7 @@ from meshfeed.formats import jsonl, parquet
 from meshfeed.store import IndexedWriter, open_store
 from services.needs import needs
 from services.nginx import Nginx
-from soak import cases
+from soak import cases, some
 
 LENGTHS = [0, 5, 0, 0, 130, 1, 40, 77, 0, 3, 250, 60, 2, 0, 88, 31, 9, 64, 5, 0]
 TEXTS = ["", "plain words", "ünïcödé ☃ 🎉", "", "a b c d", 'quote " and \\ and \n newline', "x" * 300]
@@ -296,6 +296,7 @@ def test_blocks_go_through_row_groups_a_few_at_a_time(
 # -- far away -------------------------------------------------------------------------------------------
 
 
+@some(1)
 @formats
 def test_over_http(tmp_path: Path, documents: list[list[int]], write: Writer) -> None:
     needs("nginx")

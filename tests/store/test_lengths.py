@@ -17,7 +17,7 @@ import world
 from meshfeed.formats import jsonl
 from meshfeed.store.index_cache import built_in_parts
 from meshfeed.store.stream import LengthsIndex, Multiples
-from soak import cases
+from soak import cases, only_soak
 
 NUM_DOCUMENTS, NUM_KILLS = 2_000, 10
 SPAN_BYTES = 1 << 10
@@ -93,6 +93,7 @@ def finished(where: Path) -> set[int]:
     }  # fmt: skip
 
 
+@only_soak
 def test_a_builder_that_is_killed_again_and_again(tmp_path: Path) -> None:
     documents = write(tmp_path / "c.jsonl")
     num_parts = -(-(tmp_path / "c.jsonl").stat().st_size // SPAN_BYTES)

@@ -27,7 +27,7 @@ from meshfeed.store import IndexedWriter
 from meshfeed.testing import assert_store
 from services.needs import needs
 from services.nginx import Nginx
-from soak import SOAK
+from soak import SOAK, some
 
 litdata = lit.imported()
 TokensLoader = litdata.TokensLoader
@@ -60,6 +60,7 @@ def opened(folder: Path | str, tmp_path: Path, **options: Any) -> LitdataStore:
 # -- against litdata ------------------------------------------------------------------------------------------
 
 
+@some(4)
 @pytest.mark.parametrize("options", [{}, WHOLE], ids=["plain", "zstd"])
 @pytest.mark.parametrize("dtype", TORCH)
 def test_what_is_written_for_tokens_loader(dtype: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -109,6 +110,7 @@ ITEMS = zip(
 OPTIONS = {"plain": {}, "zstd": WHOLE, "frames": FRAMES}
 
 
+@some(3)
 @pytest.mark.parametrize(
     ("item", "column", "options"),
     [
@@ -135,6 +137,7 @@ def test_items_equal_theirs(item: Any, column: str | None, options: dict[str, An
             assert np.array_equal(store.read(i, 0, made[i].size), leaf(theirs)), i
 
 
+@some(5)
 @pytest.mark.parametrize("shape", [(-1,), (1, -1)], ids=["no header", "header"])
 @pytest.mark.parametrize("dtype", NUMPY)
 def test_every_integer(dtype: str, shape: tuple[int, ...], tmp_path: Path) -> None:
@@ -215,6 +218,7 @@ def test_the_fingerprint_is_of_tokens(tmp_path: Path) -> None:
     assert one != opened(folder, tmp_path, column="a").fingerprint
 
 
+@some(1)
 @pytest.mark.parametrize("options", [{}, WHOLE, FRAMES], ids=["plain", "zstd", "frames"])
 def test_far_away(options: dict[str, Any], tmp_path: Path) -> None:
     needs("nginx")

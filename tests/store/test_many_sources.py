@@ -15,7 +15,7 @@ from raw_index import write_raw
 
 import meshfeed as mf
 from meshfeed.store import IndexedStore
-from soak import cases
+from soak import cases, only_soak
 
 NUM_SOURCES = cases(600, 3_000)
 NUM_TOKENS, LENGTH = 64, 16
@@ -47,6 +47,7 @@ def trained(folder: Path, limit: int | None) -> dict[str, object]:
     return {"digest": digest.hexdigest(), "steps": num_steps, "opens": opens}
 
 
+@only_soak
 def test_few_descriptors_for_many_sources(tmp_path: Path) -> None:
     for i in range(NUM_SOURCES):
         tokens = np.random.default_rng(i).integers(0, 60_000, NUM_TOKENS).astype("<u2")

@@ -23,6 +23,7 @@ import mosaic
 import quick
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.codec import check_hashes, decompress
+from soak import some
 
 
 def written(folder: Path, **options: Any) -> Path:
@@ -154,6 +155,7 @@ def packed(codec: str, data: bytes) -> bytes:
             return bytes(import_module("cramjam").snappy.compress_raw(data))
 
 
+@some(5)
 @pytest.mark.parametrize("codec", ["zstd", "gz", "bz2", "br", "snappy"])
 @pytest.mark.parametrize("size", [1, 1000, 1 << 21, 3_000_000])
 def test_codecs_are_bounded_and_notice_damage(codec: str, size: int) -> None:
@@ -202,6 +204,7 @@ def test_a_bomb_does_not_fill_the_memory(codec: str, tmp_path: Path) -> None:
     assert name == "StoreError" and int(grown_kib) < 32 << 10
 
 
+@some(1)
 @pytest.mark.parametrize("codec", ["gz", "bz2"])
 def test_members_lie_back_to_back(codec: str) -> None:
     data = np.random.default_rng(0).integers(0, 3, 3 << 20).astype(np.uint8).tobytes()

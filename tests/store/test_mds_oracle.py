@@ -17,7 +17,7 @@ import mosaic
 from meshfeed.errors import StoreError
 from meshfeed.formats.mds import MDSStore
 from meshfeed.testing import assert_store
-from soak import SOAK
+from soak import SOAK, some
 
 streaming = mosaic.imported()
 
@@ -58,6 +58,7 @@ def token_samples(rng: np.random.Generator, count: int = 300, most: int = 700) -
     ]
 
 
+@some(2)
 @pytest.mark.parametrize(
     ("compression", "hashes"),
     itertools.product(COMPRESSIONS, HASHES)
@@ -78,6 +79,7 @@ def test_token_documents(compression: str | None, hashes: list[str] | None, tmp_
     assert list(store.verify())[-1] == 1
 
 
+@some(5)
 @pytest.mark.parametrize(
     ("encoding", "made"),
     [

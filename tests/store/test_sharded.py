@@ -27,6 +27,7 @@ from meshfeed.testing import assert_store
 from services.faults import NOTHING, Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx
+from soak import some
 
 PATIENCE_S = 60
 COUNT = 400
@@ -56,6 +57,7 @@ URL = {"url": ("str", lambda i: "x" * (i % 7))}
 NUMBER = {"number": ("int", lambda i: i)}
 
 
+@some(3)
 @pytest.mark.parametrize(
     ("encoding", "lengths", "beside", "least", "most"),
     [
@@ -118,6 +120,7 @@ def kept_for(store: Any, cache: Path, other: Path) -> mf.Cache:
     return made
 
 
+@some(1)
 @pytest.mark.parametrize("kind", ["mds", "even", "litdata"])
 def test_announcing_waits_for_nothing(kind: str, tmp_path: Path) -> None:
     needs("nginx")

@@ -25,6 +25,7 @@ from meshfeed.testing import (
     assert_roles,
     difference,
 )
+from soak import some
 
 
 class Sound:
@@ -145,6 +146,7 @@ def test_a_sound_dataset_passes() -> None:
     assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
+@some(5)
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
