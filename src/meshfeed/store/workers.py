@@ -1,7 +1,7 @@
 """Worker processes that make the items of a user's dataset ahead.
 
-Each worker has a pipe of its own, so one that is killed in the middle of a message breaks only that pipe. A
-thread receives what workers have made and hands out what is next; whoever fetches waits for that thread.
+Each worker has a pipe of its own, so one that is killed in the middle of a message breaks only that pipe, and
+a thread of its own, which hands it what is next and receives what it made; whoever fetches waits for those.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import threading
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,6 @@ from meshfeed.order import EpochIndex
 
 Make = Callable[[EpochIndex], Any]
 
-_MOST_IN_HAND = 2  # items of one worker: the one that it makes, and the next
 _GRACE_S = 2.0  # for busy workers at the end
 
 
@@ -35,15 +35,6 @@ class Failure:
 
     worker: int
     text: str
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A worker process, this end of its pipe, and how many items it has in hand."""
-
-    process: Any
-    pipe: Connection
-    in_hand: int = 0
 
 
 class Workers:
@@ -69,8 +60,9 @@ class Workers:
         self._uses: Counter[EpochIndex] = Counter()  # how often each stands in `_order`
         self._now: frozenset[EpochIndex] = frozenset()  # asked for by the fetch under way
         self._made: dict[EpochIndex, Any] = {}
-        self._workers: list[_Worker] = []
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._processes: list[Any] = []
+        self._starting = threading.Lock()  # no worker inherits the end of a pipe that is another's
         self._closing = False
         self._dead = self._broken = ""
 
@@ -82,7 +74,7 @@ class Workers:
                 self._uses[at] += 1
                 if self._uses[at] == 1:
                     self._queue.append(at)
-            self._hand_out()
+            self._go_on()
 
     def fetch(self, places: Sequence[EpochIndex]) -> list[Any]:
         """What `make` gave for each place, or a Failure.
@@ -95,7 +87,7 @@ class Workers:
             for at in places:
                 if self._uses[at]:
                     self._advance(at)
-            self._hand_out()
+            self._go_on()
             for at in places:
                 self._await(at)
             items = [self._made[at] for at in places]
@@ -109,12 +101,13 @@ class Workers:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            self._bell.send(None)
-            thread.join(2 * _GRACE_S)
-            for end in (self._bell, self._news):
-                end.close()
+        deadline = time.monotonic() + _GRACE_S
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0))
+        for process in self._processes:
+            process.kill()  # by force those that are busy
+        for thread in self._threads:
+            thread.join()
 
     # -- who wants what; all under the lock -----------------------------------------------------------
 
@@ -157,41 +150,76 @@ class Workers:
             f"a worker, or raise timeout_s"
         )
 
-    def _hand_out(self) -> None:
-        """Give workers what is next, first to those with nothing in hand."""
-        if self._thread is None and not self._closing:
-            self._news, self._bell = multiprocessing.Pipe(duplex=False)
-            self._thread = threading.Thread(target=self._run, name="meshfeed-workers", daemon=True)
-            self._thread.start()
-        for most in range(1, _MOST_IN_HAND + 1):
-            for worker in self._workers:
-                while self._queue and worker.in_hand < most:
-                    at = self._queue.popleft()
-                    if self._wanted(at):
-                        worker.in_hand += 1
-                        with contextlib.suppress(OSError):  # it has died, which its process tells
-                            worker.pipe.send(at)
+    def _go_on(self) -> None:
+        """Have the threads look at the queue; the first time, start them."""
+        if not self._threads and not self._closing:
+            for number in range(self._count):
+                thread = threading.Thread(
+                    target=self._run, args=(number,), name="meshfeed-workers", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
+        self._changed.notify_all()
 
-    # -- the thread -----------------------------------------------------------------------------------
+    # -- the thread of a worker -----------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self, number: int) -> None:
         try:
-            self._start()
-            while not self._closing and not self._dead:
-                self._receive()
+            process, pipe = self._started(number)
+            with pipe:
+                try:
+                    self._serve(pipe)
+                    pipe.send(None)
+                except (EOFError, OSError):
+                    process.join(_GRACE_S)
+                    code = process.exitcode
+                    died = (
+                        f"was killed by signal {-code}"
+                        if code and code < 0
+                        else f"ended with exit code {code}"
+                    )
+                    with self._changed:
+                        self._dead = self._dead or f"worker {number} (process {process.pid}) {died}"
+                process.join(_GRACE_S)
+                process.kill()
+                process.join()
         except BaseException:  # told to whoever waits for an item
             self._broken = traceback.format_exc()
         with self._changed:
             self._changed.notify_all()
-            workers, self._workers = self._workers, []
-        _end(workers)
 
-    def _start(self) -> None:
+    def _serve(self, pipe: Connection) -> None:
+        """Hand over what is next until all is over. Raises EOFError or OSError where the worker has died."""
+        at = self._handed(pipe, wait=True)
+        while at is not None:
+            made = pipe.recv_bytes()
+            following = self._handed(pipe, wait=False)  # before this one is unpacked: the worker goes on
+            item = pickle.loads(made)
+            with self._changed:
+                if self._wanted(at):
+                    self._made[at] = item
+                self._changed.notify_all()
+            at = self._handed(pipe, wait=True) if following is None else following
+
+    def _handed(self, pipe: Connection, *, wait: bool) -> EpochIndex | None:
+        """What was handed to a worker; None where there is nothing, or all is over."""
+        with self._changed:
+            while not (self._closing or self._dead or self._broken):
+                while self._queue:
+                    at = self._queue.popleft()
+                    if self._wanted(at):
+                        pipe.send(at)
+                        return at
+                if not wait:
+                    break
+                self._changed.wait()
+        return None
+
+    def _started(self, number: int) -> tuple[Any, Connection]:
         context = multiprocessing.get_context()
-        for number in range(self._count):
+        with self._starting:
             mine, theirs = context.Pipe()
             process = cast(Any, context).Process(target=_work, args=(number, theirs, self._make), daemon=True)
-            worker = _Worker(process, mine)
             try:
                 process.start()
             except Exception as error:
@@ -204,54 +232,8 @@ class Workers:
                 ) from error
             finally:
                 theirs.close()  # of its writing end only the worker's is left, so that its death is noticed
-            with self._changed:
-                self._workers.append(worker)
-                self._hand_out()
-
-    def _receive(self) -> None:
-        """Wait for news: items, a death, or the end."""
-        ends = {worker.pipe: worker for worker in self._workers}
-        sentinels = [worker.process.sentinel for worker in self._workers]
-        ready = wait([self._news, *ends, *sentinels])
-        received = False
-        for pipe, worker in ends.items():
-            if pipe in ready:
-                with contextlib.suppress(EOFError, OSError):
-                    at, item = pipe.recv()
-                    received = True
-                    with self._changed:
-                        worker.in_hand -= 1
-                        if self._wanted(at):
-                            self._made[at] = item
-                        self._hand_out()
-                        self._changed.notify_all()
-        if received:
-            return  # a worker may have sent more before it died
-        for number, worker in enumerate(self._workers):
-            if worker.process.sentinel in ready or worker.pipe in ready:
-                worker.process.join(_GRACE_S)
-                code = worker.process.exitcode
-                how = f"was killed by signal {-code}" if code and code < 0 else f"ended with exit code {code}"
-                self._dead = f"worker {number} (process {worker.process.pid}) {how}"
-
-
-def _end(workers: Sequence[_Worker]) -> None:
-    """End workers: in peace those that are idle or soon ready, by force the others."""
-    for worker in workers:
-        with contextlib.suppress(OSError):
-            worker.pipe.send(None)
-    deadline, ends = time.monotonic() + _GRACE_S, [worker.pipe for worker in workers]
-    while ends and (ready := wait(ends, max(deadline - time.monotonic(), 0))):
-        for pipe in [end for end in ends if end in ready]:
-            try:
-                pipe.recv()  # it may wait for room to send what nobody wants any more
-            except (EOFError, OSError):
-                ends.remove(pipe)
-    for worker in workers:
-        if worker.pipe in ends:
-            worker.process.kill()
-        worker.process.join(_GRACE_S)
-        worker.pipe.close()
+            self._processes.append(process)
+            return process, mine
 
 
 def _work(number: int, pipe: Connection, make: Make) -> None:
@@ -266,4 +248,4 @@ def _work(number: int, pipe: Connection, make: Make) -> None:
                 item = make(at)
             except Exception:  # as text: its type might not travel
                 item = Failure(number, traceback.format_exc())
-            pipe.send((at, item))
+            pipe.send(item)
