@@ -57,9 +57,8 @@ def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...] | None = 
 
     tokens: what is marked; None for all that is not 0.
     """
-    key = key_of_parts(kind="marks", version=VERSION, content=store.fingerprint)
-    if tokens is not None:
-        key = key_of_parts(kind="marks", version=VERSION, content=store.fingerprint, tokens=str(tokens))
+    of_tokens = {} if tokens is None else {"tokens": str(tokens)}
+    key = key_of_parts(kind="marks", version=VERSION, content=store.fingerprint, **of_tokens)
     total = store.num_tokens
 
     def scan(span: range) -> Mapping[str, Array]:
