@@ -151,11 +151,11 @@ class ParquetStore(DocumentFiles):
             if held is None:
                 f, g = self._index["groups"][group].tolist()
                 held = self._held[group] = self._decoded(f, g)
-                room = MOST_HELD_BYTES - held.num_bytes
-                for other in [each for each in self._held if each != group][::-1]:
-                    room -= self._held[other].num_bytes
-                    if room < 0:
-                        del self._held[other]
+                while (
+                    len(self._held) > 1
+                    and sum(rows.num_bytes for rows in self._held.values()) > MOST_HELD_BYTES
+                ):
+                    self._held.popitem(last=False)
             self._held.move_to_end(group)
             return held
 
@@ -290,10 +290,6 @@ class RawStream(io.RawIOBase):
     def seekable(self) -> bool:
         """Yes."""
         return True
-
-    def tell(self) -> int:
-        """The byte that is read next."""
-        return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Read from there next."""

@@ -50,7 +50,8 @@ class Fast(Tokenizer):
         super().__init__(file)
         self._own = fast_tokenizer(file)
         self.vocab_size = 1 + max(self._own.get_vocab(with_added_tokens=True).values(), default=-1)
-        end = _configured(file, "eos_token")
+        end = file.settings.get("eos_token")
+        end = cast(dict[str, Any], end).get("content") if isinstance(end, dict) else end
         self.end = None if end is None else self.id_of(end)
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
@@ -152,11 +153,6 @@ def _ranks(file: TokenizerFile) -> dict[str, Any]:
         "mergeable_ranks": ranks,
         "special_tokens": {"<|endoftext|>": end},
     }
-
-
-def _configured(file: TokenizerFile, name: str) -> str | None:
-    value = file.settings.get(name)
-    return cast(dict[str, Any], value).get("content") if isinstance(value, dict) else value
 
 
 def _package(name: str, tokenizer: str) -> Any:

@@ -214,7 +214,7 @@ def item_of(dataset: EpochDataset, at: EpochIndex) -> Item:
     try:
         given = cast(Any, dataset[at])
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        if _wants_number(error):
+        if any(word in str(error) for word in ("EpochIndex", "integer", "valid indices")):
             raise TypeError(
                 f"{error}; Mapped asks for items by EpochIndex(epoch, index). Where yours go by a whole "
                 f"number, wrap it: mf.Mapped(mf.SameEveryEpoch(dataset))"
@@ -227,11 +227,6 @@ def item_of(dataset: EpochDataset, at: EpochIndex) -> Item:
             f"the dataset gave {_kind(given)}; give a dict of name -> array, number, str or bytes{hint}"
         )
     return {str(name): plain(value) for name, value in given.items()}
-
-
-def _wants_number(error: Exception) -> bool:
-    """Whether a dataset's error reads as if it was asked for by something else than a whole number."""
-    return any(word in str(error) for word in ("EpochIndex", "integer", "valid indices"))
 
 
 def plain(value: Any) -> Array | bytes | Refused:
