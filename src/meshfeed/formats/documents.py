@@ -174,7 +174,6 @@ class DocumentFiles(StreamStore):
                 yield min(first + step, count) / count
 
     def facts(self) -> dict[str, Any]:
-        """What it is, as JSON-able values."""
         return {
             "format": f"{self.format}, {len(self._files)} file{'s' * (len(self._files) != 1)}",
             "column": " or ".join(self._column.names),
@@ -201,7 +200,6 @@ class DocumentFiles(StreamStore):
     # -- documents, and the stream ----------------------------------------------------------------------
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        """Tokens of the stream's ranges."""
         pieces, at = self.documents.pieces(starts, stops), 0
         tokens = self._checked(pieces.documents)
         for some, begin, end in zip(tokens, pieces.begin.tolist(), pieces.end.tolist()):
@@ -213,7 +211,6 @@ class DocumentFiles(StreamStore):
         self._announce(self.documents.pieces(*self._ranges(starts, stops)))
 
     def forget_needs(self) -> None:
-        """What was announced and is not read yet will not be."""
         for file in self._files:
             file.forget_needs()
 

@@ -157,7 +157,6 @@ class ArrayHead(Head):
         return _integers(self.dtypes, int(np.frombuffer(value[:4], f"{self.order}u4")[0]))
 
     def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
-        """See Head."""
         dtype, short = file.items.dtype, "an array without a whole header"
         file.refuse(begins, sizes < 8, short)
         codes, ndims = file.words(begins, 2, self.order).T

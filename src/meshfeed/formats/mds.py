@@ -194,7 +194,6 @@ class ArrayHead(Head):
     has_dtype: bool
 
     def sizes(self, file: ItemsFile, begins: I64, sizes: I64) -> I64:
-        """See Head."""
         lead = int(self.has_dtype)
         file.refuse(begins, sizes < lead + 1, "an array without a header")
         if self.has_dtype:
@@ -205,7 +204,6 @@ class ArrayHead(Head):
         return lead + 1 + (shapes >> 2) * (1 << (shapes & 3))
 
     def sizes_of_rows(self, sizes: I64, itemsize: int) -> I64 | None:
-        """See Head."""
         if self.has_dtype:
             return None
         found = np.zeros_like(sizes)
@@ -216,7 +214,6 @@ class ArrayHead(Head):
         return found if found.all() else None
 
     def of_row(self, elements: int) -> bytes:
-        """See Head."""
         code = 0 if elements < 1 << 8 else 1 if elements < 1 << 16 else 2
         return bytes([1 << 2 | code]) + elements.to_bytes(1 << code, "little")
 

@@ -139,7 +139,6 @@ class ParquetStore(DocumentFiles):
                         file.will_need(np.array([begin]), np.array([end]))
 
     def forget_needs(self) -> None:
-        """What was announced and is not read yet will not be."""
         super().forget_needs()
         with self._lock:
             self._announced.clear()

@@ -144,7 +144,6 @@ class ShardedStore(StreamStore):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the tokens, little-endian."""
         return self._items.dtype
 
     @property
@@ -158,7 +157,6 @@ class ShardedStore(StreamStore):
         return {name: type(self)(self._folder, column=name) for name in others}
 
     def facts(self) -> dict[str, Any]:
-        """What it is, as JSON-able values."""
         columns = ", ".join(f"{name}: {encoding}" for name, encoding in self.encodings.items())
         return {"format": self.format, "num_shards": self.shard_ends.size, "columns": columns}
 
@@ -219,7 +217,6 @@ class ShardedStore(StreamStore):
     # -- documents and the stream -------------------------------------------------------------------------
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        """Tokens of the stream's ranges."""
         shards, begins, sizes = self._bytes_of(self.documents.pieces(starts, stops))
         places, raw = sizes.cumsum() - sizes, out.view(np.uint8)
         for number, mine in _by_shard(shards):
@@ -232,7 +229,6 @@ class ShardedStore(StreamStore):
             self._files.will_need(number, begins[mine], begins[mine] + sizes[mine])
 
     def forget_needs(self) -> None:
-        """What was announced and is not read yet will not be."""
         self._files.forget_needs()
 
     def _bytes_of(self, pieces: Pieces) -> tuple[I64, I64, I64]:

@@ -103,7 +103,6 @@ class DatasetStore(StreamStore):
                     )
 
     def facts(self) -> dict[str, Any]:
-        """What it is, as JSON-able values."""
         columns = {name: store.dtype.name for name, store in self._columns.items()}
         return {
             "format": f"meshfeed {NAME}, version {VERSION}",
@@ -138,7 +137,6 @@ class DatasetStore(StreamStore):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the tokens."""
         return self.tokens.dtype
 
     @property
@@ -148,25 +146,20 @@ class DatasetStore(StreamStore):
 
     @property
     def num_documents(self) -> int:
-        """Documents, empty ones too."""
         return self.tokens.num_documents
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the stream."""
         return self.tokens.num_tokens
 
     def lengths(self, documents: I64) -> I64:
-        """Tokens of each document; int64 [n]."""
         return self.tokens.lengths(documents)
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """Offsets of documents strictly inside each range, and how many each has."""
         return self.tokens.document_starts(starts, stops)
 
     @property
     def wants_ahead(self) -> bool:
-        """Whether it lies far away."""
         return self.tokens.wants_ahead
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
@@ -178,7 +171,6 @@ class DatasetStore(StreamStore):
         self.tokens.will_need(starts, stops)
 
     def forget_needs(self) -> None:
-        """What was announced and is not read yet, of any column, will not be."""
         for store in (self.tokens, *self._columns.values()):
             store.forget_needs()
 

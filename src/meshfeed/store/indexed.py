@@ -76,7 +76,6 @@ class IndexedStore(StreamStore):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the tokens, little-endian."""
         return self.header.dtype
 
     @property
@@ -176,7 +175,6 @@ class IndexedStore(StreamStore):
         return LengthsIndex(self._entered())
 
     def lengths(self, documents: I64) -> I64:
-        """Tokens of each document; int64 [n] -> int64 [n]."""
         documents = self._existing(documents)
         index = self._entered()
         if self.is_stream:
@@ -225,11 +223,9 @@ class IndexedStore(StreamStore):
     # -- the stream ---------------------------------------------------------------------------------
 
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
-        """Tokens of the stream's ranges."""
         self._data.read_into(out.view(np.uint8), starts * out.itemsize, (stops - starts) * out.itemsize)
 
     def document_starts(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """Stream offsets of documents strictly inside each range, and their counts; see `StreamStore`."""
         starts, stops = self._ranges(starts, stops)
         offsets, counts = self.documents.document_starts(starts, stops)
         of_range = np.arange(starts.size).repeat(counts)
@@ -250,7 +246,6 @@ class IndexedStore(StreamStore):
         self._data.will_need(starts * self.dtype.itemsize, stops * self.dtype.itemsize)
 
     def forget_needs(self) -> None:
-        """What was announced and is not read yet will not be."""
         self._data.forget_needs()
 
     def index(self) -> Index:

@@ -92,12 +92,10 @@ class Lengths(StreamStore):
 
     @property
     def documents(self) -> LengthsIndex:
-        """Where documents begin."""
         return self._documents
 
     @property
     def stats(self) -> FileStats:
-        """What was read so far."""
         return self._stats
 
     @property

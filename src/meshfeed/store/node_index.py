@@ -116,7 +116,6 @@ class NodeIndex(LocalFile):
         return device, inode, modified_ns
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ByteFile."""
         copy, size = self._copy(), self.size_bytes
         if copy is None:
             return super().peek(ranges)
