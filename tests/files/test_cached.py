@@ -162,7 +162,7 @@ def test_evictions_under_readers(server: Nginx, tmp_path: Path) -> None:
     """A cache far smaller than what is read: blocks come and go all the time, and every byte is right."""
     limit = 20 * BLOCK
     run_children(3, server.url, str(tmp_path), 60, limit, True)
-    held = sum(path.stat().st_size for path in tmp_path.glob("u*/blocks/*/*"))
+    held = sum(path.stat().st_size - SUM_BYTES for path in blocks_in(tmp_path))
     assert held <= limit + BLOCK
     check_folder(tmp_path)
 

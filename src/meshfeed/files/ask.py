@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -40,7 +39,6 @@ class Asker:
         self._channel = channel
         self._numbers = itertools.count()
         self._futures: dict[int, Future[Any]] = {}
-        self._listeners: dict[int, weakref.WeakMethod[Callable[[int], None]]] = {}
         self._lock = threading.Lock()
         self.is_lost = False
 
@@ -68,10 +66,6 @@ class Asker:
         """Send a request without an answer."""
         self._channel.send(None, request, arguments)
 
-    def listen(self, number: int, fetched: Callable[[int], None]) -> None:
-        """Call the method `fetched` with the number of bytes fetched of an object, while its owner exists."""
-        self._listeners[number] = weakref.WeakMethod(fetched)
-
     def close(self) -> None:
         """Close this end, without a word to the helper."""
         self._channel.close()
@@ -97,11 +91,6 @@ class Asker:
                 self._futures.pop(number).set_result(said)
             case "error":
                 self._futures.pop(number).set_exception(said)
-            case "fetched":
-                listener = self._listeners.get(number)
-                fetched = None if listener is None else listener()
-                if fetched is not None:
-                    fetched(said)
             case _:
                 _log.log(number, "%s", said)
 

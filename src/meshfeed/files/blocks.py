@@ -52,7 +52,8 @@ class CacheFolder:
 
     Attributes:
         path: of that part.
-        most_pinned_bytes: this process's share of half the limit.
+        seen_limit_bytes: the limit when it was last looked up, which each reservation does.
+        most_pinned_bytes: this process's share of half of it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +61,8 @@ class CacheFolder:
         self._blocks, self._jobs, self._room = path / "blocks", path / "jobs", path / "room"
         self._job: int | None = None
         self._limit_bytes: int | None = None
-        self.most_pinned_bytes = _DEFAULT_LIMIT_BYTES
+        self.seen_limit_bytes = self.most_pinned_bytes = _DEFAULT_LIMIT_BYTES
+        self._is_over = False
 
     def join(self, limit_bytes: int | None) -> None:
         """Count this process's limit from now on: the largest that it was given."""
@@ -115,14 +117,15 @@ class CacheFolder:
             for claim in claims:
                 os.ftruncate(claim.fd, claim.num_bytes + SUM_BYTES)  # takes no disk space, but is counted
             self._count(held + num_bytes)
+            self._is_over = held + num_bytes > limit
         return True
 
     def trim(self, keep: Collection[Path] = ()) -> None:
-        """Evict unpinned blocks while the limit is exceeded. keep: blocks that stay."""
-        with locked(self._room, create=False):
-            limit = self._limit()
-            if self._held() > limit:
-                self._evict(limit, keep, over_pins=False)
+        """Evict unpinned blocks if this process has exceeded the limit. keep: blocks that stay."""
+        if self._is_over:
+            with locked(self._room, create=False):
+                limit = self._limit()
+                self._is_over = self._evict(limit, keep, over_pins=False) > limit
 
     def free(self, num_bytes: int, keep: Collection[Path], *, over_pins: bool) -> bool:
         """Evict at least that many bytes, since the disk is full; False if nothing can be evicted.
@@ -194,6 +197,7 @@ class CacheFolder:
                 file.write(str(max(limits)))
                 file.truncate()
         limit = max(limits, default=known)
+        self.seen_limit_bytes = limit
         self.most_pinned_bytes = limit // (2 * max(num_jobs, 1))
         return limit
 

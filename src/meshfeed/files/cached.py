@@ -12,8 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -26,27 +24,11 @@ from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content, FileStats
 from meshfeed.files.cache import Cache
 from meshfeed.files.forks import at_fork
 from meshfeed.files.local import fill
-from meshfeed.files.objects import Address, Shape
+from meshfeed.files.objects import Address, Opened
 from meshfeed.files.url import without_secrets
 
 _MARKED_S = 10.0
 _RELEASED_TOGETHER, _RELEASED_BYTES = 64, 16 << 20  # blocks released in one message
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """The object that this run reads; it stays the same whichever helper serves it.
-
-    Attributes:
-        folder: of its blocks.
-        tag: its version.
-        sums: fingerprint of its checksums; None without.
-    """
-
-    folder: Path
-    shape: Shape
-    tag: str
-    sums: str | None
 
 
 class CachedFile(ByteFile):
@@ -74,7 +56,7 @@ class CachedFile(ByteFile):
         self._sums = sums
         self.url = without_secrets(url)
         self.stats = FileStats()
-        self._known: _Opened | None = None
+        self._known: Opened | None = None
         self._used_at: npt.NDArray[np.float64] | None = None
         self._depth = 0
         self.forget_parent()
@@ -90,7 +72,7 @@ class CachedFile(ByteFile):
     @property
     def size_bytes(self) -> int:
         """See ByteFile."""
-        return self._opened.shape.size_bytes
+        return self._opened.size_bytes
 
     @property
     def tag(self) -> str:
@@ -201,15 +183,17 @@ class CachedFile(ByteFile):
         """Wait until blocks are there."""
         used = self._used
         if not used[blocks].all():
-            self._ask("need", blocks.tolist())
+            fetched = self._ask("need", blocks.tolist())
+            with self._lock:
+                self.stats.bytes_fetched += fetched
             used[blocks] = time.monotonic()
 
     @property
     def _used(self) -> npt.NDArray[np.float64]:
         """When each block was last marked as used; 0 before this process has found it whole and right."""
         if self._used_at is None:
-            shape = self._opened.shape
-            self._used_at = np.zeros(num_blocks_of(shape.size_bytes, shape.block_bytes))
+            opened = self._opened
+            self._used_at = np.zeros(num_blocks_of(opened.size_bytes, opened.block_bytes))
         return self._used_at
 
     def _read_block(self, block: int, out: Bytes, begins: I64, sizes: I64, places: I64) -> bool:
@@ -238,7 +222,7 @@ class CachedFile(ByteFile):
 
     def _pieces(self, begins: I64, sizes: I64, places: I64) -> tuple[I64, ...]:
         """Ranges cut at the ends of blocks: (block, byte in the block, bytes, place) of each piece."""
-        unit = self._opened.shape.block_bytes
+        unit = self._opened.block_bytes
         first = begins // unit
         counts = np.where(sizes > 0, (begins + sizes - 1) // unit - first + 1, 0)
         if (counts == 1).all():
@@ -261,7 +245,7 @@ class CachedFile(ByteFile):
                 if self._wished[block] == 0:
                     del self._wished[block]
                     self._read.append(block)
-            few = min(_RELEASED_TOGETHER, _RELEASED_BYTES // self._opened.shape.block_bytes)
+            few = min(_RELEASED_TOGETHER, _RELEASED_BYTES // self._opened.block_bytes)
             if len(self._read) < few and self._wished:
                 return
             read, self._read = self._read, []
@@ -276,7 +260,7 @@ class CachedFile(ByteFile):
     # -- the helper ---------------------------------------------------------------------------------------
 
     @property
-    def _opened(self) -> _Opened:
+    def _opened(self) -> Opened:
         if self._known is None:
             retried(self._open)
         known = self._known
@@ -293,19 +277,17 @@ class CachedFile(ByteFile):
         cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
         sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
         address = Address.of(self._given, self._options)
-        number, *said = one.ask("open", address, cache, self._content, sums, what=self.url)
-        opened = _Opened(*said)
+        number, opened = one.ask("open", address, cache, self._content, sums, what=self.url)
         with self._lock:
             if self._known is not None and self._known != opened:
                 raise ChangedError(
-                    f"{self.url}: version {opened.tag}, {opened.shape.size_bytes} bytes, was "
-                    f"{self._known.tag} of {self._known.shape.size_bytes} when this run opened it; restore "
+                    f"{self.url}: version {opened.tag}, {opened.size_bytes} bytes, was "
+                    f"{self._known.tag} of {self._known.size_bytes} when this run opened it; restore "
                     f"the old one, or start a new run"
                 )
             self._known = opened
             if self._at is None or self._at[0] is not one:
                 self._at = one, number
-                one.listen(number, self._count_fetched)
             return self._at
 
     def _ask(self, request: str, *arguments: Any) -> Any:
@@ -321,6 +303,3 @@ class CachedFile(ByteFile):
             at = self._open() if request == "wish" else self._at
             if at is not None:
                 at[0].tell(request, at[1], *arguments)
-
-    def _count_fetched(self, num_bytes: int) -> None:
-        self.stats.bytes_fetched += num_bytes

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
 from meshfeed.files.blocks import CacheFolder, Claim
-from meshfeed.files.objects import RANGE_BYTES, Budget, StoredObject
+from meshfeed.files.byte_file import Content
+from meshfeed.files.objects import RANGE_BYTES, StoredObject
 from meshfeed.files.pace import Pace
 
 _THREADS = 24
@@ -29,31 +30,30 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk."""
 
 Block = tuple[StoredObject, int]
-Done = Callable[[MeshfeedError | None], None]
 
 
 @dataclass(eq=False)
 class _Need:
-    """A reader that waits for blocks. missing: those of its blocks that are not there yet."""
+    """A reader that waits for blocks.
 
-    done: Done
+    Attributes:
+        of, blocks: which ones.
+        missing: those that are not there yet.
+        error: why one of them cannot be fetched.
+    """
+
     of: StoredObject
     blocks: Sequence[int]
     missing: set[Block]
+    error: MeshfeedError | None = None
 
 
 class Fetcher:
-    """Fetches blocks into the cache with threads of its own, which end with the process.
+    """Fetches blocks into the cache with threads of its own, which end with the process."""
 
-    fetched: called with (object, bytes) after each range. Neither it nor a need's `done` may block: they may
-    be called under the lock.
-    """
-
-    def __init__(self, fetched: Callable[[StoredObject, int], None]) -> None:
-        self._fetched = fetched
+    def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._active: set[_Need] = set()
-        self._needs: dict[Block, list[_Need]] = {}  # by the blocks that they miss
+        self._needs: list[_Need] = []
         self._urgent: deque[Block] = deque()
         self._wished: deque[Block] = deque()  # not fetched yet
         self._elsewhere = deque[tuple[float, Block]]()  # another process fetches it; when to look again
@@ -62,7 +62,7 @@ class Fetcher:
         self._pinned_bytes = self._ahead = 0  # wishes fetched or in flight; requests in flight for wishes
         self._no_room_until = 0.0
         self._pace = Pace(RANGE_BYTES)
-        self._wholes = Budget(_MOST_WHOLE_BYTES)
+        self._whole_bytes = 0  # memory for objects that are fetched as a whole
         self._full_disks: dict[CacheFolder, str] = {}  # that have been full; the error
         self._most_pins = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # a pin is an open file
         self._num_pins = 0
@@ -72,20 +72,27 @@ class Fetcher:
         for i in range(_THREADS):
             threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True).start()
 
-    def need(self, one: StoredObject, blocks: Sequence[int], done: Done) -> None:
-        """Call `done` once all blocks are there, or with the error."""
-        missing = [block for block in blocks if not one.blocks.touch(block)]
-        error = self._too_large(one, blocks) if missing else None
-        if error is not None or not missing:
-            done(error)
+    def need(self, one: StoredObject, blocks: Sequence[int]) -> None:
+        """Wait until all blocks are there. Raises a MeshfeedError if they cannot be; OSError."""
+        missing = [(one, block) for block in blocks if not one.blocks.touch(block)]
+        if not missing:
             return
-        need = _Need(done, one, blocks, {(one, block) for block in missing})
+        self._refuse_too_large(one, blocks)
+        need = _Need(one, blocks, set(missing))
         with self._changed:
-            self._active.add(need)
-            for block in missing:
-                self._needs.setdefault((one, block), []).append(need)
-                self._urgent.append((one, block))
+            self._needs.append(need)
+            self._urgent.extend(missing)
             self._changed.notify_all()
+            self._changed.wait_for(lambda: need.error is not None or not need.missing)
+            self._needs.remove(need)
+        if need.error is not None:
+            raise need.error
+
+    def told_bytes(self, one: StoredObject) -> int:
+        """The bytes of an object fetched since the last call."""
+        with self._changed:
+            num_bytes, one.bytes_fetched = one.bytes_fetched, 0
+        return num_bytes
 
     def wish(self, one: StoredObject, blocks: Sequence[int]) -> None:
         """Announce blocks that will be needed, in this order."""
@@ -114,19 +121,17 @@ class Fetcher:
             self._no_room_until = 0.0
             self._changed.notify_all()
 
-    def _too_large(self, one: StoredObject, blocks: Sequence[int]) -> CacheError | None:
+    def _refuse_too_large(self, one: StoredObject, blocks: Sequence[int]) -> None:
         size, cache = sum(map(one.blocks.num_bytes, blocks)), one.blocks.cache
-        limit = cache.limit_bytes()
         full = self._full_disks.get(cache)
         if full and size > cache.held_bytes() + shutil.disk_usage(cache.path).free:
-            return CacheError(f"{one.address.url}: {size} bytes are needed at one time; {full}")
-        if size > limit:
-            return CacheError(
+            raise CacheError(f"{one.address.url}: {size} bytes are needed at one time; {full}")
+        if size > cache.seen_limit_bytes and size > (limit := cache.limit_bytes()):
+            raise CacheError(
                 f"{one.address.url}: {size} bytes in {len(blocks)} blocks are needed at one time, the cache "
                 f"{cache.path} is limited to {limit}; raise limit_bytes, or lower block_bytes or "
                 f"what is read at one time"
             )
-        return None
 
     # -- scheduling, under the lock -----------------------------------------------------------------------
 
@@ -134,8 +139,8 @@ class Fetcher:
         """(adjacent blocks to fetch next, whether they are urgent); None if there is nothing to do."""
         while self._urgent:
             first = self._urgent.popleft()
-            if first in self._needs and first not in self._flying:
-                return self._run_from(first, self._needs.__contains__, self._pace.range_bytes), True
+            if self._is_needed(first) and first not in self._flying:
+                return self._run_from(first, self._is_needed, self._pace.range_bytes), True
         if self._ahead >= self._pace.at_once or time.monotonic() < self._no_room_until:
             return None
         while self._elsewhere and self._elsewhere[0][0] < time.monotonic():
@@ -155,6 +160,9 @@ class Fetcher:
         if self._num_pins >= self._most_pins:
             return 0
         return one.blocks.cache.most_pinned_bytes - self._pinned_bytes
+
+    def _is_needed(self, block: Block) -> bool:
+        return any(block in need.missing and need.error is None for need in self._needs)
 
     def _is_wished(self, block: Block) -> bool:
         """Whether a block is wished for, and neither fetched nor in flight."""
@@ -239,19 +247,33 @@ class Fetcher:
 
     def _fetch(self, one: StoredObject, first: int, count: int) -> memoryview:
         """The bytes of `count` adjacent blocks."""
+        began = time.monotonic()
         if one.content is not None:
-            with self._wholes.room_for(one.stat.size_bytes + one.blocks.size_bytes):
-                data, fetched = one.whole(one.content)
+            data, fetched = self._fetch_whole(one, one.content)
         else:
             begin = first * one.blocks.block_bytes
-            began = time.monotonic()
-            data, fetched = one.part(
-                begin, min(begin + count * one.blocks.block_bytes, one.blocks.size_bytes)
-            )
-            with self._changed:
+            end = min(begin + count * one.blocks.block_bytes, one.blocks.size_bytes)
+            data, fetched = one.part(begin, end)
+        with self._changed:
+            one.bytes_fetched += fetched
+            if one.content is None:
                 self._pace.learn(fetched, time.monotonic() - began)
-        self._fetched(one, fetched)
         return data
+
+    def _fetch_whole(self, one: StoredObject, content: Content) -> tuple[memoryview, int]:
+        """As `StoredObject.whole`, once there is memory for it; a single object may exceed that."""
+        size = one.stat.size_bytes + one.blocks.size_bytes
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._whole_bytes or self._whole_bytes + size <= _MOST_WHOLE_BYTES
+            )
+            self._whole_bytes += size
+        try:
+            return one.whole(content)
+        finally:
+            with self._changed:
+                self._whole_bytes -= size
+                self._changed.notify_all()
 
     def _published(self, one: StoredObject, claim: Claim, data: memoryview, urgent: bool) -> bool:
         """Publish a block; False if the disk is full and the block is not urgent."""
@@ -281,7 +303,7 @@ class Fetcher:
     def _kept(self) -> set[Path]:
         """The files of blocks that readers of this process wait for, with others."""
         with self._changed:
-            return {need.of.blocks.path(block) for need in self._active for block in need.blocks}
+            return {need.of.blocks.path(block) for need in self._needs for block in need.blocks}
 
     def _finish(
         self,
@@ -292,17 +314,16 @@ class Fetcher:
         *,
         has_room: bool,
     ) -> None:
-        ended: list[_Need] = []
         with self._changed:
             self._ahead -= not urgent
             self._no_room_until = 0.0 if has_room else time.monotonic() + _PAUSE_S
             self._flying.difference_update(run)
+            for need in self._needs:
+                need.missing -= there
+                if not need.missing.isdisjoint(run):
+                    need.error = need.error or error
             for block in reversed(run):
-                if block in there:
-                    ended += self._arrived(block)
-                elif error is not None:
-                    ended += self._failed(block)
-                elif block in self._needs:
+                if self._is_needed(block):
                     self._urgent.appendleft(block)
                 if self._pins.get(block, -1) is not None:
                     continue  # not wished for
@@ -314,27 +335,7 @@ class Fetcher:
                     self._elsewhere.append((time.monotonic() + _PAUSE_S, block))
                 else:
                     self._wished.appendleft(block)
-            self._active.difference_update(ended)
             self._changed.notify_all()
-        for need in ended:
-            need.done(error if need.missing else None)
-
-    def _arrived(self, block: Block) -> list[_Need]:
-        """The needs that miss nothing any more."""
-        needs = self._needs.pop(block, [])
-        for need in needs:
-            need.missing.remove(block)
-        return [need for need in needs if not need.missing]
-
-    def _failed(self, block: Block) -> list[_Need]:
-        """The needs of a block that cannot be fetched."""
-        failed = list(self._needs.get(block, []))
-        for need in failed:
-            for missing in need.missing:
-                self._needs[missing].remove(need)
-                if not self._needs[missing]:
-                    del self._needs[missing]
-        return failed
 
     def _pin(self, block: Block) -> None:
         """Keep a block until its wish is released."""

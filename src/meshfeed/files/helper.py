@@ -11,11 +11,12 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshfeed.errors import CacheError, ChangedError, MeshfeedError, MissingError, StoreError
 from meshfeed.files.blocks import CacheFolder
@@ -23,12 +24,13 @@ from meshfeed.files.byte_file import Content
 from meshfeed.files.channel import Channel
 from meshfeed.files.client import Client, LocalReader, Reader, Stat
 from meshfeed.files.fetch import FULL, Fetcher
-from meshfeed.files.objects import Address, Shape, StoredObject, sums_at
-from meshfeed.files.once import Once
+from meshfeed.files.objects import Address, Opened, StoredObject, sums_at
 from meshfeed.files.sums import Sums
 
+T = TypeVar("T")
+
 _ANSWERERS = 32
-_STATS_KEPT_S = 30.0
+_REMEMBERED_S = 30.0
 
 
 class Helper:
@@ -36,12 +38,11 @@ class Helper:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._fetcher = Fetcher(lambda one, num_bytes: channel.send("fetched", one.number, num_bytes))
+        self._fetcher = Fetcher()
         self._folders: dict[tuple[Path, int], CacheFolder] = {}  # by inode, too: one may be made anew
         self._objects: list[StoredObject] = []
         self._readers: dict[tuple[Any, ...], Reader] = {}
-        self._stats = Once[Stat](_STATS_KEPT_S)
-        self._sums = Once[Sums](_STATS_KEPT_S)
+        self._remembered: dict[tuple[Any, ...], tuple[float, Any]] = {}  # answers of storage, and when
         self._lock = threading.Lock()
         self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
         self._peekers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-peek")
@@ -52,13 +53,10 @@ class Helper:
         with contextlib.suppress(OSError, EOFError):
             while True:
                 number, request, arguments = self._channel.receive()
-                match request:
-                    case "need":
-                        self._need(number, *arguments)
-                    case "wish" | "release" | "look_again":
-                        self._advised(request, *arguments)
-                    case _:
-                        self._answerers.submit(self._reply, number, getattr(self, request), arguments)
+                if number is None:
+                    self._advised(request, *arguments)
+                else:
+                    self._answerers.submit(self._reply, number, getattr(self, request), arguments)
 
     def _advised(self, request: str, of: int, *arguments: Any) -> None:
         """Handle a message without an answer: it is advice, so an error of the disk is only logged."""
@@ -81,30 +79,18 @@ class Helper:
         """Answer a request that needs storage or the disk."""
         try:
             self._channel.send("answer", number, ask(*arguments))
-        except MeshfeedError as error:
-            self._refuse(number, error)
-        except OSError as error:
-            self._refuse(number, CacheError(f"{error}; check the disk, or choose another cache folder"))
-        except BaseException as error:  # sent to the reader, which would otherwise wait endlessly
-            self._refuse(number, StoreError(f"the storage helper failed: {type(error).__name__}: {error}"))
-
-    def _refuse(self, number: int, error: MeshfeedError) -> None:
-        if isinstance(error, ChangedError):
-            self._stats.forget()
-            self._sums.forget()
+            return
+        except MeshfeedError as known:
+            error = known
+            if isinstance(known, ChangedError):
+                self._remembered.clear()
+        except OSError as of_disk:
+            error = CacheError(
+                f"{of_disk}; was the cache folder cleared during this run? Check its disk, or choose another"
+            )
+        except BaseException as unknown:  # sent to the reader, which would otherwise wait endlessly
+            error = StoreError(f"the storage helper failed: {type(unknown).__name__}: {unknown}")
         self._channel.send("error", number, error)
-
-    def _need(self, number: int, of: int, blocks: Sequence[int]) -> None:
-        def done(error: MeshfeedError | None) -> None:
-            if error is None:
-                self._channel.send("answer", number, None)
-            else:
-                self._refuse(number, error)
-
-        try:
-            self._fetcher.need(self._objects[of], blocks, done)
-        except OSError as error:
-            done(CacheError(f"{error}; was the cache folder cleared during this run?"))
 
     # -- requests -----------------------------------------------------------------------------------------
 
@@ -118,24 +104,31 @@ class Helper:
         cache: tuple[Path, int | None, int],
         content: Content | None,
         sums: tuple[Address, int] | None,
-    ) -> tuple[int, Path, Shape, str, str | None]:
-        """(number, folder, shape, tag, fingerprint of its checksums) of an object.
+    ) -> tuple[int, Opened]:
+        """The number by which the reader names an object from now on, and what it is.
 
         cache: path, limit_bytes and block_bytes. sums: the checksums of its store, and its index there.
         """
-        all_sums = None if sums is None else self._sums_of(sums[0], cache[0])
-        own_sums = None if all_sums is None or sums is None else all_sums.files[sums[1]]
         path, limit_bytes, block_bytes = cache
-        reader, stat = self._stat(address, path)
-        shape = Shape.of(address, stat, block_bytes, content, own_sums)
+        all_sums = None if sums is None else self._sums_of(sums[0], path)
+        own_sums = None if all_sums is None or sums is None else all_sums.files[sums[1]]
+        stat = self._stat(address, path)
         with self._lock:
             folder = self._folders.setdefault((path, path.stat().st_ino), CacheFolder(path))
             folder.join(limit_bytes)
-            blocks = folder.object(shape.key, shape.size_bytes, shape.block_bytes)
-            one = StoredObject(len(self._objects), address, stat, reader, blocks, content, own_sums)
+        reader = self._reader(address)
+        one = StoredObject.of(address, reader, stat, folder, block_bytes, content, own_sums)
+        with self._lock:
             self._objects.append(one)
-        fingerprint = None if all_sums is None else all_sums.fingerprint
-        return one.number, blocks.folder, shape, stat.tag, fingerprint
+            number = len(self._objects) - 1
+        blocks, fingerprint = one.blocks, None if all_sums is None else all_sums.fingerprint
+        return number, Opened(blocks.folder, blocks.size_bytes, blocks.block_bytes, stat.tag, fingerprint)
+
+    def need(self, of: int, blocks: Sequence[int]) -> int:
+        """Wait until blocks are there; the bytes of the object fetched since the last answer."""
+        one = self._objects[of]
+        self._fetcher.need(one, blocks)
+        return self._fetcher.told_bytes(one)
 
     def exists(self, address: Address, cache: Path) -> bool:
         """Whether there is such an object. cache: path of the cache that would hold it."""
@@ -182,16 +175,25 @@ class Helper:
                 self._readers[key] = Client(address.root, address.options) if address.root else LocalReader()
             return self._readers[key]
 
-    # Answers are kept for each cache: a temporary one is for looking at storage as it is now.
-
-    def _stat(self, address: Address, cache: Path) -> tuple[Reader, Stat]:
+    def _stat(self, address: Address, cache: Path) -> Stat:
         reader = self._reader(address)
-        key = reader, address.path, cache
-        return reader, self._stats.answer(key, lambda: reader.stat(address.path))
+        return self._remember(("stat", reader, address.path, cache), lambda: reader.stat(address.path))
 
     def _sums_of(self, address: Address, cache: Path) -> Sums:
         reader = self._reader(address)
-        return self._sums.answer((reader, address.path, cache), lambda: sums_at(reader, address))
+        return self._remember(("sums", reader, address.path, cache), lambda: sums_at(reader, address))
+
+    def _remember(self, key: tuple[Any, ...], ask: Callable[[], T]) -> T:
+        """An answer that is not older than half a minute.
+
+        The key names the cache: a temporary one is for looking at storage as it is now.
+        """
+        now = time.monotonic()
+        asked, answer = self._remembered.get(key, (-_REMEMBERED_S, None))
+        if asked + _REMEMBERED_S <= now:
+            answer = ask()
+            self._remembered[key] = now, answer
+        return answer
 
 
 class _ToReader(logging.Handler):

@@ -6,14 +6,13 @@ import contextlib
 import hashlib
 import json
 import os
-import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from meshfeed.errors import ChecksumError, StoreError
-from meshfeed.files.blocks import Blocks
+from meshfeed.files.blocks import Blocks, CacheFolder
 from meshfeed.files.byte_file import Content
 from meshfeed.files.client import Reader, Stat
 from meshfeed.files.codec import check_hashes, decompress
@@ -58,22 +57,55 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How an object lies in the cache.
+class Opened:
+    """What a reading process knows of an object. It stays the same whichever helper serves it.
 
     Attributes:
+        folder: of its blocks. Another version, or another way to check it, is in another folder.
         size_bytes, block_bytes: of the object once uncompressed, and of its blocks.
-        key: the name of its folder: another version, or another way to check it, is another object.
+        tag: its version.
+        sums: fingerprint of its checksums; None without.
     """
 
+    folder: Path
     size_bytes: int
     block_bytes: int
-    key: str
+    tag: str
+    sums: str | None
+
+
+@dataclass(eq=False, slots=True)
+class StoredObject:
+    """One version of an object.
+
+    Attributes:
+        address, stat: where it is, its stored size and version.
+        reader: of its storage.
+        blocks: in the cache.
+        content: its declared size and hashes, with which it is fetched as a whole; None if unknown.
+        sums: checksums of its blocks; None if unknown.
+        bytes_fetched: since they were last told to the reader.
+    """
+
+    address: Address
+    stat: Stat
+    reader: Reader
+    blocks: Blocks
+    content: Content | None
+    sums: FileSums | None
+    bytes_fetched: int = 0
 
     @classmethod
     def of(
-        cls, address: Address, stat: Stat, block_bytes: int, content: Content | None, sums: FileSums | None
-    ) -> Shape:
+        cls,
+        address: Address,
+        reader: Reader,
+        stat: Stat,
+        cache: CacheFolder,
+        block_bytes: int,
+        content: Content | None,
+        sums: FileSums | None,
+    ) -> StoredObject:
         """Raises StoreError if the object's size differs from the declared one."""
         size = stat.size_bytes
         if content is not None:
@@ -99,29 +131,7 @@ class Shape:
         endpoint = address.options.get("endpoint")
         identity = [address.url, address.path, endpoint, stat.tag, size, block_bytes, plain, digest]
         key = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
-        return cls(size, block_bytes, key)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class StoredObject:
-    """One version of an object.
-
-    Attributes:
-        number: by which the reading process names it.
-        address, stat: where it is, its stored size and version.
-        reader: of its storage.
-        blocks: in the cache.
-        content: its declared size and hashes, with which it is fetched as a whole; None if unknown.
-        sums: checksums of its blocks; None if unknown.
-    """
-
-    number: int
-    address: Address
-    stat: Stat
-    reader: Reader
-    blocks: Blocks
-    content: Content | None
-    sums: FileSums | None
+        return cls(address, stat, reader, cache.object(key, size, block_bytes), content, sums)
 
     def read(self, begin: int, end: int) -> memoryview:
         """Stored bytes [begin, end). Raises StoreError."""
@@ -132,23 +142,19 @@ class StoredObject:
 
         Raises StoreError; ChecksumError if they stay wrong after retries.
         """
-        data, fetched = self.read(begin, end), end - begin
-        wrong = [] if self.sums is None else self.sums.wrong(data, begin)
-        for _ in range(1, _ATTEMPTS):
-            if self.sums is None or not wrong:
-                break
-            data = memoryview(bytearray(data))
-            for low, high in wrong:
-                data[low - begin : high - begin] = self.read(low, high)
-                fetched += high - low
-            wrong = self.sums.wrong(data, begin)
-        for low, high in wrong:
-            raise ChecksumError(
-                f"{self.address.url}: bytes {low}..{high} do not match the checksum in its .sums (fetched "
-                f"{_ATTEMPTS} times); copy the file again, or, if it was rewritten since, recreate the .sums "
-                f"with `meshfeed inspect --write-checksums`"
-            )
-        return data, fetched
+
+        def read() -> memoryview:
+            data = self.read(begin, end)
+            for low, high in [] if self.sums is None else self.sums.wrong(data, begin):
+                raise ChecksumError(
+                    f"{self.address.url}: bytes {low}..{high} do not match the checksum in its .sums; copy "
+                    f"the file again, or, if it was rewritten since, recreate the .sums with "
+                    f"`meshfeed inspect --write-checksums`"
+                )
+            return data
+
+        data, attempts = _retried(read)
+        return data, attempts * (end - begin)
 
     def whole(self, content: Content) -> tuple[memoryview, int]:
         """All its bytes, verified and uncompressed, and the number of bytes fetched.
@@ -167,26 +173,6 @@ class StoredObject:
 
         data, attempts = _retried(read)
         return data, attempts * self.stat.size_bytes
-
-
-class Budget:
-    """A memory budget for objects fetched as a whole; a single larger object may exceed it."""
-
-    def __init__(self, most_bytes: int) -> None:
-        self._most, self._taken, self._changed = most_bytes, 0, threading.Condition()
-
-    @contextlib.contextmanager
-    def room_for(self, num_bytes: int) -> Generator[None, None, None]:
-        """Wait until the bytes fit, and hold them."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + num_bytes <= self._most)
-            self._taken += num_bytes
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken -= num_bytes
-                self._changed.notify_all()
 
 
 def sums_at(reader: Reader, address: Address) -> Sums:
