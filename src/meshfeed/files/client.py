@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from meshfeed.errors import (
     AccessError,
@@ -29,6 +29,7 @@ from meshfeed.errors import (
     UnavailableError,
 )
 from meshfeed.extras import install
+from meshfeed.files.local import typed_errors
 from meshfeed.files.refusals import meaning_of, reason, refuses_method
 from meshfeed.files.url import AUTHORIZATION, credentials_of, split, without_secrets
 
@@ -88,28 +89,8 @@ class Counts:
     bytes_fetched: int = 0
 
 
-class Reader(Protocol):
-    """Reads objects from remote storage or from a disk. Threads share one."""
-
-    def stat(self, path: str) -> Stat:
-        """Size and version. Raises MissingError, or another StoreError."""
-        ...
-
-    def read(self, path: str, begin: int, end: int, tag: str) -> Any:
-        """Exactly the bytes [begin, end) of the version `tag`, as a buffer. Raises StoreError."""
-        ...
-
-    def list(self, prefix: str) -> list[tuple[str, int]]:
-        """(path, size) of all objects below a prefix, sorted. Raises StoreError."""
-        ...
-
-    def close(self) -> None:
-        """Start no more requests."""
-        ...
-
-
 class Client:
-    """A Reader of the objects under one root.
+    """Reads the objects under one root. Threads share one. All methods may raise StoreError.
 
     Args:
         root: such as s3://bucket or https://host.
@@ -127,7 +108,7 @@ class Client:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="meshfeed-client")
 
     def stat(self, path: str) -> Stat:
-        """See Reader."""
+        """Size and version. Raises MissingError, or another StoreError."""
         import obstore
 
         def head() -> Stat:
@@ -142,7 +123,7 @@ class Client:
         return self._retry(head, path, self._name(path))
 
     def read(self, path: str, begin: int, end: int, tag: str) -> Any:
-        """See Reader."""
+        """Exactly the bytes [begin, end) of the version `tag`, as a buffer."""
         if begin == end:
             return b""
         import obstore
@@ -166,7 +147,7 @@ class Client:
         return self._retry(lambda: self._hedged(get, end - begin), path, where)
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
-        """See Reader."""
+        """(path, size) of all objects below a prefix, sorted."""
         if self._root.startswith("http"):
             raise StoreError(f"{self._name(prefix)}: HTTP has no listing; name the file itself")
         import obstore
@@ -272,48 +253,24 @@ class Client:
 
 
 class LocalReader:
-    """A Reader of local files, by absolute path."""
-
-    def __init__(self) -> None:
-        self.counts = Counts()
+    """Reads files of this machine, by absolute path, as a Client reads objects."""
 
     def stat(self, path: str) -> Stat:
-        """See Reader."""
-        try:
+        """As `Client.stat`."""
+        with typed_errors(path):
             found = Path(path).stat()
-        except FileNotFoundError as error:
-            raise MissingError(f"{path}: no such file; check the path") from error
-        except PermissionError as error:
-            raise AccessError(f"{path}: {error.strerror}; let this user read it") from error
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{path}: {error}") from error
         return Stat(found.st_size, f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}")
 
-    def read(self, path: str, begin: int, end: int, tag: str) -> Any:
-        """See Reader."""
-        try:
-            with Path(path).open("rb", buffering=0) as stream:
-                stream.seek(begin)
-                data = stream.read(end - begin)
-        except OSError as error:
-            raise StoreError(f"{path}: bytes {begin}..{end}: {error.strerror or error}") from error
+    def read(self, path: str, begin: int, end: int, tag: str) -> bytes:
+        """As `Client.read`."""
+        with typed_errors(path), Path(path).open("rb", buffering=0) as stream:
+            data = os.pread(stream.fileno(), end - begin, begin)
         if len(data) != end - begin or self.stat(path).tag != tag:
             raise ChangedError(f"{path}: bytes {begin}..{end}: {_REPLACED}")
-        self.counts.requests += 1
-        self.counts.bytes_fetched += len(data)
         return data
 
-    def list(self, prefix: str) -> list[tuple[str, int]]:
-        """See Reader."""
-        try:
-            files = [each for each in Path(prefix).rglob("*") if each.is_file()]
-            return sorted((str(each), each.stat().st_size) for each in files)
-        except OSError as error:
-            raise StoreError(f"{prefix}: {error}") from error
 
-    def close(self) -> None:
-        """Nothing to close."""
-
+Reader = Client | LocalReader
 
 _REPLACED = (
     "it was replaced after this run opened it; restore the old one, or start a new run with the new one"

@@ -41,7 +41,8 @@ class Helper:
         self._fetcher = Fetcher()
         self._folders: dict[tuple[Path, int], CacheFolder] = {}  # by inode, too: one may be made anew
         self._objects: list[StoredObject] = []
-        self._readers: dict[tuple[Any, ...], Reader] = {}
+        self._clients: dict[tuple[Any, ...], Client] = {}
+        self._of_files = LocalReader()
         self._remembered: dict[tuple[Any, ...], tuple[float, Any]] = {}  # answers of storage, and when
         self._lock = threading.Lock()
         self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
@@ -140,7 +141,7 @@ class Helper:
 
     def list(self, address: Address) -> list[tuple[str, int]]:
         """(path, size) of all objects below it, sorted."""
-        return self._reader(address).list(address.path)
+        return self._client(address).list(address.path)
 
     def peek(self, of: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Short ranges; storage is asked once for all processes of the node."""
@@ -168,12 +169,15 @@ class Helper:
                 raise  # on a full disk, a peek need not be kept
         return bytes(data)
 
-    def _reader(self, address: Address) -> Reader:
+    def _client(self, address: Address) -> Client:
         key = address.root, *sorted(address.options.items())
         with self._lock:
-            if key not in self._readers:
-                self._readers[key] = Client(address.root, address.options) if address.root else LocalReader()
-            return self._readers[key]
+            if key not in self._clients:
+                self._clients[key] = Client(address.root, address.options)
+            return self._clients[key]
+
+    def _reader(self, address: Address) -> Reader:
+        return self._client(address) if address.root else self._of_files
 
     def _stat(self, address: Address, cache: Path) -> Stat:
         reader = self._reader(address)

@@ -45,7 +45,7 @@ class Writer(Client):
         self._pieces = store_of(root, options, Patience(timeout_s=_PIECE_S), retries)
 
     def list(self, prefix: str) -> list[tuple[str, int]]:
-        """See Reader; MissingError means that the bucket is missing."""
+        """As in a Client; MissingError means that the bucket is missing."""
         return self._in_bucket(lambda: Client.list(self, prefix), prefix)
 
     def put(self, path: str, data: bytes) -> None:
