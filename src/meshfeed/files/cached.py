@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -57,7 +58,6 @@ class CachedFile(ByteFile):
         self.url = without_secrets(url)
         self.stats = FileStats()
         self._known: Opened | None = None
-        self._used_at: npt.NDArray[np.float64] | None = None
         self._depth = 0
         self.forget_parent()
         at_fork(self)
@@ -65,7 +65,7 @@ class CachedFile(ByteFile):
     def forget_parent(self) -> None:
         """In a forked child: the parent's helper and threads are not its own."""
         self._lock = threading.RLock()
-        self._at: tuple[Asker, int] | None = None
+        self._at: tuple[Asker, int, Opened] | None = None
         self._wished: Counter[int] = Counter()
         self._read: list[int] = []
 
@@ -73,11 +73,6 @@ class CachedFile(ByteFile):
     def size_bytes(self) -> int:
         """See ByteFile."""
         return self._opened.size_bytes
-
-    @property
-    def tag(self) -> str:
-        """Identifies the version that was opened, such as its ETag."""
-        return self._opened.tag
 
     @property
     def guarded_by(self) -> str | None:
@@ -91,7 +86,7 @@ class CachedFile(ByteFile):
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """See ByteFile."""
         if self._content is not None:
-            return [self._whole(begin, min(end, self.size_bytes)) for begin, end in ranges]
+            return [self._whole(begin, max(min(end, self.size_bytes), begin)) for begin, end in ranges]
         return self._ask("peek", [*ranges])
 
     def within(self, cache: Cache) -> CachedFile:
@@ -188,13 +183,11 @@ class CachedFile(ByteFile):
                 self.stats.bytes_fetched += fetched
             used[blocks] = time.monotonic()
 
-    @property
+    @cached_property
     def _used(self) -> npt.NDArray[np.float64]:
         """When each block was last marked as used; 0 before this process has found it whole and right."""
-        if self._used_at is None:
-            opened = self._opened
-            self._used_at = np.zeros(num_blocks_of(opened.size_bytes, opened.block_bytes))
-        return self._used_at
+        opened = self._opened
+        return np.zeros(num_blocks_of(opened.size_bytes, opened.block_bytes))
 
     def _read_block(self, block: int, out: Bytes, begins: I64, sizes: I64, places: I64) -> bool:
         """Read ranges of one block; False if it has been evicted."""
@@ -252,47 +245,39 @@ class CachedFile(ByteFile):
         self._tell("release", read)
 
     def _whole(self, begin: int, end: int) -> bytes:
-        out = np.empty(max(end - begin, 0), np.uint8)
-        with self:
-            self.read_into(out, np.array([begin]), np.array([out.size]))
+        out = np.empty(end - begin, np.uint8)
+        self.look_up(out, np.array([begin]), np.array([out.size]))
         return out.tobytes()
 
     # -- the helper ---------------------------------------------------------------------------------------
 
     @property
     def _opened(self) -> Opened:
-        if self._known is None:
-            retried(self._open)
-        known = self._known
-        if known is None:
-            raise StoreError(f"{self.url}: could not be opened")
-        return known
+        return self._known or retried(self._open)[2]
 
-    def _open(self) -> tuple[Asker, int]:
-        """(helper, the number by which it knows this object)."""
+    def _open(self) -> tuple[Asker, int, Opened]:
+        """(helper, the number by which it knows this object, the object)."""
         one = asker()
         with self._lock:
             if self._at is not None and self._at[0] is one:
                 return self._at
-        cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
-        sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
-        address = Address.of(self._given, self._options)
-        number, opened = one.ask("open", address, cache, self._content, sums, what=self.url)
-        with self._lock:
-            if self._known is not None and self._known != opened:
+            cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
+            sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
+            address = Address.of(self._given, self._options)
+            number, opened = one.ask("open", address, cache, self._content, sums, what=self.url)
+            if self._known not in (None, opened):
                 raise ChangedError(
-                    f"{self.url}: version {opened.tag}, {opened.size_bytes} bytes, was "
-                    f"{self._known.tag} of {self._known.size_bytes} when this run opened it; restore "
-                    f"the old one, or start a new run"
+                    f"{self.url}: version {opened.tag}, {opened.size_bytes} bytes, was {self._known.tag} of "
+                    f"{self._known.size_bytes} when this run opened it; restore the old one, or start a new "
+                    f"run"
                 )
             self._known = opened
-            if self._at is None or self._at[0] is not one:
-                self._at = one, number
+            self._at = one, number, opened
             return self._at
 
     def _ask(self, request: str, *arguments: Any) -> Any:
         def ask() -> Any:
-            one, number = self._open()
+            one, number, _ = self._open()
             return one.ask(request, number, *arguments, what=self.url)
 
         return retried(ask)

@@ -28,5 +28,4 @@ def _forget_parent() -> None:
         one.forget_parent()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_parent)
+os.register_at_fork(after_in_child=_forget_parent)

@@ -24,22 +24,12 @@ def mapped(fd: int, *, write: bool = False) -> npt.NDArray[np.uint8]:
     if address in (None, _FAILED):
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
-    pages = _Pages(address, size, write)
-    return np.asarray(pages)
-
-
-class _Pages:
-    """Owner of a mapping; arrays of its bytes keep it alive."""
-
-    def __init__(self, address: int, size: int, write: bool) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (size,),
-            "data": (address, not write),
-        }
-        # Not at exit: threads may still read, and the system unmaps then.
-        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+    pages: Any = (ctypes.c_uint8 * size).from_address(address)
+    # Not at exit: threads may still read, and the system unmaps then.
+    weakref.finalize(pages, _libc.munmap, address, size).atexit = False
+    array = np.frombuffer(pages, np.uint8)
+    array.flags.writeable = write
+    return array
 
 
 def _of_libc() -> Any:
