@@ -29,7 +29,6 @@ from meshfeed.files.objects import Address, Opened
 from meshfeed.files.url import without_secrets
 
 _MARKED_S = 10.0
-_RELEASED_TOGETHER, _RELEASED_BYTES = 64, 16 << 20  # blocks released in one message
 
 
 class CachedFile(ByteFile):
@@ -67,7 +66,6 @@ class CachedFile(ByteFile):
         self._lock = threading.RLock()
         self._at: tuple[Asker, int, Opened] | None = None
         self._wished: Counter[int] = Counter()
-        self._read: list[int] = []
 
     @property
     def size_bytes(self) -> int:
@@ -149,9 +147,8 @@ class CachedFile(ByteFile):
     def forget_needs(self) -> None:
         """See ByteFile."""
         with self._lock:
-            has_needs = bool(self._wished or self._read)
+            has_needs = bool(self._wished)
             self._wished.clear()
-            self._read.clear()
         if has_needs:
             self._tell("release", None)
 
@@ -228,21 +225,19 @@ class CachedFile(ByteFile):
         return block, low - block * unit, high - low, places[source] + low - begins[source]
 
     def _note_read(self, begins: I64, sizes: I64) -> None:
-        """Release announced blocks that have been read, several in one message."""
+        """Release announced blocks that have been read."""
         with self._lock:
             if not self._wished:
                 return
+            read: list[int] = []
             for block in self._pieces(begins, sizes, begins)[0].tolist():
-                if self._wished[block] > 0:
+                if block in self._wished:
                     self._wished[block] -= 1
-                if self._wished[block] == 0:
-                    del self._wished[block]
-                    self._read.append(block)
-            few = min(_RELEASED_TOGETHER, _RELEASED_BYTES // self._opened.block_bytes)
-            if len(self._read) < few and self._wished:
-                return
-            read, self._read = self._read, []
-        self._tell("release", read)
+                    if not self._wished[block]:
+                        del self._wished[block]
+                        read.append(block)
+        if read:
+            self._tell("release", read)
 
     def _whole(self, begin: int, end: int) -> bytes:
         out = np.empty(end - begin, np.uint8)

@@ -37,13 +37,12 @@ class _Need:
     """A reader that waits for blocks.
 
     Attributes:
-        of, blocks: which ones.
-        missing: those that are not there yet.
+        files: of all its blocks.
+        missing: blocks that are not there yet.
         error: why one of them cannot be fetched.
     """
 
-    of: StoredObject
-    blocks: Sequence[int]
+    files: set[Path]
     missing: set[Block]
     error: MeshfeedError | None = None
 
@@ -78,7 +77,7 @@ class Fetcher:
         if not missing:
             return
         self._refuse_too_large(one, blocks)
-        need = _Need(one, blocks, set(missing))
+        need = _Need(set(map(one.blocks.path, blocks)), set(missing))
         with self._changed:
             self._needs.append(need)
             self._urgent.extend(missing)
@@ -201,7 +200,11 @@ class Fetcher:
                 error = StoreError(f"{run[0][0].address.url}: {type(unknown).__name__}: {unknown}")
             with self._changed:
                 self._pinned_bytes -= in_flight
-            self._finish(run, urgent, there, error, has_room=has_room)
+                self._ahead -= not urgent
+                self._no_room_until = 0.0 if has_room else time.monotonic() + _PAUSE_S
+                self._flying.difference_update(run)
+                self._note(run, there, error, has_room=has_room)
+                self._changed.notify_all()
 
     def _bring(self, run: Sequence[Block], urgent: bool, there: set[Block]) -> bool:
         """Fetch the first blocks of a run, or wait for another process that does; False if there is no room.
@@ -303,39 +306,29 @@ class Fetcher:
     def _kept(self) -> set[Path]:
         """The files of blocks that readers of this process wait for, with others."""
         with self._changed:
-            return {need.of.blocks.path(block) for need in self._needs for block in need.blocks}
+            return set[Path]().union(*(need.files for need in self._needs))
 
-    def _finish(
-        self,
-        run: Sequence[Block],
-        urgent: bool,
-        there: set[Block],
-        error: MeshfeedError | None,
-        *,
-        has_room: bool,
+    def _note(
+        self, run: Sequence[Block], there: set[Block], error: MeshfeedError | None, *, has_room: bool
     ) -> None:
-        with self._changed:
-            self._ahead -= not urgent
-            self._no_room_until = 0.0 if has_room else time.monotonic() + _PAUSE_S
-            self._flying.difference_update(run)
-            for need in self._needs:
-                need.missing -= there
-                if not need.missing.isdisjoint(run):
-                    need.error = need.error or error
-            for block in reversed(run):
-                if self._is_needed(block):
-                    self._urgent.appendleft(block)
-                if self._pins.get(block, -1) is not None:
-                    continue  # not wished for
-                if block in there:
-                    self._pin(block)
-                elif error is not None:
-                    del self._pins[block]  # its reader will need it, and be told
-                elif has_room and block == run[0]:
-                    self._elsewhere.append((time.monotonic() + _PAUSE_S, block))
-                else:
-                    self._wished.appendleft(block)
-            self._changed.notify_all()
+        """Note for needs and wishes which blocks of a run came. The others follow later, or have an error."""
+        for need in self._needs:
+            need.missing -= there
+            if not need.missing.isdisjoint(run):
+                need.error = need.error or error
+        for block in reversed(run):
+            if self._is_needed(block):
+                self._urgent.appendleft(block)
+            if self._pins.get(block, -1) is not None:
+                continue  # not wished for
+            if block in there:
+                self._pin(block)
+            elif error is not None:
+                del self._pins[block]  # its reader will need it, and be told
+            elif has_room and block == run[0]:
+                self._elsewhere.append((time.monotonic() + _PAUSE_S, block))
+            else:
+                self._wished.appendleft(block)
 
     def _pin(self, block: Block) -> None:
         """Keep a block until its wish is released."""

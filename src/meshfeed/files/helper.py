@@ -55,22 +55,15 @@ class Helper:
             while True:
                 number, request, arguments = self._channel.receive()
                 if number is None:
-                    self._advised(request, *arguments)
+                    self._advised(getattr(self, request), *arguments)
                 else:
                     self._answerers.submit(self._reply, number, getattr(self, request), arguments)
 
-    def _advised(self, request: str, of: int, *arguments: Any) -> None:
+    def _advised(self, heed: Callable[..., None], of: int, *arguments: Any) -> None:
         """Handle a message without an answer: it is advice, so an error of the disk is only logged."""
         one = self._objects[of]
         try:
-            match request:
-                case "wish":
-                    self._fetcher.wish(one, *arguments)
-                case "release":
-                    self._fetcher.release(one, *arguments)
-                    one.blocks.cache.trim()
-                case _:
-                    one.blocks.forget_peeks()
+            heed(one, *arguments)
         except FileNotFoundError:
             pass  # the user has removed the folder
         except OSError as error:
@@ -147,6 +140,21 @@ class Helper:
         """Short ranges; storage is asked once for all processes of the node."""
         one = self._objects[of]
         return [*self._peekers.map(partial(self._peek, one), *zip(*ranges, strict=True))]
+
+    # -- messages without an answer -----------------------------------------------------------------------
+
+    def wish(self, one: StoredObject, blocks: Sequence[int]) -> None:
+        """Announce blocks that will be needed."""
+        self._fetcher.wish(one, blocks)
+
+    def release(self, one: StoredObject, blocks: Sequence[int] | None) -> None:
+        """Drop announcements: of blocks that were read, or of the whole object."""
+        self._fetcher.release(one, blocks)
+        one.blocks.cache.trim()
+
+    def look_again(self, one: StoredObject) -> None:
+        """Forget what was peeked."""
+        one.blocks.forget_peeks()
 
     # -- below --------------------------------------------------------------------------------------------
 
