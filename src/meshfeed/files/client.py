@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshfeed.errors import (
-    AccessError,
     ChangedError,
-    MissingError,
     StoreError,
     UnavailableError,
 )
 from meshfeed.extras import install
 from meshfeed.files.local import typed_errors
-from meshfeed.files.refusals import meaning_of, reason, refuses_method
+from meshfeed.files.refusals import REPLACED, kind_of, reason, refuses_method
 from meshfeed.files.url import AUTHORIZATION, credentials_of, split, without_secrets
 
 T = TypeVar("T")
@@ -136,7 +134,7 @@ class Client:
             options: Any = {"range": (begin, end), **condition}
             answer = obstore.get(self._store, path, options=options)
             if _tag_of(answer.meta) != tag:
-                raise ChangedError(f"{where}: {_REPLACED}")
+                raise ChangedError(f"{where}: {REPLACED}")
             body = answer.bytes()
             if len(body) != end - begin:
                 raise ConnectionError(f"received {len(body)} of {end - begin} bytes")
@@ -191,17 +189,9 @@ class Client:
 
     def _refuse(self, error: Exception, path: str, where: str) -> None:
         """Raise permanent errors; return for transient ones."""
-        match meaning_of(error, path):
-            case "missing":
-                raise MissingError(f"{where}: no such object; check the URL") from error
-            case "changed":
-                raise ChangedError(f"{where}: {_REPLACED}") from error
-            case "refused":
-                raise AccessError(f"{where}: {reason(error, path)}") from error
-            case "wrong":
-                raise StoreError(f"{where}: {reason(error, path)}") from error
-            case _:
-                return
+        kind = kind_of(error, path)
+        if kind is not None:
+            raise kind(f"{where}: {reason(error, path)}") from error
 
     def _hedged(self, ask: Callable[[], T], num_bytes: int) -> T:
         """The answer of a request, or the first of two if it is slow for its size."""
@@ -266,15 +256,11 @@ class LocalReader:
         with typed_errors(path), Path(path).open("rb", buffering=0) as stream:
             data = os.pread(stream.fileno(), end - begin, begin)
         if len(data) != end - begin or self.stat(path).tag != tag:
-            raise ChangedError(f"{path}: bytes {begin}..{end}: {_REPLACED}")
+            raise ChangedError(f"{path}: bytes {begin}..{end}: {REPLACED}")
         return data
 
 
 Reader = Client | LocalReader
-
-_REPLACED = (
-    "it was replaced after this run opened it; restore the old one, or start a new run with the new one"
-)
 
 
 def _tag_of(meta: Any) -> str:

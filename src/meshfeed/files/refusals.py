@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Literal
 
+from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.files.url import without_secrets
 
-Meaning = Literal["missing", "changed", "refused", "wrong", "transient"]
-
-_KINDS: Mapping[str, Meaning] = {
-    "NotFoundError": "missing",
-    "FileNotFoundError": "missing",
-    "PreconditionError": "changed",
-    "PermissionDeniedError": "refused",
-    "UnauthenticatedError": "refused",
-    "InvalidPathError": "wrong",
-    "NotSupportedError": "wrong",
-    "UnknownConfigurationKeyError": "wrong",
+REPLACED = (
+    "it was replaced after this run opened it; restore the old one, or start a new run with the new one"
+)
+_KINDS: Mapping[str, type[StoreError]] = {
+    "NotFoundError": MissingError,
+    "FileNotFoundError": MissingError,
+    "PreconditionError": ChangedError,
+    "PermissionDeniedError": AccessError,
+    "UnauthenticatedError": AccessError,
+    "InvalidPathError": StoreError,
+    "NotSupportedError": StoreError,
+    "UnknownConfigurationKeyError": StoreError,
 }
 _REGION = re.compile(r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|[Rr]egion")
 _EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|RequestTimeTooSkewed|RequestExpired|expired")
@@ -34,33 +35,33 @@ _MISSING_BUCKET = re.compile(r"NoSuchBucket|NoSuchKey|ContainerNotFound|BlobNotF
 _LONGEST = 300
 
 
-def meaning_of(error: BaseException, path: str = "") -> Meaning:
-    """The meaning of an obstore exception; "transient" if another attempt may succeed.
+def kind_of(error: BaseException, path: str = "") -> type[StoreError] | None:
+    """The kind of a permanent error of obstore; None if another attempt may succeed.
 
     path: of the object; its name is removed from the text before matching.
     """
     text = _URL.sub("", str(error))
     text = text.replace(path, "") if path else text
     kind = _KINDS.get(type(error).__name__)
-    if kind in ("missing", "changed"):
+    if kind in (MissingError, ChangedError):
         return kind
     if _EXPIRED.search(text) or _is_region(text):
-        return "refused"
+        return AccessError
     if _MISSING_BUCKET.search(text):
-        return "missing"
+        return MissingError
     if kind is not None:
         return kind
     if _PERMANENT.search(text):
-        return "wrong"
+        return StoreError
     status = _STATUS.search(text)
     if status is None:
-        return "wrong" if "credential" in text.lower() and "load" in text.lower() else "transient"
+        return StoreError if "credential" in text.lower() and "load" in text.lower() else None
     code = int(status[1])
     if code in (401, 403):
-        return "refused"
+        return AccessError
     if code == 416:
-        return "changed"  # the range fitted the object when it was opened
-    return "wrong" if 300 <= code < 500 and code not in (408, 425, 429) else "transient"
+        return ChangedError  # the range fitted the object when it was opened
+    return StoreError if 300 <= code < 500 and code not in (408, 425, 429) else None
 
 
 def _shown(url: re.Match[str]) -> str:
@@ -76,6 +77,11 @@ def refuses_method(error: Exception) -> bool:
 
 def reason(error: BaseException, path: str = "") -> str:
     """An exception's message in one line, and what to do about it if known."""
+    kind = kind_of(error, path)
+    if kind is MissingError:
+        return "no such object; check the URL"
+    if kind is ChangedError:
+        return REPLACED
     message_text, _, debug = _URL.sub(_shown, str(error)).partition("Debug source:")
     text = " ".join(message_text.split())
     brief = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
@@ -85,7 +91,7 @@ def reason(error: BaseException, path: str = "") -> str:
     for sign, hint in _HINTS.items():
         if sign in message_text or sign in debug:
             return f"{hint} ({brief})"
-    if meaning_of(error, path) != "refused":
+    if kind is not AccessError:
         return brief or type(error).__name__
     if _EXPIRED.search(text):
         return f"the credentials have expired; renew them and start again ({brief})"
