@@ -111,19 +111,14 @@ class _Mine:
             self._asker = None
 
     def asker(self) -> Asker:
-        """See `asker`."""
+        """This process's, with a new helper if there is none or if the last one has died."""
         with self._lock:
             if self._asker is None or self._asker.is_lost:
                 self._asker = _started()
             return self._asker
 
 
-_mine = _Mine()
-
-
-def asker() -> Asker:
-    """This process's, with a new helper if there is none or if the last one has died."""
-    return _mine.asker()
+asker = _Mine().asker
 
 
 def retried(ask: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -202,14 +202,11 @@ class Client:
         if done or not self._may_hedge(num_bytes):
             return first.result()
         second = self._pool.submit(self._timed, ask, recent)
-        asked: set[Future[T]] = {first, second}
-        while asked:
-            done, asked = wait(asked, return_when=FIRST_COMPLETED)
-            good = next((each for each in done if each.exception() is None), None)
-            if good is not None:
+        for each in as_completed([first, second]):
+            if each.exception() is None:
                 with self._lock:
-                    self.counts.hedges_won += good is second
-                return good.result()
+                    self.counts.hedges_won += each is second
+                return each.result()
         return first.result()
 
     def _timed(self, ask: Callable[[], T], recent: deque[float]) -> T:
