@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshfeed.errors import CacheError, ChangedError, MeshfeedError, MissingError, StoreError
+from meshfeed.errors import CacheError, ChangedError, MeshfeedError, StoreError
 from meshfeed.files.blocks import CacheFolder
 from meshfeed.files.byte_file import Content
 from meshfeed.files.channel import Channel
@@ -123,14 +123,6 @@ class Helper:
         one = self._objects[of]
         self._fetcher.need(one, blocks)
         return self._fetcher.told_bytes(one)
-
-    def exists(self, address: Address, cache: Path) -> bool:
-        """Whether there is such an object. cache: path of the cache that would hold it."""
-        try:
-            self._stat(address, cache)
-        except MissingError:
-            return False
-        return True
 
     def list(self, address: Address) -> list[tuple[str, int]]:
         """(path, size) of all objects below it, sorted."""

@@ -7,16 +7,15 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import MissingError
 from meshfeed.files.ask import asker, retried
 from meshfeed.files.byte_file import ByteFile, Content
 from meshfeed.files.cache import Cache
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.local import LocalFile, typed_errors
 from meshfeed.files.objects import Address
-from meshfeed.files.url import is_remote, join, local_path, split, without_secrets
+from meshfeed.files.url import is_remote, join, local_path, without_secrets
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -64,13 +63,14 @@ class Folder:
 
     def holds(self, name: str) -> bool:
         """Whether such a file exists. Raises StoreError if storage does not answer."""
-        url = join(self.url, name)
+        file = self.file(name)
         if not self.is_remote:
-            try:
-                return Path(url).is_file()
-            except (OSError, ValueError) as error:
-                raise StoreError(f"{url}: {error}") from error
-        return self._ask("exists", url, (self.cache or Cache()).own_path)
+            with typed_errors(file.url):
+                return Path(file.url).is_file()
+        try:
+            return file.size_bytes >= 0
+        except MissingError:
+            return False
 
     def names(self) -> list[tuple[str, int]]:
         """(relative name, bytes) of all files below it, sorted; links to folders are not followed.
@@ -80,13 +80,10 @@ class Folder:
         """
         if not self.is_remote:
             return sorted(_below(Path(local_path(self.url))))
-        prefix = split(self.url)[1].rstrip("/") + "/"
-        found: list[tuple[str, int]] = [(name, size) for name, size in self._ask("list", self.url)]
+        address = Address.of(self.url, self.options)
+        found = retried(lambda: asker().ask("list", address, what=address.url))
+        prefix = f"{address.path.rstrip('/')}/"
         return [(name.removeprefix(prefix), size) for name, size in found]
-
-    def _ask(self, request: str, url: str, *arguments: Any) -> Any:
-        address = Address.of(url, self.options)
-        return retried(lambda: asker().ask(request, address, *arguments, what=address.url))
 
 
 def _below(root: Path) -> Iterator[tuple[str, int]]:
