@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+
+from meshfeed.errors import StoreError
+from meshfeed.files.forks import at_fork
 
 I64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -89,9 +93,16 @@ class ByteFile(ABC):
         stats: costs of reading so far.
     """
 
-    url: str
     is_remote: ClassVar[bool]
-    stats: FileStats
+
+    def __init__(self, url: str) -> None:
+        self.url, self.stats, self._depth = url, FileStats(), 0
+        self.forget_parent()
+        at_fork(self)
+
+    def forget_parent(self) -> None:
+        """In a forked child: the parent's threads hold no lock here."""
+        self._lock = threading.RLock()
 
     @property
     @abstractmethod
@@ -114,18 +125,29 @@ class ByteFile(ABC):
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
         """Read ranges back to back, as `read_into` does, but before entering and without counting them."""
 
-    @abstractmethod
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        with self._lock:
+            self._depth += 1
+        return self
 
-    @abstractmethod
-    def __exit__(self, *exc: object) -> None: ...
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._depth -= 1
+        if not self._depth:
+            self._leave()
 
-    @abstractmethod
     def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
         """Read `sizes` bytes from each of `begins` to each of `places` in `out`; int64 [m] each, uint8.
 
         places: None writes the ranges back to back, filling `out`.
         """
+        if out.size == 0:
+            return
+        self._refuse_not_entered()
+        self._read(out, begins, sizes, sizes.cumsum() - sizes if places is None else places)
+        with self._lock:
+            self.stats.reads += sizes.size
+            self.stats.bytes_read += int(sizes.sum())
 
     @abstractmethod
     def will_need(self, begins: I64, ends: I64) -> None:
@@ -143,6 +165,18 @@ class ByteFile(ABC):
         A lookup reads pages instead of a map, which would kill the process if the file were truncated.
         """
         return [_Entries(self, np.dtype(dtype), begin, count) for dtype, begin, count in parts]
+
+    @abstractmethod
+    def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
+        """Read ranges that are not all empty, for `read_into`."""
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """The last `with` has ended."""
+
+    def _refuse_not_entered(self) -> None:
+        if not self._depth:
+            raise StoreError(f"{self.url}: not entered; read from it inside `with`")
 
 
 class _Entries:

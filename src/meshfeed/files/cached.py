@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import CacheError, ChangedError, StoreError
+from meshfeed.errors import CacheError, ChangedError
 from meshfeed.files.ask import Asker, LostError, asker, retried
 from meshfeed.files.blocks import num_blocks_of
-from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content, FileStats
+from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content
 from meshfeed.files.cache import Cache
-from meshfeed.files.forks import at_fork
 from meshfeed.files.local import fill
 from meshfeed.files.objects import Address, Opened
 from meshfeed.files.url import without_secrets
@@ -52,18 +50,14 @@ class CachedFile(ByteFile):
         content: Content | None = None,
         sums: tuple[str, int] | None = None,
     ) -> None:
+        super().__init__(without_secrets(url))
         self._given, self._cache, self._options, self._content = url, cache, dict(options or {}), content
         self._sums = sums
-        self.url = without_secrets(url)
-        self.stats = FileStats()
         self._known: Opened | None = None
-        self._depth = 0
-        self.forget_parent()
-        at_fork(self)
 
     def forget_parent(self) -> None:
         """In a forked child: the parent's helper and threads are not its own."""
-        self._lock = threading.RLock()
+        super().forget_parent()
         self._at: tuple[Asker, int, Opened] | None = None
         self._wished: Counter[int] = Counter()
 
@@ -96,17 +90,6 @@ class CachedFile(ByteFile):
         """The cache of its blocks."""
         return self._cache
 
-    def __enter__(self) -> Self:
-        with self._lock:
-            self._depth += 1
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._depth == 1:
-            self.forget_needs()
-        with self._lock:
-            self._depth -= 1
-
     def __getstate__(self) -> dict[str, Any]:
         return {
             "given": (self._given, self._cache, self._options, self._content, self._sums),
@@ -119,19 +102,6 @@ class CachedFile(ByteFile):
 
     def __repr__(self) -> str:
         return f"CachedFile({self.url!r})"
-
-    def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
-        """See ByteFile."""
-        if out.size == 0:
-            return
-        if not self._depth:
-            raise StoreError(f"{self.url}: not entered; read from it inside `with`")
-        self._fill(out, begins, sizes, sizes.cumsum() - sizes if places is None else places)
-        with self._lock:
-            self.stats.opens = self.stats.opens or 1
-            self.stats.reads += sizes.size
-            self.stats.bytes_read += int(sizes.sum())
-        self._note_read(begins, sizes)
 
     def will_need(self, begins: I64, ends: I64) -> None:
         """See ByteFile. Ranges are fetched in the order of announcement."""
@@ -158,6 +128,14 @@ class CachedFile(ByteFile):
             self._fill(out, begins, sizes, sizes.cumsum() - sizes)
 
     # -- the blocks ---------------------------------------------------------------------------------------
+
+    def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
+        self._fill(out, begins, sizes, places)
+        self.stats.opens = 1
+        self._note_read(begins, sizes)
+
+    def _leave(self) -> None:
+        self.forget_needs()
 
     def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
         """Read ranges, block by block, until none of the blocks has been evicted before it was read."""

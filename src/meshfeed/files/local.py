@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.files import descriptors
-from meshfeed.files.byte_file import I64, ByteFile, Bytes, FileStats, Vector
+from meshfeed.files.byte_file import I64, ByteFile, Bytes, Vector
 from meshfeed.files.descriptors import Descriptor
-from meshfeed.files.forks import at_fork
 
 _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
 
@@ -26,17 +24,9 @@ class LocalFile(ByteFile):
     is_remote = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.url = os.fspath(path)
-        self.stats = FileStats()
+        super().__init__(os.fspath(path))
         self._size_bytes: int | None = None
         self._version: tuple[int, ...] | None = None
-        self._depth = 0
-        self.forget_parent()
-        at_fork(self)
-
-    def forget_parent(self) -> None:
-        """In a forked child: the parent's threads do not hold the lock here."""
-        self._lock = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
@@ -52,37 +42,12 @@ class LocalFile(ByteFile):
         with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
             return [os.pread(stream.fileno(), end - begin, begin) for begin, end in ranges]
 
-    def __enter__(self) -> Self:
-        with self._lock:
-            if not self._depth:
-                self._version = None
-            self._depth += 1
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth:
-                return
-        descriptors.close(self)
-
     def __getstate__(self) -> dict[str, Any]:
         return {"url": self.url, "_size_bytes": self._size_bytes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"])
         self._size_bytes = state["_size_bytes"]
-
-    def read_into(self, out: Bytes, begins: I64, sizes: I64, places: I64 | None = None) -> None:
-        if out.size == 0:
-            return
-        file = self._opened()
-        fill(file.fd, out, begins, sizes, places, self.url)
-        with typed_errors(self.url):
-            self._check_version(os.fstat(file.fd))
-        with self._lock:
-            self.stats.reads += sizes.size
-            self.stats.bytes_read += int(sizes.sum())
 
     def will_need(self, begins: I64, ends: I64) -> None:
         """Ask the system to fetch the ranges; does nothing on systems without such advice."""
@@ -107,6 +72,16 @@ class LocalFile(ByteFile):
 
     # -- below --------------------------------------------------------------------------------------
 
+    def _read(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
+        file = self._opened()
+        fill(file.fd, out, begins, sizes, places, self.url)
+        with typed_errors(self.url):
+            self._check_version(os.fstat(file.fd))
+
+    def _leave(self) -> None:
+        self._version = None
+        descriptors.close(self)
+
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
         if out.size:
             with typed_errors(self.url), Path(self.url).open("rb", buffering=0) as stream:
@@ -117,7 +92,7 @@ class LocalFile(ByteFile):
         self._refuse_not_entered()
         file = descriptors.acquire(self, self._open)
         if not self._depth:  # another thread has just left `with`, and nothing else would close the file
-            descriptors.close(self)
+            self._leave()
         return file
 
     def _open(self) -> int:
@@ -131,10 +106,6 @@ class LocalFile(ByteFile):
                 raise
         self.stats.opens += 1
         return fd
-
-    def _refuse_not_entered(self) -> None:
-        if not self._depth:
-            raise StoreError(f"{self.url}: not entered; read from it inside `with`")
 
     def _check_version(self, found: os.stat_result) -> None:
         """Raise ChangedError if it is another file than was opened, or has been written since."""
