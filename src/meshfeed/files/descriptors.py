@@ -31,11 +31,11 @@ class Descriptor:
 _open: OrderedDict[Any, Descriptor] = OrderedDict()  # by owner, the least recently used first
 
 
-def acquire(owner: Any, opens: Callable[[], int]) -> Descriptor:
+def acquire(owner: Any, opens: Callable[[], Descriptor]) -> Descriptor:
     """The open file of an owner. opens: opens it, if it is not open. Raises the errors of `opens`."""
     found = _open.get(owner)
     if found is None:
-        found = _open.setdefault(owner, Descriptor(_opened(opens)))
+        found = _open.setdefault(owner, _opened(opens))
         while len(_open) > most_open() and _closed_one():
             pass
     with contextlib.suppress(KeyError):  # another thread has just closed it
@@ -48,7 +48,7 @@ def close(owner: Any) -> None:
     _open.pop(owner, None)
 
 
-def _opened(opens: Callable[[], int]) -> int:
+def _opened(opens: Callable[[], Descriptor]) -> Descriptor:
     while True:
         try:
             return opens()

@@ -95,17 +95,13 @@ class LocalFile(ByteFile):
             self._leave()
         return file
 
-    def _open(self) -> int:
+    def _open(self) -> Descriptor:
         """Called for the first read inside `with`, and after the file was closed for others."""
         with typed_errors(self.url):
-            fd = os.open(self.url, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                self._check_version(os.fstat(fd))
-            except BaseException:
-                os.close(fd)
-                raise
+            file = Descriptor(os.open(self.url, os.O_RDONLY | os.O_CLOEXEC))
+            self._check_version(os.fstat(file.fd))
         self.stats.opens += 1
-        return fd
+        return file
 
     def _check_version(self, found: os.stat_result) -> None:
         """Raise ChangedError if it is another file than was opened, or has been written since."""

@@ -9,6 +9,7 @@ import numpy as np
 from meshfeed.errors import ChangedError
 from meshfeed.files import LocalFile
 from meshfeed.files.byte_file import I64, Bytes
+from meshfeed.files.descriptors import Descriptor
 from meshfeed.files.local import fill
 from meshfeed.files.sums import FileSums
 from meshfeed.store.node_index import NodeIndex, settle, wrong_block
@@ -65,7 +66,7 @@ class GuardedFile(LocalFile):
             ends = np.append(ends, np.minimum(firsts + size, self.size_bytes))
         super().will_need(begins, ends)
 
-    def _open(self) -> int:
+    def _open(self) -> Descriptor:
         # Shared marks are of the version that the index saw, even where the file was written since.
         self._version = self._version or self._index.data_version
         return super()._open()
