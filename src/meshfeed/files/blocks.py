@@ -303,7 +303,7 @@ class Blocks:
         except FileNotFoundError:
             return False
 
-    def pin(self, block: int) -> int | None:
+    def pin(self, block: Piece) -> int | None:
         """An open file that keeps the block from eviction until it is closed; None if it is gone."""
         path = self.path(block)
         try:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
-from meshfeed.files.blocks import CacheFolder, Claim
+from meshfeed.files.blocks import CacheFolder, Claim, Piece
 from meshfeed.files.byte_file import Content
 from meshfeed.files.objects import RANGE_BYTES, StoredObject
 from meshfeed.files.pace import Pace
@@ -26,10 +26,9 @@ from meshfeed.files.pace import Pace
 _THREADS = 24
 _MOST_WHOLE_BYTES = 1 << 28
 _DISK_PATIENCE_S, _PAUSE_S = 10.0, 0.2
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
-Block = tuple[StoredObject, int]
+Block = tuple[StoredObject, Piece]
 
 
 @dataclass(eq=False)
@@ -71,7 +70,7 @@ class Fetcher:
         for i in range(_THREADS):
             threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True).start()
 
-    def need(self, one: StoredObject, blocks: Sequence[int]) -> None:
+    def need(self, one: StoredObject, blocks: Sequence[Piece]) -> None:
         """Wait until all blocks are there. Raises a MeshfeedError if they cannot be; OSError."""
         missing = [(one, block) for block in blocks if not one.blocks.touch(block)]
         if not missing:
@@ -93,7 +92,7 @@ class Fetcher:
             num_bytes, one.bytes_fetched = one.bytes_fetched, 0
         return num_bytes
 
-    def wish(self, one: StoredObject, blocks: Sequence[int]) -> None:
+    def wish(self, one: StoredObject, blocks: Sequence[Piece]) -> None:
         """Announce blocks that will be needed, in this order."""
         with self._changed:
             for block in blocks:
@@ -106,7 +105,7 @@ class Fetcher:
                     self._wished.append((one, block))
             self._changed.notify_all()
 
-    def release(self, one: StoredObject, blocks: Sequence[int] | None = None) -> None:
+    def release(self, one: StoredObject, blocks: Sequence[Piece] | None = None) -> None:
         """Drop wishes: of some blocks, or of the whole object."""
         with self._changed:
             if blocks is None:
@@ -120,8 +119,9 @@ class Fetcher:
             self._no_room_until = 0.0
             self._changed.notify_all()
 
-    def _refuse_too_large(self, one: StoredObject, blocks: Sequence[int]) -> None:
-        size, cache = sum(map(one.blocks.num_bytes, blocks)), one.blocks.cache
+    def _refuse_too_large(self, one: StoredObject, blocks: Sequence[Piece]) -> None:
+        cache = one.blocks.cache
+        size = sum(one.blocks.num_bytes(block) for block in blocks if isinstance(block, int))
         full = self._full_disks.get(cache)
         if full and size > cache.held_bytes() + shutil.disk_usage(cache.path).free:
             raise CacheError(f"{one.address.url}: {size} bytes are needed at one time; {full}")
@@ -170,8 +170,9 @@ class Fetcher:
     def _run_from(self, first: Block, wanted: Callable[[Block], bool], most_bytes: int) -> list[Block]:
         one, number = first
         run, size = [first], one.blocks.num_bytes(number)
-        while wanted(after := (one, run[-1][1] + 1)) and after not in self._flying:
-            size += one.blocks.num_bytes(after[1])
+        while isinstance(number, int) and wanted(after := (one, number + 1)) and after not in self._flying:
+            number += 1
+            size += one.blocks.num_bytes(number)
             if size > most_bytes:
                 break
             run.append(after)
@@ -220,21 +221,20 @@ class Fetcher:
                     break
                 claims.append(claim)
             if not claims:
-                if one.blocks.touch(first):
+                if urgent or one.blocks.touch(first):
                     there.add(run[0])
                 return True
             if not one.blocks.cache.reserve(claims, self._kept(), over_pins=urgent):
                 return False
-            data = self._fetch(one, first, len(claims))
-            at = 0
-            while claims:
-                size = one.blocks.num_bytes(first)
+            data, at = self._fetch(one, first, len(claims)), 0
+            for block in run[: len(claims)]:
+                size = claims[0].num_bytes
                 if not self._published(one, claims[0], data[at : at + size], urgent):
                     return False
-                one.blocks.published(first)
-                there.add((one, first))
+                one.blocks.published(block[1])
+                there.add(block)
                 claims.pop(0)
-                first, at = first + 1, at + size
+                at += size
             one.blocks.cache.trim(self._kept())
             return True
         except OSError as error:
@@ -248,8 +248,10 @@ class Fetcher:
             if claims:
                 one.blocks.cache.give_up(claims)
 
-    def _fetch(self, one: StoredObject, first: int, count: int) -> memoryview:
-        """The bytes of `count` adjacent blocks."""
+    def _fetch(self, one: StoredObject, first: Piece, count: int) -> memoryview:
+        """The bytes of `count` adjacent blocks, or of a peek, which is neither checked nor counted."""
+        if isinstance(first, tuple):
+            return one.read(*first)
         began = time.monotonic()
         if one.content is not None:
             data, fetched = self._fetch_whole(one, one.content)
@@ -286,7 +288,7 @@ class Fetcher:
                 claim.publish(data)
                 return True
             except OSError as error:
-                if error.errno not in FULL:
+                if error.errno not in _FULL:
                     raise
                 if not cache.free(claim.num_bytes, self._kept(), over_pins=urgent):
                     if not urgent:

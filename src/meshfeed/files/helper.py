@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ from meshfeed.files.blocks import CacheFolder
 from meshfeed.files.byte_file import Content
 from meshfeed.files.channel import Channel
 from meshfeed.files.client import Client, LocalReader, Reader, Stat
-from meshfeed.files.fetch import FULL, Fetcher
+from meshfeed.files.fetch import Fetcher
 from meshfeed.files.objects import Address, Opened, StoredObject, sums_at
 from meshfeed.files.sums import Sums
 
@@ -46,7 +45,6 @@ class Helper:
         self._remembered: dict[tuple[Any, ...], tuple[float, Any]] = {}  # answers of storage, and when
         self._lock = threading.Lock()
         self._answerers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-answer")
-        self._peekers = ThreadPoolExecutor(_ANSWERERS, thread_name_prefix="meshfeed-peek")
 
     def serve(self) -> None:
         """Handle messages until the reader is gone."""
@@ -131,7 +129,12 @@ class Helper:
     def peek(self, of: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Short ranges; storage is asked once for all processes of the node."""
         one = self._objects[of]
-        return [*self._peekers.map(partial(self._peek, one), *zip(*ranges, strict=True))]
+        spans = [(begin, min(end, one.stat.size_bytes)) for begin, end in ranges]
+        found = {span: one.blocks.read(span) for span in spans if span[0] < span[1]}
+        while missing := [span for span, data in found.items() if data is None]:
+            self._fetcher.need(one, missing)
+            found |= {span: one.blocks.read(span) for span in missing}  # None if evicted just now
+        return [bytes(found.get(span) or b"") for span in spans]
 
     # -- messages without an answer -----------------------------------------------------------------------
 
@@ -149,25 +152,6 @@ class Helper:
         one.blocks.forget_peeks()
 
     # -- below --------------------------------------------------------------------------------------------
-
-    def _peek(self, one: StoredObject, begin: int, end: int) -> bytes:
-        span = begin, min(end, one.stat.size_bytes)
-        if span[0] >= span[1]:
-            return b""
-        while (claim := one.blocks.claim(span, wait=True)) is None:
-            data = one.blocks.read(span)
-            if data is not None:  # else evicted just now
-                return bytes(data)
-        data: memoryview | None = None
-        try:
-            one.blocks.cache.reserve([claim], (), over_pins=True)
-            data = one.read(*span)
-            claim.publish(data)
-        except BaseException as error:
-            one.blocks.cache.give_up([claim])
-            if data is None or not (isinstance(error, OSError) and error.errno in FULL):
-                raise  # on a full disk, a peek need not be kept
-        return bytes(data)
 
     def _client(self, address: Address) -> Client:
         key = address.root, *sorted(address.options.items())
