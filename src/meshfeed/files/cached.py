@@ -63,20 +63,16 @@ class CachedFile(ByteFile):
 
     @property
     def size_bytes(self) -> int:
-        """See ByteFile."""
         return self._opened.size_bytes
 
     @property
     def guarded_by(self) -> str | None:
-        """See ByteFile."""
         return self._opened.sums
 
     def look_again(self) -> None:
-        """See ByteFile."""
         self._tell("look_again")
 
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """See ByteFile."""
         if self._content is not None:
             return [self._whole(begin, max(min(end, self.size_bytes), begin)) for begin, end in ranges]
         return self._ask("peek", [*ranges])
@@ -104,7 +100,7 @@ class CachedFile(ByteFile):
         return f"CachedFile({self.url!r})"
 
     def will_need(self, begins: I64, ends: I64) -> None:
-        """See ByteFile. Ranges are fetched in the order of announcement."""
+        """Ranges are fetched in the order of announcement."""
         some = ends > begins
         begins, ends = begins[some], ends[some]
         if not begins.size:
@@ -115,7 +111,6 @@ class CachedFile(ByteFile):
         self._tell("wish", np.unique(touched).tolist())
 
     def forget_needs(self) -> None:
-        """See ByteFile."""
         with self._lock:
             has_needs = bool(self._wished)
             self._wished.clear()
@@ -123,7 +118,6 @@ class CachedFile(ByteFile):
             self._tell("release", None)
 
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
-        """See ByteFile."""
         if out.size:
             self._fill(out, begins, sizes, sizes.cumsum() - sizes)
 

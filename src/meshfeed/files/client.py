@@ -243,13 +243,11 @@ class LocalReader:
     """Reads files of this machine, by absolute path, as a Client reads objects."""
 
     def stat(self, path: str) -> Stat:
-        """As `Client.stat`."""
         with typed_errors(path):
             found = Path(path).stat()
         return Stat(found.st_size, f"{found.st_mtime_ns:x}-{found.st_ino:x}-{found.st_size:x}")
 
     def read(self, path: str, begin: int, end: int, tag: str) -> bytes:
-        """As `Client.read`."""
         with typed_errors(path), Path(path).open("rb", buffering=0) as stream:
             data = os.pread(stream.fileno(), end - begin, begin)
         if len(data) != end - begin or self.stat(path).tag != tag:

@@ -31,12 +31,10 @@ class Pace:
 
     @property
     def at_once(self) -> int:
-        """See the class."""
         return int(self._window)
 
     @property
     def range_bytes(self) -> int:
-        """See the class."""
         return int(min(self._bytes_per_s * _RANGE_S, self._most_bytes))
 
     def learn(self, num_bytes: int, seconds: float) -> None:
