@@ -8,7 +8,6 @@ ranks remember the excess.
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import cast
 
 import numpy as np
@@ -36,7 +35,7 @@ class Broadcast(Delivery):
         self._source = cast(int, role.source)  # a role with peers has one
         self._surplus = 0
         self._buffer = np.zeros(0, np.uint8)
-        self._interrupted = threading.Event()
+        self._interrupted = False
 
     def _connect(self, stack: contextlib.ExitStack) -> None:
         self._group = self._meeting.group("broadcast", self._role.peers, self._patience_s)
@@ -46,7 +45,7 @@ class Broadcast(Delivery):
         """See Delivery."""
         if columns is None:
             return self._receive(num_bytes)
-        if self._interrupted.is_set():
+        if self._interrupted:
             self._send(wire.end_message(), num_bytes)
             raise EndOfStream
         try:
@@ -63,7 +62,7 @@ class Broadcast(Delivery):
 
     def interrupt(self) -> None:
         """See Delivery."""
-        self._interrupted.set()
+        self._interrupted = True
 
     def _send(self, message: wire.Message, num_bytes: int) -> None:
         room = self._room(num_bytes)

@@ -40,6 +40,8 @@ class Failures:
         self._prefix = ""
         self._has_looked = False
         self._process = 0
+        # of store calls here: with the wait before it, an error ends within twice the timeout
+        self._patience_s = 0.0 if meeting is None else meeting.timeout_s / 2
 
     def __enter__(self) -> Self:
         meeting = self._meeting
@@ -148,8 +150,3 @@ class Failures:
         if not own:
             return math.inf, None
         return min(step for step, _ in own), ErrorRecord.decode(own[0][1].encode())
-
-    @property
-    def _patience_s(self) -> float:
-        """Timeout of store calls here: with the wait before it, an error ends within twice the timeout."""
-        return 0.0 if self._meeting is None else self._meeting.timeout_s / 2

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
+
+from meshfeed.files.forks import at_fork
 
 
 class Private:
@@ -20,42 +21,25 @@ class Private:
 
     def __init__(self) -> None:
         self._files: dict[int, tuple[int, int]] = {}
-        _instances.add(self)
+        at_fork(self)
 
     def add(self, descriptor: int) -> None:
         """Hide an open descriptor from children while both it and this object exist."""
         os.set_inheritable(descriptor, False)
-        file = _file_of(descriptor)
-        if file is not None:
-            self._files[descriptor] = file
+        self._files[descriptor] = _file_of(descriptor)
 
-    def release(self) -> None:
+    def forget_parent(self) -> None:
         """Close them in a forked child."""
-        with contextlib.suppress(OSError):
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for descriptor, file in self._files.items():
-                if _file_of(descriptor) == file:  # else it was closed, and the number is another file's
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor, file in self._files.items():
+            # else it was closed, and the number may be another file's
+            with contextlib.suppress(OSError):
+                if _file_of(descriptor) == file:
                     os.dup2(nothing, descriptor, inheritable=False)
-            os.close(nothing)
-        self._files.clear()
+        os.close(nothing)
 
 
-_instances: weakref.WeakSet[Private] = weakref.WeakSet()
-
-
-def _release_all() -> None:
-    for each in list(_instances):
-        each.release()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_all)
-
-
-def _file_of(descriptor: int) -> tuple[int, int] | None:
-    """(device, inode) of an open file; None if the descriptor is closed."""
-    try:
-        found = os.fstat(descriptor)
-    except OSError:
-        return None
+def _file_of(descriptor: int) -> tuple[int, int]:
+    """(device, inode) of an open file."""
+    found = os.fstat(descriptor)
     return found.st_dev, found.st_ino

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -165,10 +165,8 @@ class StoreClient:
             self.notices.setdefault(number, store.get(_notice(number)).decode())
 
     def _listen(self) -> None:
-        store = self._store()
-        own = None if store is None else _clone(store)
-        del store
         with contextlib.suppress(*FAILURES):
+            own = _clone(self._store())
             if own is not None:
                 own.append(_WAKE_KEYS, f"{self._wake_key} ")
             num_read = 0
@@ -267,11 +265,9 @@ def _where(store: Store) -> str:
     return f"({type(base).__name__})"
 
 
-def _clone(store: Store) -> Any:
+def _clone(store: Any) -> Any:
+    """A connection of its own to the same store; None without one."""
     # a FileStore waits by polling in a busy loop
     if isinstance(_base(store), dist.FileStore) or not hasattr(store, "clone"):  # pyright: ignore[reportPrivateImportUsage]
         return None
-    try:
-        return cast(Any, store).clone()
-    except FAILURES:
-        return None
+    return store.clone()

@@ -44,13 +44,13 @@ class Message:
 
     num_bytes: int
     head: bytes
-    parts: Sequence[tuple[int, npt.NDArray[Any] | bytes]]
+    parts: Sequence[tuple[int, npt.NDArray[Any]]]
 
     def write(self, buffer: Bytes) -> None:
         """Write the message to the start of a uint8 buffer of at least `num_bytes`."""
         buffer[: len(self.head)] = np.frombuffer(self.head, np.uint8)
         for offset, part in self.parts:
-            flat = np.frombuffer(part, np.uint8) if isinstance(part, bytes) else _flat(part)
+            flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
             buffer[offset : offset + flat.size] = flat
 
     def to_bytes(self) -> Bytes:
@@ -63,14 +63,14 @@ class Message:
 def encode(columns: Columns) -> Message:
     """A message of columns. Raises DeliveryError for object arrays."""
     table: list[list[Any]] = []
-    pieces: list[list[npt.NDArray[Any] | bytes]] = []
+    pieces: list[list[npt.NDArray[Any]]] = []
     for name, column in columns.items():
         if isinstance(column, np.ndarray):
             table.append([name, _dtype_name(name, column), list(column.shape), "array"])
             pieces.append([column])
         elif column and isinstance(column[0], bytes):
             table.append([name, "|u1", [[len(piece)] for piece in column], "bytes"])
-            pieces.append(list(cast(Sequence[bytes], column)))
+            pieces.append([np.frombuffer(piece, np.uint8) for piece in column])
         else:
             arrays = cast(Sequence[npt.NDArray[Any]], column)
             dtypes = {_dtype_name(name, array) for array in arrays} or {"|u1"}
@@ -131,23 +131,19 @@ def _table(buffer: Bytes) -> tuple[bytes, int]:
     return buffer[_HEADER.size : end].tobytes(), end
 
 
-def _message(kind: int, table: bytes, pieces: list[list[npt.NDArray[Any] | bytes]]) -> Message:
+def _message(kind: int, table: bytes, pieces: list[list[npt.NDArray[Any]]]) -> Message:
     offset = _HEADER.size + len(table)
-    parts: list[tuple[int, npt.NDArray[Any] | bytes]] = []
+    parts: list[tuple[int, npt.NDArray[Any]]] = []
     for column in pieces:
         offset = _aligned(offset)
         for piece in column:
             parts.append((offset, piece))
-            offset += len(piece) if isinstance(piece, bytes) else piece.nbytes
+            offset += piece.nbytes
     return Message(offset, _HEADER.pack(_MAGIC, kind, offset, len(table)) + table, parts)
 
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN) * _ALIGN
-
-
-def _flat(array: npt.NDArray[Any]) -> Bytes:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _dtype_name(name: str, array: npt.NDArray[Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -25,6 +24,7 @@ class ExchangeDelivery(Delivery):
 
     Attributes:
         traffic: counters of the delivery; those of the exchange are `group.traffic`.
+        interrupted: whether `interrupt` was called.
         is_over: whether the members have finished their last collective.
     """
 
@@ -40,14 +40,9 @@ class ExchangeDelivery(Delivery):
         self.traffic = delivery.traffic
         self._rank, self._membership, self._delivery = rank, membership, delivery
         self._meeting, self._patience_s = meeting, patience_s
-        self._interrupted = threading.Event()
+        self.interrupted = False
         self.is_over = True
         self.group = Group()
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether `interrupt` was called."""
-        return self._interrupted.is_set()
 
     def _connect(self, stack: contextlib.ExitStack) -> None:
         ranks = self._membership.ranks
@@ -74,7 +69,7 @@ class ExchangeDelivery(Delivery):
 
     def interrupt(self) -> None:
         """See Delivery."""
-        self._interrupted.set()
+        self.interrupted = True
         self._delivery.interrupt()
 
     def agree(self, step: int, gathered: GatheredLengths, reports: Sequence[Report]) -> None:

@@ -269,11 +269,7 @@ def packed(
 
 
 def fields_of_pack(
-    received: Received,
-    portion: Portion,
-    keys: Keys,
-    names: Sequence[str],
-    allocate: Allocate,
+    received: Received, portion: Portion, keys: Keys, names: Sequence[str], allocate: Allocate
 ) -> Arrays:
     """The fields of a portion's one pack; see `Keys`."""
     rows = received.rows(portion.microbatches.start)
