@@ -308,9 +308,10 @@ def test_runs_that_come_and_go_share_one_connection(corpus: str) -> None:
 
 
 def test_one_process_listens_to_nobody(corpus: str) -> None:
+    before = store_threads()  # of stores of other tests
     with mf.Feed(recipe_of(corpus), rendezvous=dist.HashStore()) as feed:
         list(next(iter(feed)).microbatches)
-        assert store_threads() == 0
+        assert store_threads() <= before
 
 
 def left_open(rank: int, path: str) -> None:
