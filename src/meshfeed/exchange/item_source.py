@@ -43,7 +43,7 @@ class ItemSource:
         self._pulled: dict[int, _Pulled] = {}
         # elements of an unfinished step; a retry begins with them
         self._waiting: list[Any] = []
-        self._taken, self._at, self._ended = 0, 0, False
+        self._last = _Pulled(nothing(), None, 0, 0, False)
         self._restarted: tuple[int, _Pulled] | None = None
 
     @property
@@ -63,18 +63,16 @@ class ItemSource:
             if step - 1 not in self._pulled:  # keep the state before a run's first step
                 self._pulled[step - 1] = self._now()
             try:
-                given = self._next(rank, wanted)
-                taken, at = self._taken + len(given.encoded), self._at + len(self._waiting)
-                self._pulled[step] = _Pulled(given, _state_of(self._source), taken, at, self._ended)
+                self._last = self._pulled[step] = self._next(rank, wanted)
             except Exception as error:
-                return _failed(error, rank, step, self._taken + _items_in(self._waiting))
-            self._taken, self._at, self._waiting = taken, at, []
+                return _failed(error, rank, step, self._last.taken + _items_in(self._waiting))
+            self._waiting = []
         return self._pulled[step].given
 
     def restart(self, step: int) -> None:
         """All iterators have ended before `step`: iterating again begins it with restarted iterators."""
         self._pulled.pop(step, None)
-        self._iterator, self._at, self._ended = None, 0, False
+        self._iterator, self._last = None, replace(self._last, pulled=0, ended=False)
         self._restarted = step, self._now()
 
     def handed_end(self) -> None:
@@ -136,7 +134,7 @@ class ItemSource:
     def _check_reaches(self, taken: int, pulled: int) -> None:
         """Check that an iterator without a state of its own can continue after `pulled` elements."""
         source: Any = self._source
-        kind = type(source).__name__
+        kind, last = type(source).__name__, self._last
         if _is_indexed(source):
             if len(source) < pulled:
                 raise StateError(
@@ -144,17 +142,16 @@ class ItemSource:
                     f"the same data"
                 )
         elif not isinstance(source, Iterator) or _has_state(source):
-            if not pulled:
-                return
-            raise StateError(
-                f"the state was taken after {pulled} elements of an iterator without a state_dict, and this "
-                f"{kind} would start from the beginning; give an iterator that is already at that position, "
-                f"or one with state_dict and load_state_dict"
-            )
-        elif (self._iterator or self._restarted) and (taken, pulled) != (self._taken, self._at):
+            if pulled:
+                raise StateError(
+                    f"the state was taken after {pulled} elements of an iterator without a state_dict, and "
+                    f"this {kind} would start from the beginning; give an iterator that is already at that "
+                    f"position, or one with state_dict and load_state_dict"
+                )
+        elif (self._iterator or self._restarted) and (taken, pulled) != (last.taken, last.pulled):
             raise StateError(
                 f"the state was taken after {taken} items, and this {kind}, which cannot be reset, has given "
-                f"{self._taken}; give a new Exchange an iterator that is already at that position, or one "
+                f"{last.taken}; give a new Exchange an iterator that is already at that position, or one "
                 f"with state_dict and load_state_dict"
             )
 
@@ -165,24 +162,28 @@ class ItemSource:
         if saved["iterator"] is not None:
             self._source.load_state_dict(copy.deepcopy(saved["iterator"]))  # type: ignore
         self._iterator, self._pulled, self._waiting, self._restarted = None, {}, [], None
-        self._taken, self._at, self._ended = saved["taken"], saved["pulled"], bool(saved["ended"])
+        self._last = _Pulled(nothing(), None, saved["taken"], saved["pulled"], bool(saved["ended"]))
 
     def _now(self) -> _Pulled:
         """The iterator's state after the last step that was kept."""
-        return _Pulled(nothing(), _state_of(self._source), self._taken, self._at, self._ended)
+        return replace(self._last, given=nothing(), state=_state_of(self._source))
 
-    def _next(self, rank: int, wanted: frozenset[str]) -> Given:
+    def _next(self, rank: int, wanted: frozenset[str]) -> _Pulled:
+        """The next step of the iterator."""
+        taken, pulled, ended = self._last.taken, self._last.pulled, self._last.ended
         if self._source is None:
-            return nothing()
+            return self._now()
         if self._iterator is None:
-            self._iterator = _iterator_of(self._source, self._at)
-        while len(self._waiting) < self._pulls and not self._ended:
+            self._iterator = _iterator_of(self._source, pulled)
+        while len(self._waiting) < self._pulls and not ended:
             try:
                 self._waiting.append(next(self._iterator))
             except StopIteration:
-                self._ended = True
+                ended = True
         items = [item for element in self._waiting for item in elements_of(element)]
-        return encode(items, self._keys, first=self._taken, ended=self._ended, wanted=wanted, rank=rank)
+        given = encode(items, self._keys, first=taken, ended=ended, wanted=wanted, rank=rank)
+        taken, pulled = taken + len(items), pulled + len(self._waiting)
+        return _Pulled(given, _state_of(self._source), taken, pulled, ended)
 
 
 def _is_indexed(source: Any) -> bool:
