@@ -105,7 +105,7 @@ def test_a_stores_documents_step_by_step(tmp_path: Path, capsys: pytest.CaptureF
         (("--lengths", "nowhere.txt", "--layout", "dp2", "--capacity", "10"), "nowhere.txt"),
         (
             ("--lengths", "FILE", "--layout", "dp2", "--capacity", "0"),
-            "--capacity: 0: write a whole number from 1",
+            "--capacity: '0': write a whole number from 1",
         ),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10", "--alpha", "0"), "alpha"),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10"), "'drop' (--oversize)"),

@@ -92,8 +92,8 @@ def test_roles_of_a_trainers_own_stages_and_readers(capsys: pytest.CaptureFixtur
         (("roles", "nonsense"), "cannot read"),
         (("roles", "tp2-dp2", "--reads", "0", "--delivery", "direct"), "rank 1"),
         (("roles", "tp2-dp2", "--reads", "17"), "rank 17"),
-        (("roles", "tp2-dp2", "--length", "0"), "--length: 0: write a whole number from 1"),
-        (("roles", "tp2-dp2", "--sequences", "0"), "--sequences: 0"),
+        (("roles", "tp2-dp2", "--length", "0"), "--length: '0': write a whole number from 1"),
+        (("roles", "tp2-dp2", "--sequences", "0"), "--sequences: '0'"),
         (("roles", "tp2-dp2", "--rank", "4"), "rank 4"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -94,16 +94,6 @@ def plain(value: Any) -> Any:
             return str(value)
         case _:
             return value
-
-
-def print_facts(facts: Mapping[str, Any], console: RichConsole) -> None:
-    """Print a table of names and values."""
-    table = Table(show_header=False)
-    table.add_column()
-    table.add_column()
-    for name, value in facts.items():
-        table.add_row(name.replace("_", " "), shown(value), style=None)
-    console.print(table, markup=False)
 
 
 def shown(value: Any) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 import meshfeed as mf
 from meshfeed.cli import machine, storage
 from meshfeed.cli.command import OK, WRONG, Console, Table, print_json
-from meshfeed.cli.finding import Finding
+from meshfeed.cli.machine import Finding
 from meshfeed.cli.options import Command, argument, option
 from meshfeed.cli.recipes import StorageOptions
 

@@ -15,7 +15,6 @@ from meshfeed.cli.command import (
     WRONG,
     Console,
     Table,
-    print_facts,
     print_json,
     say,
     show_progress,
@@ -243,7 +242,10 @@ def _checksums(store: IndexedStore) -> str:
 
 def _print(facts: dict[str, Any], lengths: Lengths, texts: list[tuple[int, str]]) -> None:
     console = Console()
-    print_facts(facts, console)
+    table = Table("", "", show_header=False)
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), shown(value))
+    console.print(table, markup=False)
     console.print(f"\n{lengths.title}")
     statistics = Table()
     figures = lengths.statistics()

@@ -1,11 +1,15 @@
-"""Checks of `doctor` on the machine: versions, packages, delivery, limits, device."""
+"""What `doctor` finds, and its checks of the machine: versions, packages, delivery, limits, device."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,12 +17,50 @@ import torch.distributed as dist
 
 import meshfeed as mf
 from meshfeed import extras
-from meshfeed.cli.finding import Finding, Times
 from meshfeed.deliver import can_share
-from meshfeed.report.words import counted
+from meshfeed.report.words import counted, duration
 from meshfeed.roles import choose_delivery
 
 _FEW_DESCRIPTORS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at.
+
+    Attributes:
+        topic: what.
+        verdict: "ok", "note" (works, but differently), or "bad" (will fail).
+        says: what was found, and what follows.
+        figures: of it, where there are any: name with unit -> number.
+    """
+
+    topic: str
+    verdict: Literal["ok", "note", "bad"]
+    says: str
+    figures: dict[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long some actions of one kind took, in seconds."""
+
+    p50_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, actions: Iterable[Callable[[], Any]]) -> Times:
+        """Do them, one after the other."""
+        taken: list[float] = []
+        for action in actions:
+            began = time.perf_counter()
+            action()
+            taken.append(time.perf_counter() - began)
+        taken.sort()
+        return cls(statistics.median(taken), taken[min(len(taken) * 99 // 100, len(taken) - 1)])
+
+    def __str__(self) -> str:
+        return f"p50 {duration(self.p50_s)}, p99 {duration(self.p99_s)}"
 
 
 def findings(layout: mf.Layout | None) -> Iterator[Finding]:
@@ -52,10 +94,9 @@ def _packages() -> Iterator[Finding]:
         if not missing:
             told = ", ".join(f"{name} {extras.version_of(name)}" for name, _ in packages)
             yield Finding(topic, "ok", told)
-        elif extra:
-            yield Finding(topic, "note", f"no {', '.join(missing)}: {extras.install(extra)}, if you need it")
         else:
-            yield Finding(topic, "bad", f"no {', '.join(missing)}: {extras.install(extra)}")
+            told = f"no {', '.join(missing)}: {extras.install(extra)}"
+            yield Finding(topic, "note", f"{told}, if you need it") if extra else Finding(topic, "bad", told)
 
 
 def _is_there(package: str, least: str) -> bool:

@@ -99,15 +99,12 @@ def _epilog(command: type[Command]) -> str:
 
 def _title(command: type[Command], name: str) -> str | None:
     """The title of the group of options that a field belongs to."""
-    for base in command.__mro__:
-        if "title" in vars(base) and name in base.__dataclass_fields__:
-            return vars(base)["title"]
-    return None
+    titled = (base for base in command.__mro__ if "title" in vars(base) and name in base.__dataclass_fields__)
+    return next((vars(base)["title"] for base in titled), None)
 
 
 def _add(group: Any, each: Field[Any], hint: Any) -> None:
     how: dict[str, Any] = dict(each.metadata)
-    default = each.default
     names, least = how.pop("names", (f"--{each.name.replace('_', '-')}",)), how.pop("least", 1)
     if get_origin(hint) in (Union, UnionType):
         (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
@@ -120,10 +117,10 @@ def _add(group: Any, each: Field[Any], hint: Any) -> None:
     elif hint in _KINDS:
         metavar, read = _KINDS[hint]
         how = {**{"metavar": metavar, "type": read(least)}, **how}
-    if default is not MISSING:
+    if (default := each.default) is not MISSING:
         how["default"] = default
-    if default is not MISSING and default not in (None, ()) and default is not False:
-        how["help"] += f" ({','.join(map(str, default)) if isinstance(default, tuple) else default})"
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        how["help"] += f" ({shown})" if shown not in ("", "None", "False") else ""
     if names:
         how["dest"] = each.name
     group.add_argument(*names or [each.name], **how)
@@ -146,70 +143,53 @@ def refuse_given(options: Any, names: Iterable[str], why: str) -> None:
 # -- how values are read ------------------------------------------------------------------------------
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """Reads a whole number that is at least `least`."""
+def _reads(convert: Callable[[str], Any], hint: str) -> Callable[[str], Any]:
+    """Reads what `convert` does; where it raises ValueError, the hint says what to write."""
 
-    def read(text: str) -> int:
+    def read(text: str) -> Any:
         try:
-            number = int(text)
+            return convert(text)
         except ValueError as bad:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number; write one from {least}"
-            ) from bad
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{number}: write a whole number from {least}")
-        return number
+            raise argparse.ArgumentTypeError(f"{text!r}: {hint}") from bad
 
     return read
 
 
-def _numbers(least: int) -> Callable[[str], tuple[int, ...]]:
-    """Reads whole numbers joined by commas, each at least `least`."""
-
-    def read(text: str) -> tuple[int, ...]:
-        try:
-            return tuple(whole(least)(part) for part in text.split(","))
-        except argparse.ArgumentTypeError as bad:
-            raise argparse.ArgumentTypeError(f"{text!r}: {bad}; join several by commas, such as 4,6") from bad
-
-    return read
+def _number(text: str, least: int) -> int:
+    if (number := int(text)) < least:
+        raise ValueError
+    return number
 
 
 def _positive(text: str) -> float:
-    """Reads a finite number above 0."""
-    try:
-        number = float(text)
-    except ValueError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from bad
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: write a number above 0")
+    if not 0 < (number := float(text)) < float("inf"):
+        raise ValueError
     return number
 
 
 def _span(text: str) -> range:
-    """Reads first:stop, or one number alone."""
+    """first:stop, or one number alone."""
     first, colon, stop = text.partition(":")
-    if not first.isdecimal() or (colon and not stop.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r}: write first:stop, such as 0:4, or one number")
-    found = range(int(first), int(stop) if colon else int(first) + 1)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is empty; write first:stop, such as 0:4")
+    if not (found := range(int(first), int(stop) if colon else int(first) + 1)) or found.start < 0:
+        raise ValueError
     return found
 
 
-def _date(text: str) -> datetime.date:
-    try:
-        return datetime.date.fromisoformat(text)
-    except ValueError as bad:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a date; write one such as 2025-06-01") from bad
-
-
 _KINDS: Mapping[Any, tuple[str, Callable[[int], Callable[[str], Any]]]] = {
-    int: ("N", whole),
-    tuple[int, ...]: ("N,...", _numbers),
-    float: ("X", lambda least: _positive),
-    range: ("A:B", lambda least: _span),
-    datetime.date: ("DATE", lambda least: _date),
+    int: ("N", lambda least: _reads(lambda text: _number(text, least), f"write a whole number from {least}")),
+    tuple[int, ...]: (
+        "N,...",
+        lambda least: _reads(
+            lambda text: tuple(_number(part, least) for part in text.split(",")),
+            f"write whole numbers from {least}, several joined by commas, such as 4,6",
+        ),
+    ),
+    float: ("X", lambda least: _reads(_positive, "write a number above 0")),
+    range: ("A:B", lambda least: _reads(_span, "write first:stop, such as 0:4, or one number")),
+    datetime.date: (
+        "DATE",
+        lambda least: _reads(datetime.date.fromisoformat, "write a date such as 2025-06-01"),
+    ),
     Path: ("FILE", lambda least: Path),
 }
 """Type -> how its value is called in help, and how it is read. Other values stay text."""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
@@ -254,14 +254,14 @@ def _progress(*, quiet: bool) -> Generator[Callable[[Progress], None]]:
     )
     console = Console(stderr=True)
     with Bars(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bars:
-        task, doing, first, begun = None, "", None, 0.0
+        tasks: dict[str, tuple[Any, Progress, float]] = {}
 
         def on_progress(progress: Progress) -> None:
-            nonlocal task, doing, first, begun
-            if task is None or first is None or progress.doing != doing:
-                doing, first, begun = progress.doing, progress, time.monotonic()
+            if progress.doing not in tasks:
                 done = progress.done_parts  # done by an earlier run, so not part of the rate
-                task = bars.add_task(doing, total=progress.num_parts, completed=done, rate="")
+                task = bars.add_task(progress.doing, total=progress.num_parts, completed=done, rate="")
+                tasks[progress.doing] = task, progress, time.monotonic()
+            task, first, begun = tasks[progress.doing]
             spent_s = max(time.monotonic() - begun, 1e-3)
             rate = ""
             if progress.num_bytes > first.num_bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 import meshfeed as mf
-from meshfeed.cli.finding import Finding, Times
+from meshfeed.cli.machine import Finding, Times
 from meshfeed.errors import MeshfeedError, MissingError
 from meshfeed.files.client import Client, Patience, Stat
 from meshfeed.files.url import is_remote, local_path, split, without_secrets
