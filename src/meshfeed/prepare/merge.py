@@ -15,13 +15,7 @@ from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.prepared import ERRORS
 from meshfeed.prepare.job import Job
-from meshfeed.prepare.part_file import (
-    Block,
-    Malformed,
-    PartSummary,
-    blocks_of_part,
-    part_path,
-)
+from meshfeed.prepare.part_file import Block, Malformed, PartSummary, blocks_of_part, part_path
 from meshfeed.store import DatasetWriter, open_store
 
 I64 = npt.NDArray[np.int64]

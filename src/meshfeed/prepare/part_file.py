@@ -9,6 +9,7 @@ u64       bytes of the summary
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,8 +121,17 @@ def summary_of_part(path: Path) -> PartSummary:
 
 
 def blocks_of_part(path: Path, num_blocks: int, names: Sequence[str]) -> Iterator[Block]:
-    """The blocks of a part, with the columns that it was written with. Raises StoreError."""
+    """The blocks of a part, with the columns that it was written with, memory-mapped. Raises StoreError."""
     with typed_errors(path), path.open("rb") as stream:
+        mapped = np.asarray(np.memmap(path, np.uint8, "r"))
         for _ in range(num_blocks):
-            lengths, hashes, *columns = (np.load(stream) for _ in range(2 + len(names)))
+            lengths, hashes, *columns = (_next(stream, mapped) for _ in range(2 + len(names)))
             yield Block(lengths, hashes, dict(zip(names, columns)))
+
+
+def _next(stream: IO[bytes], mapped: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    np.lib.format.read_magic(stream)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    begin = stream.tell()
+    end = stream.seek(math.prod(shape) * dtype.itemsize, os.SEEK_CUR)
+    return mapped[begin:end].view(dtype).reshape(shape)
