@@ -67,6 +67,7 @@ class Conversion:
         """
         path, stores = self._path(), self._stores()
         self._dtypes = {name: self._dtype_of(name, store) for name, store in stores.items()}
+        self.num_documents = self.num_tokens = 0
         with typed_errors(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
