@@ -52,7 +52,6 @@ class Confined:
             self._started()
 
     def render(self, value: Any) -> Rendered:
-        """See Conversations."""
         try:
             request = pickle.dumps(value)
         except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:

@@ -144,7 +144,6 @@ class OnDisk(Output):
         self._old = self.work / "old"
 
     def names(self) -> list[str]:
-        """See Output."""
         target = self._target
         with typed_errors(target):
             if target.is_symlink():
@@ -155,7 +154,6 @@ class OnDisk(Output):
             return [each.relative_to(target).as_posix() for each in found]
 
     def manifest(self) -> dict[str, Any]:
-        """See Output."""
         path = self._target / MANIFEST
         with typed_errors(path):
             if not path.is_file():
@@ -166,11 +164,9 @@ class OnDisk(Output):
                 return {}
 
     def holds(self, path: str) -> bool:
-        """See Output."""
         return Path(path).resolve().is_relative_to(self._target.resolve())
 
     def restore(self) -> None:
-        """See Output."""
         with typed_errors(self._target):
             unfinished = (self.work / JOB).exists()
             if unfinished and self._old.exists() and not self._target.exists():
