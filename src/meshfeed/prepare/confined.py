@@ -11,7 +11,6 @@ import json
 import math
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -31,6 +30,11 @@ MEMORY_BYTES = 1 << 30
 """Of the process, its Python included."""
 CPU_S = 10
 """Of a conversation: CPU time, so a busy machine changes nothing."""
+
+try:
+    import resource
+except ImportError:  # not on every system
+    resource = None
 
 _BARE = Path(__file__).with_name("bare.py")
 
@@ -129,10 +133,10 @@ def main() -> None:
     with os.fdopen(os.dup(1), "w") as responses, contextlib.suppress(EOFError):
         os.dup2(2, 1)  # what a template prints is not a response
         conversations, memory_bytes, cpu_s = pickle.load(requests)
-        _limit(resource.RLIMIT_AS, memory_bytes)
+        _limit("RLIMIT_AS", memory_bytes)
         work = conversations.check
         while True:
-            _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
+            _limit("RLIMIT_CPU", math.ceil(time.process_time()) + cpu_s)
             responses.write(_response(work) + "\n")
             responses.flush()
             work = partial(conversations.render, pickle.load(requests))
@@ -148,6 +152,8 @@ def _response(work: Callable[[], Rendered | None]) -> str:
         return json.dumps({"error": "too large to be rendered; leave it out"})
 
 
-def _limit(kind: int, most: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+def _limit(name: str, most: int) -> None:
+    if resource is not None:
+        kind = getattr(resource, name)
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
