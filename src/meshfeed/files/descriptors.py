@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -68,5 +67,9 @@ def _closed_one() -> bool:
 
 def most_open() -> int:
     """Half of the descriptors that this process may have now."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return 128
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 62 if soft == resource.RLIM_INFINITY else max(soft // 2, 1)
