@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST = 90
+MOST = 40
 
 BETTER = {
     r"not to be had": "this machine lacks …",

@@ -42,7 +42,6 @@ class Broadcast(Delivery):
         stack.callback(self._group.close)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
-        """See Delivery."""
         if columns is None:
             return self._receive(num_bytes)
         if self._interrupted:
@@ -57,11 +56,9 @@ class Broadcast(Delivery):
         return columns
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
-        """See Delivery."""
         self._send(wire.error_message(error), num_bytes)
 
     def interrupt(self) -> None:
-        """See Delivery."""
         self._interrupted = True
 
     def _send(self, message: wire.Message, num_bytes: int) -> None:

@@ -94,5 +94,4 @@ class Direct(Delivery):
         return columns or {}
 
     def interrupt(self) -> None:
-        """See Delivery."""
         self._interrupted = True

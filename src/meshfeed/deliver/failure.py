@@ -97,7 +97,6 @@ class Failures:
         raise first.exception() from error
 
     def on_notice(self) -> None:
-        """See Watcher."""
         (ends, record), meeting = self._notice(), self._meeting
         if record is not None and meeting is not None:
             if ends <= meeting.start:

@@ -32,7 +32,6 @@ class Relay(Delivery):
         stack.enter_context(self._within)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
-        """See Delivery."""
         try:
             columns = self._across.deliver(columns, num_bytes)
         except Exception as error:
@@ -46,14 +45,12 @@ class Relay(Delivery):
         return columns
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
-        """See Delivery."""
         try:
             self._across.fail(error, num_bytes)
         finally:
             self._forward(error, num_bytes)
 
     def interrupt(self) -> None:
-        """See Delivery."""
         self._across.interrupt()
         self._within.interrupt()
 

@@ -105,7 +105,6 @@ class ShareLeader(Delivery):
         self._wake = -1  # another file may soon have this number
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
-        """See Delivery."""
         columns = columns or {}
         try:
             message = wire.encode(columns)
@@ -116,11 +115,9 @@ class ShareLeader(Delivery):
         return columns
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
-        """See Delivery."""
         self._send(wire.error_message(error))
 
     def interrupt(self) -> None:
-        """See Delivery."""
         with contextlib.suppress(OSError, ValueError):  # already closed
             os.eventfd_write(self._wake, 1)
 
@@ -235,7 +232,6 @@ class ShareFollower(Delivery):
         stack.callback(_close_link, link)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
-        """See Delivery."""
         leader = self._leader
         if self._held is not None:
             with contextlib.suppress(OSError):  # a leader that has ended takes no tickets back
@@ -267,7 +263,6 @@ class ShareFollower(Delivery):
         return wire.decode(buffer)
 
     def interrupt(self) -> None:
-        """See Delivery."""
         self._interrupted = True
         with contextlib.suppress(OSError):
             self._link.shutdown(socket.SHUT_RD)

@@ -54,7 +54,6 @@ class ExchangeDelivery(Delivery):
         stack.enter_context(self._delivery)
 
     def deliver(self, columns: Columns | None, num_bytes: int) -> Columns:
-        """See Delivery."""
         try:
             return self._delivery.deliver(columns, num_bytes)
         except EndOfStream:
@@ -63,12 +62,10 @@ class ExchangeDelivery(Delivery):
             raise
 
     def fail(self, error: BaseException, num_bytes: int) -> None:
-        """See Delivery."""
         with contextlib.suppress(EndOfStream, TimeoutError, DeliveryError):
             self._delivery.fail(error, num_bytes)
 
     def interrupt(self) -> None:
-        """See Delivery."""
         self.interrupted = True
         self._delivery.interrupt()
 

@@ -86,8 +86,8 @@ def plan(
         item = gathered.item(int(gathered.lengths.argmax()), membership)
         raise PlanError(
             f"{item}: key {length!r} has {longest} tokens, at step {step}; the widest cp group holds {most} "
-            f"({(gathered.lengths > most).sum()} such); cut them in the iterator, raise capacity or "
-            f"cp, or set oversize='split', 'truncate' or 'drop'"
+            f"({(gathered.lengths > most).sum()} such sequences); cut them in the iterator, raise capacity "
+            f"or cp, or set oversize='split', 'truncate' or 'drop'"
         )
     try:
         made = made or plan_step(gathered.lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=vpp)

@@ -151,7 +151,7 @@ class ArrayHead(Head):
     order: str
 
     def dtype_in(self, value: bytes) -> np.dtype[Any]:
-        """Of the elements of an array. Raises ValueError for what are no integers."""
+        """Of the elements of an array. Raises ValueError for what are not integers."""
         if len(value) < 8:
             raise ValueError("has an array without a whole header")
         return _integers(self.dtypes, int(np.frombuffer(value[:4], f"{self.order}u4")[0]))

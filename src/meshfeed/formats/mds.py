@@ -219,7 +219,7 @@ class ArrayHead(Head):
 
 
 def _values_of(fields: Sequence[Column], sample: bytes) -> list[bytes]:
-    """The values of a sample, by column. Raises ValueError for bytes that are no such sample."""
+    """The values of a sample, by column. Raises ValueError for bytes that are not such a sample."""
     sizes = [field.size_bytes for field in fields]
     begin = 4 * sizes.count(None)
     words = iter(np.frombuffer(sample[:begin], "<u4").tolist())

@@ -46,8 +46,8 @@ class ShardFiles:
     storage.
 
     name: of the store, for messages.
-    made: the file of a shard, not entered; may ask storage, and raise StoreError for what is no such shard.
-    is_remote: all shards lie far away.
+    made: the file of a shard, not entered; may ask storage, and raise StoreError unless it is such a shard.
+    is_remote: all shards are remote.
     """
 
     def __init__(self, name: str, made: Callable[[int], ByteFile], *, is_remote: bool) -> None:
@@ -93,7 +93,6 @@ class ShardFiles:
         return self._told(self._shard(number))
 
     def read_into(self, number: int, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
-        """See ByteFile."""
         file = self.file(number)
         if not file.is_remote:  # there, a range is announced and settled by itself
             begins, sizes, places = _joined(begins, sizes, places)

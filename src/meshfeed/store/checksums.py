@@ -1,6 +1,6 @@
 """Checksums of a Megatron store's blocks: made of what lies there, compared with it, and whose they are.
 
-The format is in `files.sums`. Blocks that come from far away are compared as they come; see `files.bring`.
+The format is in `files.sums`. Blocks of remote files are compared as they come; see `files.bring`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def write_checksums(store: IndexedStore, block_bytes: int = BLOCK_BYTES) -> Iter
     """
     refuse_block_bytes(store.path, block_bytes)
     if store.wants_ahead:
-        raise StoreError(f"{store.path}: lies far away; write its checksums where it was made, and copy them")
+        raise StoreError(f"{store.path}: is remote; write its checksums where it was made, and copy them")
     files = (LocalFile(each.url) for each in reversed(store.files))
     fresh = type(store)(store.path, *files)  # which has not looked at anything yet, and compares nothing
     before = versions_of(store.path)[:2]

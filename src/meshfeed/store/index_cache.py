@@ -54,7 +54,7 @@ def cached_arrays(
 
     folder: on a disk of the node or shared, made if missing. key: letters and digits, as `key_of_parts`
     gives. build: its names become file names. An entry that is damaged (lacks a file, is cut, or has other
-    bytes at one of 64 places of a file) is built anew; so is one whose builder died. What `build` raises
+    bytes at one of 64 places of a file) is built again; so is one whose builder died. What `build` raises
     passes through, and the next process tries again.
 
     Raises StoreError for a folder that cannot be written, is full, or knows no locks.
@@ -158,7 +158,7 @@ def _opened(entry: Path) -> dict[str, Array] | None:
             arrays[name] = mapped.view(np.ndarray)  # a memmap's own __getitem__ costs a microsecond
         return arrays
     except (OSError, ValueError, TypeError, AttributeError):
-        return None  # what cannot be read is built anew; what cannot be written then says so
+        return None  # what cannot be read is built again; what cannot be written then says so
 
 
 def _signs(path: Path) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Sequences:
 def sequences_of(store: Store) -> Sequences:
     """The sequences of a token store; documents, where it knows no smaller unit.
 
-    Raises RecipeError for what is no stream of tokens.
+    Raises RecipeError for what is not a stream of tokens.
     """
     if not isinstance(store, StreamStore):
         raise RecipeError(f"{store!r} is not a stream of tokens; give a store as mf.open(path) does")
