@@ -13,6 +13,7 @@ from meshfeed.files.descriptors import Descriptor
 from meshfeed.files.local import fill
 from meshfeed.files.sums import FileSums
 from meshfeed.store.node_index import NodeIndex, settle, wrong_block
+from meshfeed.store.stream import runs
 
 _LOOKS = 3
 
@@ -95,9 +96,7 @@ class GuardedFile(LocalFile):
         first, last = begins[some] // sums.block_bytes, (ends[some] - 1) // sums.block_bytes
         if not seen.size or (seen[first].all() and seen[last].all() and (last - first < 2).all()):
             return []
-        counts = last - first + 1
-        inside = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-        touched = np.unique(first.repeat(counts) + inside)
+        touched = np.unique(runs(first, last - first + 1))
         return touched[seen[touched] == 0].tolist()
 
     def _compare(self, block: int) -> None:

@@ -22,7 +22,7 @@ from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.guarded import GuardedFile
 from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
 from meshfeed.store.node_index import NodeIndex
-from meshfeed.store.stream import I64, LengthsIndex
+from meshfeed.store.stream import I64, LengthsIndex, runs
 
 _SUFFIXES = (".bin", ".idx")
 
@@ -205,12 +205,9 @@ class IndexedStore(StreamStore):
             begins = index.pointers_of(sequences, lengths) // self.dtype.itemsize
         length = int(lengths.sum())
         self._refuse_outside(document, start, stop, length)
-        # pieces of 3 4 2 tokens, 2..6 wanted -> skip 2 0 0, take 1 3 0
-        ends = lengths.cumsum()
-        skip = np.minimum((start - ends + lengths).clip(0), lengths)
-        take = np.minimum((stop - ends + lengths).clip(0), lengths) - skip
-        out = np.empty(stop - start, self.dtype)
-        self.read_into(out, begins + skip, begins + skip + take)
+        pieces = LengthsIndex(np.append(0, lengths.cumsum())).pieces(np.array([start]), np.array([stop]))
+        begins, out = begins[pieces.documents], np.empty(stop - start, self.dtype)
+        self.read_into(out, begins + pieces.begin, begins + pieces.end)
         return out
 
     def modes(self, sequences: I64) -> npt.NDArray[np.int8]:
@@ -297,8 +294,7 @@ def _sums_between(index: Index, firsts: I64, ends: I64) -> I64:
     """Tokens of the sequences firsts..ends of each document; -1 where they descend; int64 [n]."""
     counts = (ends - firsts).clip(0)
     stops = counts.cumsum()
-    sequences = np.arange(counts.sum()) + (firsts - stops + counts).repeat(counts)
-    running = np.append(0, index.lengths_of(sequences).cumsum())
+    running = np.append(0, index.lengths_of(runs(firsts, counts)).cumsum())
     return np.where(ends < firsts, -1, running[stops] - running[stops - counts])
 
 

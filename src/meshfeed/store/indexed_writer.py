@@ -25,7 +25,6 @@ from meshfeed.store.indexed import IndexedStore
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _MAX_LENGTH = 2**31 - 1
-_CHUNK = 1 << 18
 _PIECE_BYTES = 1 << 24
 _SMALL_VOCABULARY = 65500  # Megatron's bound; it leaves uint16 some ids to spare
 
@@ -142,6 +141,9 @@ class IndexedWriter:
             if files.summer is not None:
                 files.summer.update(tokens_bytes)
             files.index.write(lengths.astype("<i4").tobytes())
+            sizes = lengths.astype(np.int64) * self.dtype.itemsize
+            begins = self.num_tokens * self.dtype.itemsize + sizes.cumsum() - sizes
+            files.pointers.write(begins.astype("<i8").tobytes())
             if self.modes:
                 files.modes.write(struct.pack("<b", mode) * lengths.size)
         self.num_sequences += lengths.size
@@ -263,19 +265,7 @@ class IndexedWriter:
 
     def _finish_index(self, files: _Files) -> None:
         index = files.index
-        # The lengths lie in the file already; what follows them is their running sum.
-        start, pointer = HEADER.size, 0
-        while start < HEADER.size + 4 * self.num_sequences:
-            index.seek(start)
-            count = min(_CHUNK, (HEADER.size + 4 * self.num_sequences - start) // 4)
-            sizes = np.frombuffer(index.read(4 * count), "<i4").astype(np.int64) * self.dtype.itemsize
-            ends = pointer + sizes.cumsum()
-            index.seek(0, os.SEEK_END)
-            index.write((ends - sizes).astype("<i8").tobytes())
-            start, pointer = start + 4 * count, int(ends[-1])
-        index.seek(0, os.SEEK_END)
-        index.write(struct.pack("<q", 0))
-        for more in (files.documents, files.modes):
+        for more in (files.pointers, files.documents, files.modes):
             more.seek(0)
             shutil.copyfileobj(more, index)
         index.seek(0)
@@ -313,9 +303,11 @@ class _Files:
             self.index: IO[bytes] = self._named(stack, self.index_path)
             self.sums: IO[bytes] = self._named(stack, self.sums_path)
             directory = self.data_path.parent
+            self.pointers: IO[bytes] = stack.enter_context(tempfile.TemporaryFile(dir=directory))
             self.documents: IO[bytes] = stack.enter_context(tempfile.TemporaryFile(dir=directory))
             self.modes: IO[bytes] = stack.enter_context(tempfile.TemporaryFile(dir=directory))
             self.index.write(bytes(HEADER.size))
+            self.documents.write(struct.pack("<q", 0))
             self.removed_at_exit = stack.pop_all()
 
     @staticmethod

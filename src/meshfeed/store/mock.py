@@ -14,7 +14,7 @@ import numpy.typing as npt
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
 from meshfeed.store.base import StreamStore
-from meshfeed.store.stream import I64, LengthsIndex
+from meshfeed.store.stream import I64, LengthsIndex, runs
 
 _VOCAB = 32_768
 
@@ -110,10 +110,9 @@ class Lengths(StreamStore):
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         """A hash of each token's place in the stream."""
         sizes = stops - starts
-        place = np.arange(out.size) + np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-        out[:] = (place.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(
-            _VOCAB
-        )
+        out[:] = (
+            runs(starts, sizes).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
+        ) % np.uint64(_VOCAB)
         self._stats.reads += sizes.size
         self._stats.bytes_read += out.nbytes
 

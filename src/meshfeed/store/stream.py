@@ -67,7 +67,7 @@ class LengthsIndex:
         """
         first = self.starts.searchsorted(begins, side="right")
         counts = (self.starts.searchsorted(ends, side="left") - first).clip(0)
-        found = self.starts[_runs(first, counts)]
+        found = self.starts[runs(first, counts)]
         of_range = np.arange(counts.size).repeat(counts)
         new = np.ones(found.size, np.bool_)
         new[1:] = (of_range[1:] != of_range[:-1]) | (found[1:] != found[:-1])
@@ -78,7 +78,7 @@ class LengthsIndex:
         first = self.starts.searchsorted(begins, side="right") - 1
         stop = self.starts.searchsorted(ends, side="left")
         counts = np.where(ends > begins, stop - first, 0)
-        documents = _runs(first, counts)
+        documents = runs(first, counts)
         starts = self.starts[documents]
         begin = np.maximum(begins.repeat(counts) - starts, 0)
         end = np.minimum(ends.repeat(counts), self.starts[documents + 1]) - starts
@@ -100,6 +100,6 @@ class Pieces:
         return self.end - self.begin
 
 
-def _runs(first: I64, counts: I64) -> I64:
-    """first 5 9, counts 2 3 -> 5 6 9 10 11."""
+def runs(first: I64, counts: I64) -> I64:
+    """Consecutive numbers from each first: 5 9, counts 2 3 -> 5 6 9 10 11."""
     return np.arange(counts.sum()) + (first - counts.cumsum() + counts).repeat(counts)
