@@ -231,12 +231,6 @@ class DocumentFiles(StreamStore):
         return tokens
 
 
-def by_file(files: I64) -> Iterator[tuple[int, I64]]:
-    """(file, which of some things are in it) for each file there is."""
-    for file in np.unique(files).tolist():
-        yield file, np.flatnonzero(files == file)
-
-
 def read_bytes(file: ByteFile, begin: int, end: int) -> bytes:
     """Bytes begin..end of an entered file."""
     out = np.empty(end - begin, np.uint8)

@@ -13,10 +13,10 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile
-from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span, by_file, read_bytes
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span, read_bytes
 from meshfeed.formats.tokens import hint_for
 from meshfeed.store.index_cache import joined
-from meshfeed.store.stream import I64, Pieces
+from meshfeed.store.stream import I64, Pieces, grouped
 
 _SPAN_BYTES = 1 << 26
 _STEP_BYTES = 1 << 23
@@ -68,7 +68,7 @@ class JsonlStore(DocumentFiles):
 
     def _tokens(self, documents: I64) -> list[Array]:
         found: list[Array] = [np.zeros(0, np.int64)] * documents.size
-        for f, mine in by_file(self._file_of(documents)):
+        for f, mine in grouped(self._file_of(documents)):
             begins, sizes = self._lines(documents[mine])
             out, ends = np.empty(int(sizes.sum()), np.uint8), sizes.cumsum().tolist()
             file = self._files[f]
@@ -82,7 +82,7 @@ class JsonlStore(DocumentFiles):
         return found
 
     def _announce(self, pieces: Pieces) -> None:
-        for f, mine in by_file(self._file_of(pieces.documents)):
+        for f, mine in grouped(self._file_of(pieces.documents)):
             begins, sizes = self._lines(pieces.documents[mine])
             self._files[f].will_need(begins, begins + sizes)
 

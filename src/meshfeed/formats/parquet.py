@@ -20,7 +20,7 @@ from meshfeed.files import ByteFile, Cache
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
 from meshfeed.formats.tokens import Column, Where, hint_for
 from meshfeed.store.index_cache import joined
-from meshfeed.store.stream import I64, Pieces
+from meshfeed.store.stream import I64, Pieces, grouped
 
 _SPAN_BYTES = 1 << 26
 _ROWS_TOGETHER = 1024
@@ -116,8 +116,7 @@ class ParquetStore(DocumentFiles):
     def _tokens(self, documents: I64) -> list[Array]:
         found: list[Array] = [np.zeros(0, np.int64)] * documents.size
         group_of = self._group_ends.searchsorted(documents, side="right")
-        for group in np.unique(group_of).tolist():
-            mine = np.flatnonzero(group_of == group)
+        for group, mine in grouped(group_of):
             rows, inverse = np.unique(documents[mine], return_inverse=True)
             held = self._group(group)
             tokens = held.tokens(self._column, (rows - self._group_ends[group] + held.count).tolist())

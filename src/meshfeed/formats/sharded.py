@@ -25,7 +25,7 @@ from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.store.base import StreamStore
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
-from meshfeed.store.stream import I64, LengthsIndex, Multiples, Pieces
+from meshfeed.store.stream import I64, LengthsIndex, Multiples, Pieces, grouped
 
 T = TypeVar("T")
 
@@ -219,13 +219,13 @@ class ShardedStore(StreamStore):
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         shards, begins, sizes = self._bytes_of(self.documents.pieces(starts, stops))
         places, raw = sizes.cumsum() - sizes, out.view(np.uint8)
-        for number, mine in _by_shard(shards):
+        for number, mine in grouped(shards):
             self._files.read_into(number, raw, begins[mine], sizes[mine], places[mine])
 
     def will_need(self, starts: I64, stops: I64) -> None:
         """Announce ranges of the stream that will be read, each once; waits for lengths at most."""
         shards, begins, sizes = self._bytes_of(self.documents.pieces(*self._ranges(starts, stops)))
-        for number, mine in _by_shard(shards):
+        for number, mine in grouped(shards):
             self._files.will_need(number, begins[mine], begins[mine] + sizes[mine])
 
     def forget_needs(self) -> None:
@@ -343,13 +343,3 @@ def _at_once(ask: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
 def _whole(parts: Sequence[Any], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
     starts = np.concatenate(([0], joined(arrays, "lengths").cumsum(dtype=np.int64)))
     return {"starts": starts, "begins": joined(arrays, "begins")}
-
-
-def _by_shard(shards: I64) -> Iterator[tuple[int, Any]]:
-    """Every shard with the places where it stands: 5 7 5 -> (5, [0, 2]), (7, [1])."""
-    if not shards.size:
-        return
-    order = shards.argsort(kind="stable")
-    cuts = np.flatnonzero(np.diff(shards[order])) + 1
-    for mine in np.split(order, cuts):
-        yield int(shards[mine[0]]), mine

@@ -110,9 +110,8 @@ class Lengths(StreamStore):
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         """A hash of each token's place in the stream."""
         sizes = stops - starts
-        out[:] = (
-            runs(starts, sizes).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
-        ) % np.uint64(_VOCAB)
+        place = runs(starts, sizes).astype(np.uint64)
+        out[:] = (place * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(_VOCAB)
         self._stats.reads += sizes.size
         self._stats.bytes_read += out.nbytes
 

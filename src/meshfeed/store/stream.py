@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,3 +104,12 @@ class Pieces:
 def runs(first: I64, counts: I64) -> I64:
     """Consecutive numbers from each first: 5 9, counts 2 3 -> 5 6 9 10 11."""
     return np.arange(counts.sum()) + (first - counts.cumsum() + counts).repeat(counts)
+
+
+def grouped(values: I64) -> Iterator[tuple[int, I64]]:
+    """Every value with the places where it stands, ascending: 5 7 5 -> (5, [0, 2]), (7, [1])."""
+    if not values.size:
+        return
+    order = values.argsort(kind="stable")
+    for places in np.split(order, np.flatnonzero(np.diff(values[order])) + 1):
+        yield int(values[places[0]]), places
