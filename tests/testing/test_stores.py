@@ -157,7 +157,7 @@ def test_a_store_that_breaks_a_promise_is_found(broken: str) -> None:
     [
         ("vocab_size", 100, "outside the vocabulary"),
         ("encode", lambda self, texts: [np.array([len(texts)]) for _ in texts], "encoded alone"),
-        ("encode", lambda self, texts: [np.array([1.5]) for _ in texts], "no whole numbers"),
+        ("encode", lambda self, texts: [np.array([1.5]) for _ in texts], "are not whole numbers"),
         ("encode", lambda self, texts: [], "number of encoded texts"),
         ("decode", lambda self, tokens: b"", "gives no str"),
         ("end", 65, "becomes the end token"),
