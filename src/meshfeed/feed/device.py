@@ -75,14 +75,20 @@ class OnHost:
         return made[-1][:num_bytes].view(dtype).reshape(shape)
 
     def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
-        return [{name: self._placed(value) for name, value in arrays.items()} for arrays in built], None
+        placed: list[dict[str, Value]] = []
+        for arrays in built:
+            fields: dict[str, Value] = {}
+            for name, value in arrays.items():
+                if isinstance(value, Constant):
+                    # a copy-on-write clone, as writing to a field must not change the next microbatch's
+                    fields[name] = _lazy_clone(self._constants.of(value))
+                else:
+                    fields[name] = _tensors(value)
+            placed.append(fields)
+        return placed, None
 
     def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
         """No copy is in flight."""
-
-    def _placed(self, value: Any) -> Value:
-        # a copy-on-write clone, as writing to a field must not change the next microbatch's
-        return _lazy_clone(self._constants.of(value)) if isinstance(value, Constant) else _tensors(value)
 
 
 class OnCuda:

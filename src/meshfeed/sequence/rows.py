@@ -87,13 +87,13 @@ class Rows(SequenceRule):
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
         itemsize = dtype_of(recipe, portion.draws).itemsize
-        return len(portion.draws) * width_of(self._in_row(portion.held)) * itemsize
+        return len(portion.draws) * width_of(portion.held_row) * itemsize
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the held slices to each store."""
         if not portions:
             return
-        cut = self._in_row(portions[0].held)
+        cut = portions[0].held_row
         draws = concatenated([portion.draws for portion in portions])
         stores = stores_of(recipe)
         for s, mine in draws.by_source():
@@ -101,7 +101,7 @@ class Rows(SequenceRule):
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held slices of each row, each followed by one more token; [rows, held tokens]."""
-        stores, cut = stores_of(recipe), self._in_row(portion.held)
+        stores, cut = stores_of(recipe), portion.held_row
         tokens = allocate((len(portion.draws), width_of(cut)), dtype_of(recipe, portion.draws).name)
         if len(stores) == 1:
             self._read(recipe, 0, portion.draws, cut, tokens)
@@ -122,14 +122,18 @@ class Rows(SequenceRule):
     ) -> list[Arrays]:
         """The named fields of each microbatch; see the class for shapes."""
         shape, k = self._shape(portion), len(portion.draws)
-        own, held = self._in_row(portion.own), self._in_row(portion.held)
+        own, held = portion.own_row, portion.held_row
         held = Slices(held.sequence, held.start, held.stop + 1)
         in_row = Runs(own.offsets, own.start, own.sizes)
         starts = self._document_starts(recipe, portion.draws) if self._minds_documents else _NO_STARTS
         whole: dict[str, Array] = {}
-        fixed = self._fixed(recipe, portion) & set(names)
+        constant: Arrays = {}
+        fixed, edges = self._fixed(recipe, portion), (*own.start.tolist(), *own.stop.tolist())
         for field in self.fields:
-            if field.name not in names or field.name in fixed or field in _DOCUMENT_FIELDS:
+            if field.name not in names or field in _DOCUMENT_FIELDS:
+                continue
+            if field.name in fixed:
+                constant[field.name] = _fixed_rows(field, (portion.rows, shape[1]), edges, self.length)
                 continue
             out = whole[field.name] = allocate(shape, field.dtype)
             if field.name == "loss_mask":
@@ -141,12 +145,9 @@ class Rows(SequenceRule):
                 runs = runs_of(own, held, in_row.at, ahead=int(field.name == "labels"))
                 _fill(np.asarray(columns["tokens"]), runs, out, k, field.pad)
         made: list[Arrays] = []
-        edges = (*own.start.tolist(), *own.stop.tolist())
         for m in range(len(portion.microbatches)):
             rows = slice(m * portion.rows, (m + 1) * portion.rows)
-            made.append({name: array[rows] for name, array in whole.items()})
-            for field in (field for field in self.fields if field.name in fixed):
-                made[m][field.name] = _fixed_rows(field, (portion.rows, shape[1]), edges, self.length)
+            made.append({name: array[rows] for name, array in whole.items()} | constant)
         if self.reset_attention_mask and "cu_seqlens" in names:
             width = shape[1] * portion.pack.cp_size
             for arrays, cu_seqlens in zip(made, self._cu_seqlens(starts, portion, width)):
@@ -173,11 +174,6 @@ class Rows(SequenceRule):
         stores_of(recipe)[source].read_stream(*self.ranges(recipe, source, draws, cut), out=out.reshape(-1))
 
     # -- geometry -------------------------------------------------------------------------------------
-
-    def _in_row(self, slices: Slices) -> Slices:
-        """The slices of one row without padding, none empty; every row of a pack has the same."""
-        one = (slices.sequence == 0) & (slices.start < self.length)
-        return Slices(slices.sequence[one], slices.start[one], np.minimum(slices.stop[one], self.length))
 
     def _shape(self, portion: Portion) -> tuple[int, int]:
         """Rows and tokens per rank of all microbatches of a portion."""

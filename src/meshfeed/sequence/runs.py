@@ -105,6 +105,21 @@ class Portion:
         default_factory=dict[tuple[int, int], Runs], init=False, repr=False
     )
 
+    @cached_property
+    def own_row(self) -> Slices:
+        """The own slices of one row without padding, none empty; all rows of a portion have the same."""
+        return self._row(self.own)
+
+    @cached_property
+    def held_row(self) -> Slices:
+        """The held slices of one row; see `own_row`."""
+        return self.own_row if self.held is self.own else self._row(self.held)
+
+    def _row(self, slices: Slices) -> Slices:
+        one, length = slices.sequence == 0, int(self.pack.lengths[0]) if len(self.draws) else 0
+        one &= slices.start < length
+        return Slices(slices.sequence[one], slices.start[one], np.minimum(slices.stop[one], length))
+
     def draws_by_microbatch(self) -> list[Draws]:
         """The draws of each microbatch."""
         if not self.rows:

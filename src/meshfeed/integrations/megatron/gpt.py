@@ -132,7 +132,7 @@ class MegatronGPT(Rows, OwnOrder):
         row, offset = self._document_starts(recipe, portion.draws)
         ends = np.zeros((len(portion.draws), self.length), np.bool_)
         ends[row, offset - 1] = True
-        places = _places(self._in_row(portion.held))
+        places = _places(portion.held_row)
         whole = places < self.length  # the index does not say whether the token after the sample is an end
         places, tokens = places[whole], tokens[:, whole]
         made_up = np.array([isinstance(store, Lengths) for store in recipe.sources])[portion.draws.source]
