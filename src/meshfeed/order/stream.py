@@ -52,6 +52,10 @@ class Draws:
     epoch: npt.NDArray[np.int64]
     index: npt.NDArray[np.int64]
 
+    def __post_init__(self) -> None:
+        for array in (self.source, self.epoch, self.index):
+            array.flags.writeable = False
+
     def __len__(self) -> int:
         return self.index.size
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import threading
 import time
 import traceback
@@ -17,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
 import torch
@@ -194,7 +194,7 @@ class Workers:
         while at is not None:
             made = pipe.recv_bytes()
             following = self._handed(pipe, wait=False)  # before this one is unpacked: the worker goes on
-            item = pickle.loads(made)
+            item = ForkingPickler.loads(made)
             with self._changed:
                 if self._wanted(at):
                     self._made[at] = item
