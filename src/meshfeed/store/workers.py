@@ -194,7 +194,7 @@ class Workers:
         while at is not None:
             made = pipe.recv_bytes()
             following = self._handed(pipe, wait=False)  # before this one is unpacked: the worker goes on
-            item = ForkingPickler.loads(made)
+            item = cast(Any, ForkingPickler).loads(made)
             with self._changed:
                 if self._wanted(at):
                     self._made[at] = item
