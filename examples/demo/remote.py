@@ -16,7 +16,7 @@ from demo.runs import Trainer
 from demo.storage import Manners, Served, SlowStorage
 
 LAYOUT = "tp2"
-STEPS = {"local": 6, "remote": 30, "broadcast": 30}  # more than 20 requests: the 20th is late
+STEPS = {"local": 6, "remote": 18, "broadcast": 18}  # more than 20 requests: the 20th is late
 HEADROOM = 1.2
 _OPTIONS = {"window": 128, "sequences": 24, "micro-batch-size": 12, "shuffle": "blocks"}
 _TOKEN_BYTES = 2

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import loops
+import quick
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, PAGE = ROOT / "examples", ROOT / "docs/frameworks_loops.md"
@@ -53,7 +54,7 @@ def test_the_examples_run_as_they_say(tmp_path: Path) -> None:
     for name in FRAMEWORKS:
         (tmp_path / name).mkdir()
         running[name] = subprocess.Popen(
-            [sys.executable, Path(__file__).with_name("example_commands.py"), name, corpus, tmp_path / name],
+            [quick.python(), Path(__file__).with_name("example_commands.py"), name, corpus, tmp_path / name],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

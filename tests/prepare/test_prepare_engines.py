@@ -21,6 +21,7 @@ from meshfeed.errors import PrepareError
 from meshfeed.prepare import Local, OnRay, OnSlurm, Text, prepare
 from services.needs import needs, needs_root
 from services.slurm import slurm
+from soak import only_soak
 
 PART_BYTES = 20_000
 WAIT_S = 600
@@ -31,10 +32,10 @@ from meshfeed.prepare import OnRay, OnSlurm, Text, on_slurm, prepare
 engine, corpus, out, *more = sys.argv[1:]
 engines = {"ray": OnRay(2), "slurm": OnSlurm(2, ["--hold"] if "hold" in more else [])}
 on_slurm._LAG_S = 1.0
-def run(told):
+def run(told, resume="resume" in more):
     try:
         prepare([corpus], out, Text(tokenizer="bytes"), engine=engines[engine],
-                part_bytes=20_000, on_progress=told, resume="resume" in more)
+                part_bytes=20_000, on_progress=told, resume=resume)
     except MeshfeedError as error:
         return f"{type(error).__name__}: {error}"
 def show(progress):
@@ -70,7 +71,7 @@ def kill(progress):
     if not killed:
         killed.append("begun")
 MARK = os.environ["MARK"]
-error = run(kill)
+error = run(kill, resume=True)
 print("killed", len(killed) - 1)
 sys.exit(error)
 """
@@ -142,9 +143,8 @@ def remove_parts(out: Path, keep: int) -> None:
         part.unlink()
 
 
-def test_ray_gives_the_same_bytes_after_kills_of_the_run_and_of_workers(
-    corpus: Path, expected: Path, tmp_path: Path
-) -> None:
+@only_soak
+def test_ray_ends_with_its_run_and_another_goes_on(corpus: Path, expected: Path, tmp_path: Path) -> None:
     out, mark = tmp_path / "out", secrets.token_hex(16)
     process = start("ray", corpus, out, "stop at 2", env={"MARK": mark})
     until_part(2, process)
@@ -156,12 +156,21 @@ def test_ray_gives_the_same_bytes_after_kills_of_the_run_and_of_workers(
         assert time.monotonic() < until, f"Ray outlived its run: {left}"
         time.sleep(0.1)
     remove_parts(out, keep=2)
-    status, said, errors = ended(start("ray", corpus, out, "resume", "workers die", env={"MARK": mark}))
+    status, said, errors = ended(start("ray", corpus, out, "resume"))
+    assert status == 0, errors
+    assert "encoding 2" in said, "what was encoded is not encoded again"
+    assert same(out, expected)
+
+
+def test_ray_gives_the_same_bytes_though_workers_die(corpus: Path, expected: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    status, said, errors = ended(
+        start("ray", corpus, out, "workers die", env={"MARK": secrets.token_hex(16)})
+    )
     assert status == 0, errors
     told = {line.split()[0]: line for line in reversed(said.splitlines()) if line}  # the first of each word
     refused = told["PrepareError:"]
     assert "the Ray task that encoded it is lost: " in refused and refused.endswith("continue with --resume")
-    assert int(told["encoding"].split()[1]) >= 2, "what was encoded is not encoded again"
     assert int(told["killed"].split()[1]) >= 1
     assert same(out, expected)
 
