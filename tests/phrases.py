@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST = 40
+MOST = 22
 
 BETTER = {
     r"not to be had": "this machine lacks …",
