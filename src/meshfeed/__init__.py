@@ -7,7 +7,7 @@ recipe = mf.Recipe(data=mf.open("corpus"), sequence=mf.Windows(4096), batch=mf.B
 with mf.Feed(recipe, layout) as feed:
     for step in feed:
         for microbatch in step.microbatches:
-            train(microbatch["tokens"], ...)
+            train(microbatch)
         save(feed.state_dict())
 """
 

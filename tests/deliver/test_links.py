@@ -133,3 +133,31 @@ def test_a_closed_connection_names_the_member_at_its_other_end(family: int, addr
     ]
     for each in (listener, kept, python_s, *elsewhere):
         each.close()
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, socket
+from meshfeed.deliver.forks import Private
+from meshfeed.files.forks import at_fork
+class Other:
+    told = False
+    def forget_parent(self): self.told = True
+others = [Other() for _ in range(8)]
+private, (ours, theirs) = Private(), socket.socketpair()
+private.add(ours.fileno())
+for other in others: at_fork(other)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+try:
+    while True: os.dup(0)
+except OSError:
+    pass
+if (child := os.fork()) == 0:
+    hidden = os.path.samestat(os.fstat(ours.fileno()), os.stat("/dev/null"))
+    os._exit(0 if hidden and all(other.told for other in others) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_without_a_free_descriptor_forgets_all() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")

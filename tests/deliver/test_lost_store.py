@@ -21,7 +21,7 @@ import torch.distributed as dist
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
-from soak import cases, some
+from soak import cases
 
 TIMEOUT_S = 15.0
 HOST = """
@@ -122,7 +122,6 @@ def rank_of_a_job(rank: int, path: str, port: int, folder: str) -> Any:
     return ending(feed, after)
 
 
-@some(1)
 @pytest.mark.parametrize("how", ["stopped", "cut off", "killed"][: cases(2, 3)])
 def test_every_rank_ends_in_time_when_the_store_is_lost(
     tmp_path: Path, host: tuple[subprocess.Popen[str], int], how: str

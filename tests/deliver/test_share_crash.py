@@ -20,7 +20,7 @@ import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver import share
 from observe import simulated, take
-from soak import cases, only_soak, some
+from soak import cases, some
 
 PROMPTLY_S = 15.0  # on a busy machine too; no timeout in these tests is as short
 LONG = timedelta(seconds=30)
@@ -150,7 +150,6 @@ def finite(rank: int, path: str, where: str, steps: int) -> Any:
     return take(feed, steps)
 
 
-@only_soak
 def test_two_jobs_side_by_side_do_not_see_each_other(corpus: str, tmp_path: Path) -> None:
     doomed = world.start(
         endless, 2, corpus, "tp2", "share", str(tmp_path / "one"), 3, 2, distributed=False

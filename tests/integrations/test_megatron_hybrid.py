@@ -25,7 +25,6 @@ from meshfeed.exchange import Keys
 from meshfeed.integrations import megatron
 from meshfeed.integrations.megatron import hybrid
 from meshfeed.plan import plan_step
-from soak import only_soak
 
 HYBRID = [
     ([[24, 7, 90], [12], [3, 3, 3, 3], [30]], 16, 1),
@@ -264,7 +263,6 @@ def test_who_would_have_nothing_has_a_sample_without_loss() -> None:
     assert hybrid.groups_of(plan) == [[[0], [0], [3], [3], [5], [5]]], "a cp group shares its dummy"
 
 
-@only_soak
 def test_ends_and_errors_reach_every_rank() -> None:
     for widths, count, error in run(failing_job, 8):
         assert {int(n) for n in re.findall(r"\d+", widths)} <= {4, 8, 12}

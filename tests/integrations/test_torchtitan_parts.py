@@ -97,6 +97,17 @@ def save(rank: int, corpus: str, folder: Path) -> None:
     batches.close()
 
 
+def misplaced(rank: int, corpus: str) -> str:
+    loader = fed.DataLoader.Config(recipe=recipe(corpus)).build(**{**PLACE, "dp_world_size": 2, "dp_rank": 0})
+    with pytest.raises(mf.LayoutError) as raised:
+        next(iter(loader))
+    return str(raised.value)
+
+
+def test_ranks_that_all_say_they_are_the_first_replica_are_refused(corpus: str) -> None:
+    assert set(world.run(misplaced, 2, corpus)) == {"dp_world_size=2, and dp ranks are 0 to 0"}
+
+
 def test_the_state_is_saved_once_and_loads_anywhere(corpus: str, tmp_path: Path) -> None:
     world.run(save, 4, corpus, tmp_path / "saved")
     kept = dcp.FileSystemReader(tmp_path / "saved").read_metadata().storage_data

@@ -90,7 +90,7 @@ def undisturbed(corpus, tmp_path_factory):
     return tree(out)
 
 
-@some(1)
+@some(2)
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_any_number_of_workers_makes_the_same_bytes(corpus, undisturbed, tmp_path, workers):
     prepare(

@@ -12,7 +12,6 @@ import meshfeed as mf
 import world
 from services.needs import needs
 from services.nginx import Nginx
-from soak import some
 
 LAYOUT = "cp2-dp2"
 
@@ -54,7 +53,6 @@ def packs(rank: int, path: str, cache: str) -> list[tuple[int, list[int]]]:
     return seen
 
 
-@some(1)
 @pytest.mark.parametrize("far", [False, True])
 def test_a_job_packs_its_documents(tmp_path: Path, far: bool) -> None:
     (tmp_path / "served").mkdir()

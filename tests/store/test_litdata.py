@@ -218,7 +218,7 @@ def test_the_fingerprint_is_of_tokens(tmp_path: Path) -> None:
     assert one != opened(folder, tmp_path, column="a").fingerprint
 
 
-@some(1)
+@some(2)
 @pytest.mark.parametrize("options", [{}, WHOLE, FRAMES], ids=["plain", "zstd", "frames"])
 def test_far_away(options: dict[str, Any], tmp_path: Path) -> None:
     needs("nginx")
@@ -439,6 +439,19 @@ def test_frames_inside_a_chunk_are_checked(at: int, form: str, value: int, tmp_p
     victim.write_bytes(bytes(data))
     with pytest.raises(StoreError, match="chunk-0-0"):
         read_all(folder, tmp_path / "cache")
+
+
+def test_bytes_between_the_table_and_the_first_item_are_refused(tmp_path: Path) -> None:
+    folder = lit.written(tmp_path / "data", tensors(documents()))
+    path = folder / "chunk-0-0.bin"
+    data = bytearray(path.read_bytes())
+    data[4:8] = (int.from_bytes(data[4:8], "little") + 2).to_bytes(4, "little")
+    path.write_bytes(data)
+    with (
+        pytest.raises(mf.StoreError, match=r"chunk-0-0\.bin: byte 4: the items' offsets"),
+        mf.open(folder) as store,
+    ):
+        store.lengths(np.arange(1))
 
 
 def test_damaged_frames_never_give_more_or_other_errors(tmp_path: Path) -> None:

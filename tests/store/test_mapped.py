@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -318,6 +319,23 @@ def test_a_feed_that_is_left_ends_its_workers() -> None:
                 if step.index == 1 + entered:
                     break
         assert nothing_runs()
+
+
+def test_stores_end_their_workers_one_by_one() -> None:
+    """Their workers are forked from one process; none keeps those of another store from ending."""
+    stores = [mf.Mapped(Rich(40), workers=2) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        for store in stores:
+            stack.enter_context(store)
+            store.announce(places(*range(8)))
+        for store in stores:
+            store.fetch(places(0))
+            ending = threading.Thread(target=store.__exit__, args=(None, None, None))
+            ending.start()
+            ending.join(120)
+            assert not ending.is_alive()
+            store.__enter__()
+    assert nothing_runs()
 
 
 # -- adapters --------------------------------------------------------------------------------------

@@ -204,7 +204,6 @@ def test_a_bomb_does_not_fill_the_memory(codec: str, tmp_path: Path) -> None:
     assert name == "StoreError" and int(grown_kib) < 32 << 10
 
 
-@some(1)
 @pytest.mark.parametrize("codec", ["gz", "bz2"])
 def test_members_lie_back_to_back(codec: str) -> None:
     data = np.random.default_rng(0).integers(0, 3, 3 << 20).astype(np.uint8).tobytes()

@@ -120,7 +120,6 @@ def kept_for(store: Any, cache: Path, other: Path) -> mf.Cache:
     return made
 
 
-@some(1)
 @pytest.mark.parametrize("kind", ["mds", "even", "litdata"])
 def test_announcing_waits_for_nothing(kind: str, tmp_path: Path) -> None:
     needs("nginx")

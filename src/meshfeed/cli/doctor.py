@@ -23,8 +23,8 @@ _WIDTH = 140
 class Doctor(Command, StorageOptions):
     """what this machine offers: deliveries, limits, packages, storage
 
-    Look at this machine as a training rank would: versions, optional packages, deliveries, limits, page-
-    locking, the cache folder, disks, and stores, local or remote.
+    Look at this machine as a training rank would: versions, optional packages, deliveries, limits, locked
+    memory, the cache folder, disks, and stores, local or remote.
     """
 
     examples = """

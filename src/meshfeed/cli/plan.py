@@ -68,7 +68,7 @@ class Plan(Command, JobOptions, RecipeOptions):
             refuse_given(self, ("steps", *recipes.OF_STORE), why)
         else:
             refuse_given(self, ("first",), "is of --lengths; for a recipe or store there is --steps")
-        planned = list(self._of_recipe(self.recipe) if self.recipe else self._of_lengths())
+        planned = list(self._of_lengths() if self.recipe is None else self._of_recipe(self.recipe))
         first = planned[0]
         if self.dump:
             write_text(self.dump, json.dumps(_dump(first.plan)))
@@ -76,7 +76,9 @@ class Plan(Command, JobOptions, RecipeOptions):
             layout = str(mf.Layout.parse(self.layout))
             write_text(self.html, page(layout, first.step, first.plan, first.account))
         if self.json:
-            print_json({"steps": [each.facts for each in planned]} if self.recipe else first.facts)
+            print_json(
+                {"steps": [each.facts for each in planned]} if self.recipe is not None else first.facts
+            )
         else:
             _print([each.facts for each in planned])
         return OK

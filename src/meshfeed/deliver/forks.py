@@ -30,13 +30,19 @@ class Private:
 
     def forget_parent(self) -> None:
         """Close them in a forked child."""
-        nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor, file in self._files.items():
-            # else it was closed, and the number may be another file's
+            # each is closed first, so that this works where none is free
             with contextlib.suppress(OSError):
-                if _file_of(descriptor) == file:
-                    os.dup2(nothing, descriptor, inheritable=False)
-        os.close(nothing)
+                if _file_of(descriptor) == file:  # else it was closed, and the number may be another file's
+                    os.close(descriptor)
+                    _put(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), descriptor)
+
+
+def _put(opened: int, descriptor: int) -> None:
+    """Give an open file that number, and no other."""
+    if opened != descriptor:
+        os.dup2(opened, descriptor, inheritable=False)
+        os.close(opened)
 
 
 def _file_of(descriptor: int) -> tuple[int, int]:

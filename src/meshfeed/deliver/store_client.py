@@ -217,12 +217,15 @@ _clients_lock = threading.Lock()
 
 def client_of(store: Store) -> StoreClient:
     """The one client that this process has for a store."""
-    with _clients_lock:
-        client = _clients.get(store)
-        if client is None or client.process != os.getpid():
-            client = _clients[store] = StoreClient(store)
-            client.start()
-        return client
+    client = _clients.get(store)  # without the lock: garbage collection under it may get here again
+    if client is None or client.process != os.getpid():
+        with _clients_lock:
+            client = _clients.get(store)
+            if client is None or client.process != os.getpid():
+                client = StoreClient(store)
+                client.start()
+                _clients[store] = client
+    return client
 
 
 def within(seconds: float, function: Callable[[], T]) -> T:
@@ -270,4 +273,7 @@ def _clone(store: Any) -> Any:
     # a FileStore waits by polling in a busy loop
     if isinstance(_base(store), dist.FileStore) or not hasattr(store, "clone"):  # pyright: ignore[reportPrivateImportUsage]
         return None
-    return store.clone()
+    try:
+        return store.clone()
+    except FAILURES:  # of a store written in Python
+        return None

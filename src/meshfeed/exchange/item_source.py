@@ -106,15 +106,16 @@ class ItemSource:
         try:
             own = {name: saved[name] for name in ("version", "step", "taken", "pulled", "ended")}
             state, version = saved["iterator"], own["version"]
-            if min(own["step"], own["taken"], own["pulled"]) < 0:
-                raise ValueError("a negative number")
-            if version == _VERSION:
-                check_seal(saved, own)
+            for name in ("version", "step", "taken", "pulled"):
+                if type(own[name]) is not int or own[name] < 0:
+                    raise ValueError(f"{name} {own[name]!r}")
         except (KeyError, TypeError, ValueError) as bad:
             raise StateError(
                 f"not a state of an exchange ({bad!r}); pass what state_dict() returned"
             ) from bad
-        if version not in (1, _VERSION):
+        if version == _VERSION:
+            check_seal(saved, own)
+        elif version != 1:
             raise StateError(f"state of version {version!r}; this meshfeed reads versions 1 and {_VERSION}")
         if state is not None and not hasattr(self._source, "load_state_dict"):
             raise StateError(

@@ -46,6 +46,9 @@ class Microbatch(Mapping[str, Any]):
         return len(self.draws) == 0
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self.fields:
+            has = ", ".join(self.fields) or "none"
+            raise KeyError(f"{name!r} is not among the fields that this rank's stage needs: {has}")
         return self.fields[name]
 
     def __iter__(self) -> Iterator[str]:

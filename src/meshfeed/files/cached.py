@@ -225,13 +225,15 @@ class CachedFile(ByteFile):
     def _open(self) -> tuple[Asker, int, Opened]:
         """(helper, the number by which it knows this object, the object)."""
         one = asker()
-        with self._lock:
+        if (at := self._at) is not None and at[0] is one:
+            return at
+        cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
+        sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
+        address = Address.of(self._given, self._options)
+        number, opened = one.ask("open", address, cache, self._content, sums, what=self.url)
+        with self._lock:  # not while storage is asked: who leaves the file takes it, too
             if self._at is not None and self._at[0] is one:
                 return self._at
-            cache = self._cache.make(), self._cache.limit_bytes, self._cache.block_bytes
-            sums = None if self._sums is None else (Address.of(self._sums[0], self._options), self._sums[1])
-            address = Address.of(self._given, self._options)
-            number, opened = one.ask("open", address, cache, self._content, sums, what=self.url)
             if self._known not in (None, opened):
                 raise ChangedError(
                     f"{self.url}: version {opened.tag}, {opened.size_bytes} bytes, was {self._known.tag} of "

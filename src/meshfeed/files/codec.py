@@ -23,7 +23,7 @@ _CODECS = {
     "litdata": "zstd",
 }
 """Codecs of `Content`, and cramjam's names for them."""
-_TOO_SMALL = "whole buffer", "output buffer"  # what cramjam says of an output
+_TOO_SMALL = "write whole buffer", "output buffer"  # what cramjam says of an output
 
 
 def decompress(codec: str, data: memoryview | bytes, raw_bytes: int, url: str) -> memoryview:

@@ -229,7 +229,8 @@ class Fetcher:
             data, at = self._fetch(one, first, len(claims)), 0
             for block in run[: len(claims)]:
                 size = claims[0].num_bytes
-                if not self._published(one, claims[0], data[at : at + size], urgent):
+                patience_s = 0.0 if isinstance(block[1], tuple) else _DISK_PATIENCE_S
+                if not self._published(one, claims[0], data[at : at + size], urgent, patience_s):
                     return False
                 one.blocks.published(block[1])
                 there.add(block)
@@ -280,7 +281,9 @@ class Fetcher:
                 self._whole_bytes -= size
                 self._changed.notify_all()
 
-    def _published(self, one: StoredObject, claim: Claim, data: memoryview, urgent: bool) -> bool:
+    def _published(
+        self, one: StoredObject, claim: Claim, data: memoryview, urgent: bool, patience_s: float
+    ) -> bool:
         """Publish a block; False if the disk is full and the block is not urgent."""
         began, cache = time.monotonic(), one.blocks.cache
         while True:
@@ -293,7 +296,7 @@ class Fetcher:
                 if not cache.free(claim.num_bytes, self._kept(), over_pins=urgent):
                     if not urgent:
                         return False
-                    if time.monotonic() - began > _DISK_PATIENCE_S:
+                    if time.monotonic() - began > patience_s:
                         raise self._full_disk(one, cache, claim, error) from error
                     time.sleep(_PAUSE_S)  # others may be done with theirs soon
 

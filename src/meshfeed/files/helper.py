@@ -132,7 +132,12 @@ class Helper:
         spans = [(begin, min(end, one.stat.size_bytes)) for begin, end in ranges]
         found = {span: one.blocks.read(span) for span in spans if span[0] < span[1]}
         while missing := [span for span, data in found.items() if data is None]:
-            self._fetcher.need(one, missing)
+            try:
+                self._fetcher.need(one, missing)
+            except CacheError:  # a peek is served where there is no room to keep it
+                return [
+                    bytes(found.get(span) or (one.read(*span) if span in missing else b"")) for span in spans
+                ]
             found |= {span: one.blocks.read(span) for span in missing}  # None if evicted just now
         return [bytes(found.get(span) or b"") for span in spans]
 

@@ -65,6 +65,7 @@ class Items:
         dtype: of the tokens, little-endian.
         head: of an array of tokens; None where nothing lies before them.
         num_tokens: of every item; None where items differ.
+        has_gap: whether bytes of the format may lie between the table and the first item.
     """
 
     noun: str
@@ -74,6 +75,7 @@ class Items:
     dtype: np.dtype[Any]
     head: Head | None = None
     num_tokens: int | None = None
+    has_gap: bool = False
 
     @property
     def least_bytes(self) -> int:
@@ -189,7 +191,8 @@ class ItemsFile:
         offsets, short = words[1:], np.diff(words[1:]) < least
         if words[0] != self._count:
             raise StoreError(f"{url}: byte 0: {words[0]} {noun}s, its index says {self._count}")
-        if offsets[0] < head or offsets[-1] != size or short.any():
+        begins = offsets[0] >= head if self.items.has_gap else offsets[0] == head
+        if not begins or offsets[-1] != size or short.any():
             at = 4 * (2 + int(short.argmax())) if short.any() else 4
             raise StoreError(
                 f"{url}: byte {at}: the {noun}s' offsets do not ascend by at least {least} from {head} to "

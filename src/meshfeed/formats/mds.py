@@ -114,6 +114,7 @@ class MDSStore(ShardedStore):
             dtype=dtype.newbyteorder("<"),
             head=head,
             num_tokens=num_tokens,
+            has_gap=True,
         )
 
     def _identity(self) -> bytes:

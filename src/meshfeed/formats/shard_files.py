@@ -25,6 +25,7 @@ class _Shard:
     Attributes:
         lock: held while the file is made, entered, left or told something; never while it reads.
         untold: announced ranges of which the file does not know yet.
+        is_met: the file was told something, so that telling it more asks storage nothing.
     """
 
     def __init__(self, number: int) -> None:
@@ -36,6 +37,7 @@ class _Shard:
     def forget_parent(self) -> None:
         """In a forked child: no thread of the parent is here, and what it announced was its own."""
         self.lock = threading.Lock()
+        self.is_met = False
         self.untold: deque[tuple[I64, I64]] = deque()
 
 
@@ -83,7 +85,7 @@ class ShardFiles:
                 with shard.lock:
                     if shard.is_entered:
                         shard.file.__exit__(None, None, None)
-                    shard.is_entered = False
+                    shard.is_entered = shard.is_met = False
         for _ in range(self._num_announcers):
             self._to_meet.put(None)
         self._to_meet, self._num_announcers = SimpleQueue(), 0
@@ -102,7 +104,7 @@ class ShardFiles:
         """See ByteFile; waits for nothing."""
         shard = self._shard(number)
         shard.untold.append((begins, ends))
-        if shard.file is not None or not self._is_remote:
+        if shard.is_met or not self._is_remote:
             self._told(shard)
             return
         self._to_meet.put(shard)
@@ -136,6 +138,7 @@ class ShardFiles:
                 shard.is_entered = True
             while shard.untold:
                 shard.file.will_need(*shard.untold.popleft())
+                shard.is_met = True
             return shard.file
 
     def _meet(self, to_meet: SimpleQueue[_Shard | None]) -> None:

@@ -75,7 +75,7 @@ class ShardedStore(StreamStore):
     behind. After that to read or to announce a range looks at nothing but its own bytes.
     """
 
-    not_pickled = ("_files", "_looked", "_table")
+    not_pickled = ("_files", "_looked", "_known_table")
     kind: ClassVar[str]
     """Of the format, for the key under which lengths are kept."""
     format: ClassVar[str]
@@ -90,6 +90,7 @@ class ShardedStore(StreamStore):
     def _forget(self) -> None:
         self._files = ShardFiles(self.path, self._checked_file, is_remote=self._folder.is_remote)
         self._looked = FileStats()
+        self._known_table: Mapping[str, Array] | None = None
 
     def verify(self) -> Iterator[float]:
         """Check hashes, offsets and sizes, as the files are now, yielding the part done, in (0, 1]."""
@@ -254,9 +255,15 @@ class ShardedStore(StreamStore):
         fixed = self._items.num_tokens
         return LengthsIndex(self._table["starts"] if fixed is None else Multiples(fixed, len(self) + 1))
 
-    @cached_property
+    @property
     def _table(self) -> Mapping[str, Array]:
         """starts: see LengthsIndex. begins: byte of its shard where each document's tokens begin."""
+        # no cached_property: its lock, of Python 3.11, would be held while storage is waited for
+        if self._known_table is None:
+            self._known_table = self._looked_up()
+        return self._known_table
+
+    def _looked_up(self) -> Mapping[str, Array]:
         numbers = range(len(self.shards))
         parts = [numbers[at : at + _SHARDS_OF_PART] for at in range(0, len(numbers), _SHARDS_OF_PART)]
         if len(parts) <= 1 and not self._folder.is_remote:

@@ -174,7 +174,10 @@ class DataLoader(_Base):
         mine = torch.tensor([self._dp_rank], dtype=torch.int64, device=device)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
-        return layout_of_ranks([int(rank) for rank in gathered])
+        layout = layout_of_ranks([int(rank) for rank in gathered])
+        if layout.dp != self._dp_world_size:
+            raise LayoutError(f"dp_world_size={self._dp_world_size}, and dp ranks are 0 to {layout.dp - 1}")
+        return layout
 
 
 def recipe_at(place: object) -> Recipe:

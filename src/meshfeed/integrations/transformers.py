@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from meshfeed.errors import LayoutError, RecipeError, StateError
+from meshfeed.errors import LayoutError, MeshfeedError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
@@ -101,6 +101,17 @@ class FeedTrainer(_Base):
         given = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": self.eval_dataset}
         for name, chosen in cast(Mapping[str, Any], given).items():
             _check_dataset(f"eval_dataset {name}".rstrip(), chosen)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[1 : cls.__mro__.index(FeedTrainer)]
+        if wrong := [
+            base for base in before if issubclass(base, _Base) and not issubclass(base, FeedTrainer)
+        ]:
+            raise MeshfeedError(
+                f"in {cls.__name__}, {wrong[0].__name__} comes before FeedTrainer and hides its loaders; "
+                f"list FeedTrainer first"
+            )
 
     @property
     def step(self) -> Step | None:

@@ -31,6 +31,8 @@ class RankStart:
         missing = {"time", "sources", "stages", "columns", *_OF_A_RANK, *OF_THE_JOB} - told.keys()
         if missing or not {"step", "time"} <= set(told["columns"]):
             raise ValueError(f"a start without {', '.join(sorted(missing)) or 'columns'}")
+        if not all(isinstance(told[name], (int, float)) for name in ("time", "rank", "step")):
+            raise ValueError("a start whose time, rank or step is not a number")
         self.told = told
         self.drawn: list[dict[str, Any]] = []
         self._table = np.zeros((0, len(told["columns"])))
@@ -38,9 +40,10 @@ class RankStart:
 
     def add(self, numbers: list[float | None]) -> None:
         """Add a step. Raises ValueError if it does not match the start's columns."""
-        if len(numbers) != self._table.shape[1]:
+        row = np.array(numbers, np.float64)
+        if row.shape != (self._table.shape[1],):
             raise ValueError(f"not the {self._table.shape[1]} numbers that the start has named")
-        self._new.append(np.array(numbers, np.float64))
+        self._new.append(row)
 
     @property
     def table(self) -> Floats:

@@ -44,10 +44,10 @@ class Recorder:
         """The sinks' context managers for a stage."""
         if len(self._ranges) < 2:
             return self._ranges[0](name) if self._ranges else _NOTHING
-        stack = contextlib.ExitStack()
-        for stage in self._ranges:
-            stack.enter_context(stage(name))
-        return stack
+        with contextlib.ExitStack() as stack:
+            for stage in self._ranges:
+                stack.enter_context(stage(name))
+            return stack.pop_all()
 
     def new_clock(self) -> StageClock:
         """A clock whose stages the sinks see."""

@@ -56,6 +56,10 @@ class Local:
 
     num_workers: int
 
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise PrepareError(f"{self.num_workers} workers; at least one is needed")
+
     def encode(self, folder: Path, parts: Sequence[int]) -> Generator[int, None, None]:
         tasks = prepare_tasks(folder, parts)
         workers: list[subprocess.Popen[bytes]] = []

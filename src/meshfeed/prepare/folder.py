@@ -59,7 +59,9 @@ def clear(work: Path) -> None:
         (work / JOB).unlink(missing_ok=True)
         for path in sorted(work.iterdir()):
             if path.name.partition(".")[0] in _OURS:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
+                    missing_ok=True
+                )
 
 
 def _locked(work: Path) -> int:

@@ -26,6 +26,7 @@ from meshfeed.order import EpochIndex
 
 Make = Callable[[EpochIndex], Any]
 
+_starting = threading.Lock()  # no worker inherits the end of a pipe that is another's
 _GRACE_S = 2.0  # for busy workers at the end
 
 
@@ -62,7 +63,6 @@ class Workers:
         self._made: dict[EpochIndex, Any] = {}
         self._threads: list[threading.Thread] = []
         self._processes: list[Any] = []
-        self._starting = threading.Lock()  # no worker inherits the end of a pipe that is another's
         self._closing = False
         self._dead = self._broken = ""
 
@@ -106,8 +106,10 @@ class Workers:
             thread.join(max(deadline - time.monotonic(), 0))
         for process in self._processes:
             process.kill()  # by force those that are busy
-        for thread in self._threads:
-            thread.join()
+        for thread in self._threads:  # not for ever: a process that a worker forked may hold its pipe
+            thread.join(_GRACE_S)
+        for process in self._processes:
+            process.join(_GRACE_S)
 
     # -- who wants what; all under the lock -----------------------------------------------------------
 
@@ -217,7 +219,7 @@ class Workers:
 
     def _started(self, number: int) -> tuple[Any, Connection]:
         context = multiprocessing.get_context()
-        with self._starting:
+        with _starting:
             mine, theirs = context.Pipe()
             process = cast(Any, context).Process(target=_work, args=(number, theirs, self._make), daemon=True)
             try:
