@@ -113,9 +113,9 @@ def check_seal(saved: Mapping[str, Any], content: Mapping[str, Any] | None = Non
         found = digest_of(content)
     except (TypeError, ValueError) as bad:
         raise StateError(f"state is not plain JSON ({bad}); pass what state_dict() returned") from bad
-    if saved["fingerprint"] != found:
+    if (fingerprint := saved.get("fingerprint")) != found:
         raise StateError(
-            f"state is damaged: fingerprint {saved['fingerprint']}, content {found}; pass what state_dict() "
+            f"state is damaged: fingerprint {fingerprint}, content {found}; pass what state_dict() "
             f"returned, or load another checkpoint"
         )
 
