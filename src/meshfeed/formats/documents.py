@@ -101,7 +101,7 @@ class DocumentFiles(StreamStore):
 
     @property
     def wants_ahead(self) -> bool:
-        """Whether a file lies far away, so that ranges should be announced many steps before."""
+        """Whether a file is remote, so that ranges should be announced many steps before."""
         return any(file.is_remote for file in self._files)
 
     @property
