@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import threading
 import time
@@ -213,7 +214,8 @@ def test_close_twice_and_enter_again(corpus: str) -> None:
 def test_a_feed_without_with_closes_its_files_when_the_stream_ends(corpus: str) -> None:
     recipe = recipe_of(corpus, epochs=1)
     take(mf.Feed(recipe))
-    assert recipe.data._data._file._fd is None and recipe.data._depth == 0 and threads() == 0
+    opened = {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+    assert f"{os.path.realpath(corpus)}.bin" not in opened and recipe.data._depth == 0 and threads() == 0
 
 
 def test_an_abandoned_iterator_leaves_its_step_usable_until_the_next(corpus: str) -> None:
