@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 SEED := $(or $(SEED),$(shell date +%s))
-PARALLEL := --numprocesses=4 --dist=loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test lint types unit soak mutate bench dist docs clean
 
