@@ -25,6 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
 
 LENGTH, VALID, REST, SCHEMA = 0, 1, 2, 3
+_NO_ROWS = np.zeros((0, 4), np.int64)
 
 
 @dataclass(frozen=True)
@@ -96,28 +97,35 @@ class Report:
 
 
 def columns_of(reports: Sequence[Report]) -> dict[str, Any]:
-    """Reports as columns, for a message."""
+    """Reports as columns, for a message: three arrays, since many small pieces would cost more."""
+    texts = [_text_of(each.schemas) for each in reports]
+    counts = [
+        (each.first, each.owns, each.ended, each.content, len(each.rows), len(text))
+        for each, text in zip(reports, texts)
+    ]
     return {
-        "counts": np.array([[each.first, each.owns, each.ended, each.content] for each in reports], np.int64),
-        "rows": [each.rows for each in reports],
-        "schemas": [_text_of(each.schemas) for each in reports],
+        "counts": np.array(counts, np.int64).reshape(-1, 6),
+        "rows": np.concatenate([_NO_ROWS, *(each.rows for each in reports)]),
+        "schemas": np.frombuffer(b"".join(texts), np.uint8),
     }
 
 
 def reports_of(columns: Mapping[str, Any]) -> list[Report]:
     """The reports of a message."""
-    each = zip(columns["counts"].tolist(), columns["rows"], columns["schemas"])
-    return [
-        Report(
+    reports: list[Report] = []
+    rows, texts, row, at = columns["rows"], columns["schemas"].tobytes(), 0, 0
+    for first, owns, ended, content, num_rows, size in columns["counts"].tolist():
+        report = Report(
             first=first,
-            rows=rows,
-            schemas=_schemas_of(schemas),
+            rows=rows[row : row + num_rows],
+            schemas=_schemas_of(texts[at : at + size]),
             owns=bool(owns),
             ended=bool(ended),
             content=content,
         )
-        for (first, owns, ended, content), rows, schemas in each
-    ]
+        reports.append(report)
+        row, at = row + num_rows, at + size
+    return reports
 
 
 @dataclass(frozen=True, kw_only=True)

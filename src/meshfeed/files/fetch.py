@@ -229,8 +229,7 @@ class Fetcher:
             data, at = self._fetch(one, first, len(claims)), 0
             for block in run[: len(claims)]:
                 size = claims[0].num_bytes
-                patience_s = 0.0 if isinstance(block[1], tuple) else _DISK_PATIENCE_S
-                if not self._published(one, claims[0], data[at : at + size], urgent, patience_s):
+                if not self._published(block, claims[0], data[at : at + size], urgent):
                     return False
                 one.blocks.published(block[1])
                 there.add(block)
@@ -281,10 +280,11 @@ class Fetcher:
                 self._whole_bytes -= size
                 self._changed.notify_all()
 
-    def _published(
-        self, one: StoredObject, claim: Claim, data: memoryview, urgent: bool, patience_s: float
-    ) -> bool:
+    def _published(self, block: Block, claim: Claim, data: memoryview, urgent: bool) -> bool:
         """Publish a block; False if the disk is full and the block is not urgent."""
+        one, number = block
+        # a peek is served without the cache, too, and waits for no room
+        patience_s = 0.0 if isinstance(number, tuple) else _DISK_PATIENCE_S
         began, cache = time.monotonic(), one.blocks.cache
         while True:
             try:

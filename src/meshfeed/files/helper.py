@@ -135,10 +135,9 @@ class Helper:
             try:
                 self._fetcher.need(one, missing)
             except CacheError:  # a peek is served where there is no room to keep it
-                return [
-                    bytes(found.get(span) or (one.read(*span) if span in missing else b"")) for span in spans
-                ]
-            found |= {span: one.blocks.read(span) for span in missing}  # None if evicted just now
+                found |= {span: one.read(*span) for span in missing}
+            else:
+                found |= {span: one.blocks.read(span) for span in missing}  # None if evicted just now
         return [bytes(found.get(span) or b"") for span in spans]
 
     # -- messages without an answer -----------------------------------------------------------------------
