@@ -7,6 +7,7 @@ among a million steps stays visible.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,11 @@ class Grid:
         by_row = np.fmax.reduceat(table, self.rows, axis=0) if table.size else table
         return np.fmax.reduceat(by_row, self.columns, axis=1) if table.size else np.zeros((len(self.rows), 0))
 
+    @cached_property
+    def _waits(self) -> np.ndarray:
+        """f64[r, n]: seconds that each rank waited for each step; -1 for none."""
+        return np.nan_to_num(self.table(_waited), nan=-1.0)
+
     # -- the map ----------------------------------------------------------------------------------------
 
     def heat(self, stages: list[int]) -> dict[str, np.ndarray]:
@@ -94,7 +100,7 @@ class Grid:
         total: f64[g, c], seconds over all stages; rank, step: of that wait. by_stage: f64[g, c, k], the
         longest wait for each of the stages, possibly of others.
         """
-        total = np.nan_to_num(self.table(_waited), nan=-1.0)
+        total = self._waits
         shape = len(self.rows), len(self.columns)
         longest, rank, step = np.full(shape, np.nan), np.full(shape, -1), np.full(shape, -1)
         column_of = np.repeat(np.arange(shape[1]), np.diff(self.columns, append=total.shape[1]))
@@ -124,7 +130,7 @@ class Grid:
         here = np.arange(shape[1])
         step = heat["step"][np.nan_to_num(heat["total"], nan=-1.0).argmax(axis=0), here]
         at = self.columns + step - self.first
-        waited = np.nan_to_num(self.table(_waited)[:, at], nan=-1.0)
+        waited = self._waits[:, at]
         who = [top + waited[top:bottom].argmax(axis=0) for top, bottom in zip(self.rows, self.row_stop)]
         shown = np.stack(who), here
 
