@@ -8,6 +8,7 @@ import pickle
 import random
 import resource
 import signal
+import socket
 import stat
 import threading
 import time
@@ -379,6 +380,36 @@ def test_a_limit_below_what_is_needed_at_one_time(server: Nginx, tmp_path: Path)
 def test_sizes_that_cannot_be(sizes: dict[str, int]) -> None:
     with pytest.raises(CacheError):
         Cache("x", **sizes)
+
+
+def test_a_peek_is_served_where_no_block_has_room(server: Nginx, tmp_path: Path) -> None:
+    disk = tmp_path / "small"
+    with small_disk(disk, "1m"):
+        file = file_of(server.url, disk)
+        assert file.size_bytes == SIZE
+        with contextlib.suppress(OSError), (disk / "fill").open("wb", buffering=0) as fill:
+            while True:
+                fill.write(bytes(4096))
+        assert file.peek([(5, 100_000), (7, 9)]) == [
+            DATA_BYTES[5:100_000].tobytes(),
+            DATA_BYTES[7:9].tobytes(),
+        ]
+        end_helper()
+
+
+def test_a_file_is_left_while_storage_does_not_answer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        file = CachedFile(f"http://127.0.0.1:{silent.getsockname()[1]}/x", Cache(tmp_path))
+        file.__enter__()
+        range_ = np.array([0]), np.array([10])
+        opening = threading.Thread(target=lambda: file.will_need(*range_), daemon=True)
+        opening.start()
+        silent.accept()  # it has asked
+        leaving = threading.Thread(target=lambda: (file.forget_needs(), file.__exit__()), daemon=True)
+        leaving.start()
+        leaving.join(120)
+        assert not leaving.is_alive() and opening.is_alive()
+        end_helper()
 
 
 def test_a_full_disk(server: Nginx, tmp_path: Path) -> None:

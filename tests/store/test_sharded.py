@@ -120,6 +120,34 @@ def kept_for(store: Any, cache: Path, other: Path) -> mf.Cache:
     return made
 
 
+def test_a_look_up_that_waits_keeps_no_other_store_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = documents()
+    stores = [mf.open(write(tmp_path / name, made, "ndarray:uint16")) for name in ("slow", "other")]
+    looks, may_end, found = threading.Event(), threading.Event(), list[int]()
+    part = sharded.ShardedStore._part
+
+    def waiting(store: Any, numbers: Any) -> Any:
+        if store is stores[0]:
+            looks.set()
+            assert may_end.wait(PATIENCE_S)
+        return part(store, numbers)
+
+    monkeypatch.setattr(sharded.ShardedStore, "_part", waiting)
+    threads = [
+        threading.Thread(target=lambda store=store: found.append(store.num_tokens)) for store in stores
+    ]
+    threads[0].start()
+    assert looks.wait(PATIENCE_S)
+    threads[1].start()
+    threads[1].join(PATIENCE_S / 2)
+    assert found == [sum(map(len, made))]
+    may_end.set()
+    threads[0].join(PATIENCE_S)
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("kind", ["mds", "even", "litdata"])
 def test_announcing_waits_for_nothing(kind: str, tmp_path: Path) -> None:
     needs("nginx")
