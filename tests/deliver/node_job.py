@@ -78,7 +78,9 @@ def main(rank: int, folder: Path, address: str) -> dict[str, Any]:
             "seen": json.dumps([step["microbatches"] for step in seen]),
             "received_bytes": int(received.read_text()) - before,
         }
-    _together(store, "end", rank)  # rank 0 serves the store
+    store.set(f"end {rank}", "1")
+    if rank == 0:  # it serves the store, so it is the last to leave
+        store.wait([f"end {r}" for r in range(LAYOUT.world_size)])
     return told
 
 
