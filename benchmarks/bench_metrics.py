@@ -141,8 +141,8 @@ def tell_step(recorder: Recorder) -> None:
                 pass
         with recorder.around("wait"):
             spans: list[Span] = clock.take()
-        recorder.waited(spans[0].start, spans[-1].stop, spans)
-        recorder.counted({"bytes_read": 16_384, "opens": 0, "collectives": 0})
+        recorder.costs.waited(spans[0].start, spans[-1].stop, spans)
+        recorder.costs.counted({"bytes_read": 16_384, "opens": 0, "collectives": 0})
 
 
 def calls_when_off(recipe: mf.Recipe) -> int:

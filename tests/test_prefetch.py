@@ -23,7 +23,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.feed.prefetch import Inline, Prefetcher
-from meshfeed.metrics.clock import Span, StageClock, exposed_wait, work
+from meshfeed.metrics.recorder import Span, StageClock, exposed_wait, work
 from soak import cases
 
 SOON_S = 10.0
@@ -69,11 +69,13 @@ class FakeTime:
     def monotonic(self) -> float:
         return self.now
 
+    time = monotonic
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    monkeypatch.setattr("meshfeed.metrics.clock.time", fake)
+    monkeypatch.setattr("meshfeed.metrics.recorder.time", fake)
     monkeypatch.setattr("meshfeed.feed.run.time", fake)
     return fake
 

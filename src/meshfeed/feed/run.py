@@ -235,14 +235,14 @@ class Run:
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
             starting, self._starting = self._starting, []
             for span in starting:  # the loop waited for these too, in `iter`
-                self._recorder.waited(span.start, span.stop, [span])
-        self._recorder.waited(asked, time.monotonic(), spans)
+                self._recorder.costs.waited(span.start, span.stop, [span])
+        self._recorder.costs.waited(asked, time.monotonic(), spans)
         if isinstance(item, StepEnd):
             self._due = item.step + 1
             self._compare(item)
             self._recorder.over()
         elif isinstance(item, Made):
-            self._recorder.counted(item.counted)
+            self._recorder.costs.counted(item.counted)
             self._placer.receive(item.microbatches, item.ticket)
             for microbatch in item.microbatches:
                 self._enqueue(microbatch)

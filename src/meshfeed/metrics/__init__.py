@@ -4,19 +4,17 @@ A Feed or an Exchange takes `metrics=`, a sink or several:
 
     with mf.Feed(recipe, layout, metrics=mf.metrics.RunLog("runs/7")) as feed: ...
 
-`clock` times stages. `stats` counts and adds up each step. `recorder` hands the sums to `background`, which
-passes them to the sinks on its own thread: `RunLog` (lines on disk), `Telemetry` (OpenTelemetry),
-`ProfilerRanges` (torch's profiler), or another subclass of `Sink`. `read_run` reads a log; `RunReader`
-follows one that grows.
+`recorder` times stages and adds up each step. It hands the sums to `background`, which passes them to the
+sinks on its own thread: `RunLog` (lines on disk), `Telemetry` (OpenTelemetry), `ProfilerRanges` (torch's
+profiler), or another subclass of `Sink`. `read_run` reads a log; `RunReader` follows one that grows.
 """
 
-from meshfeed.metrics.clock import STAGES, Span, StageClock
 from meshfeed.metrics.history import MixtureHistory, RankHistory, RunHistory, RunReader, Start, read_run
 from meshfeed.metrics.ranges import ProfilerRanges
-from meshfeed.metrics.recorder import Recorder
+from meshfeed.metrics.recorder import Meter, Recorder, Span, StageClock, StepCosts
 from meshfeed.metrics.run_log import RunLog
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
-from meshfeed.metrics.stats import Meter, StepCosts, StepStats
+from meshfeed.metrics.stats import STAGES, StepStats
 from meshfeed.metrics.telemetry import Telemetry
 
 __all__ = [

@@ -1,20 +1,152 @@
-"""Adds up each step's costs in its stats, and passes them to the sinks once the step is over."""
+"""Times the stages of a producer, adds up each step's costs, and passes them to the sinks."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
+from meshfeed.deliver import Traffic
 from meshfeed.errors import MetricsError
 from meshfeed.metrics.background import BackgroundSinks
-from meshfeed.metrics.clock import Span, StageClock
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
-from meshfeed.metrics.stats import StepCosts, StepStats
+from meshfeed.metrics.stats import StepStats
+
+COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
+"""The counters of every microbatch, summed in a step's stats."""
 
 _NOTHING = contextlib.nullcontext()
+
+
+class Span(NamedTuple):
+    """An interval of the producer's time, in seconds of `time.monotonic`."""
+
+    stage: str
+    start: float
+    stop: float
+
+
+class StageClock:
+    """Records when the producer was in which stage.
+
+    Args:
+        around: stage name -> a context manager to enter around the stage; None for none.
+
+    Attributes:
+        spans: finished stages since the last `take`.
+        now: the stage entered last.
+    """
+
+    def __init__(self, around: Callable[[str], AbstractContextManager[Any]] | None = None) -> None:
+        self.spans: list[Span] = []
+        self.now: str | None = None
+        self._around = around
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Time the body as one stage."""
+        start, self.now = time.monotonic(), name
+        try:
+            if self._around is None:
+                yield
+            else:
+                with self._around(name):
+                    yield
+        finally:
+            self.spans.append(Span(name, start, time.monotonic()))
+
+    def take(self) -> list[Span]:
+        """The spans since the last call."""
+        taken, self.spans = self.spans, []
+        return taken
+
+
+def work(spans: Iterable[Span]) -> dict[str, float]:
+    """Total time of each stage, in seconds."""
+    seconds: dict[str, float] = {}
+    for span in spans:
+        seconds[span.stage] = seconds.get(span.stage, 0.0) + (span.stop - span.start)
+    return seconds
+
+
+def exposed_wait(start: float, stop: float, spans: Iterable[Span]) -> dict[str, float]:
+    """A wait of the consumer, split by the producer's stages during it; seconds.
+
+    Time outside all spans is "other".
+    """
+    wait: dict[str, float] = {}
+    for span in spans:
+        shared = min(stop, span.stop) - max(start, span.start)
+        if shared > 0:
+            wait[span.stage] = wait.get(span.stage, 0.0) + shared
+    rest = (stop - start) - sum(wait.values())
+    if rest > 0:
+        wait["other"] = rest
+    return wait
+
+
+class StepCosts:
+    """Adds up what a step costs. planned: what its plan says already."""
+
+    def __init__(self, planned: StepStats) -> None:
+        self._planned = planned
+        self._waits: list[tuple[float, float, Sequence[Span]]] = []  # not added up before somebody asks
+        self._wait: dict[str, float] = {}
+        self._work: dict[str, float] = {}
+        self._counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+
+    def begin(self, queue_depth: int, metrics_lost: int | None) -> None:
+        """The loop receives the step."""
+        self._planned = replace(self._planned, queue_depth=queue_depth, metrics_lost=metrics_lost)
+
+    def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
+        """The loop asked for something at `start` and got it at `stop`. spans: how it was made."""
+        self._waits.append((start, stop, spans))
+
+    def counted(self, counts: Mapping[str, int]) -> None:
+        """Add counters."""
+        for name, count in counts.items():
+            self._counts[name] += count
+
+    @property
+    def stats(self) -> StepStats:
+        """The costs so far."""
+        waits, self._waits = self._waits, []
+        for start, stop, spans in waits:
+            for sums, more in ((self._wait, exposed_wait(start, stop, spans)), (self._work, work(spans))):
+                for stage, seconds in more.items():
+                    sums[stage] = sums.get(stage, 0.0) + seconds
+        return replace(
+            self._planned, exposed_wait_s=dict(self._wait), work_s=dict(self._work), **self._counts
+        )
+
+
+class Meter:
+    """Counts data read and delivered, from one `take` to the next."""
+
+    def __init__(self, sources: Sequence[Any], *traffic: Traffic) -> None:
+        self._sources, self._traffic = sources, traffic
+        self._before = self._now()
+
+    def take(self) -> dict[str, int]:
+        """The counts since the last call."""
+        before, self._before = self._before, self._now()
+        return {name: now - then for name, now, then in zip(COUNTERS, self._before, before)}
+
+    def _now(self) -> tuple[int, ...]:
+        bytes_read = bytes_fetched = opens = collectives = delivered_bytes = 0
+        for source in self._sources:
+            stats = source.stats
+            bytes_read += stats.bytes_read
+            bytes_fetched += stats.bytes_fetched
+            opens += stats.opens
+        for traffic in self._traffic:
+            collectives += traffic.collectives
+            delivered_bytes += traffic.num_bytes
+        return bytes_read, bytes_fetched, opens, collectives, delivered_bytes
 
 
 class Recorder:
@@ -23,6 +155,9 @@ class Recorder:
     Args:
         metrics: the receivers: a sink, several, or None.
         about: a run's first step -> the record of its start.
+
+    Attributes:
+        costs: of the step that the loop received last.
     """
 
     def __init__(self, metrics: Sink | Sequence[Sink] | None, about: Callable[[int], RunStart]) -> None:
@@ -38,7 +173,7 @@ class Recorder:
         self._background: BackgroundSinks | None = None
         self._clocks = (0.0, 0.0)  # unix and monotonic, at one moment
         self._received: tuple[int, int, float] | None = None  # step, its tokens, unix time
-        self._costs = StepCosts(StepStats())
+        self.costs = StepCosts(StepStats())
 
     def around(self, name: str) -> AbstractContextManager[Any]:
         """The sinks' context managers for a stage."""
@@ -65,17 +200,13 @@ class Recorder:
 
     def step(self, step: int, tokens: int, queue_depth: int, costs: StepCosts) -> None:
         """The loop receives a step, whose costs are added until `over`."""
-        self._costs = costs
+        self.costs = costs
         if self._background is None:
             costs.begin(queue_depth, None)
         else:
             costs.begin(queue_depth, self._background.lost)
             unix, monotonic = self._clocks
             self._received = step, tokens, unix + (time.monotonic() - monotonic)
-
-    def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
-        """The loop asked for something at `start` and got it at `stop`. spans: how it was made."""
-        self._costs.waited(start, stop, spans)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Generator[None]:
@@ -86,17 +217,13 @@ class Recorder:
                 yield
         finally:
             (span,) = clock.take()
-            self.waited(span.start, span.stop, [span])
-
-    def counted(self, counts: Mapping[str, int]) -> None:
-        """Add counters."""
-        self._costs.counted(counts)
+            self.costs.waited(span.start, span.stop, [span])
 
     def over(self) -> None:
         """The step is complete."""
         if self._received is not None and self._background is not None:
             step, tokens, time_s = self._received
-            self._background.send(StepRecord(step, time_s, tokens, self._costs.stats))
+            self._background.send(StepRecord(step, time_s, tokens, self.costs.stats))
         self._received = None
 
     def close(self, during: BaseException | None = None) -> None:

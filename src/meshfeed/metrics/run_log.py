@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import MetricsError
-from meshfeed.metrics.clock import STAGES
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.metrics.stats import STAGES
 
 COUNTED = ("queue_depth", "bytes_read", "bytes_fetched", "delivered_bytes", "opens", "collectives")
 _COLUMNS = (

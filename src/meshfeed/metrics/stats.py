@@ -1,19 +1,17 @@
-"""The costs of one step on one rank: what a step offers as `stats`, and the counters and sums behind it."""
+"""What a step cost on one rank: the `stats` of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.deliver import Traffic
-from meshfeed.metrics.clock import Span, exposed_wait, work
-
-COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
-"""The counters of every microbatch, summed in a step's stats."""
+STAGES = ("start", "plan", "read", "exchange", "deliver", "build", "copy", "verify", "other")
+"""All stages: joining the peers, planning and announcing, storage (or a user's iterator), exchanging items,
+delivery with its waiting for peers, making fields, copying to the device, comparing replicas, the rest."""
 
 SequenceName = tuple[int, int, int]
 """(source, epoch, index) of a sequence."""
@@ -78,63 +76,3 @@ class StepStats(Mapping[str, Any]):
 
 
 _NAMES = tuple(each.name for each in fields(StepStats))
-
-
-class StepCosts:
-    """Adds up what a step costs. planned: what its plan says already."""
-
-    def __init__(self, planned: StepStats) -> None:
-        self._planned = planned
-        self._wait: dict[str, float] = {}
-        self._work: dict[str, float] = {}
-        self._counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
-
-    def begin(self, queue_depth: int, metrics_lost: int | None) -> None:
-        """The loop receives the step."""
-        self._planned = replace(self._planned, queue_depth=queue_depth, metrics_lost=metrics_lost)
-
-    def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
-        """The loop asked for something at `start` and got it at `stop`. spans: how it was made."""
-        _add(self._wait, exposed_wait(start, stop, spans))
-        _add(self._work, work(spans))
-
-    def counted(self, counts: Mapping[str, int]) -> None:
-        """Add counters."""
-        _add(self._counts, counts)
-
-    @property
-    def stats(self) -> StepStats:
-        """The costs so far."""
-        return replace(
-            self._planned, exposed_wait_s=dict(self._wait), work_s=dict(self._work), **self._counts
-        )
-
-
-class Meter:
-    """Counts data read and delivered, from one `take` to the next."""
-
-    def __init__(self, sources: Sequence[Any], *traffic: Traffic) -> None:
-        self._sources, self._traffic = sources, traffic
-        self._before = self._now()
-
-    def take(self) -> dict[str, int]:
-        """The counts since the last call."""
-        before, self._before = self._before, self._now()
-        return {name: now - then for name, now, then in zip(COUNTERS, self._before, before)}
-
-    def _now(self) -> tuple[int, ...]:
-        bytes_read = bytes_fetched = opens = collectives = delivered_bytes = 0
-        for source in self._sources:
-            stats = source.stats
-            bytes_read += stats.bytes_read
-            bytes_fetched += stats.bytes_fetched
-            opens += stats.opens
-        for traffic in self._traffic:
-            collectives += traffic.collectives
-            delivered_bytes += traffic.num_bytes
-        return bytes_read, bytes_fetched, opens, collectives, delivered_bytes
-
-
-def _add(sums: dict[str, Any], more: Mapping[str, float]) -> None:
-    for name, amount in more.items():
-        sums[name] = sums.get(name, 0) + amount

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshfeed.errors import MetricsError
 from meshfeed.extras import install
-from meshfeed.metrics.clock import STAGES
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+from meshfeed.metrics.stats import STAGES
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import MeterProvider
