@@ -401,14 +401,26 @@ def test_a_file_is_left_while_storage_does_not_answer(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         file = CachedFile(f"http://127.0.0.1:{silent.getsockname()[1]}/x", Cache(tmp_path))
         file.__enter__()
-        range_ = np.array([0]), np.array([10])
-        opening = threading.Thread(target=lambda: file.will_need(*range_), daemon=True)
+        ended: list[Exception] = []
+
+        def open_it() -> None:
+            try:
+                file.will_need(np.array([0]), np.array([10]))
+            except MissingError as missing:
+                ended.append(missing)
+
+        opening = threading.Thread(target=open_it, daemon=True)
         opening.start()
-        silent.accept()  # it has asked
+        asked = silent.accept()[0]
         leaving = threading.Thread(target=lambda: (file.forget_needs(), file.__exit__()), daemon=True)
         leaving.start()
         leaving.join(120)
         assert not leaving.is_alive() and opening.is_alive()
+        asked.recv(1 << 16)
+        asked.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+        asked.close()
+        opening.join(120)
+        assert ended
         end_helper()
 
 
