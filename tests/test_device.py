@@ -1,13 +1,23 @@
-"""Memory of tensors on the host: used again, never while anybody holds it."""
+"""Memory of tensors: used again, never while anybody holds it. Fields that a device widens."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import weakref
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
-from meshfeed.feed.device import OnHost
+import meshfeed as mf
+from corpus import write_corpus
+from meshfeed.feed.device import OnCuda, OnHost
+from meshfeed.sequence import SequenceRule
+from meshfeed.sequence.rows import Rows
+from meshfeed.testing import difference
 from soak import some
 
 
@@ -47,3 +57,94 @@ def test_memory_goes_when_more_is_held_than_is_worth_keeping() -> None:
     for value, array in enumerate(held):
         array[:] = value % 251
     assert all((array == value % 251).all() for value, array in enumerate(held))
+
+
+class Event:
+    """Of a stream whose work ends when the test says so."""
+
+    made: ClassVar[list[Event]] = []
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.made.append(self)
+
+    def record(self, stream: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> OnCuda:
+    """The placer of a CUDA device, with the host in place of one."""
+    monkeypatch.setattr(Event, "made", [])
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(OnCuda, "allocate", lambda self, shape, dtype: np.empty(shape, dtype))
+    return OnCuda(torch.device("cpu:0"))
+
+
+def test_page_locked_memory_is_kept_until_its_copies_are_done(on_cuda: OnCuda) -> None:
+    held: list[weakref.ref[Any]] = []
+    for _ in range(4):
+        array = on_cuda.allocate((2, 8), "int64")
+        held.append(weakref.ref(array))
+        on_cuda.place([{"tokens": array[1:]}])
+        del array
+    assert all(each() is not None for each in held)
+    Event.made[0].is_done = Event.made[1].is_done = Event.made[3].is_done = True
+    on_cuda.place([])
+    assert [each() is not None for each in held] == [False, False, True, True], "a stream works in order"
+
+
+def taken(feed: mf.Feed, steps: int) -> list[Any]:
+    """The microbatches of some steps."""
+    with feed:
+        return [dict(microbatch) for _, step in zip(range(steps), feed) for microbatch in step.microbatches]
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("built on the host")
+
+
+@pytest.mark.parametrize(
+    ("rule", "how"),
+    [
+        (mf.Windows(48, reset_position_ids=True, reset_attention_mask=True), {"micro_batch_size": 2}),
+        (mf.Documents(), {"packing": mf.Packing(capacity=2_000)}),
+    ],
+    ids=("windows", "packs"),
+)
+def test_a_feed_for_a_device_that_widens_builds_nothing_on_the_host(
+    rule: Any, how: dict[str, Any], tmp_path: Path, on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path / "c", num_tokens=9_000)
+    recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=rule, batch=mf.Batch(sequences=8))
+    wanted = taken(mf.Feed(recipe, **how), 3)
+    monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: on_cuda)
+    monkeypatch.setattr(on_cuda, "receive", lambda microbatches, ticket: None)
+    for kind in (Rows, mf.Documents):
+        monkeypatch.setattr(kind, "build", never)
+    found = taken(mf.Feed(recipe, **how), 3)
+    assert (differs := difference(wanted, found)) is None, differs
+
+
+class Shifted(mf.Windows):
+    """Replaces `build` alone, so the compact form of its base is not its own."""
+
+    def build(self, *args: Any) -> Any:
+        return [arrays | {"tokens": arrays["tokens"] + 1} for arrays in super().build(*args)]
+
+
+@pytest.mark.parametrize("rule", [Shifted(48), mf.Masked(32, vocab_size=60_000, mask_token=7)], ids=repr)
+def test_a_rule_without_a_compact_form_is_built_on_the_host(
+    rule: SequenceRule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path / "c", num_tokens=9_000)
+    recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=rule, batch=mf.Batch(sequences=8))
+    wanted = taken(mf.Feed(recipe), 2)
+    monkeypatch.setattr(OnHost, "widens", True)
+    assert difference(wanted, taken(mf.Feed(recipe), 2)) is None

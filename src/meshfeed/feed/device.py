@@ -14,7 +14,7 @@ import torch
 from meshfeed.columns import Array, Arrays, Constant
 from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Microbatch, Value
-from meshfeed.sequence import Portion
+from meshfeed.sequence import Compact, Portion, widened
 
 _MOST_KEPT = 128
 _MOST_CONSTANTS = 16
@@ -23,13 +23,19 @@ _FREE = 2  # sys.getrefcount of an array that only its deque holds: the deque's 
 
 
 class Placer(Protocol):
-    """Moves a microbatch's arrays to their device."""
+    """Moves a microbatch's arrays to their device.
+
+    Attributes:
+        widens: whether it takes portions in compact form, and their fields are wanted so.
+    """
+
+    widens: bool
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """An uninitialised array to build a field in."""
         ...
 
-    def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
+    def place(self, built: Sequence[Arrays] | Compact) -> tuple[list[dict[str, Value]], Any]:
         """The tensors of some microbatches, and a ticket for `receive`; called on the producer's thread."""
         ...
 
@@ -57,6 +63,8 @@ class OnHost:
     the pool holds byte buffers of a few sizes. Every array and tensor made from a buffer refers to it.
     """
 
+    widens = False
+
     def __init__(self) -> None:
         self._made: dict[int, deque[Array]] = {}
         self._constants = _Constants(torch.tensor)
@@ -74,7 +82,9 @@ class OnHost:
                 made.popleft()
         return made[-1][:num_bytes].view(dtype).reshape(shape)
 
-    def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
+    def place(self, built: Sequence[Arrays] | Compact) -> tuple[list[dict[str, Value]], Any]:
+        if isinstance(built, Compact):
+            return _widened(built, lambda array: torch.from_numpy(array.copy()), _tensors), None
         placed: list[dict[str, Value]] = []
         for arrays in built:
             fields: dict[str, Value] = {}
@@ -92,23 +102,43 @@ class OnHost:
 
 
 class OnCuda:
-    """Copies from page-locked memory on a separate stream, so copies overlap with training."""
+    """Copies from page-locked memory on a separate stream, so copies overlap with training.
+
+    Page-locked memory is kept until the event after its copies: PyTorch's own guard finds the buffer of a
+    tensor only by the buffer's first byte.
+    """
+
+    widens = True
 
     def __init__(self, device: torch.device) -> None:
         current = torch.device("cuda", torch.cuda.current_device())
         self._device = device if ":" in str(device) else current
         self._stream = torch.cuda.Stream(self._device)
         self._constants = _Constants(lambda array: torch.tensor(array).pin_memory())
+        self._in_flight: deque[tuple[torch.cuda.Event, list[Any]]] = deque()
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Page-locked; PyTorch reuses it only after the copy from it is done."""
+        """Page-locked."""
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
-    def place(self, built: Sequence[Arrays]) -> tuple[list[dict[str, Value]], Any]:
+    def place(self, built: Sequence[Arrays] | Compact) -> tuple[list[dict[str, Value]], Any]:
+        staged: list[Any] = [built]
+
+        def stage(array: Array) -> torch.Tensor:
+            staged.append(self.allocate(array.shape, array.dtype.name))
+            staged[-1][...] = array
+            return torch.from_numpy(staged[-1]).to(self._device, non_blocking=True)
+
         with torch.cuda.stream(self._stream):
-            fields = [{name: self._copied(value) for name, value in arrays.items()} for arrays in built]
+            if isinstance(built, Compact):
+                fields = _widened(built, stage, self._copied)
+            else:
+                fields = [{name: self._copied(value) for name, value in arrays.items()} for arrays in built]
             done = torch.cuda.Event()
             done.record(self._stream)
+        while self._in_flight and self._in_flight[0][0].query():
+            self._in_flight.popleft()
+        self._in_flight.append((done, staged))
         return fields, done
 
     def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
@@ -152,7 +182,7 @@ def _room_for(num_bytes: int) -> int:
 
 
 def microbatches_of(
-    portion: Portion, built: Sequence[Arrays], placer: Placer
+    portion: Portion, built: Sequence[Arrays] | Compact, placer: Placer
 ) -> tuple[list[Microbatch], Any]:
     """The microbatches of a portion on their device, and the placer's ticket for them."""
     placed, ticket = placer.place(built)
@@ -160,6 +190,19 @@ def microbatches_of(
         Microbatch(m, draws, portion.cp_ranks, portion.pack.cp_rank, fields)
         for m, draws, fields in zip(portion.microbatches, portion.draws_by_microbatch(), placed)
     ], ticket
+
+
+def _widened(
+    compact: Compact, copy: Callable[[Array], torch.Tensor], ready: Callable[[Any], Value]
+) -> list[dict[str, Value]]:
+    """The fields of each microbatch: rows of the widened ones, and those that are `ready`."""
+    wide, num_microbatches = widened(compact, copy), len(compact.ready)
+    rows = compact.shape[0] // num_microbatches
+    return [
+        {name: tensor[m * rows : (m + 1) * rows] for name, tensor in wide.items()}
+        | {name: ready(value) for name, value in arrays.items()}
+        for m, arrays in enumerate(compact.ready)
+    ]
 
 
 def _tensors(value: Any) -> Value:

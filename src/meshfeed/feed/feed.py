@@ -32,7 +32,7 @@ from meshfeed.metrics import Meter, RunStart, StageClock, StepCosts
 from meshfeed.order import num_positions, num_steps
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field, StageMap
-from meshfeed.sequence import Columns, Portion
+from meshfeed.sequence import Arrays, Columns, Compact, Portion, has_compact
 from meshfeed.state import State
 from meshfeed.store import Mapped, StreamStore
 
@@ -239,9 +239,7 @@ class Feed(StepSource[Delivery]):
                 with clock.stage("deliver"):
                     columns = delivery.deliver(columns, hint)
                 with clock.stage("build"):
-                    built = self._rule.build(self.recipe, portion, columns, self.role.fields, placer.allocate)
-                    if digester:
-                        digester.add(built)
+                    built = self._built(portion, columns, placer, digester)
                 with clock.stage("copy"):
                     made, ticket = microbatches_of(portion, built, placer)
                 yield Made(made, ticket, meter.take())
@@ -263,6 +261,21 @@ class Feed(StepSource[Delivery]):
         except Exception as error:
             self._record(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise tell(delivery, error, self.rank, step, hint) from error.__cause__ or error
+
+    def _built(
+        self, portion: Portion, columns: Columns, placer: Placer, digester: Digester | None
+    ) -> Sequence[Arrays] | Compact:
+        """A portion's fields; in compact form where the device widens them and nobody compares digests."""
+        rule, recipe, names = self._rule, self.recipe, self.role.fields
+        compact = None
+        if placer.widens and digester is None and has_compact(rule):
+            compact = rule.compact(recipe, portion, columns, names)
+        if compact is not None:
+            return compact
+        built = rule.build(recipe, portion, columns, names, placer.allocate)
+        if digester:
+            digester.add(built)
+        return built
 
     def _reread(self, portions: Sequence[Portion]) -> Digests:
         """The digests of a step, recomputed from storage."""

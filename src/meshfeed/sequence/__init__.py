@@ -3,11 +3,12 @@
 from meshfeed.columns import Arrays, Columns
 from meshfeed.sequence.chat import Chat
 from meshfeed.sequence.columns import rule_of
+from meshfeed.sequence.compact import Compact, RunField, widened
 from meshfeed.sequence.documents import DocumentRule, Documents, document_lengths
 from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
-from meshfeed.sequence.rule import SequenceRule
-from meshfeed.sequence.runs import Portion, portions_of
+from meshfeed.sequence.rule import SequenceRule, has_compact
+from meshfeed.sequence.runs import Portion, Runs, portions_of
 from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.windows import Windows
 
@@ -16,15 +17,20 @@ __all__ = [
     "Arrays",
     "Chat",
     "Columns",
+    "Compact",
     "DocumentRule",
     "Documents",
     "Masked",
     "Portion",
+    "RunField",
+    "Runs",
     "Samples",
     "SequenceRule",
     "Windows",
     "document_lengths",
     "fields_of_plan",
+    "has_compact",
     "portions_of",
     "rule_of",
+    "widened",
 ]

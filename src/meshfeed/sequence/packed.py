@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays
 from meshfeed.roles import Field
-from meshfeed.sequence.runs import Longs, Portion
+from meshfeed.sequence.compact import RunField
+from meshfeed.sequence.runs import Longs, Portion, Runs
 
 PLAN_FIELDS = (
     Field(name="position_ids", dtype="int64", split=True, stored=False),
@@ -40,7 +41,23 @@ def fields_of_plan(portion: Portion, names: Sequence[str], allocate: Allocate) -
             out[:] = False
         for gap in gaps:
             out[0, gap] = field.pad
-    return arrays | {name: value for name, value in _lengths_of(portion).items() if name in names}
+    return arrays | lengths_of_plan(portion, names)
+
+
+def runs_of_plan(portion: Portion, names: Sequence[str]) -> list[RunField]:
+    """The named PLAN_FIELDS that cp splits, in compact form."""
+    own, at = portion.own_tokens
+    starts_and_steps = {
+        "position_ids": (own.start - portion.starts[own.sequence], 1),
+        "sequence_ids": (own.sequence.astype(np.int64), 0),
+        "padding_mask": (np.zeros_like(at), 0),
+    }
+    made: list[RunField] = []
+    for field in PLAN_FIELDS:
+        if field.name in names and field.split:
+            start, step = starts_and_steps[field.name]
+            made.append(RunField(field, Runs(at, start, own.sizes), step))
+    return made
 
 
 def _count(row: Array, at: Longs, first: npt.NDArray[np.integer], by: int) -> None:
@@ -52,14 +69,16 @@ def _count(row: Array, at: Longs, first: npt.NDArray[np.integer], by: int) -> No
     np.cumsum(row, out=row, dtype=row.dtype)
 
 
-def _lengths_of(portion: Portion) -> dict[str, Array]:
+def lengths_of_plan(portion: Portion, names: Sequence[str]) -> Arrays:
+    """The named PLAN_FIELDS that are the same on every cp rank."""
     pack = portion.pack
     cu_seqlens, padded = pack.cu_seqlens, pack.cu_seqlens_padded
     if not len(portion.draws):
         cu_seqlens = np.zeros(2, np.int32)
         padded = np.array([0, portion.idle_tokens * pack.cp_size], np.int32)
-    return {
+    arrays: Arrays = {
         "cu_seqlens": np.array(cu_seqlens),
         "cu_seqlens_padded": np.array(padded),
         "max_seqlen": np.array(np.diff(padded).max(initial=0), np.int32),
     }
+    return {name: array for name, array in arrays.items() if name in names}

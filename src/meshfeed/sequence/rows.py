@@ -20,8 +20,9 @@ from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
+from meshfeed.sequence.compact import Compact, RunField
 from meshfeed.sequence.rule import SequenceRule, dtype_of
-from meshfeed.sequence.runs import Longs, Portion, Runs, runs_of
+from meshfeed.sequence.runs import Longs, Portion, Runs, holding, runs_of
 from meshfeed.store import StreamStore
 
 Starts = tuple[Longs, Longs]
@@ -149,11 +150,39 @@ class Rows(SequenceRule):
             rows = slice(m * portion.rows, (m + 1) * portion.rows)
             made.append({name: array[rows] for name, array in whole.items()} | constant)
         if self.reset_attention_mask and "cu_seqlens" in names:
-            width = shape[1] * portion.pack.cp_size
-            for arrays, cu_seqlens in zip(made, self._cu_seqlens(starts, portion, width)):
-                arrays["cu_seqlens"] = cu_seqlens
-                arrays["max_seqlen"] = np.array(np.diff(cu_seqlens).max(initial=0), np.int32)
+            for arrays, lengths in zip(made, self._lengths(starts, portion)):
+                arrays |= lengths
         return made
+
+    def compact(
+        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
+    ) -> Compact:
+        """See SequenceRule. The column holds this rank's own slices of each row, each with its last label."""
+        shape, k = self._shape(portion), len(portion.draws)
+        own, starts = portion.own_row, _NO_STARTS
+        if self._minds_documents:
+            starts = self._document_starts(recipe, portion.draws)
+        cut = Slices(own.sequence, own.start, own.stop + 1)
+        pieces = _pieces_of(starts, own, k, self.length)
+        at = pieces.row * shape[1] + (own.offsets - own.start)[pieces.slice] + pieces.offset
+        token = pieces.row * width_of(own) + (cut.offsets - own.start)[pieces.slice] + pieces.offset
+        bearing = pieces.size - (pieces.ends if self.eod_mask_loss else 0)
+        labels_left = self._tokens_in(recipe, portion.draws)[pieces.row] - 1 - pieces.offset
+        position = pieces.offset - (pieces.first if self.reset_position_ids else 0)
+        runs = {
+            "tokens": (Runs(at, token, pieces.size), 1, "tokens"),
+            "labels": (Runs(at, token + 1, pieces.size), 1, "tokens"),
+            "loss_mask": (Runs(at, np.ones_like(at), np.minimum(bearing, labels_left).clip(0)), 0, None),
+            "position_ids": (Runs(at, position, pieces.size), 1, None),
+        }
+        fields = [field for field in self.fields if field.name in names and field.name in runs]
+        stored: dict[str, Array] = {}
+        if columns and any(field.stored for field in fields):
+            stored["tokens"] = _cut_rows(np.asarray(columns["tokens"]), cut, portion)
+        ready: list[Arrays] = [{} for _ in portion.microbatches]
+        if self.reset_attention_mask and "cu_seqlens" in names:
+            ready = list(self._lengths(starts, portion))
+        return Compact(shape, stored, [RunField(field, *runs[field.name]) for field in fields], ready)
 
     # -- defined by the rule ----------------------------------------------------------------------------
 
@@ -223,9 +252,16 @@ class Rows(SequenceRule):
             mask[row, offset - 1] = 0
         return mask
 
-    def _cu_seqlens(self, starts: Starts, portion: Portion, width: int) -> Iterator[Array]:
+    def _lengths(self, starts: Starts, portion: Portion) -> Iterator[Arrays]:
+        """cu_seqlens and max_seqlen of each microbatch."""
+        for cu_seqlens in self._cu_seqlens(starts, portion):
+            longest = np.array(np.diff(cu_seqlens).max(initial=0), np.int32)
+            yield {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
+
+    def _cu_seqlens(self, starts: Starts, portion: Portion) -> Iterator[Array]:
         """For each microbatch, document starts over its concatenated rows, then their end; int32."""
         num_microbatches, rows = len(portion.microbatches), portion.rows
+        width = self._shape(portion)[1] * portion.pack.cp_size
         row, offset = starts
         inside = offset < self.length
         places = np.arange(num_microbatches * rows) * width
@@ -233,6 +269,54 @@ class Rows(SequenceRule):
         ends = np.arange(num_microbatches + 1) * rows * width
         for end, mine in zip(ends[1:], np.split(places, np.searchsorted(places, ends[1:-1]))):
             yield (np.append(mine, end) - (end - rows * width)).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """The own slices of every row, cut where documents start; int64 [n] each, in the order of the field.
+
+    Attributes:
+        row, slice, offset: where a piece begins: in which row and own slice, at which token of the row.
+        size: its tokens.
+        first: where its document starts in the row.
+        ends: 1 if a document starts right after it, else 0.
+    """
+
+    row: Longs
+    slice: Longs
+    offset: Longs
+    size: Longs
+    first: Longs
+    ends: Longs
+
+
+def _pieces_of(starts: Starts, own: Slices, num_rows: int, length: int) -> _Pieces:
+    """own: slices of one row, none empty. starts: offsets from 1 to length."""
+    row, offset = starts
+    holder = holding(own, np.zeros_like(offset), offset)
+    inside, num_slices = holder >= 0, own.start.size
+    rows = np.concatenate((np.repeat(np.arange(num_rows), num_slices), row[inside]))
+    slices = np.concatenate((np.tile(np.arange(num_slices), num_rows), holder[inside]))
+    offsets = np.concatenate((np.tile(own.start, num_rows), offset[inside]))
+    order = np.lexsort((offsets, slices, rows))
+    rows, slices, offsets = rows[order], slices[order], offsets[order]
+    is_last = np.append((np.diff(rows) != 0) | (np.diff(slices) != 0), True)[: rows.size]
+    stops = np.where(is_last, own.stop[slices], np.roll(offsets, -1))
+    # a document starts at each key; so does every row
+    keys = np.sort(np.concatenate((np.arange(num_rows) * (length + 1), row * (length + 1) + offset)))
+    first = keys[np.searchsorted(keys, rows * (length + 1) + offsets, side="right") - 1] % (length + 1)
+    ends = np.isin(rows * (length + 1) + stops, keys).astype(np.int64)
+    return _Pieces(rows, slices, offsets, stops - offsets, first, ends)
+
+
+def _cut_rows(read: Array, cut: Slices, portion: Portion) -> Array:
+    """Slices of each row, out of the held ones with one more token each; [rows, width of the cut]."""
+    if portion.held is portion.own:
+        return read
+    held = portion.held_row
+    out = np.empty((len(read), int(cut.sizes.sum())), read.dtype)
+    runs_of(cut, Slices(held.sequence, held.start, held.stop + 1), cut.offsets).copy(read, out)
+    return out
 
 
 @lru_cache(maxsize=8)

@@ -17,6 +17,7 @@ from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.order import Draws
 from meshfeed.recipe import Recipe, Rule
 from meshfeed.roles import Field
+from meshfeed.sequence.compact import Compact
 from meshfeed.sequence.runs import Longs, Portion
 
 
@@ -83,6 +84,21 @@ class SequenceRule(Rule):
         columns: may be None if no stored field is named. They are valid until the call returns: copy what is
         kept.
         """
+
+    def compact(
+        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
+    ) -> Compact | None:
+        """What `build` makes, in compact form for a GPU to widen; None for a rule that has no such form.
+
+        It may share memory with the columns.
+        """
+        return None
+
+
+def has_compact(rule: SequenceRule) -> bool:
+    """Whether the rule's `compact` agrees with its `build`: a subclass may replace `build` alone."""
+    methods = [vars(kind).keys() & {"build", "compact"} for kind in type(rule).__mro__]
+    return "compact" in next(filter(None, methods))
 
 
 class TokenRule(SequenceRule):
