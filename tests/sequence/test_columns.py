@@ -13,7 +13,7 @@ import meshfeed as mf
 import world
 from meshfeed.errors import RecipeError
 from meshfeed.store import DatasetWriter, IndexedWriter
-from meshfeed.testing import assert_elastic, assert_resumable
+from meshfeed.testing import assert_elastic, assert_resumable, assert_rule
 from observe import simulated, take
 from soak import some
 
@@ -115,6 +115,38 @@ def test_every_token_has_what_lies_at_its_place(tmp_path: Path, name: str, colum
                     assert not values[~real].any()
         assert dict(valid) == told
         assert sum(told.values())
+
+
+DTYPES_OF_ALL = {
+    "tokens": "u2",
+    "loss_mask": "i1",
+    "labels": "u2",
+    "a": "f4",
+    "b": "f8",
+    "c": "u1",
+    "d": "i1",
+    "e": "i2",
+}
+
+
+@pytest.mark.parametrize(
+    "columns", [("loss_mask", "a", "b", "c"), ("labels", "d", "e"), ("labels", "loss_mask")]
+)
+@pytest.mark.parametrize(
+    "rule", [mf.Windows(12), mf.Windows(7, eod_mask_loss=True), mf.Documents(9)], ids=repr
+)
+def test_a_device_widens_every_column(tmp_path: Path, rule: Any, columns: tuple[str, ...]) -> None:
+    """Bit by bit what is built on the host, for each rank of a group that shares a reader, and for each alone."""
+    if "labels" in columns and getattr(rule, "eod_mask_loss", False):
+        rule = mf.Windows(7, reset_position_ids=True)
+    rng = np.random.default_rng(0)
+    with DatasetWriter(
+        tmp_path / "c", {name: DTYPES_OF_ALL[name] for name in ("tokens", *columns)}
+    ) as writer:
+        for size in rng.integers(0, 30, 40).tolist():
+            values = {name: rng.integers(-100, 2**20, size) for name in ("tokens", *columns)}
+            writer.add_document(**{name: array.astype(DTYPES_OF_ALL[name]) for name, array in values.items()})
+    assert_rule(rule, mf.open(tmp_path / "c"), steps=3)
 
 
 def test_only_the_stages_that_need_a_column_get_it(tmp_path: Path) -> None:

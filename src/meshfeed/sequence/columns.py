@@ -19,8 +19,9 @@ from meshfeed.mixture import Store
 from meshfeed.order import Draws
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
-from meshfeed.sequence.rule import SequenceRule, TokenRule
-from meshfeed.sequence.runs import Longs, Portion
+from meshfeed.sequence.compact import Compact, RunField
+from meshfeed.sequence.rule import SequenceRule, TokenRule, has_compact
+from meshfeed.sequence.runs import Longs, Portion, Runs
 
 _REPLACED = ("labels", "loss_mask")
 
@@ -196,6 +197,39 @@ class WithColumns(SequenceRule):
             for arrays, part in zip(built, parts):
                 arrays[name] = part
         return built
+
+    def compact(
+        self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
+    ) -> Compact | None:
+        """See SequenceRule. Each column is cut like the tokens."""
+        mine = {name for name in names if name in self.recipes or (name == "loss_mask" and self._masks)}
+        others = [name for name in names if name not in mine]
+        if not has_compact(self.rule):
+            return None
+        if not (columns and mine):
+            return self.rule.compact(recipe, portion, columns, others)
+
+        def cut(column: str, names: Sequence[str]) -> Compact | None:
+            return self.rule.compact(recipe, portion, {"tokens": columns[column]}, names)
+
+        if (base := cut("tokens", [*others, "tokens", "labels", "loss_mask"])) is None:
+            return None
+        runs = {each.field.name: each.runs for each in base.fields}
+        fields = [each for each in base.fields if each.field.name in others]
+        fields += [self._run_field(field, runs) for field in self.fields if field.name in mine]
+        used = {each.column for each in fields if each.column is not None}
+        made = {name: cut(name, ["tokens"]) for name in used}
+        stored = {name: each.columns["tokens"] for name, each in made.items() if each is not None}
+        return replace(base, columns=stored, fields=fields)
+
+    def _run_field(self, field: Field, runs: Mapping[str, Runs]) -> RunField:
+        """A field of a column. runs: those of the rule's own fields; labels and loss mask begin alike."""
+        tokens, labels, bearing = (runs[name] for name in ("tokens", "labels", "loss_mask"))
+        if field.name == "loss_mask" and self._ahead:
+            return RunField(field, Runs(bearing.at, labels.start, bearing.size), 1, field.name)
+        if field.name in self.recipes:
+            return RunField(field, tokens, 1, field.name)
+        return RunField(field, Runs(tokens.at, np.ones_like(tokens.at), tokens.size), 0)
 
 
 def _of_column(recipe: Recipe, name: str) -> Recipe:

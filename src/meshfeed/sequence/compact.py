@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ class Compact:
 
     Attributes:
         shape: rows and tokens of each field, over all microbatches of the portion.
-        columns: name -> integers as stored, in any shape; indices count them as one row.
+        columns: name -> real numbers as stored, in any shape; indices count them as one row.
         fields: the fields to widen.
         ready: the other fields of each microbatch, all small.
     """
@@ -63,7 +62,7 @@ def widened(compact: Compact, copy: Callable[[Array], torch.Tensor]) -> dict[str
     columns = {name: _Column(array, copy) for name, array in compact.columns.items()}
     made: dict[str, torch.Tensor] = {}
     for each in compact.fields:
-        runs, dtype = each.runs, getattr(torch, each.field.dtype)
+        runs = each.runs
         run, along = tables.place(runs.at)
         padding = along >= tables.of(runs.size)[run]
         value = tables.of(runs.start)[run]
@@ -72,7 +71,7 @@ def widened(compact: Compact, copy: Callable[[Array], torch.Tensor]) -> dict[str
         if each.column is not None:
             value = columns[each.column].values_at(value.masked_fill_(padding, 0))
         value.masked_fill_(padding, each.field.pad)
-        made[each.field.name] = value.to(dtype).view(compact.shape)
+        made[each.field.name] = _converted(value, each.field.dtype).view(compact.shape)
     return made
 
 
@@ -108,17 +107,27 @@ class _Tables:
 
 
 class _Column:
-    """A column on the device, as signed integers: few operations of torch take unsigned ones."""
+    """A column on the device. Unsigned integers go as signed ones: few operations of torch take them."""
 
     def __init__(self, array: Array, copy: Callable[[Array], torch.Tensor]) -> None:
-        flat: np.ndarray[Any, Any] = (
-            np.ascontiguousarray(array).reshape(-1) if array.size else np.zeros(1, array.dtype)
-        )
-        is_narrow = flat.dtype in (np.uint16, np.uint32)
-        self._mask = np.iinfo(flat.dtype).max if is_narrow else None
-        self._values = copy(flat.view(f"i{flat.itemsize}") if flat.itemsize > 1 else flat)
+        flat = np.ascontiguousarray(array).reshape(-1) if array.size else np.zeros(1, array.dtype)
+        self._is_float, self._mask = flat.dtype.kind == "f", None
+        if flat.dtype.name in ("uint16", "uint32"):
+            self._mask = np.iinfo(flat.dtype).max
+        if flat.dtype.kind == "u" and flat.itemsize > 1:
+            flat = flat.view(f"i{flat.itemsize}")
+        self._values = copy(flat)
 
     def values_at(self, index: torch.Tensor) -> torch.Tensor:
-        """The values at some indices; int64."""
-        values = self._values[index].long()
-        return values if self._mask is None else values.bitwise_and_(self._mask)
+        """The values at some indices; int64, or the column's own floating-point type."""
+        values = self._values[index]
+        if self._is_float:
+            return values
+        return values.long() if self._mask is None else values.long().bitwise_and_(self._mask)
+
+
+def _converted(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Values in a field's type, wrapped around like NumPy's."""
+    if dtype in ("uint16", "uint32", "uint64"):
+        return values.to(getattr(torch, dtype.removeprefix("u"))).view(getattr(torch, dtype))
+    return values.to(getattr(torch, dtype))
