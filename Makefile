@@ -48,7 +48,7 @@ docs: $(VENV)/.tested
 	$(BIN)/mkdocs build
 
 # torch comes first and by itself: a free choice of version would bring gigabytes for a GPU.
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml hatch_build.py src/meshfeed/native/loops.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"

@@ -8,7 +8,10 @@ examples each time; otherwise it always draws the same ones, so that `make test`
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import platform
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -25,6 +28,8 @@ LONGEST = (
     "test_trace_ledger.py", "test_many_sources.py", "test_ahead.py", "test_deliveries.py",
 )  # fmt: skip
 
+BUILD = Path(__file__).parents[1] / "hatch_build.py"
+
 settings.register_profile("soak", settings.get_profile("ci"), derandomize=False)
 settings.load_profile("soak" if SOAK else "ci")
 
@@ -32,6 +37,19 @@ settings.load_profile("soak" if SOAK else "ci")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only_soak: see soak.py")
     config.addinivalue_line("markers", "some(most): see soak.py")
+    if not hasattr(config, "workerinput"):
+        compile_what_the_tree_holds()
+
+
+def compile_what_the_tree_holds() -> None:
+    """Compile loops.c if it has changed since it was: an editable install does so only when it is made."""
+    spec = importlib.util.spec_from_file_location("hatch_build", BUILD)
+    if not BUILD.exists() or spec is None or spec.loader is None:
+        return
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    if not build.SOURCE.with_name(build.library_name(platform.machine())).exists():
+        build.compile_in_place()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,6 +12,8 @@ from typing import NoReturn
 
 import pytest
 
+from meshfeed import native
+
 PROMISED = "MESHFEED_SERVICES"
 """Environment variable; "required" says that .ci/services has installed everything."""
 
@@ -27,6 +29,12 @@ def needs_root() -> None:
     """Skip the test where this process may not make users, mounts or network namespaces."""
     if os.geteuid() != 0:
         missing_thing("it needs root (sudo make test)")
+
+
+def needs_compiled() -> None:
+    """Skip the test where the loops are not compiled: it compares them with NumPy's."""
+    if not native.is_compiled():
+        missing_thing("the loops are not compiled (no C compiler, or MESHFEED_NATIVE=0)")
 
 
 @contextlib.contextmanager

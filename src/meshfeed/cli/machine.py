@@ -18,6 +18,7 @@ import torch.distributed as dist
 import meshfeed as mf
 from meshfeed import extras
 from meshfeed.deliver import can_share
+from meshfeed.native import is_compiled
 from meshfeed.report.words import counted, duration
 from meshfeed.roles import choose_delivery
 
@@ -76,9 +77,10 @@ def findings(layout: mf.Layout | None) -> Iterator[Finding]:
 
 
 def _versions() -> Finding:
+    loops = "compiled loops" if is_compiled() else "loops in NumPy"
     says = (
         f"meshfeed {extras.version_of('meshfeed') or '(not installed)'}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}, NumPy {np.__version__}, {os.cpu_count()} cores, "
+        f"torch {torch.__version__}, NumPy {np.__version__}, {loops}, {os.cpu_count()} cores, "
         f"{platform.system()} {platform.release()}"
     )
     if platform.system() != "Linux":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
 from meshfeed.files import descriptors
 from meshfeed.files.byte_file import I64, ByteFile, Bytes, Vector
 from meshfeed.files.descriptors import Descriptor
+from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
 
 _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
 
@@ -153,9 +154,12 @@ def typed_errors(path: str | os.PathLike[str]) -> Generator[None, None, None]:
 def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: str) -> None:
     """`ByteFile.read_into` from an open file. Raises StoreError naming `url`."""
     places = sizes.cumsum() - sizes if places is None else places
+    done = 0 if _read_ranges is None else _read_compiled(_read_ranges, fd, out, begins, sizes, places)
+    if done == sizes.size:
+        return
     preadv, buffer, begin = os.preadv, out.data, 0
     try:
-        for begin, size, at in zip(begins.tolist(), sizes.tolist(), places.tolist()):
+        for begin, size, at in zip(begins[done:].tolist(), sizes[done:].tolist(), places[done:].tolist()):
             end = at + size
             got = preadv(fd, (buffer[at:end],), begin)
             while got != size:  # a partial read, above 2 GiB or after a signal
@@ -172,3 +176,14 @@ def fill(fd: int, out: Bytes, begins: I64, sizes: I64, places: I64 | None, url: 
         raise
     except OSError as error:
         raise StoreError(f"{url}: byte {begin}: {error.strerror or error}", path=url) from error
+
+
+_read_ranges = compiled("mf_read_ranges", WHOLE, POINTER, WHOLE, WHOLE, POINTER, POINTER, POINTER)
+
+
+def _read_compiled(
+    read_ranges: Callable[..., int], fd: int, out: Bytes, begins: I64, sizes: I64, places: I64
+) -> int:
+    """Read ranges up to the first that cannot be read whole in one call; how many they are."""
+    begins, sizes, places = (np.ascontiguousarray(each, np.int64) for each in (begins, sizes, places))
+    return read_ranges(fd, address(out), out.size, sizes.size, *addresses(begins, sizes, places))

@@ -7,7 +7,7 @@ part of it goes where in a rank's fields.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,10 +15,25 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
+from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 
 Longs = npt.NDArray[np.int64]
+
+
+# What loops.c widens, in its order: the types of tokens in stores, to that of tokens and labels in fields.
+_NARROW = ("uint8", "int8", "uint16", "int16", "uint32", "int32")
+_KIND = {(np.dtype(name), np.dtype(np.int64)): kind for kind, name in enumerate(_NARROW)}
+_COPY = -1
+
+_copy_runs = compiled(
+    "mf_copy_runs",
+    *(WHOLE, WHOLE),
+    *(POINTER, WHOLE, WHOLE, WHOLE),
+    *(POINTER, WHOLE, WHOLE, WHOLE),
+    *(WHOLE, POINTER, POINTER, POINTER),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +45,12 @@ class Runs:
     size: Longs
 
     def copy(self, read: Array, out: Array) -> None:
-        """Copy the runs along the last axis, and convert them to the type of `out`."""
+        """Copy the runs along the last axis, and convert them to the type of `out`.
+
+        read: [..., tokens held], with the leading axes of `out` or ones that NumPy broadcasts to them.
+        """
+        if _copy_runs is not None and self._copy_compiled(_copy_runs, read, out):
+            return
         runs = zip(self.at.tolist(), self.start.tolist(), self.size.tolist())
         if out.ndim == 1 and read.dtype == out.dtype:
             # slicing a memoryview costs half as much as slicing an array
@@ -40,6 +60,26 @@ class Runs:
         else:
             for at, start, size in runs:
                 out[..., at : at + size] = read[..., start : start + size]
+
+    def _copy_compiled(self, copy_runs: Callable[..., int], read: Array, out: Array) -> bool:
+        """The same in one call; False, with `out` in any state, for what only NumPy can do."""
+        kind = _COPY if read.dtype == out.dtype else _KIND.get((read.dtype, out.dtype))
+        if kind is None or not read.size or not out.size or not read.ndim == out.ndim <= 2:
+            return False
+        if not (read.flags.c_contiguous and out.flags.c_contiguous and out.flags.writeable):
+            return False
+        rows, read_rows = (out.shape[0], read.shape[0]) if out.ndim == 2 else (1, 1)
+        if read_rows not in (1, rows):
+            return False
+        at, start, size = (np.ascontiguousarray(each, np.int64) for each in (self.at, self.start, self.size))
+        done = copy_runs(
+            kind,
+            rows,
+            *(address(read), read.itemsize, read.strides[0] if read_rows == rows > 1 else 0, read.shape[-1]),
+            *(address(out), out.itemsize, out.strides[0] if rows > 1 else 0, out.shape[-1]),
+            *(at.size, *addresses(at, start, size)),
+        )
+        return done == rows * at.size
 
     def fill(self, value: float, out: Array) -> None:
         """Write one value to all runs."""

@@ -1,0 +1,94 @@
+"""Compiles src/meshfeed/native/loops.c for a wheel or an editable install, where there is a C compiler.
+
+Without one, the wheel is a pure one. The library needs only libc. Its wheel is tagged for the glibc whose
+symbols it uses, 2.28 at least, and for no version of Python. CC names the compiler, of another machine too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = Path(__file__).parent / "src/meshfeed/native/loops.c"
+# The same bits on every machine: no fast math, no fused multiply-add, no processor's own instructions.
+FLAGS = ("-std=c11", "-O3", "-fno-fast-math", "-ffp-contract=off", "-fPIC", "-shared", "-s")
+_OLDEST_GLIBC = 28
+
+
+class Hook(BuildHookInterface):
+    """Puts the library beside its source for an editable install, else into the wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version == "editable":
+            compile_in_place()
+            return
+        self._folder = tempfile.TemporaryDirectory()
+        library = compiled(Path(self._folder.name))
+        if library is None:
+            return
+        build_data["force_include"][str(library)] = f"meshfeed/native/{library.name}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform_of(library)}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if version != "editable":
+            self._folder.cleanup()
+
+
+def library_name(machine: str) -> str:
+    """What meshfeed.native looks for on a machine; another name for every version of the source."""
+    return f"loops-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}-{machine}.so"
+
+
+def compile_in_place() -> Path | None:
+    """Compile the library beside its source, and remove older ones."""
+    library = compiled(SOURCE.parent)
+    if library is not None:
+        machine = library.stem.rpartition("-")[2]
+        for old in SOURCE.parent.glob(f"loops-*-{machine}.so"):
+            if old != library:
+                old.unlink(missing_ok=True)
+    return library
+
+
+def compiled(folder: Path) -> Path | None:
+    """Compile the library into a folder; None where there is no compiler, or another libc."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if platform.libc_ver()[0] != "glibc" or shutil.which(compiler[0]) is None:
+        return None
+    try:
+        machine = _run([*compiler, "-dumpmachine"]).partition("-")[0]
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
+            made = Path(scratch) / library_name(machine)
+            _run([*compiler, *FLAGS, "-o", str(made), SOURCE.name])
+            return made.replace(folder / made.name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", "")
+        print(f"meshfeed is installed without its compiled loops: {error}\n{said}", file=sys.stderr)
+        return None
+
+
+def platform_of(library: Path) -> str:
+    """The wheel's platform tag: the newest glibc whose symbols the library uses, and the machine."""
+    used = {int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())}
+    machine = library.stem.rpartition("-")[2]
+    return f"manylinux_2_{max(used | {_OLDEST_GLIBC})}_{machine}"
+
+
+def _run(words: list[str]) -> str:
+    return subprocess.run(words, cwd=SOURCE.parent, check=True, capture_output=True, text=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    print(compile_in_place() or "no C compiler: NumPy's versions of the loops are used")

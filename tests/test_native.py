@@ -1,0 +1,148 @@
+"""The compiled loops and what they replace give the same bits; and no old library is ever taken for the source."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshfeed import native
+from meshfeed.errors import StoreError
+from meshfeed.files import local
+from meshfeed.sequence import runs as runs_module
+from meshfeed.sequence.runs import Runs
+from services.needs import needs_compiled
+from soak import cases
+
+LAWS = settings(max_examples=cases(100), deadline=None)
+WHOLE = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "int64", "uint64")
+PAIRS = [(name, "int64") for name in WHOLE] + [
+    ("float32", "float32"),
+    ("bool", "bool"),
+    ("uint8", "float32"),
+    (">u2", "int64"),
+]
+
+
+def outcome(do: Any) -> Any:
+    """What a call gives, or the error that it raises."""
+    try:
+        return do()
+    except (StoreError, ValueError) as error:
+        return type(error), str(error)
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, Runs]:
+    source, target = draw(st.sampled_from(PAIRS))
+    held, width, rows = (draw(st.integers(0, most)) for most in (70, 70, 4))
+    flat, one = draw(st.booleans()), draw(st.booleans())
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    read = rng.integers(0, 256, (1 if one else rows, held * np.dtype(source).itemsize), np.uint8)
+    read = (read % 2 if source == "bool" else read).view(source)
+    out = np.zeros((rows, width + 1), target)
+    out = (
+        out[:, 1:] if draw(st.booleans()) else out
+    )  # rows that do not lie end to end, as NumPy alone copies them
+    runs = []
+    for _ in range(draw(st.integers(0, 5))):
+        size = draw(st.integers(0, min(held, width)))
+        beyond = draw(st.sampled_from([0, 0, 0, 1]))
+        runs.append(
+            (draw(st.integers(0, width - size)) + 2 * beyond, draw(st.integers(0, held - size)), size)
+        )
+    at, start, size = np.array(runs, np.int64).reshape(-1, 3).T  # strided, as a caller's may be
+    if flat and rows:
+        return read[0], out[0], Runs(at, start, size)
+    return read, out, Runs(at, start, size)
+
+
+@LAWS
+@given(copies())
+def test_runs_are_copied_as_numpy_copies_them(drawn: tuple[np.ndarray, np.ndarray, Runs]) -> None:
+    needs_compiled()
+    read, out, runs = drawn
+    expected = out.copy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs_module, "_copy_runs", None)
+        by_numpy = outcome(lambda: runs.copy(read, expected))
+    assert outcome(lambda: runs.copy(read, out)) == by_numpy
+    assert by_numpy or np.array_equal(
+        out.view(np.uint8) if out.flags.c_contiguous else out,
+        expected.view(np.uint8) if out.flags.c_contiguous else expected,
+    )
+
+
+@LAWS
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 100), st.integers(0, 9)), max_size=6))
+def test_ranges_are_read_as_python_reads_them(
+    tmp_path_factory: pytest.TempPathFactory, ranges: list[tuple[int, int, int]]
+) -> None:
+    """Also past the end of the file, where both raise the same error, and back to back or with gaps."""
+    needs_compiled()
+    path = tmp_path_factory.getbasetemp() / "bytes"
+    path.write_bytes(bytes(range(256)))
+    begins, sizes, gaps = np.array(ranges, np.int64).reshape(-1, 3).T
+    places = np.cumsum(sizes + gaps) - sizes
+    outs = np.zeros((2, int((sizes + gaps).sum())), np.uint8)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        found = outcome(lambda: local.fill(fd, outs[0], begins, sizes, places, "file"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local, "_read_ranges", None)
+            assert found == outcome(lambda: local.fill(fd, outs[1], begins, sizes, places, "file"))
+    finally:
+        os.close(fd)
+    assert found or np.array_equal(outs[0], outs[1])
+
+
+def test_arrays_that_loops_cannot_take_are_refused() -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        native.address(np.zeros((4, 4))[:, 1:])
+    with pytest.raises(ValueError, match="int64, not int32"):
+        native.addresses(np.zeros(1, np.int32))
+    constant = np.arange(3)
+    constant.flags.writeable = False
+    assert native.address(constant) == constant.ctypes.data
+    assert native.address(constant[3:]) is not None
+
+
+# -- which library is loaded ------------------------------------------------------------------------
+
+
+def loaded_from(folder: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_library_of_another_source_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shutil.copytree(Path(native.__file__).parent, tmp_path / "native")
+    assert loaded_from(folder, "as_it_is").is_compiled() == native.is_compiled()
+    with monkeypatch.context() as patch:
+        patch.setenv("MESHFEED_NATIVE", "0")
+        assert not loaded_from(folder, "switched_off").is_compiled()
+    with (folder / "loops.c").open("a") as source:
+        source.write("\n")
+    changed = loaded_from(folder, "changed")
+    assert not changed.is_compiled() and changed.compiled("mf_copy_runs") is None
+
+
+def test_the_library_needs_an_old_libc_alone() -> None:
+    """What the wheel's tag promises: manylinux_2_28 is glibc 2.28, and nothing else."""
+    needs_compiled()
+    (library,) = Path(native.__file__).parent.glob(f"loops-*-{platform.machine()}.so")
+    held = library.read_bytes()
+    assert {int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", held)} <= set(range(29))
+    assert set(re.findall(rb"lib[\w+-]*\.so[.\d]*", held)) == {b"libc.so.6"}
