@@ -33,6 +33,9 @@ def check_plan(plan: StepPlan, lengths, packing: Packing, *, dp: int, cp: int, q
     account = account_of(plan, packing)
     assert account.rank_tokens.shape == (plan.num_microbatches, ranks)
     assert account.rank_tokens.max(initial=0) <= packing.capacity
+    packs = np.stack((plan.microbatch, plan.first_rank))[:, placed]
+    if packing.max_sequences is not None:
+        assert np.unique(packs, axis=1, return_counts=True)[1].max(initial=0) <= packing.max_sequences
     assert account.tokens == int(lengths.sum())
     assert account.objective >= account.bound * (1 - 1e-9)
 

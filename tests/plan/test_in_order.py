@@ -12,13 +12,13 @@ from meshfeed.plan import Packing, packs_of, plan_step
 from soak import cases
 
 
-def dp_balanced(lengths, limit, multiple):
+def dp_balanced(lengths, limit, multiple, most):
     """Fill a pack until the next sequence does not fit; then split from the tail. None where that runs
     dry."""
     packs = [[]]
     room = limit
     for i, length in enumerate(lengths):
-        if length > room:
+        if length > room or len(packs[-1]) == most:
             packs.append([])
             room = limit
         packs[-1].append(i)
@@ -39,11 +39,13 @@ def dp_balanced(lengths, limit, multiple):
     dp=st.integers(1, 9),
     cp=st.sampled_from((1, 2, 4)),
     quantum=st.integers(1, 4),
+    most=st.sampled_from((None, 1, 3)),
 )
-def test_same_packs_where_it_succeeds(lengths, dp, cp, quantum):
-    plan = plan_step(lengths, Packing(capacity=1024, policy="in_order"), dp=dp, cp=cp, quantum=quantum)
+def test_same_packs_where_it_succeeds(lengths, dp, cp, quantum, most):
+    packing = Packing(capacity=1024, policy="in_order", max_sequences=most)
+    plan = plan_step(lengths, packing, dp=dp, cp=cp, quantum=quantum)
     padded = plan.align.padded(np.array(lengths), cp)
-    packs = dp_balanced(padded.tolist(), 1024 * cp, dp * quantum)
+    packs = dp_balanced(padded.tolist(), 1024 * cp, dp * quantum, most)
     made = [
         packs_of(plan, rank * cp)[m].sequences.tolist()
         for m in range(plan.num_microbatches)

@@ -47,13 +47,16 @@ ranks_small = st.integers(1, 50)
     align=st.builds(Align, sequence=st.sampled_from((1, 2, 3, 8)), pack=st.sampled_from((1, 16, 32))),
     window=st.sampled_from((None, 64, 1024)),
     ring=st.sampled_from((0.0, 700.0)),
+    most=st.sampled_from((None, None, 1, 2, 5, 32)),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch_on_any_ranks(ranks, n, kind, policy, objective, quantum, align, window, ring, seed):
+def test_any_batch_on_any_ranks(ranks, n, kind, policy, objective, quantum, align, window, ring, most, seed):
     cp = next(d for d in (4, 3, 2, 1) if ranks % d == 0) if policy != "dynamic_cp" else 1
     widest = ranks if policy == "dynamic_cp" else cp
     cost = CostModel(alpha=25_100, window=window, ring_tokens=ring, overhead=1e6)
-    packing = Packing(capacity=4096, policy=policy, cost=cost, align=align, objective=objective)
+    packing = Packing(
+        capacity=4096, policy=policy, cost=cost, align=align, objective=objective, max_sequences=most
+    )
     longest = 4096 * widest // align.pack_multiple(widest) * align.pack_multiple(widest)
     lengths = batch(seed, n, min(longest, 100_000), kind)
     plan = plan_step(lengths, packing, dp=ranks // cp, cp=cp, pp=2, vpp=2, quantum=quantum)
@@ -145,6 +148,17 @@ def test_more_microbatches_on_request_and_never_fewer_than_needed():
     assert plan_step([], Packing(capacity=4096, microbatches=3), dp=2, quantum=2).num_microbatches == 4
 
 
+@pytest.mark.parametrize("policy", ["balanced", "dynamic_cp"])
+def test_packs_of_few_sequences_stay_equal(policy):
+    """The many short ones take the places that long ones leave free."""
+    lengths = np.concatenate((np.full(64, 3500), batch(5, 960, 200, "uniform") + 1))
+    packing = Packing(capacity=4096, policy=policy, max_sequences=16, microbatches=1)
+    plan = plan_step(lengths, packing, dp=16)
+    check_plan(plan, lengths, packing, dp=16, cp=1)
+    assert plan.num_microbatches <= 7  # no plan has fewer than 5
+    assert account_of(plan, packing).efficiency > 0.95
+
+
 def test_virtual_stages_make_the_quantum():
     fewest = Packing(capacity=128, microbatches=1)
     assert plan_step([100] * 3, fewest, dp=1, pp=4, vpp=2).num_microbatches == 4
@@ -228,6 +242,7 @@ class TestOversize:
             "policy='best': choose one of in_order, balanced, dynamic_cp",
         ),
         (lambda: Packing(capacity=8, microbatches=0), "microbatches=0"),
+        (lambda: Packing(capacity=8, max_sequences=0), "max_sequences=0"),
         (lambda: Packing(capacity=8, tolerance=1), "tolerance=1"),
         (lambda: Packing(capacity=8, cp_sizes=(2,)), "only dynamic_cp"),
         (

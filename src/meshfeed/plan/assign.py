@@ -44,11 +44,12 @@ def plan_fixed(
     )
 
 
-def in_order(padded: LongArray, *, limit: int, multiple: int) -> tuple[LongArray, int]:
+def in_order(padded: LongArray, *, limit: int, max_sequences: int, multiple: int) -> tuple[LongArray, int]:
     """Next-fit packs in stream order, then packs split from the tail until there are a multiple of
     `multiple`.
 
-    padded: tokens of each sequence, each from 1 to limit; int64 [n]. limit: tokens of a pack.
+    padded: tokens of each sequence, each from 1 to limit; int64 [n]. limit, max_sequences: what a pack holds,
+    in tokens and in sequences.
     Returns the pack of each sequence, int64 [n], and the number of packs. The rule is that of Megatron-core's
     dp_balanced scheduler: the last sequence of the last pack with two or more becomes a pack of its own, at
     the end. Where nothing is left to split (Megatron-core asserts), there are fewer packs than a multiple.
@@ -58,7 +59,8 @@ def in_order(padded: LongArray, *, limit: int, multiple: int) -> tuple[LongArray
     place = 0
     while place < padded.size:
         starts.append(place)
-        place = int(np.searchsorted(ends, (ends[place - 1] if place else 0) + limit, side="right"))
+        full = int(np.searchsorted(ends, (ends[place - 1] if place else 0) + limit, side="right"))
+        place = min(full, place + max_sequences)
     num_packs = len(starts)
     pack = np.searchsorted(np.array(starts), np.arange(padded.size), side="right") - 1
     # all but the first sequence of each pack can be split off: last pack first, last sequence first

@@ -75,12 +75,13 @@ def placements_of(
     order = np.argsort(-lengths, kind="stable")
     sequences = Sequences.of(lengths[order], packing.cost, room)
     limit = room.limits[-1] * (room.num_ranks // room.sizes[-1])
-    least = max(-(-int(sequences.padded[0].sum()) // limit), packing.microbatches or 1)
+    by_sequences = -(-lengths.size // room.most_sequences)
+    least = max(-(-int(sequences.padded[0].sum()) // limit), by_sequences, packing.microbatches or 1)
     count = -(-least // quantum) * quantum
     while True:
         filled = fill_step(sequences, count, packing.tolerance)
-        left = int(sequences.lengths[filled[-1].left].sum())
-        if not left:
+        left = filled[-1].left
+        if not left.size:
             microbatch, first_rank, cp_size = np.zeros((3, lengths.size), np.int32)
             loads = np.zeros((count, room.num_ranks))
             first_ranks = first_ranks_of(filled, room, exchange=packing.objective == "step")
@@ -92,7 +93,8 @@ def placements_of(
                 loads[m] = loads_by_rank(one, first, room.num_ranks)
             yield Placement(microbatch, first_rank, cp_size, count, step_time(loads, packing, bubble_share))
         # what is left would fill so many more, if it were packed well
-        count += max(quantum, left // limit // quantum * quantum)
+        more = max(int(sequences.lengths[left].sum()) // limit, left.size // room.most_sequences)
+        count += max(quantum, more // quantum * quantum)
 
 
 def loads_by_rank(filled: FilledMicrobatch, first_rank: LongArray, num_ranks: int) -> FloatArray:

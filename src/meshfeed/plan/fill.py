@@ -34,6 +34,7 @@ from meshfeed.plan.least_loaded import (
     Sequences,
     fill_evenly,
     narrowest_sizes,
+    spread,
 )
 from meshfeed.plan.types import FloatArray, LongArray
 
@@ -61,7 +62,7 @@ class Groups:
         goal, missing: work that each should hold on all its ranks together, and what of it is missing;
             float64.
         tokens: real tokens that it should still take; float64.
-        free: padded tokens that it can still take; int64.
+        free, slots: padded tokens, and sequences, that it can still take; int64.
         members, group: the sequences that they hold, as indices in a Sequences, and the group of each;
             int64 [k].
     """
@@ -72,6 +73,7 @@ class Groups:
     missing: FloatArray
     tokens: FloatArray
     free: LongArray
+    slots: LongArray
     members: LongArray
     group: LongArray
 
@@ -83,7 +85,8 @@ class Groups:
         goal = target.load * sizes
         tokens = np.minimum(limits, goal / target.work_per_token)
         nothing = np.zeros(0, np.int64)
-        groups = cls(size_at, sizes, goal, goal.copy(), tokens, limits, nothing, nothing)
+        slots = np.full(seeds.size, room.max_sequences)
+        groups = cls(size_at, sizes, goal, goal.copy(), tokens, limits, slots, nothing, nothing)
         groups.take(sequences, seeds, np.arange(seeds.size))
         return groups
 
@@ -93,12 +96,17 @@ class Groups:
         np.subtract.at(self.missing, group, sequences.load[at, members] * self.sizes[group])
         np.subtract.at(self.tokens, group, sequences.lengths[members])
         np.subtract.at(self.free, group, sequences.padded[at, members])
+        np.subtract.at(self.slots, group, 1)
         self.members = np.concatenate((self.members, members))
         self.group = np.concatenate((self.group, group))
 
     def incomplete(self) -> npt.NDArray[np.bool_]:
         """Which of them miss their goal; bool [num_groups]."""
         return self.missing > (1 - FULL) * self.goal
+
+    def open(self) -> npt.NDArray[np.bool_]:
+        """Which of them miss their goal and can take another sequence; bool [num_groups]."""
+        return self.incomplete() & (self.slots > 0)
 
     def only(self, mask: npt.NDArray[np.bool_]) -> Groups:
         """Some of the groups."""
@@ -110,22 +118,25 @@ class Groups:
             self.missing[mask],
             self.tokens[mask],
             self.free[mask],
+            self.slots[mask],
             self.members[held],
             (np.cumsum(mask) - 1)[self.group[held]],
         )
 
     def wanted(self, sequences: Sequences, groups: LongArray) -> tuple[FloatArray, LongArray]:
         """The length that each of these groups would best take next, and how many of it; float64, int64."""
-        missing, free = self.missing[groups], self.free[groups]
+        missing, free, slots = self.missing[groups], self.free[groups], self.slots[groups]
         most = np.minimum(free, sequences.cost.reach(missing, self.sizes[groups]))
         t = np.maximum(self.tokens[groups], 1e-9)
         rho = missing / t - sequences.cost.alpha
+        rho = np.where((rho > 0) & (rho * slots < t), t / slots, rho)
         two = (t + np.sqrt(np.maximum(2 * rho * t - t * t, 0))) / 2
         length = np.minimum(np.select([rho >= t, rho >= t / 2, rho > 0], [most, two, rho], most), most)
         # half of many at once, as far as their padding surely fits
         padded = length + 2 * sequences.room.align.sequence * self.sizes[groups]
         many = np.minimum(t, free * length / padded) / np.maximum(2 * length, 1)
-        return length, np.where((rho > 0) & (rho < t / 4), many, 1).astype(np.int64).clip(min=1)
+        many = np.where((rho > 0) & (rho < t / 4), many, 1).astype(np.int64)
+        return length, np.minimum(many, slots).clip(min=1)
 
 
 def fill_step(sequences: Sequences, num_microbatches: int, tolerance: float) -> list[FilledMicrobatch]:
@@ -142,7 +153,10 @@ def fill_step(sequences: Sequences, num_microbatches: int, tolerance: float) -> 
         filled.append(filled_microbatch(sequences, groups))
     if left.size:
         # one of many microbatches may be uneven by more: the step's time is their sum
-        filled.append(fill_evenly(sequences, left, tolerance * min(len(filled) + 1, 3)))
+        most = sequences.room.most_sequences
+        filled.append(fill_evenly(sequences, left[:most], tolerance * min(len(filled) + 1, 3)))
+        if most < sequences.lengths.size:
+            return spread(sequences, filled, left[most:])
     return filled
 
 
@@ -180,13 +194,13 @@ def first_group(sequences: Sequences, left: LongArray, target: Target) -> tuple[
         load = max(target.load, float(sequences.load[index, seed[0]]))
         group = Groups.of(sequences, seed, np.array([index]), Target(load, target.work_per_token))
         rest = complete(sequences, left[1:], group)
-        if group.incomplete()[0]:
+        if group.open()[0]:
             # one sequence too many is better than one too few: the tokens must go somewhere
             length = min(max(target.work_per_token - sequences.cost.alpha, 1), float(group.free[0]))
             at = int(np.searchsorted(-sequences.lengths[rest], -length))
             group.take(sequences, rest[at : at + 1], np.zeros(rest[at : at + 1].size, np.int64))
             rest = np.delete(rest, np.s_[at : at + 1])
-        if index == widest or not group.incomplete()[0]:
+        if index == widest or not group.open()[0]:
             return group, rest
         index += 1
 
@@ -200,13 +214,13 @@ def fill_ranks(
         seeds, size_at = seed_groups(sequences, left, ranks, target.load, tightness)
         groups = Groups.of(sequences, seeds, size_at, target)
         left = complete(sequences, np.setdiff1d(left, seeds, assume_unique=True), groups)
-        incomplete = groups.incomplete()
-        if tightness == MAX_WIDENING or not incomplete.any():
+        still_open = groups.open()
+        if tightness == MAX_WIDENING or not still_open.any():
             done.append(groups)
             break
-        done.append(groups.only(~incomplete))
-        ranks = int(groups.sizes[incomplete].sum())
-        left = np.sort(np.concatenate((left, groups.members[incomplete[groups.group]])))
+        done.append(groups.only(~still_open))
+        ranks = int(groups.sizes[still_open].sum())
+        left = np.sort(np.concatenate((left, groups.members[still_open[groups.group]])))
     return done, left
 
 
@@ -242,7 +256,7 @@ def seed_groups(
 
 def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray:
     """Let groups take sequences until each is complete or finds none that fits; returns what is left."""
-    trying = np.flatnonzero(groups.incomplete())
+    trying = np.flatnonzero(groups.open())
     ascending = -sequences.lengths[left]
     while trying.size and left.size:
         wanted, many = groups.wanted(sequences, trying)
@@ -259,7 +273,7 @@ def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray
         groups.take(sequences, left[at], trying)
         left, ascending = np.delete(left, at), np.delete(ascending, at)
         trying = np.unique(trying)
-        trying = trying[groups.incomplete()[trying]]
+        trying = trying[groups.open()[trying]]
     return left
 
 

@@ -117,38 +117,111 @@ def fill(sequences: Sequences, members: LongArray, tightness: int) -> FilledMicr
     mean_load = float(sequences.work[members].sum()) / room.num_ranks
     size_at = narrowest_sizes(sequences, members, mean_load, tightness)
     counts = group_counts(sequences, members, size_at, mean_load)
-    group_sizes = np.repeat(room.sizes[::-1], counts[::-1])
-    index_of_group = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1]).tolist()
-    free = [room.limits[index] for index in index_of_group]
+    index_of_group = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1])
+    free, loads = np.array(room.limits)[index_of_group], np.zeros(index_of_group.size)
+    slots = np.full(index_of_group.size, room.max_sequences)
+    group = place(sequences, members, size_at, index_of_group, free, slots, loads)
+    return FilledMicrobatch(members, group, np.array(room.sizes)[index_of_group], loads)
+
+
+def place(
+    sequences: Sequences,
+    members: LongArray,
+    size_at: LongArray,
+    index_of_group: LongArray,
+    free: LongArray,
+    slots: LongArray,
+    loads: FloatArray,
+) -> IntArray:
+    """Give each member to the least loaded group that has room for it; its group, or -1; int32 [k].
+
+    members: ascending indices in `sequences`. size_at: index into room.sizes of the narrowest group that may
+    take each; int64 [k], never ascending. index_of_group: that of each group; int64 [num_groups], never
+    ascending.
+    free, slots, loads: the padded tokens and the sequences that each group can still take, and its load;
+    int64, int64, float64 [num_groups]. loads is updated.
+    """
     lengths, padded, load = (
         array[..., members].tolist() for array in (sequences.lengths, sequences.padded, sequences.load)
     )
+    size_of_group, room, spare = index_of_group.tolist(), free.tolist(), slots.tolist()
     group: list[int] = []
     lightest: list[tuple[float, int]] = []  # heap of (load, group)
-    parked: list[tuple[int, float, int]] = []  # heap of (-free, load, group) too full so far
+    parked: list[tuple[int, float, int]] = []  # heap of (-room, load, group) too full so far
     opened = 0
     for item, (length, index) in enumerate(zip(lengths, size_at.tolist())):
-        while opened < len(index_of_group) and index_of_group[opened] >= index:
-            heapq.heappush(lightest, (0.0, opened))
+        while opened < len(size_of_group) and size_of_group[opened] >= index:
+            if spare[opened]:
+                heapq.heappush(lightest, (float(loads[opened]), opened))
             opened += 1
         # sequences only get shorter, so a group is parked and comes back once for each of its sequences
         while parked and length <= -parked[0][0]:
             heapq.heappush(lightest, heapq.heappop(parked)[1:])
-        while lightest and free[lightest[0][1]] < length:
+        while lightest and room[lightest[0][1]] < length:
             loaded, full = heapq.heappop(lightest)
-            heapq.heappush(parked, (-free[full], loaded, full))
+            heapq.heappush(parked, (-room[full], loaded, full))
         if not lightest:
             group.append(-1)
             continue
         loaded, chosen = lightest[0]
-        at = index_of_group[chosen]
-        free[chosen] -= padded[at][item]
-        heapq.heapreplace(lightest, (loaded + load[at][item], chosen))
+        at = size_of_group[chosen]
+        room[chosen] -= padded[at][item]
+        spare[chosen] -= 1
+        loads[chosen] = loaded + load[at][item]
+        if spare[chosen]:
+            heapq.heapreplace(lightest, (loaded + load[at][item], chosen))
+        else:
+            heapq.heappop(lightest)
         group.append(chosen)
-    loads = np.zeros(group_sizes.size)
-    for loaded, chosen in (*lightest, *(entry[1:] for entry in parked)):
-        loads[chosen] = loaded
-    return FilledMicrobatch(members, np.array(group, np.int32), group_sizes, loads)
+    return np.array(group, np.int32)
+
+
+def spread(sequences: Sequences, filled: list[FilledMicrobatch], rest: LongArray) -> list[FilledMicrobatch]:
+    """Give the rest, and what the last microbatch has no room for, to any pack that has.
+
+    Where packs hold few sequences, the shortest are too many for the last microbatch. Each goes to the group
+    that is furthest below the largest load of its microbatch.
+    rest: ascending indices in `sequences`, int64 [k].
+    What still finds no room is `left` of the last microbatch.
+    """
+    room, last = sequences.room, filled[-1]
+    rest = np.sort(np.concatenate((last.left, rest)))
+    if not rest.size:
+        return filled
+    num_groups = [one.group_sizes.size for one in filled]
+    before = np.cumsum([0, *num_groups])
+    held = [one.group >= 0 for one in filled]
+    members = [one.members[mine] for one, mine in zip(filled, held)]
+    group = [one.group[mine] + first for one, mine, first in zip(filled, held, before)]
+    index = np.searchsorted(room.sizes, np.concatenate([one.group_sizes for one in filled]))
+    loads = np.concatenate([one.loads for one in filled])
+    of_held, all_held = np.concatenate(group), np.concatenate(members)
+    free = np.array(room.limits)[index]
+    np.subtract.at(free, of_held, sequences.padded[index[of_held], all_held])
+    slots = room.max_sequences - np.bincount(of_held, minlength=index.size)
+    tops = np.repeat([one.loads.max(initial=0.0) for one in filled], num_groups)
+    widest_first = np.argsort(-index, kind="stable")
+    gaps = (loads - tops)[widest_first]
+    narrowest = narrowest_sizes(sequences, rest, float(tops.max()), 0)
+    chosen = place(
+        sequences, rest, narrowest, index[widest_first], free[widest_first], slots[widest_first], gaps
+    )
+    loads[widest_first] = gaps + tops[widest_first]
+    chosen = np.where(chosen < 0, -1, widest_first[chosen])
+    microbatch = np.where(chosen < 0, len(filled), np.searchsorted(before, chosen, side="right")) - 1
+    made: list[FilledMicrobatch] = []
+    for m, one in enumerate(filled):
+        more = microbatch == m
+        own = np.concatenate((group[m] - before[m], np.where(chosen < 0, -1, chosen - before[m])[more]))
+        made.append(
+            FilledMicrobatch(
+                np.concatenate((members[m], rest[more])),
+                own.astype(np.int32),
+                one.group_sizes,
+                loads[before[m] : before[m + 1]],
+            )
+        )
+    return made
 
 
 def fill_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> FilledMicrobatch:

@@ -39,6 +39,7 @@ class Packing:
         policy: see `Policy`.
         cost: what a sequence costs. The default was measured on one H200 for a Llama-8B-like layer.
         align: multiples that padding must reach.
+        max_sequences: sequences that a pack can hold; None for any number.
         oversize: see `Oversize`; too long is more than capacity times the widest cp group.
         objective: see `Objective`.
         microbatches: plan at least this many, so 1 for the fewest that hold the batch. None for as many as
@@ -57,6 +58,7 @@ class Packing:
     policy: Policy = "balanced"
     cost: CostModel = field(default_factory=lambda: CostModel(alpha=25_100))
     align: Align = field(default_factory=Align)
+    max_sequences: int | None = None
     oversize: Oversize = "error"
     objective: Objective = "microbatch"
     microbatches: int | None = None
@@ -72,6 +74,8 @@ class Packing:
                 )
         if self.capacity < 1:
             raise PlanError(f"capacity={self.capacity}: a rank holds at least one token")
+        if self.max_sequences is not None and self.max_sequences < 1:
+            raise PlanError(f"max_sequences={self.max_sequences}: a pack holds at least 1, or None for any")
         if self.microbatches is not None and self.microbatches < 1:
             raise PlanError(f"microbatches={self.microbatches}: at least 1, or None to let the plan choose")
         if self.quantum is not None and self.quantum < 1:
@@ -99,17 +103,24 @@ class Room:
         limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded
             down to what alignment lets a pack have.
         align: padding multiples.
+        max_sequences: sequences that a group of any size can hold.
     """
 
     num_ranks: int
     sizes: tuple[int, ...]
     limits: tuple[int, ...]
     align: Align
+    max_sequences: int
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that some group can hold."""
         return max(self.limits)
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that a microbatch can hold, on the narrowest groups."""
+        return self.max_sequences * (self.num_ranks // self.sizes[0])
 
 
 def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
@@ -132,4 +143,10 @@ def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
             f"capacity={packing.capacity}: a pack on {size} ranks is a multiple of {multiple} tokens; "
             f"raise capacity to {math.ceil(multiple / size)} or lower the alignment {packing.align}"
         )
-    return Room(num_ranks=dp * cp, sizes=sizes, limits=limits, align=packing.align)
+    return Room(
+        num_ranks=dp * cp,
+        sizes=sizes,
+        limits=limits,
+        align=packing.align,
+        max_sequences=packing.max_sequences or most,
+    )

@@ -31,7 +31,8 @@ def plan_step(
     quantum: the number of microbatches is a multiple of this; None for the packing's own.
 
     Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
-    microbatch. What a rank is not given in a microbatch is a dummy: an empty pack.
+    microbatch, no pack more than packing.max_sequences. What a rank is not given in a microbatch is a dummy:
+    an empty pack.
     Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below
     1 or a capacity below the alignment.
     """
@@ -47,7 +48,9 @@ def plan_step(
     cp_size = np.full(rows.lengths.size, room.sizes[0], np.int32)
     if kept.size and packing.policy == "in_order":
         padded = room.align.padded(kept, cp)
-        pack, num_packs = in_order(padded, limit=room.limits[0], multiple=dp * multiple)
+        pack, num_packs = in_order(
+            padded, limit=room.limits[0], max_sequences=room.max_sequences, multiple=dp * multiple
+        )
         microbatch[rows.kept], first_rank[rows.kept] = pack // dp, pack % dp * cp
         num_microbatches = max(num_microbatches, -(-num_packs // (dp * multiple)) * multiple)
     elif kept.size:
