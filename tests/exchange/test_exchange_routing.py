@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed.deliver import wire
+from meshfeed.exchange import items as items_module
 from meshfeed.exchange.items import Given, encode, nothing
 from meshfeed.exchange.lengths import GatheredLengths, Report, Schema, columns_of, reports_of
 from meshfeed.exchange.membership import Membership
@@ -75,7 +76,7 @@ def test_what_is_sent_is_what_is_expected(case: Any) -> None:
         going = Shipment.of(gathered, step, membership, split, source=m)
         mine = np.flatnonzero(np.array([m in held for held in gathered.holders])[gathered.draws.source])
         buffer = np.zeros(int(going.num_bytes.sum()), np.uint8)
-        write_pieces(buffer, going, dict(zip(mine.tolist(), batch.encoded)))
+        write_pieces(buffer, going, batch.columns, batch.report, np.searchsorted(mine, going.item))
         to = going.sizes(going.member, size)
         assert to == [coming[other].sizes(coming[other].source, size)[m] for other in range(size)]
         for other, part in enumerate(np.split(buffer, np.cumsum(to)[:-1])):
@@ -86,6 +87,52 @@ def test_what_is_sent_is_what_is_expected(case: Any) -> None:
         check_items(received, step, membership.served[m], split)
         if split is not None:
             check_packs(received, step, layout, gathered, membership.served[m], split)
+
+
+@st.composite
+def plain_items(draw: Any) -> list[dict[str, Any]]:
+    """Tensors of all types that split keys have, views among them, some of them as torch cannot join them."""
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    dtype, further = draw(st.sampled_from([torch.int64, torch.int32, torch.uint16, torch.bfloat16])), (3,)
+    odd = draw(st.sampled_from(["", "", "", "dtype", "shape", "key", "length", "array", "scalar"]))
+    items: list[dict[str, Any]] = []
+    for length in draw(st.lists(st.integers(0, 200), min_size=1, max_size=6)):
+        tokens = torch.from_numpy(rng.integers(0, 90, (length, 2))).to(dtype)[:, 0]
+        items.append({"tokens": tokens, "mrope": torch.full((length, *further), 1.5, requires_grad=True)})
+    last = items[-1]
+    if odd == "dtype":
+        last["mrope"] = last["mrope"].double()
+    elif odd == "shape":
+        last["mrope"] = last["mrope"][:, 0]
+    elif odd == "key":
+        del last["mrope"]
+    elif odd == "length":
+        last["mrope"] = torch.zeros(len(last["tokens"]) + 1, 3)
+    elif odd == "array":
+        last["mrope"] = last["mrope"].detach().numpy()
+    elif odd == "scalar":
+        last["tokens"] = torch.tensor(1)
+    return items
+
+
+@settings(max_examples=cases(80), deadline=None)
+@given(plain_items(), st.sampled_from([None, frozenset({"tokens", "mrope"}), frozenset({"mrope"})]))
+def test_items_that_torch_joins_are_what_they_are_one_by_one(items: Any, wanted: Any) -> None:
+    keys = mf.exchange.Keys(mf.Field(name="mrope", dtype="any", split=True))
+
+    def outcome() -> Any:
+        try:
+            given = encode(items, keys, wanted=wanted, first=3)
+        except mf.StoreError as error:
+            return str(error)
+        report = given.report
+        columns = [column.tolist() for column in given.columns]
+        return report.rows.tolist(), report.schemas, report.digest, report.ended, columns
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(items_module, "_joined", lambda *_: None)
+        one_by_one = outcome()
+    assert outcome() == one_by_one
 
 
 def through_a_message(reports: list[Report]) -> list[Report]:

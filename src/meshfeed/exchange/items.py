@@ -15,13 +15,15 @@ from meshfeed.deliver import ErrorRecord, wire
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier
 from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
-from meshfeed.exchange.lengths import Bytes, Report, Schema, columns_of
-from meshfeed.exchange.routing import Encoded
+from meshfeed.exchange.lengths import LENGTH, VALID, Bytes, Longs, Report, Schema, columns_of
 from meshfeed.roles import Field
 from meshfeed.store import NUMBERS, Refused
 from meshfeed.store.mapped import plain
 
 _Kinds = tuple[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[tuple[str, str, int], ...]]  # of a Schema
+_Measured = tuple[
+    Longs, tuple[Schema, ...], int, tuple[Bytes, ...]
+]  # rows of a Report, schemas, digest, bytes
 _NOTHING = np.zeros(0, np.uint8)
 _SAMPLED = 64  # numbers of an item in its digest: all of them would cost as much as a checksum of the batch
 # complex types go through `plain`, which resolves torch's lazy conjugation
@@ -39,12 +41,13 @@ class Given:
 
     Attributes:
         report: the lengths and schemas that all members need.
-        encoded: their bytes; views of the user's arrays where possible.
+        columns: their bytes: the unsplit keys of all items, one item after the other; then the same of the
+            first split key of each item's schema, of the second, and so on; uint8.
         error: why there are none, for all ranks; its cause is this rank's own exception.
     """
 
     report: Report
-    encoded: tuple[Encoded, ...] = ()
+    columns: tuple[Bytes, ...] = (_NOTHING,)
     error: MeshfeedError | None = None
 
     def message(self) -> wire.Message:
@@ -68,25 +71,12 @@ def encode(
     Raises StoreError naming rank, item and key if the length key is missing, keys differ in their number of
     tokens, or a type is not the declared one or cannot be sent.
     """
-    rows: list[tuple[int, int, int, int]] = []
-    schemas: dict[_Kinds, int] = {}
-    orders: dict[tuple[str, ...], list[tuple[str, Field | None]]] = {}  # most items have the same keys
-    encoded: list[Encoded] = []
-    declared, content = keys.by_name(), 0
-    for number, item in enumerate(items, first):
-        try:
-            names = tuple(item)
-            order = orders.get(names) or orders.setdefault(names, _order_of(names, declared, wanted))
-            tokens, valid, kinds, its_bytes = _encoded(item, keys, order)
-        except StoreError as error:
-            raise StoreError(f"rank {rank}: item {number}: {error}") from None
-        encoded.append(its_bytes)
-        content = zlib.crc32(_some_of(tokens), content)
-        rows.append((its_bytes.length, valid, its_bytes.rest.size, schemas.setdefault(kinds, len(schemas))))
-    table = np.array(rows, np.int64).reshape(len(rows), 4)
-    distinct = tuple(Schema(*kinds) for kinds in schemas)
-    report = Report(first=first, rows=table, schemas=distinct, ended=ended, content=content)
-    return Given(report, tuple(encoded))
+    listed, declared = list(items), keys.by_name()
+    joined = _joined(listed, keys, declared, wanted)
+    if joined is None:
+        joined = _one_by_one(listed, keys, declared, wanted, first=first, rank=rank)
+    rows, schemas, content, columns = joined
+    return Given(Report(first=first, rows=rows, schemas=schemas, ended=ended, content=content), columns)
 
 
 def nothing() -> Given:
@@ -98,7 +88,7 @@ def failed(error: Exception, record: ErrorRecord) -> Given:
     """No items, because of an error on this rank. record: what all ranks raise."""
     told = record.exception()
     told.__cause__ = error
-    return Given(nothing().report, (), told)
+    return Given(nothing().report, error=told)
 
 
 def elements_of(element: Any) -> list[Mapping[str, Any]]:
@@ -113,6 +103,84 @@ def elements_of(element: Any) -> list[Mapping[str, Any]]:
     )
 
 
+def _joined(
+    items: Sequence[Mapping[str, Any]],
+    keys: Keys,
+    declared: Mapping[str, Field],
+    wanted: frozenset[str] | None,
+) -> _Measured | None:
+    """What `_one_by_one` gives, in a fraction of its time: torch joins the values of each key.
+
+    None unless all items have the same keys, all of them split, and each value is a tensor in host memory.
+    None also if one is wrong, since only `_one_by_one` can name it.
+    """
+    names = items[0].keys() if items else set[str]()
+    if keys.length not in names or keys.valid is not None or not names <= declared.keys():
+        return None
+    if any(item.keys() != names for item in items):
+        return None
+    sent = [name for name in sorted(names) if wanted is None or name in wanted]
+    columns = {name: [item[name] for item in items] for name in (keys.length, *sent)}
+    if not all(map(_can_join, columns.values())):
+        return None
+    sizes = np.array([[value.shape[0] for value in column] for column in columns.values()], np.int64)
+    try:
+        joined = {name: value_of(name, torch.cat(column)) for name, column in columns.items()}
+    except (RuntimeError, StoreError):  # entries of several shapes, or of a type that cannot be sent
+        return None
+    tokens, lengths = joined[keys.length][1], sizes[0]
+    if tokens.ndim != 1 or (sizes != lengths).any():
+        return None
+    if any(not declared[name].split or declared[name].dtype not in (ANY, joined[name][0]) for name in sent):
+        return None
+    rows = np.zeros((len(items), 4), np.int64)
+    rows[:, LENGTH] = rows[:, VALID] = lengths
+    schema = Schema(tuple((name, joined[name][0], joined[name][1].shape[1:]) for name in sent), ())
+    flat = (np.ascontiguousarray(joined[name][1]).reshape(-1).view(np.uint8) for name in sent)
+    return rows, (schema,), zlib.crc32(_some_of_each(tokens, lengths)), (_NOTHING, *flat)
+
+
+def _can_join(values: Sequence[Any]) -> bool:
+    """Whether all are plain tensors in host memory, of one type and number of dimensions."""
+    if set(map(type, values)) != {torch.Tensor}:
+        return False
+    kinds = {(value.dtype, value.layout, value.is_cpu, value.dim() > 0) for value in values}
+    return len(kinds) == 1 and kinds.pop()[1:] == (torch.strided, True, True)
+
+
+def _one_by_one(
+    items: Sequence[Mapping[str, Any]],
+    keys: Keys,
+    declared: Mapping[str, Field],
+    wanted: frozenset[str] | None,
+    *,
+    first: int,
+    rank: int,
+) -> _Measured:
+    """Rows of the report, schemas, digest and bytes of items of any kind."""
+    rows: list[tuple[int, int, int, int]] = []
+    schemas: dict[_Kinds, int] = {}
+    orders: dict[tuple[str, ...], list[tuple[str, Field | None]]] = {}  # most items have the same keys
+    pieces: list[list[Bytes]] = []
+    content = 0
+    for number, item in enumerate(items, first):
+        try:
+            names = tuple(item)
+            order = orders.get(names) or orders.setdefault(names, _order_of(names, declared, wanted))
+            tokens, valid, kinds, own = _encoded(item, keys, order)
+        except StoreError as error:
+            raise StoreError(f"rank {rank}: item {number}: {error}") from None
+        pieces.append(own)
+        content = zlib.crc32(_some_of(tokens), content)
+        rows.append((tokens.size, valid, own[0].size, schemas.setdefault(kinds, len(schemas))))
+    table = np.array(rows, np.int64).reshape(len(rows), 4)
+    columns = (
+        np.concatenate([_NOTHING, *(own[k] for own in pieces if k < len(own))])
+        for k in range(max(map(len, pieces), default=1))
+    )
+    return table, tuple(Schema(*kinds) for kinds in schemas), content, tuple(columns)
+
+
 def _order_of(
     names: tuple[str, ...], declared: Mapping[str, Field], wanted: frozenset[str] | None
 ) -> list[tuple[str, Field | None]]:
@@ -125,7 +193,8 @@ def _order_of(
 
 def _encoded(
     item: Mapping[str, Any], keys: Keys, order: Sequence[tuple[str, Field | None]]
-) -> tuple[Array, int, _Kinds, Encoded]:
+) -> tuple[Array, int, _Kinds, list[Bytes]]:
+    """Tokens, loss-bearing tokens, schema, and bytes: of the unsplit keys, and of each split one."""
     for name in (keys.length, keys.valid):
         if name is not None and item.get(name) is None:
             there = sorted(str(each) for each, value in item.items() if value is not None)
@@ -171,7 +240,7 @@ def _encoded(
             others.append(flat)
     whole = np.concatenate([np.array(dims, np.int64).view(np.uint8), *others]) if others else _NOTHING
     valid = length if keys.valid is None else num_nonzero(item[keys.valid])
-    return length_value[1], valid, (tuple(split), tuple(rest)), Encoded(whole, tuple(entries), length)
+    return length_value[1], valid, (tuple(split), tuple(rest)), [whole, *entries]
 
 
 def value_of(name: str, value: Any) -> tuple[str, Array]:
@@ -194,6 +263,14 @@ def value_of(name: str, value: Any) -> tuple[str, Array]:
 def _some_of(tokens: Array) -> bytes:
     """Evenly spaced numbers of an item, including the last one."""
     return tokens[:: -max(tokens.size // _SAMPLED, 1)].tobytes()
+
+
+def _some_of_each(tokens: Array, sizes: Longs) -> bytes:
+    """`_some_of` each of the items that lie in `tokens` one after the other. sizes: of each; int64 [n]."""
+    step = np.maximum(sizes // _SAMPLED, 1)
+    counts = -(-sizes // step)
+    turn = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return tokens[np.repeat(np.cumsum(sizes) - 1, counts) - turn * np.repeat(step, counts)].tobytes()
 
 
 def num_nonzero(value: Any) -> int:

@@ -161,7 +161,7 @@ class GatheredLengths:
         """Whether all iterators are exhausted."""
         return len(self.short) == self.num_owners
 
-    @property
+    @cached_property
     def token_bytes(self) -> Longs:
         """Bytes of one token of each item, over all split keys; int64 [n]."""
         each = np.array([sum(schema.entry_bytes) for schema in self.schemas] or [0], np.int64)

@@ -7,35 +7,21 @@ lengths and the plan. So only their bytes are sent, each member's in the order o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.exchange.lengths import GatheredLengths
+from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, GatheredLengths, Report
 from meshfeed.exchange.membership import Membership
 from meshfeed.plan import CpSplit, StepPlan
 from meshfeed.plan.split import chunk_runs
+from meshfeed.sequence.runs import Runs
 
 Bytes = npt.NDArray[np.uint8]
 Longs = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """An item as bytes.
-
-    Attributes:
-        rest: the keys that are not split.
-        split: each split key, in the order of its schema; uint8 [tokens x bytes of an entry].
-        length: in tokens.
-    """
-
-    rest: Bytes
-    split: tuple[Bytes, ...]
-    length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,19 +183,25 @@ def _padding(plan: StepPlan, *, whole: bool) -> tuple[Longs, Longs, Longs]:
     return padded, origin, total
 
 
-def write_pieces(buffer: Bytes, shipment: Shipment, encoded: Mapping[int, Encoded]) -> None:
-    """Write what one member sends, receiver by receiver. encoded: items by index in the lengths."""
-    parts = [buffer[:0]]
-    rows = zip(shipment.item.tolist(), shipment.start.tolist(), shipment.stop.tolist())
-    for index, starts, stops in rows:
-        item = encoded[index]
-        if item.rest.size:
-            parts.append(item.rest)
-        if starts == [0] and stops == [item.length]:
-            parts += item.split
-            continue
-        for flat in item.split:
-            entry = flat.size // item.length if item.length else 0
-            runs = zip(starts, stops)
-            parts += [flat[start * entry : stop * entry] for start, stop in runs if start < stop]
-    np.concatenate(parts, out=buffer)
+def write_pieces(
+    buffer: Bytes, shipment: Shipment, columns: Sequence[Bytes], report: Report, own: Longs
+) -> None:
+    """Write what one member sends, receiver by receiver.
+
+    columns, report: its items, see `Given`. own: which of them each piece is of; int64 [n].
+    """
+    entry_bytes = np.zeros((len(report.schemas), len(columns) - 1), np.int64)
+    for row, schema in zip(entry_bytes, report.schemas):
+        row[: len(schema.split)] = schema.entry_bytes
+    token_bytes = entry_bytes[report.rows[:, SCHEMA]]
+    whole = np.column_stack((report.rows[:, REST], report.rows[:, LENGTH, None] * token_bytes))
+    begin, token_bytes = (np.cumsum(whole, axis=0) - whole)[own], token_bytes[own][:, :, None]
+    # of each piece the unsplit keys, then of each split key its token ranges
+    size = np.zeros((own.size, len(columns), shipment.start.shape[1]), np.int64)
+    size[:, 0, 0] = whole[own, 0]
+    size[:, 1:] = (shipment.stop - shipment.start)[:, None] * token_bytes
+    start = np.repeat(begin[:, :, None], shipment.start.shape[1], axis=2)
+    start[:, 1:] += shipment.start[:, None] * token_bytes
+    at = (np.cumsum(size) - size.ravel()).reshape(size.shape)
+    for k, column in enumerate(columns):
+        Runs(at[:, k].ravel(), start[:, k].ravel(), size[:, k].ravel()).copy(column, buffer)

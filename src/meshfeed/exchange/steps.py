@@ -17,7 +17,7 @@ import torch
 from meshfeed.columns import Allocate, Array, Arrays
 from meshfeed.deliver import Digester, EndOfStream, Group, wire
 from meshfeed.errors import PlanError
-from meshfeed.exchange.dtypes import BYTES, carrier, entry_bytes
+from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier, entry_bytes
 from meshfeed.exchange.items import Given, bits_of, tensor_of, viewed_as
 from meshfeed.exchange.keys import ANY, Keys
 from meshfeed.exchange.lengths import Bytes, GatheredLengths, Report, reports_of
@@ -202,8 +202,8 @@ def reroute(
     going = Shipment.of(gathered, step_plan, membership, split, source=member)
     out_sizes = going.sizes(going.member, group.size)
     outgoing = group.buffer(sum(out_sizes))
-    mine = np.flatnonzero(gathered.held_by(member)).tolist()
-    write_pieces(outgoing, going, dict(zip(mine, given.encoded)))
+    mine = np.flatnonzero(gathered.held_by(member))
+    write_pieces(outgoing, going, given.columns, given.report, np.searchsorted(mine, going.item))
     in_sizes = coming.sizes(coming.source, group.size)
     return Received(gathered, coming, group.all_to_all(outgoing, out_sizes, in_sizes))
 
@@ -265,7 +265,10 @@ def packed(
         digester.add([_comparable(arrays, keys)])
     made, ticket = microbatches_of(portion, [arrays], placer)
     types = {key.name: key.dtype for key in keys.declared} | received.gathered.dtypes
-    return [replace(each, fields=_retyped(each.fields, types)) for each in made], ticket
+    carried = {name: dtype for name, dtype in types.items() if dtype in CARRIED}
+    return [
+        replace(each, fields=_retyped(each.fields, carried)) for each in made
+    ] if carried else made, ticket
 
 
 def fields_of_pack(
@@ -284,13 +287,13 @@ def fields_of_pack(
         if dtype == ANY:  # no item of the step has it and its type is unknown
             continue
         out = arrays[key.name] = allocate((1, portion.num_tokens, *shape), carrier(dtype))
-        out[:] = bits_of(key.pad, dtype)
-        if (begins := received.begins.get(key.name)) is not None:
-            has = begins[piece] >= 0  # a sequence without the key is padding
-            at, start, size = (
-                each[has] * entry_bytes(dtype, shape) for each in (runs.at, runs.start, runs.size)
-            )
-            Runs(at, begins[piece][has] + start, size).copy(received.data, out.reshape(-1).view(np.uint8))
+        into, entry = out.reshape(-1).view(np.uint8), entry_bytes(dtype, shape)
+        begin = received.begins[key.name][piece] if key.name in received.begins else np.full(piece.size, -1)
+        has = begin >= 0  # a sequence without the key is padding
+        at, start, size = (each[has] * entry for each in (runs.at, runs.start, runs.size))
+        if size.sum() < into.size:
+            out[:] = bits_of(key.pad, dtype)
+        Runs(at, begin[has] + start, size).copy(received.data, into)
     arrays |= _rest(received, rows, keys, names)
     return arrays | fields_of_plan(portion, names, allocate)
 

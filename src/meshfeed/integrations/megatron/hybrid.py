@@ -74,7 +74,7 @@ class HybridCPDataLoaderWrapper:
             return None, None
         layout, membership, group = self._joined = self._joined or self._join()
         batch = self._pull()
-        self._taken, self._step = self._taken + len(batch.encoded), self._step + 1
+        self._taken, self._step = self._taken + len(batch.report.rows), self._step + 1
         gathered = gather_lengths(batch, membership, group)
         if not len(gathered):
             raise StopIteration
