@@ -6,7 +6,7 @@ TORCH ?= torch==2.13.0
 SEED := $(or $(SEED),$(shell date +%s))
 PARALLEL := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint types unit soak mutate bench dist docs clean
+.PHONY: demo test lint types unit soak mutate bench gpu dist docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshfeed demo --out demo-out
@@ -39,6 +39,11 @@ mutate: $(VENV)/.tested
 # about 20 minutes on two idle cores; continued where it was interrupted; writes the tables of figures
 bench: $(VENV)/.tested
 	$(BIN)/python benchmarks/run.py
+
+# what only a GPU can show, into docs/gpu/; nothing is installed where $(PYTHON) has torch
+gpu:
+	@if $(PYTHON) -c "import numpy, torch" 2>/dev/null; then PYTHONPATH=src $(PYTHON) benchmarks/gpu.py; \
+	else $(MAKE) $(VENV)/.installed && $(BIN)/python benchmarks/gpu.py; fi
 
 # the wheel and the sdist, into dist/
 dist: $(VENV)/.tested
