@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import meshfeed as mf
 from meshfeed import native
 from meshfeed.errors import StoreError
 from meshfeed.files import local
+from meshfeed.plan import CostModel, fill, least_loaded, plan_step
 from meshfeed.sequence import runs as runs_module
 from meshfeed.sequence.runs import Runs
 from services.needs import needs_compiled
@@ -104,6 +106,37 @@ def test_ranges_are_read_as_python_reads_them(
     finally:
         os.close(fd)
     assert found or np.array_equal(outs[0], outs[1])
+
+
+@settings(max_examples=cases(40), deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 6, 8]), st.integers(1, 60))
+def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) -> None:
+    """Lengths, costs, paddings and caps of all kinds; also more microbatches than are needed."""
+    needs_compiled()
+    rng = np.random.default_rng(seed)
+    lengths = np.exp(rng.normal(rng.uniform(4, 8), rng.uniform(0, 2), n)).astype(np.int64).clip(1, 20_000)
+    lengths[rng.random(n) < rng.choice([0, 0.5, 1])] = lengths[0]  # equal ones, where ties decide
+    packing = mf.Packing(
+        capacity=4096,
+        policy=str(rng.choice(["dynamic_cp", "balanced"])),
+        cost=CostModel(
+            alpha=float(rng.choice([300, 25_100])),
+            window=[None, 700][rng.integers(2)],
+            ring_tokens=float(rng.choice([0, 670])),
+        ),
+        align=mf.Align(sequence=int(rng.choice([1, 16])), pack=int(rng.choice([1, 64]))),
+        max_sequences=[None, 1, 3, 30][rng.integers(4)],
+        microbatches=[1, 9][rng.integers(2)],
+        oversize="split",
+    )
+    compiled = plan_step(lengths, packing, dp=ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill, "_complete", None)
+        patch.setattr(least_loaded, "_place", None)
+        plain = plan_step(lengths, packing, dp=ranks)
+    for name in ("microbatch", "first_rank", "cp_size"):
+        assert np.array_equal(getattr(compiled, name), getattr(plain, name)), (name, packing)
+    assert compiled.num_microbatches == plain.num_microbatches
 
 
 def test_arrays_that_loops_cannot_take_are_refused() -> None:

@@ -8,6 +8,7 @@
 
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
@@ -68,4 +69,166 @@ int64_t mf_copy_runs(int64_t kind, int64_t num_rows,
                 widen[kind](from, (int64_t *)to, size[i]);
         }
     return num_rows * num_runs;
+}
+
+/* -- plans: see meshfeed/plan. The planner makes all of these arrays itself. ------------------------------ */
+
+typedef struct {
+    double key;
+    int64_t group;
+} entry;
+
+static int precedes(entry a, entry b)
+{
+    return a.key < b.key || (a.key == b.key && a.group < b.group);
+}
+
+static void push(entry *heap, int64_t *size, entry added)
+{
+    int64_t at = (*size)++;
+    for (; at && precedes(added, heap[(at - 1) / 2]); at = (at - 1) / 2)
+        heap[at] = heap[(at - 1) / 2];
+    heap[at] = added;
+}
+
+static entry pop(entry *heap, int64_t *size)
+{
+    entry first = heap[0], last = heap[--*size];
+    int64_t at = 0;
+    for (int64_t child; (child = 2 * at + 1) < *size; at = child) {
+        child += child + 1 < *size && precedes(heap[child + 1], heap[child]);
+        if (!precedes(heap[child], last))
+            break;
+        heap[at] = heap[child];
+    }
+    heap[at] = last;
+    return first;
+}
+
+/* Give each member to the least loaded group with room for it: `place` of plan/least_loaded.py.
+
+   padded, load: [sizes, num_sequences]. size_at, index_of_group: indices of sizes, never ascending.
+   Changes free, slots and loads; writes `group`. heaps: room for 2 * num_groups entries. */
+int64_t mf_place(int64_t num_sequences, const int64_t *lengths, const int64_t *padded, const double *load,
+                 int64_t num_members, const int64_t *members, const int64_t *size_at,
+                 int64_t num_groups, const int64_t *index_of_group,
+                 int64_t *free, int64_t *slots, double *loads, int32_t *group, entry *heaps)
+{
+    entry *lightest = heaps, *parked = heaps + num_groups;
+    int64_t num_lightest = 0, num_parked = 0, opened = 0;
+    for (int64_t m = 0; m < num_members; m++) {
+        int64_t length = lengths[members[m]], chosen = -1;
+        for (; opened < num_groups && index_of_group[opened] >= size_at[m]; opened++)
+            if (slots[opened])
+                push(lightest, &num_lightest, (entry){loads[opened], opened});
+        while (num_parked && length <= -parked[0].key) {
+            int64_t back = pop(parked, &num_parked).group;
+            push(lightest, &num_lightest, (entry){loads[back], back});
+        }
+        while (num_lightest && chosen < 0) {
+            int64_t first = pop(lightest, &num_lightest).group;
+            if (free[first] < length)
+                push(parked, &num_parked, (entry){-(double)free[first], first});
+            else
+                chosen = first;
+        }
+        group[m] = (int32_t)chosen;
+        if (chosen < 0)
+            continue;
+        int64_t at = index_of_group[chosen] * num_sequences + members[m];
+        free[chosen] -= padded[at];
+        loads[chosen] += load[at];
+        if (--slots[chosen])
+            push(lightest, &num_lightest, (entry){loads[chosen], chosen});
+    }
+    return num_members;
+}
+
+typedef struct {
+    double alpha, window, ring_tokens; /* of a CostModel; no window is 0 */
+    double padding;                    /* tokens that may pad a sequence, for each rank of its group */
+    double least_missing;              /* of a group that is incomplete, in parts of its goal */
+} rates;
+
+static double smaller(double a, double b) { return a < b ? a : b; }
+static double larger(double a, double b) { return a > b ? a : b; }
+
+/* CostModel.reach */
+static double reach(const rates *is, double work, double size)
+{
+    double budget = larger(work, 0), window = is->window;
+    double tokens = 2 * budget / (is->alpha + sqrt(is->alpha * is->alpha + 4 * budget));
+    if (window && tokens > window)
+        tokens = (budget + window * window) / (is->alpha + 2 * window);
+    if (is->ring_tokens && size > 1)
+        tokens = smaller(tokens, budget / (is->alpha + is->ring_tokens * size));
+    return tokens * (1 + 1e-12);
+}
+
+/* The length that a group would best take next, and how many of it: Groups.wanted of plan/fill.py. */
+static double wanted(const rates *is, double missing, double tokens, int64_t free, int64_t slots, double size,
+                     int64_t *many)
+{
+    double most = smaller((double)free, reach(is, missing, size)), length = most, half = 1;
+    double t = larger(tokens, 1e-9), rho = missing / t - is->alpha;
+    if (rho > 0 && rho * (double)slots < t)
+        rho = t / (double)slots;
+    if (rho > 0 && rho < t)
+        length = smaller(rho < t / 2 ? rho : (t + sqrt(larger(2 * rho * t - t * t, 0))) / 2, most);
+    if (rho > 0 && rho < t / 4)
+        half = smaller(t, (double)free * length / (length + is->padding * size)) / larger(2 * length, 1);
+    *many = half < 1 ? 1 : half < (double)slots ? (int64_t)half : slots;
+    return length;
+}
+
+/* Let groups take sequences until each is complete or finds none that fits: `complete` of plan/fill.py.
+
+   Changes missing, tokens, free and slots of the groups. Moves what is left to the front of `left`; writes
+   what was taken, and by which group, to `members` and `group`, and returns how many. `many` and `heap` have
+   room for an element of each group. */
+int64_t mf_complete(const rates *is, int64_t num_sequences, const int64_t *lengths, const int64_t *padded,
+                    const double *load, int64_t num_groups, const int64_t *size_at, const int64_t *sizes,
+                    const double *goal, double *missing, double *tokens, int64_t *free, int64_t *slots,
+                    int64_t num_left, int64_t *left, int64_t *members, int64_t *group,
+                    int64_t *many, entry *heap)
+{
+    int64_t num_taken = 0;
+    for (int64_t g = 0; g < num_groups; g++)
+        many[g] = 1;
+    for (;;) {
+        int64_t num_trying = 0;
+        for (int64_t g = 0; g < num_groups; g++) {
+            int open = many[g] && slots[g] > 0 && missing[g] > is->least_missing * goal[g];
+            many[g] = 0;
+            if (open) {
+                double length = wanted(is, missing[g], tokens[g], free[g], slots[g], (double)sizes[g], &many[g]);
+                push(heap, &num_trying, (entry){-length, g});
+            }
+        }
+        if (!num_trying || !num_left)
+            return num_taken;
+        /* the longest of at most that length; where several groups want the same one, the next after it */
+        int64_t at = 0, kept = 0;
+        while (num_trying) {
+            entry next = pop(heap, &num_trying);
+            int64_t g = next.group, got = 0;
+            for (; got < many[g]; got++, at++) {
+                while (at < num_left && (double)lengths[left[at]] > -next.key)
+                    left[kept++] = left[at++];
+                if (at == num_left)
+                    break;
+                int64_t member = left[at], of = size_at[g] * num_sequences + member;
+                missing[g] -= load[of] * (double)sizes[g];
+                tokens[g] -= (double)lengths[member];
+                free[g] -= padded[of];
+                slots[g]--;
+                members[num_taken] = member;
+                group[num_taken++] = g;
+            }
+            many[g] = got;
+        }
+        while (at < num_left)
+            left[kept++] = left[at++];
+        num_left = kept;
+    }
 }

@@ -23,11 +23,13 @@ The last microbatch takes all that is left: see `least_loaded`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
 from meshfeed.plan.least_loaded import (
     EXACT,
     FilledMicrobatch,
@@ -43,6 +45,13 @@ FULL = 0.998
 
 MAX_WIDENING = 3
 """How many times the groups that stay incomplete are widened."""
+
+_complete = compiled(
+    "mf_complete",
+    *(POINTER, WHOLE, POINTER, POINTER, POINTER),
+    *(WHOLE, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER),
+    *(WHOLE, POINTER, POINTER, POINTER, POINTER, POINTER),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +265,8 @@ def seed_groups(
 
 def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray:
     """Let groups take sequences until each is complete or finds none that fits; returns what is left."""
+    if _complete is not None:
+        return _completed(_complete, sequences, left, groups)
     trying = np.flatnonzero(groups.open())
     ascending = -sequences.lengths[left]
     while trying.size and left.size:
@@ -275,6 +286,29 @@ def complete(sequences: Sequences, left: LongArray, groups: Groups) -> LongArray
         trying = np.unique(trying)
         trying = trying[groups.open()[trying]]
     return left
+
+
+def _completed(
+    compiled_complete: Callable[..., int], sequences: Sequences, left: LongArray, groups: Groups
+) -> LongArray:
+    """The same in one call."""
+    cost, num_groups = sequences.cost, groups.sizes.size
+    padding = 2.0 * sequences.room.align.sequence
+    rates = np.array([cost.alpha, cost.window or 0, cost.ring_tokens, padding, 1 - FULL], np.float64)
+    left, taken = left.astype(np.int64), np.empty((2, left.size), np.int64)
+    many, heap = np.empty(num_groups, np.int64), np.empty((num_groups, 2))
+    num_taken = compiled_complete(
+        address(rates),
+        *(sequences.lengths.size, address(sequences.lengths)),
+        *(address(sequences.padded), address(sequences.load)),
+        *(num_groups, *addresses(groups.size_at, groups.sizes)),
+        *(address(groups.goal), address(groups.missing), address(groups.tokens)),
+        *addresses(groups.free, groups.slots),
+        *(left.size, *addresses(left, taken[0], taken[1], many), address(heap)),
+    )
+    groups.members = np.concatenate((groups.members, taken[0, :num_taken]))
+    groups.group = np.concatenate((groups.group, taken[1, :num_taken]))
+    return left[: left.size - num_taken]
 
 
 def filled_microbatch(sequences: Sequences, parts: list[Groups]) -> FilledMicrobatch:

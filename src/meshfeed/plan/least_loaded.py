@@ -15,12 +15,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
 from meshfeed.plan.cost import CostModel
 from meshfeed.plan.policy import Room
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
 EXACT = 1 + 1e-9
 """Room for rounding where loads that should be equal are compared."""
+
+_place = compiled(
+    "mf_place",
+    *(WHOLE, POINTER, POINTER, POINTER),
+    *(WHOLE, POINTER, POINTER, WHOLE, POINTER),
+    *(POINTER, POINTER, POINTER, POINTER, POINTER),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +147,19 @@ def place(
     take each; int64 [k], never ascending. index_of_group: that of each group; int64 [num_groups], never
     ascending.
     free, slots, loads: the padded tokens and the sequences that each group can still take, and its load;
-    int64, int64, float64 [num_groups]. loads is updated.
+    int64, int64, float64 [num_groups]. loads is updated; the others may be.
     """
+    if _place is not None:
+        placed, heaps = np.empty(members.size, np.int32), np.empty((2 * free.size, 2))
+        members = np.ascontiguousarray(members)
+        _place(
+            *(sequences.lengths.size, address(sequences.lengths)),
+            *(address(sequences.padded), address(sequences.load)),
+            *(members.size, *addresses(members, size_at)),
+            *(free.size, *addresses(index_of_group, free, slots)),
+            *(address(loads), address(placed), address(heaps)),
+        )
+        return placed
     lengths, padded, load = (
         array[..., members].tolist() for array in (sequences.lengths, sequences.padded, sequences.load)
     )
