@@ -39,6 +39,7 @@ OF_TOKENS: list[Any] = [
     mf.Documents(max_len=9),
     mf.Masked(24, vocab_size=999, mask_token=7, first_token=1, last_token=2, crop="random"),
     MegatronGPT(32, samples=64, split="9,1", eod_mask_loss=False),
+    MegatronGPT(33, samples=64, add_extra_token_to_sequence=False),
 ]
 
 
