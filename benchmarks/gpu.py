@@ -159,7 +159,7 @@ CASES: dict[str, tuple[str, Any, mf.Packing | None]] = {
 
 
 def widening(bench: Bench) -> Shown:
-    """What crosses the bus for some 32,768 tokens, as finished fields and as stored.
+    """What crosses the bus for 32 windows of 4,096 tokens or one pack, as finished fields and as stored.
 
     The fields of a window have 28 bytes a token, those of a pack 33. The device makes them from the 2 or 4
     bytes in storage, and tables of runs. Its tensors are compared with those of the CPU, bit by bit.
