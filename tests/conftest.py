@@ -12,10 +12,12 @@ import importlib.util
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+import quick
 from soak import SOAK, left_out
 
 # Each connection to a TCPStore looks up the name of its peer, which takes 5 s where a resolver drops queries.
@@ -37,8 +39,19 @@ settings.load_profile("soak" if SOAK else "ci")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only_soak: see soak.py")
     config.addinivalue_line("markers", "some(most): see soak.py")
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):  # one of the processes that share the files
+        import world
+
+        world.python = quick.python()
+    else:
         compile_what_the_tree_holds()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The processes that share the files have imported torch and the frameworks before they start."""
+    python = quick.share()
+    specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={python}") for spec in specs]
 
 
 def compile_what_the_tree_holds() -> None:

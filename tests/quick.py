@@ -2,11 +2,14 @@
 
     subprocess.run([quick.python(), "-m", "meshfeed", "roles", "tp2"])
 
-For tests of what a command does, not of how it starts. It takes `-u`, `-m MODULE`, `-c CODE` or a script.
+For tests of what a command does, not of how it starts. It takes `-m MODULE`, `-c CODE` or a script, ignores other
+options of Python, and inherits every descriptor that it is given. Where xdist runs the tests, its processes are such
+forks too (see conftest.py), and all share one server.
 """
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -18,13 +21,25 @@ import sys
 import tempfile
 import threading
 import traceback
+import types
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
+
+_SHARED = "MESHFEED_TESTS_PYTHON"
+
+
+def share() -> str:
+    """The executable, which all that this process starts shares."""
+    os.environ[_SHARED] = python()
+    return os.environ[_SHARED]
 
 
 @functools.cache
 def python() -> str:
     """The path of an executable; the server behind it ends with this process."""
+    if shared := os.environ.get(_SHARED):
+        return shared
     folder = Path(tempfile.mkdtemp(prefix="quick"))
     address, executable = folder / "socket", folder / "python"
     server = subprocess.Popen(
@@ -42,10 +57,12 @@ def python() -> str:
 
 def _ask(address: str, words: list[str]) -> NoReturn:
     """Have the server run `words` with this process's files, folder and environment; end as that ended."""
+    listed = [int(name) for name in os.listdir("/proc/self/fd")]
+    given = [fd for fd in listed if os.path.exists(f"/proc/self/fd/{fd}")]  # not the one that listed them
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(address)
-        asked = json.dumps([words, dict(os.environ), os.getcwd()]).encode()
-        socket.send_fds(server, [asked], [0, 1, 2])
+        asked = json.dumps([words, dict(os.environ), os.getcwd(), given]).encode()
+        socket.send_fds(server, [asked], given)
         status = int(server.recv(64))
     if status < 0:
         with contextlib.suppress(OSError):
@@ -55,10 +72,14 @@ def _ask(address: str, words: list[str]) -> NoReturn:
 
 
 def _serve(address: str) -> None:
-    import torch._dynamo  # optimizers import it
-    import torch.distributed.launcher.api  # what torchrun imports
+    with warnings.catch_warnings(action="ignore"):
+        import lightning.pytorch  # noqa: F401
+        import torch._dynamo  # optimizers import it
+        import torch.distributed.launcher.api  # what torchrun imports
+        import transformers  # noqa: F401
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: F401
 
-    import meshfeed.cli.main  # noqa: F401
+        import meshfeed.cli.main  # noqa: F401
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -73,15 +94,19 @@ def _serve(address: str) -> None:
                 break
             client.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, files, *_ = socket.recv_fds(client, 1 << 20, 3)
+    message, files, *_ = socket.recv_fds(client, 1 << 20, 253)
     child = os.fork()
     if child:
         _attend(client, child)
     client.close()
-    for at, file in enumerate(files):
-        os.dup2(file, at)
+    words, environment, folder, numbers = json.loads(message)
+    away = max(numbers) + 1  # each file gets the number that it has there
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, away) for file in files]
+    for file in files:
         os.close(file)
-    words, environment, folder = json.loads(message)
+    for file, number in zip(moved, numbers):
+        os.dup2(file, number)
+        os.close(file)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -102,7 +127,8 @@ def _serve(address: str) -> None:
     # The rest of an exit, without the seconds that it takes to free what torch has imported.
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
+    with contextlib.suppress(ValueError):  # it is closed already
+        sys.stdout.flush()
     os._exit(status)
 
 
@@ -119,8 +145,9 @@ def _attend(client: socket.socket, child: int) -> NoReturn:
 def _run(words: list[str]) -> None:
     import runpy
 
-    if words[0] == "-u":
-        sys.stdout.reconfigure(line_buffering=True)
+    while words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        if words[0] == "-u":
+            sys.stdout.reconfigure(line_buffering=True)
         words = words[1:]
     known: Any = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in known if path and path not in sys.path]
@@ -131,7 +158,8 @@ def _run(words: list[str]) -> None:
     elif words[0] == "-c":
         sys.path.insert(0, "")
         sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), vars(main))
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
         sys.argv = words

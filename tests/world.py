@@ -7,20 +7,26 @@ moment. Results and errors come back over pipes; a rank that dies is reported, n
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
+import multiprocessing.forkserver as forkserver
 import os
 import pickle
 import signal
+import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 # a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
 os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
+python = sys.executable
+"""What starts the fork server; see conftest.py."""
 HANG_S = 600.0
 """A rank that is silent for so long hangs: far beyond what a busy machine takes."""
 
@@ -93,6 +99,9 @@ def start(
 
     import torch.distributed as dist
 
+    multiprocessing.set_executable(python)
+    forkserver.ensure_running()
+    multiprocessing.set_executable(sys.executable)
     patience = timedelta(seconds=HANG_S)
     store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=patience, wait_for_workers=False)
     processes: list[Any] = []
@@ -151,6 +160,34 @@ def _main(
     pipe.close()
     if outcome.error:
         os._exit(1)  # a peer may be gone: do not wait for it in torch's own clean-up
+
+
+def limit_waits(feed: Any, seconds: float) -> None:
+    """From now on the loop of a feed waits so long at most; to meet its peers it had all of `timeout_s`."""
+    feed._run._timeout_s = seconds
+    if feed._run._verifier is not None:
+        feed._run._verifier._meeting.timeout_s = seconds
+
+
+@contextlib.contextmanager
+def waiting_in_vain_for(missing: int) -> Iterator[None]:
+    """In this process, a meeting's clock leaps past its timeout once nobody but `missing` is awaited."""
+    from meshfeed.deliver import Meeting
+
+    wait_for_all = Meeting._wait_for_all
+
+    def leaping(meeting: Meeting, prefix: str, purpose: str, peers: Sequence[int]) -> bool:
+        while set(meeting._missing_ranks(prefix, peers)) - {missing} and not meeting.cancelled.wait(0.01):
+            pass
+        times = iter([0.0])
+        with pytest.MonkeyPatch.context() as patch:
+            clock = SimpleNamespace(monotonic=lambda: next(times, math.inf))
+            patch.setattr("meshfeed.deliver.meeting.time", clock)
+            return wait_for_all(meeting, prefix, purpose, peers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Meeting, "_wait_for_all", leaping)
+        yield
 
 
 def hears_interrupts() -> None:
