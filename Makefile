@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 SEED := $(or $(SEED),$(shell date +%s))
+# what is imported is compiled then; all of it would take most of a minute
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 PARALLEL := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test lint types unit soak mutate bench gpu dist docs clean
@@ -11,7 +13,9 @@ PARALLEL := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 demo: $(VENV)/.installed
 	$(BIN)/meshfeed demo --out demo-out
 
-test: lint types unit
+# types are checked by one process while the tests start and wait
+test: lint
+	$(MAKE) --no-print-directory --jobs=2 types unit
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .
@@ -33,7 +37,7 @@ soak: $(VENV)/.tested
 
 # whether the tests notice changes to the pure core; some 20 minutes of one core
 mutate: $(VENV)/.tested
-	$(BIN)/python -m pip install --quiet cosmic-ray==8.7.0
+	$(INSTALL) cosmic-ray==8.7.0
 	$(BIN)/python tests/mutate.py
 
 # about 20 minutes on two idle cores; continued where it was interrupted; writes the tables of figures
@@ -55,19 +59,18 @@ docs: $(VENV)/.tested
 # torch comes first and by itself: a free choice of version would bring gigabytes for a GPU.
 $(VENV)/.installed: pyproject.toml hatch_build.py src/meshfeed/native/loops.c
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[demo]"
+	$(INSTALL) --upgrade pip
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) --editable ".[demo]"
 	touch $@
 
 REQUIREMENTS := requirements-test.txt requirements-oracles.txt requirements-frameworks.txt \
 	requirements-bench.txt
 
 $(VENV)/.tested: $(VENV)/.installed $(REQUIREMENTS)
-	$(BIN)/python -m pip install --quiet --requirement requirements-test.txt
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-oracles.txt
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-frameworks.txt
-	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements-bench.txt
+	$(INSTALL) --requirement requirements-test.txt
+	$(INSTALL) --no-deps --requirement requirements-oracles.txt --requirement requirements-frameworks.txt \
+		--requirement requirements-bench.txt
 	touch $@
 
 clean:
