@@ -134,7 +134,7 @@ def ends(
 ) -> None:
     """Every rank of the job ends, each with the reason."""
     with Nginx(folder) as server, Faults(server.url, plan) as faults:
-        outcomes = world.start(train, 4, f"{faults.url}/{store}", str(cache)).join(240)
+        outcomes = world.start(train, 4, f"{faults.url}/{store}", str(cache)).join()
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is not None, f"rank {rank} saw nothing wrong"
         assert outcome.error[0] == kind and says in outcome.error[1], outcome.error

@@ -45,7 +45,7 @@ def run_shell(commands: str) -> None:
         env=os.environ | {"PYTHON_EXEC": quick.python(), "OMP_NUM_THREADS": "1"},  # the former is torchrun's
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
     )
     assert ran.returncode == 0, f"{commands}\n{ran.stdout}\n{ran.stderr}"
 

@@ -21,7 +21,7 @@ import world
 from corpus import flip_in_build
 from meshfeed.store import IndexedWriter
 
-STEPS, TIMEOUT_S = 3, 20
+STEPS, TIMEOUT_S = 3, 600
 
 
 def recipe_of(path: Path) -> mf.Recipe:

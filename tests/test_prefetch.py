@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
+from delays import LEAP_S, delayed
 from meshfeed.feed.prefetch import Inline, Prefetcher
 from meshfeed.metrics.recorder import Span, StageClock, exposed_wait, work
 from soak import cases
 
-SOON_S = 10.0
+SOON_S = 600.0
 
 
 # -- the law ---------------------------------------------------------------------------------------
@@ -173,20 +174,20 @@ def test_what_a_stopped_producer_held_is_let_go_at_once(fails_after_stop: bool) 
         held = Held()
         weakref.finalize(held, gone.set)
         yield 0
-        failing.wait(20)
+        failing.wait(SOON_S)
         raise RuntimeError("interrupted")
 
     prefetcher = Prefetcher(producer(), StageClock(), depth=2)
     gc.disable()
     try:
         prefetcher.start()
-        assert prefetcher.get(20)[0] == 0
+        assert prefetcher.get(SOON_S)[0] == 0
         if not fails_after_stop:
             failing.set()
-            assert prefetcher.join(20)
+            assert prefetcher.join(SOON_S)
         prefetcher.stop()
         failing.set()
-        assert prefetcher.join(20)
+        assert prefetcher.join(SOON_S)
         assert gone.is_set()
     finally:
         gc.enable()
@@ -294,7 +295,7 @@ def late_to_the_meeting(rank: int, path: str) -> dict[str, float]:
     if rank == 0:
         StageClock.stage = announced
     else:
-        store.wait(["joins"], timedelta(seconds=30))
+        store.wait(["joins"], timedelta(seconds=SOON_S))
         threading.Event().wait(0.5)
     return next(iter(mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share"))).stats[
         "exposed_wait_s"
@@ -307,7 +308,7 @@ def test_waiting_for_peers_to_join_shows_under_start(corpus: str) -> None:
 
 
 def slow_reader(rank: int, path: str, delivery: str, folder: Path) -> dict[str, float]:
-    """Rank 0's storage takes half a second for the step that both ranks are waiting for."""
+    """Rank 0's storage is late for the step that both ranks are waiting for."""
     recipe, step, calls, get = recipe_of(path), threading.Event(), itertools.count(), Prefetcher.get
     load = recipe.sequence.load
 
@@ -325,9 +326,9 @@ def slow_reader(rank: int, path: str, delivery: str, folder: Path) -> dict[str, 
         return get(self, *args)
 
     if rank == 0:
-        object.__setattr__(recipe.sequence, "load", slow)
+        object.__setattr__(recipe.sequence, "load", delayed(slow, {4}))
     Prefetcher.get = asking
-    steps = iter(mf.Feed(recipe, mf.Layout.parse("tp2"), delivery=delivery, timeout_s=30, prefetch=1))
+    steps = iter(mf.Feed(recipe, mf.Layout.parse("tp2"), delivery=delivery, timeout_s=600, prefetch=1))
     for _ in range(4):
         list(next(steps).microbatches)
     step.set()
@@ -341,7 +342,7 @@ def test_a_slow_reader_shows_as_read_with_it_and_as_deliver_with_its_peers(
     corpus: str, delivery: str, tmp_path: Path
 ) -> None:
     reader, peer = world.run(slow_reader, 2, corpus, delivery, tmp_path)
-    assert reader["read"] >= 0.5 and reader.get("deliver", 0) < reader["read"]
+    assert reader["read"] >= LEAP_S and reader.get("deliver", 0) < LEAP_S / 2
     assert peer["deliver"] > 0 and "read" not in peer
 
 

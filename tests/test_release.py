@@ -126,7 +126,7 @@ def test_sdist_holds_the_project_and_makes_the_same_wheel(wheel: Path, tmp_path:
 
 def install(wheel: Path, target: Path, python: str = sys.executable) -> None:
     pip = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True, timeout=180)
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True, timeout=600)
 
 
 def says(installed: Path, *words: str, python: str = sys.executable) -> str:
@@ -135,7 +135,7 @@ def says(installed: Path, *words: str, python: str = sys.executable) -> str:
         [python, *words],
         cwd=installed.parent,
         env={**os.environ, "PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"},
-        check=True, timeout=180, capture_output=True, text=True,
+        check=True, timeout=600, capture_output=True, text=True,
     ).stdout.strip()  # fmt: skip
 
 

@@ -171,7 +171,7 @@ def test_an_interrupt_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "reading\n"
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=600)
     assert (process.returncode, err) == (130, "meshfeed: interrupted\n")
 
 
@@ -193,7 +193,7 @@ def test_an_interrupt_of_the_import_says_nothing(tmp_path: Path, ignored: bool) 
         assert process.stdout is not None
         assert process.stdout.readline() == "importing\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate("\n" if ignored else None, timeout=60)
+        out, err = process.communicate("\n" if ignored else None, timeout=600)
     assert (process.returncode, out, err) == ((0, "on\n", "") if ignored else (130, "", ""))
 
 

@@ -54,7 +54,7 @@ def recipe_at(folder: Path) -> mf.Recipe:
 
 
 def main(rank: int, folder: Path, address: str) -> dict[str, Any]:
-    patience = timedelta(seconds=90)
+    patience = timedelta(seconds=600)
     store = dist.TCPStore(address, PORT, None, rank == 0, timeout=patience, wait_for_workers=False)
     told: dict[str, Any] = {}
     received = Path("/sys/class/net/eth0/statistics/rx_bytes")
@@ -63,7 +63,7 @@ def main(rank: int, folder: Path, address: str) -> dict[str, Any]:
         _together(store, f"before {delivery}", rank)
         before = int(received.read_text())
         feed = mf.Feed(
-            recipe_at(folder), LAYOUT, rank, delivery=delivery, reads=reads, rendezvous=store, timeout_s=90
+            recipe_at(folder), LAYOUT, rank, delivery=delivery, reads=reads, rendezvous=store, timeout_s=600
         )
         try:
             with feed:
@@ -85,7 +85,7 @@ def main(rank: int, folder: Path, address: str) -> dict[str, Any]:
 
 
 def tell(rank: int, folder: Path, address: str) -> None:
-    faulthandler.dump_traceback_later(60)  # where it hangs, if it does
+    faulthandler.dump_traceback_later(300)  # where it hangs, if it does
     (folder / f"{rank}.json").write_text(json.dumps(main(rank, folder, address)))
 
 

@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def rank_of_job(rank: int, path: str, where: str) -> list[Any]:
     for case in range(len(CASES)):
         if rank:
             store.wait([f"under attack {case}"])
-        with mf.Feed(recipe_of(path), LAYOUT, rank, delivery="share", rendezvous=store, timeout_s=30) as feed:
+        with mf.Feed(
+            recipe_of(path), LAYOUT, rank, delivery="share", rendezvous=store, timeout_s=600
+        ) as feed:
             seen.append(take(feed, STEPS))
     return seen
 
@@ -110,6 +113,7 @@ def main(folder: str) -> dict[str, Any]:
     for at, (kind, user) in enumerate(CASES):
         while not (names := [name for name in doors() if name not in before]):
             assert all(process.is_alive() for process in job.processes), job.join()
+            time.sleep(0.01)
         before |= set(names)
         ours, theirs = world._context.Pipe()
         process = world._context.Process(target=attack, args=(theirs, kind, user, names, pids))
@@ -118,6 +122,7 @@ def main(folder: str) -> dict[str, Any]:
         store.set(f"under attack {at}", "1")
         while names[-1] in doors():  # the reader closes it once its peers are in
             assert all(each.is_alive() for each in job.processes), job.join()
+            time.sleep(0.01)
         ours.send("stop")
         got[f"{kind} {user}"] = ours.recv()
         process.join()

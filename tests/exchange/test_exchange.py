@@ -51,12 +51,12 @@ def everyone(rank: int, path: Path) -> dict[Any, Any]:
     got: dict[Any, Any] = {}
     for text, policy, prefetch in EVERYONE:
         layout, packing = mf.Layout.parse(text, ranks_per_node=8), packing_of(policy)
-        with mf.Feed(recipe_of(path), layout, delivery="direct", packing=packing, timeout_s=60) as feed:
+        with mf.Feed(recipe_of(path), layout, delivery="direct", packing=packing, timeout_s=600) as feed:
             wanted = seen(feed)
             groups = feed.cp_groups
         mine = documents(path, STEPS + 1, layout.coord(rank).dp, layout.dp)
         with mf.Exchange(
-            mine, layout, packing=packing, keys=DOCUMENT_KEYS, prefetch=prefetch, timeout_s=60
+            mine, layout, packing=packing, keys=DOCUMENT_KEYS, prefetch=prefetch, timeout_s=600
         ) as exchange:
             got[text, policy, prefetch] = (seen(exchange) == wanted, exchange.cp_groups == groups)
     return got
@@ -76,7 +76,7 @@ def owners(rank: int, path: Path) -> dict[Any, Any]:
             keys=DOCUMENT_KEYS,
             owners=owners,
             delivery=delivery,
-            timeout_s=60,
+            timeout_s=600,
         ) as exchange:
             got[text, policy, delivery] = seen(exchange)
     return got

@@ -39,7 +39,7 @@ class Numbered:
 
 
 def exchange_of(rank: int, layout: mf.Layout, iterator: Any, **options: Any) -> mf.Exchange:
-    return mf.Exchange(iterator, layout, packing=PACKING, timeout_s=60, **options)
+    return mf.Exchange(iterator, layout, packing=PACKING, timeout_s=600, **options)
 
 
 # -- uneven ends -------------------------------------------------------------------------------------

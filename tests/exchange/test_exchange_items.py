@@ -45,7 +45,7 @@ def pack_all(rank: int) -> dict[str, Any]:
             layout,
             packing=mf.Packing(capacity=capacity, policy="dynamic_cp"),
             keys=ITEM_KEYS,
-            timeout_s=60,
+            timeout_s=600,
         ) as exchange:
             got[name] = [
                 (step.tokens, step.num_microbatches, [plain(m) for m in step.microbatches])
@@ -302,7 +302,7 @@ def staged(rank: int, layout: mf.Layout) -> list[set[str]]:
     for given in (None, owners):
         mine = [rows] if given is None or rank in owners else None
         with mf.Exchange(
-            mine, layout, packing=mf.Packing(capacity=16), owners=given, stage_map=stages, timeout_s=60
+            mine, layout, packing=mf.Packing(capacity=16), owners=given, stage_map=stages, timeout_s=600
         ) as exchange:
             names.append({name for step in iter_all(exchange) for m in step for name in m})
     return names

@@ -32,7 +32,7 @@ class Epochs:
             if number == self.stuck_at:
                 self.stuck_at = -1
                 self.stuck.set()
-                self.go_on.wait(60)
+                self.go_on.wait(600)
             self.live["at"] = number + 1
             yield numbered(number)
         self.live["at"] = 0
@@ -45,7 +45,7 @@ class Epochs:
 
 
 def exchange_of(source: Any, **options: Any) -> mf.Exchange:
-    return mf.Exchange(source, packing=mf.Packing(capacity=8), timeout_s=60, **options)
+    return mf.Exchange(source, packing=mf.Packing(capacity=8), timeout_s=600, **options)
 
 
 def numbers(step: mf.Step) -> list[int]:
@@ -194,7 +194,7 @@ def test_an_iterator_goes_back_as_far_as_its_items_are_kept(at_its_end: bool) ->
         if at_its_end:
             for thread in set(threading.enumerate()) - others:
                 if thread.name == "meshfeed-prefetch":
-                    thread.join(60)  # it pulls all there is, and may have ended already
+                    thread.join(600)  # it pulls all there is, and may have ended already
         exchange.load_state_dict(states[1])  # what is older may be kept no more
         assert [(step.index, elements(step)) for step in exchange] == [(2, [4, 5]), (3, [6])]
 
@@ -265,7 +265,7 @@ def test_an_iterator_is_not_set_back_under_its_thread(monkeypatch: pytest.Monkey
         steps = iter(exchange)
         assert numbers(next(steps)) == [0]
         state = exchange.state_dict()
-        assert source.stuck.wait(60)
+        assert source.stuck.wait(600)
         started = [thread for thread in threading.enumerate() if thread not in others]
         threads = [thread for thread in started if thread.name == "meshfeed-prefetch"]
         assert len(threads) == 1
@@ -274,7 +274,7 @@ def test_an_iterator_is_not_set_back_under_its_thread(monkeypatch: pytest.Monkey
         assert source.live == {"at": 3}
         source.go_on.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
         exchange.load_state_dict(state)
         assert [numbers(step) for step in exchange] == [[number] for number in range(1, 9)]
 

@@ -129,7 +129,7 @@ def test_nobody_there() -> None:
 
 def test_a_server_that_stalls_is_given_up(faults: Faults) -> None:
     client = Client(faults.url, {}, Patience(attempts=2, timeout_s=0.5))
-    tag = client.stat("data.bin").tag
+    tag = Client(faults.url, {}, SHORT).stat("data.bin").tag
     faults.plan = lambda *_: Fault(stall=True)
     with pytest.raises(UnavailableError, match="failed 2 times"):
         client.read("data.bin", 0, 100, tag)

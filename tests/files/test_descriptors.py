@@ -73,8 +73,8 @@ def test_nothing_is_closed_under_a_reader(
 
     def slowly(fd: int, buffers: tuple[memoryview, ...], at: int) -> int:
         if threading.current_thread() is not threading.main_thread():
-            inside.wait(60)
-            assert go_on.wait(60)
+            inside.wait(600)
+            assert go_on.wait(600)
         return whole(fd, buffers, at)
 
     monkeypatch.setattr(local, "_read_ranges", None)
@@ -85,7 +85,7 @@ def test_nothing_is_closed_under_a_reader(
     threads = [threading.Thread(target=lambda i=i: got.update({i: read(files[i])})) for i in range(6)]
     for thread in threads:
         thread.start()
-    inside.wait(60)
+    inside.wait(600)
     assert len(open_in(tmp_path)) == 6  # more than may be, since all are being read
     for i in range(6, 20):
         assert read(files[i]) == bytes([i]) * SIZE
@@ -95,7 +95,7 @@ def test_nothing_is_closed_under_a_reader(
     assert "0" in open_in(tmp_path)  # it is closed by who reads it
     go_on.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert got == {i: bytes([i]) * SIZE for i in range(6)}
     assert "0" not in open_in(tmp_path)
     for file in files[1:]:
@@ -118,7 +118,7 @@ def test_threads_read_what_is_there(files: list[LocalFile], tmp_path: Path) -> N
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(600)
     assert wrong == []
     assert open_in(tmp_path) == []
     assert sum(file.stats.reads for file in files) == 8 * 400
@@ -204,7 +204,7 @@ def test_a_forked_child_reads_on_whatever_threads_of_the_parent_held(
     finally:
         stop.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(600)
     for file in files:
         file.__exit__()
 

@@ -110,7 +110,7 @@ def megatrons_datasets(path: Path, is_reader: Any, samples: int, length: int = L
 
 def run(job: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """`world.run`, with patience for a busy machine."""
-    return world.start(job, world_size, *args).results(300)
+    return world.start(job, world_size, *args).results()
 
 
 def plain(value: Any) -> Any:

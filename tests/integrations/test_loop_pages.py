@@ -60,7 +60,7 @@ def test_the_examples_run_as_they_say(tmp_path: Path) -> None:
             text=True,
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
-    said = {name: process.communicate(timeout=280)[0] for name, process in running.items()}
+    said = {name: process.communicate(timeout=800)[0] for name, process in running.items()}
     assert {name: process.returncode for name, process in running.items()} == dict.fromkeys(running, 0), said
     for name, packages in FRAMEWORKS.items():
         versions = ", ".join(f"{package} {version(package)}" for package in packages)

@@ -111,7 +111,7 @@ def check_batches(case: Case, path: Path, dataset: Any, loading: Any) -> None:
     """Every microbatch of every virtual stage: ours, and what Megatron's own path gives."""
     recipe = gpt_recipe(path, STEPS * SEQUENCES, SEQUENCES)
     with megatron.feed(
-        recipe, case.config, loading=loading, micro_batch_size=MBS, device="cpu", timeout_s=120
+        recipe, case.config, loading=loading, micro_batch_size=MBS, device="cpu", timeout_s=600
     ) as feed:
         assert feed.role.reads == megatron.is_reader(config=case.config, loading=loading)
         iterators = iterators_of(feed)
@@ -174,7 +174,7 @@ def groups_job(rank: int, path: Path) -> list[str]:
     told: list[str] = []
     dp = layout.coord(rank).dp
     samples = [sample_of(np.full(9 + dp, 100 * dp + n)) for n in range(3)]
-    with megatron.SequencePacking(device="cpu", timeout_s=120) as wrap:
+    with megatron.SequencePacking(device="cpu", timeout_s=600) as wrap:
         iterator, count, *numbers = wrap(iter([samples]) if reads else None, config, 1, groups)
         batches = [megatron.get_batch(iterator) for _ in range(count)]
         told.append(f"{numbers} {sum(int(b['packed_seq_params'].cu_seqlens_q[-1]) for b in batches)}")

@@ -174,7 +174,7 @@ def job(rank: int, folder: Path, cases: list[tuple[Case, list[tuple[str, str]]]]
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("training")
     write_documents(folder / "corpus", count=200, vocab=VOCAB)
-    return world.start(job, 4, folder, CASES).results(3600 if SOAK else 300)
+    return world.start(job, 4, folder, CASES).results(3600 if SOAK else 600)
 
 
 def test_losses_are_those_of_megatrons_own_data_path(told: list[dict[str, Any]]) -> None:

@@ -20,7 +20,7 @@ from corpus import recipe_of, write_corpus
 from meshfeed.metrics import RunLog, RunReader, RunStart, StepRecord, StepStats, read_run
 from soak import cases
 
-PATIENCE_S = 60.0
+PATIENCE_S = 600.0
 LAYOUT = mf.Layout.parse("tp2-dp2")
 
 

@@ -44,7 +44,7 @@ def scraped(address: str) -> Scraped:
     """(name, labels) -> value of what is meshfeed's."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    with urllib.request.urlopen(address, timeout=60) as page:
+    with urllib.request.urlopen(address, timeout=600) as page:
         text = page.read().decode()
     return {
         (

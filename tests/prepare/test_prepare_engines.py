@@ -196,6 +196,7 @@ def test_slurm_gives_the_same_bytes_after_kills_of_the_run_and_of_its_job(
             process = start("slurm", corpus, out, "hold", *more, env=env)
             while not (job := told_by("squeue", "-h", "-o", "%F", "--states=PENDING")) or orphan in job:
                 assert process.poll() is None, process.communicate()
+                time.sleep(0.2)
             return process, job
 
         orphan = "none"

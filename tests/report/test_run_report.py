@@ -8,9 +8,6 @@ import io
 import itertools
 import json
 import re
-import statistics
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,33 +21,24 @@ from playwright.sync_api import sync_playwright
 import meshfeed as mf
 import world
 from corpus import write_corpus
+from delays import LEAP_S, delayed
 from meshfeed.cli.main import main
 from meshfeed.report.history.page import page
 from services.needs import needs, program_path
 from soak import only_soak
 
-DELAY_S, DELAYED, SLOW = 0.5, (4, 7, 9), 2  # seconds; calls of read that are delayed, on this rank
+DELAYED, SLOW = (4, 7, 9), 2  # calls of read that are delayed, on this rank
 STEPS, LAYOUTS = 12, ("tp2-dp2", "dp4")  # of each start
 SHARES = {"web": 0.6, "code": 0.3, "math": 0.1}
 SECTIONS = ("waits", "moment", "mixture", "traffic", "balance", "queue", "starts", "ranks", "how")
 
 
-def train(rank: int, folder: str, layout: str, state: dict[str, Any] | None) -> tuple[Any, list[float]]:
-    """Takes its steps; the state after them, and how long each delay was."""
+def train(rank: int, folder: str, layout: str, state: dict[str, Any] | None) -> dict[str, Any]:
+    """Takes its steps; the state after them."""
     data = mf.Mixture({name: (mf.open(f"{folder}/{name}"), share) for name, share in SHARES.items()})
     recipe = mf.Recipe(data=data, sequence=mf.Windows(64), batch=mf.Batch(sequences=16), seed=5)
-    slept: list[float] = []
     if rank == SLOW:
-        load, calls = recipe.sequence.load, itertools.count()
-
-        def slow(*args: Any) -> Any:
-            if next(calls) in DELAYED:
-                began = time.monotonic()
-                threading.Event().wait(DELAY_S)
-                slept.append(time.monotonic() - began)
-            return load(*args)
-
-        object.__setattr__(recipe.sequence, "load", slow)
+        object.__setattr__(recipe.sequence, "load", delayed(recipe.sequence.load, DELAYED))
     log = mf.metrics.RunLog(f"{folder}/run")
     with mf.Feed(recipe, mf.Layout.parse(layout), delivery="share", timeout_s=600, metrics=log) as feed:
         if state is not None:
@@ -58,28 +46,24 @@ def train(rank: int, folder: str, layout: str, state: dict[str, Any] | None) -> 
         for step in itertools.islice(feed, STEPS):
             for _ in step.microbatches:
                 pass
-        return feed.state_dict(), slept
+        return feed.state_dict()
 
 
-def make(folder: Path) -> list[float]:
-    """A run of two starts in `folder`/run; the delays that the slow rank had."""
+def make(folder: Path) -> None:
+    """A run of two starts in `folder`/run."""
     for seed, name in enumerate(SHARES):
         write_corpus(folder / name, num_tokens=30_000, seed=seed)
-    slept, state = [], None
+    state = None
     for layout in LAYOUTS:
-        told = world.run(train, 4, str(folder), layout, state)
-        state = told[0][0]
-        slept += told[SLOW][1]
-    return slept
+        state = world.run(train, 4, str(folder), layout, state)[0]
 
 
 @dataclass(frozen=True)
 class Made:
-    """What `meshfeed report --json` wrote and said of the run, and the delays that the slow rank had."""
+    """What `meshfeed report --json` wrote and said of the run."""
 
     page: Path
     said: dict[str, Any]
-    slept: list[float]
 
     @property
     def data(self) -> dict[str, Any]:
@@ -92,11 +76,11 @@ class Made:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("job")
-    slept = make(folder)
+    make(folder)
     told = io.StringIO()
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(io.StringIO()):
         assert main(["report", f"{folder}/run", "--out", f"{folder}/page.html", "--json"]) == 0
-    return Made(folder / "page.html", json.loads(told.getvalue()), slept)
+    return Made(folder / "page.html", json.loads(told.getvalue()))
 
 
 @pytest.fixture(scope="module")
@@ -127,22 +111,18 @@ def opened(chromium: Any, path: Path, **how: Any) -> Iterator[Any]:
 def test_the_delays_show_on_their_rank_and_in_their_stage(made: Made) -> None:
     """Within a tenth, in the picture's data and in the summary."""
     data, delays = made.data, len(LAYOUTS) * len(DELAYED)
-    assert len(made.slept) == delays
     waits = np.frombuffer(base64.b64decode(data["heat"]["by_stage"]), "<f4")
     waits = waits.reshape(4, len(LAYOUTS) * STEPS, len(data["stages"]))
     read = waits[:, :, data["stages"].index("read")]
-    long = read[SLOW][read[SLOW] > DELAY_S / 2]
-    assert len(long) == delays
-    assert statistics.median(long) == pytest.approx(statistics.median(made.slept), rel=0.1)
-    assert np.sum(np.delete(read, SLOW, axis=0) > DELAY_S / 2) <= 1, (
-        "one may have been hit by another process"
-    )
+    long = read[SLOW][read[SLOW] > LEAP_S / 2]
+    assert long.tolist() == pytest.approx([LEAP_S] * delays, rel=0.1)
+    assert np.sum(waits > LEAP_S / 2) == delays
     for said in (made.said, data["summary"]):
         assert said["worst"]["rank"] == said["longest"]["rank"] == SLOW
         assert said["worst"]["stage"] == said["longest"]["stage"] == "read"
         assert said["longest"]["wait_s"] == pytest.approx(long.max(), rel=1e-3)
         counted = len(LAYOUTS) * (STEPS - 1)  # the first step of a start is left out
-        assert said["worst"]["wait_s"] * counted == pytest.approx(sum(made.slept), rel=0.1)
+        assert said["worst"]["wait_s"] * counted == pytest.approx(delays * LEAP_S, rel=0.1)
         assert f"Look at rank {SLOW}" in said["says"]
         assert [(each["step"], each["layout"]) for each in said["starts"]] == [(0, "tp2-dp2"), (12, "dp4")]
 

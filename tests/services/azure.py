@@ -65,7 +65,7 @@ class Azure:
         to_sign = "\n".join([*lines, f"/{ACCOUNT}/{ACCOUNT}/{name}", "restype:container"])
         digest = hmac.new(base64.b64decode(KEY), to_sign.encode(), hashlib.sha256).digest()
         headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(digest).decode()}"
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
         connection.request("PUT", f"/{ACCOUNT}/{name}?restype=container", headers=headers)
         answer = connection.getresponse()
         text = answer.read()

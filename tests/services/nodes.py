@@ -94,4 +94,4 @@ def _make(bridge: str, made: Sequence[Node]) -> None:
 
 
 def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=600).stdout

@@ -161,7 +161,7 @@ class S3:
         headers["authorization"] = (
             f"AWS4-HMAC-SHA256 Credential={KEY}/{scope}, SignedHeaders={names}, Signature={signature}"
         )
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
         text = answer.read()

@@ -39,12 +39,28 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+_ATTEMPTS = 4  # another process may take a port that was free
+
+
 @contextlib.contextmanager
 def slurm(folder: Path, cpus: int = 2) -> Generator[dict[str, str]]:
     """A running Slurm; the environment in which its commands find it."""
     needs("munged", "slurmctld", "slurmd", "sbatch")
     needs_root()
-    folder.chmod(0o700)  # munged insists
+    for attempt in range(_ATTEMPTS):
+        with contextlib.ExitStack() as stack:
+            (home := folder / str(attempt)).mkdir(mode=0o700)  # munged insists
+            try:
+                environment = _start(stack, home, cpus)
+            except RuntimeError:
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                continue
+            yield environment
+            return
+
+
+def _start(stack: contextlib.ExitStack, folder: Path, cpus: int) -> dict[str, str]:
     for name in ("state", "spool"):
         (folder / name).mkdir()
     key = folder / "munge.key"
@@ -66,22 +82,11 @@ def slurm(folder: Path, cpus: int = 2) -> Generator[dict[str, str]]:
         )
         return told.stdout.strip() == "idle"
 
-    with contextlib.ExitStack() as stack:
-        start = stack.enter_context
-        start(
-            server(
-                [path["munged"], "--foreground", "--force", *own],
-                (folder / "munge.socket").exists,
-                folder / "munged.log",
-            )
-        )
-        start(
-            server(
-                [path["slurmctld"], "-D"],
-                lambda: answers(controller),
-                folder / "slurmctld.log",
-                env=environment,
-            )
-        )
-        start(server([path["slurmd"], "-D", "-N", host], idle, folder / "slurmd.log", env=environment))
-        yield environment
+    for command, is_up in (
+        ([path["munged"], "--foreground", "--force", *own], (folder / "munge.socket").exists),
+        ([path["slurmctld"], "-D"], lambda: answers(controller)),
+        ([path["slurmd"], "-D", "-N", host], idle),
+    ):
+        log = folder / f"{Path(command[0]).name}.log"
+        stack.enter_context(server(command, is_up, log, env=environment))
+    return environment

@@ -273,15 +273,15 @@ def test_threads_that_read_first_at_once_read_once(small, monkeypatch):
 
     def guard(self):
         answer = ask(self)
-        both_ask.wait(30)  # neither has an answer yet
+        both_ask.wait(600)  # neither has an answer yet
         if next(asked):
-            first_reads.wait(30)  # the second gets its own while the first reads
+            first_reads.wait(600)  # the second gets its own while the first reads
         return answer
 
     def read(self, *args):
         first_reads.set()
         if next(reads) < 2:
-            both_read.wait(30)
+            both_read.wait(600)
         read_into(self, *args)
 
     monkeypatch.setattr(NodeIndex, "guard", guard)

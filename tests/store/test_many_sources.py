@@ -64,7 +64,7 @@ def test_few_descriptors_for_many_sources(tmp_path: Path) -> None:
                     env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
                     stdout=subprocess.PIPE,
                     check=True,
-                    timeout=240,
+                    timeout=800,
                 ).stdout
             )
             for limit in ("", "256")

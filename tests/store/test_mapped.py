@@ -308,7 +308,7 @@ def test_a_killed_rank_leaves_no_worker(tmp_path: Path) -> None:
         assert held.read(1) == b"!"
         jobs.kill([0])
         assert held.read() == b""  # only once the worker, who is busy, has ended
-    jobs.join(20)
+    jobs.join()
 
 
 def test_a_feed_that_is_left_ends_its_workers() -> None:
@@ -332,7 +332,7 @@ def test_stores_end_their_workers_one_by_one() -> None:
             store.fetch(places(0))
             ending = threading.Thread(target=store.__exit__, args=(None, None, None))
             ending.start()
-            ending.join(120)
+            ending.join(600)
             assert not ending.is_alive()
             store.__enter__()
     assert nothing_runs()

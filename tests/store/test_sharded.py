@@ -29,7 +29,7 @@ from services.needs import needs
 from services.nginx import Nginx
 from soak import some
 
-PATIENCE_S = 60
+PATIENCE_S = 600
 COUNT = 400
 
 
