@@ -2,8 +2,8 @@
 
 Both sides give the same arrays to the last bit; every round checks that. "In memory" is the arithmetic:
 documents of all epochs shuffled, samples cut, samples shuffled; Megatron's side with its compiled helper.
-"Into a cache" is what a job waits for: reading the .idx, the arithmetic, and the files. The shuffles are
-NumPy's legacy one on both sides, since nothing else gives its bits: they are the limit, shown as such.
+"Into a cache" is what a job waits for: reading the .idx, the arithmetic, and the files. Both give the
+bits of NumPy's legacy shuffle, ours by a compiled loop; what two shuffles by NumPy would allow is shown, too.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ def in_memory(lengths: np.ndarray, epochs: int, rounds: int) -> Iterator[Row]:
     def ours() -> None:
         made["ours"] = list(build_index(passes, lengths, 0, SEED).values())
 
-    def shuffles() -> None:
+    def numpy_shuffles() -> None:
         random = np.random.RandomState(SEED)
         random.shuffle(np.arange(epochs * lengths.size, dtype=np.int64))
         random.shuffle(np.arange(passes.num_samples, dtype=np.uint32))
 
-    took = in_turn({PEER: theirs, "meshfeed": ours, "the two shuffles": shuffles}, rounds)
+    took = in_turn({PEER: theirs, "meshfeed": ours, "two shuffles by NumPy": numpy_shuffles}, rounds)
     check(made)
     what = f"speed of the index of 10M documents, in memory, {epochs} epoch{'s' * (epochs > 1)}"
     yield speed(what, took, headline=epochs == 1)
     yield Row(
-        name=f"{what}: most that its two shuffles allow",
+        name=f"{what}: most that two shuffles by NumPy allow",
         against=PEER,
-        value=ratio(took[PEER], took["the two shuffles"]),
+        value=ratio(took[PEER], took["two shuffles by NumPy"]),
     )
 
 
@@ -151,6 +151,8 @@ def blends(count: int, size: int, rounds: int) -> Row:
         name=f"speed of blending {count} sources, 10M samples",
         against=f"{PEER}'s compiled loop",
         value=ratio(took[PEER], took["meshfeed"]),
+        aim=1.0,
+        at_least=True,
     )
 
 

@@ -16,6 +16,7 @@ from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shu
 from megatron.core.datasets.utils import normalize
 
 from meshfeed.errors import RecipeError
+from meshfeed.integrations.megatron import gpt_order
 from meshfeed.integrations.megatron.gpt_order import (
     PARTS,
     blend_of_sizes,
@@ -28,6 +29,15 @@ from meshfeed.integrations.megatron.gpt_order import (
 from soak import cases, some
 
 LAWS = settings(max_examples=cases(120), deadline=None)
+
+
+def each_way(make):
+    """What a call makes with the compiled loops, and with NumPy alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        made = [make()]
+        patch.setattr(gpt_order, "_shuffle", None)
+        patch.setattr(gpt_order, "_blend_steps", None)
+        return [*made, make()]
 
 
 def their_index(lengths, length, num_samples, seed, extra, drop_last, begin):
@@ -68,11 +78,11 @@ def test_the_three_arrays_are_theirs(lengths, last, length, num_samples, seed, e
         lengths, length, num_samples, seed, extra, drop_last, begin
     )
     passes = passes_of(int(lengths.sum()), length, num_samples, extra=extra, drop_last=drop_last)
-    ours = build_index(passes, lengths, begin, seed)
     assert passes.separate_last == separate
-    for name, theirs in (("document", document), ("sample", sample), ("shuffle", shuffle)):
-        assert ours[name].dtype == theirs.dtype, name
-        assert np.array_equal(ours[name], theirs), name
+    for ours in each_way(lambda: build_index(passes, lengths, begin, seed)):
+        for name, theirs in (("document", document), ("sample", sample), ("shuffle", shuffle)):
+            assert ours[name].dtype == theirs.dtype, name
+            assert np.array_equal(ours[name], theirs), name
 
 
 @pytest.mark.parametrize("num_samples", [None, 70_000, 150_000, 190_000])
@@ -82,10 +92,10 @@ def test_larger_datasets_past_blocks_and_single_precision(num_samples, drop_last
     length = 512
     theirs = their_index(lengths, length, num_samples, 77, True, drop_last, 0)
     passes = passes_of(int(lengths.sum()), length, num_samples, drop_last=drop_last)
-    ours = build_index(passes, lengths, 0, 77)
     assert passes.num_epochs * passes.epoch_tokens > 2**24
-    for name, want in zip(("document", "sample", "shuffle"), theirs):
-        assert np.array_equal(ours[name], want), name
+    for ours in each_way(lambda: build_index(passes, lengths, 0, 77)):
+        for name, want in zip(("document", "sample", "shuffle"), theirs):
+            assert np.array_equal(ours[name], want), name
 
 
 def test_a_partial_sample_may_end_in_an_empty_document():
@@ -144,22 +154,21 @@ def weights_of(kind, count):
 def test_blends_are_theirs(kind, count, size):
     weights = weights_of(kind, count)
     dataset, sample = their_blend(normalize(normalize(weights)), size)
-    ours = blend_of_weights(weights, size)
-    assert ours["dataset"].dtype == np.int16 and np.array_equal(ours["dataset"], dataset)
-    assert ours["sample"].dtype == np.int64 and np.array_equal(ours["sample"], sample)
+    for ours in each_way(lambda: blend_of_weights(weights, size)):
+        assert ours["dataset"].dtype == np.int16 and np.array_equal(ours["dataset"], dataset)
+        assert ours["sample"].dtype == np.int64 and np.array_equal(ours["sample"], sample)
 
 
 @LAWS
 @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=12), st.integers(0, 3000))
 def test_blends_of_any_weights_are_theirs(weights, size):
     dataset, sample = their_blend(normalize(normalize(weights)), size)
-    ours = blend_of_weights(weights, size)
-    assert np.array_equal(ours["dataset"], dataset) and np.array_equal(ours["sample"], sample)
+    for ours in each_way(lambda: blend_of_weights(weights, size)):
+        assert np.array_equal(ours["dataset"], dataset) and np.array_equal(ours["sample"], sample)
 
 
 def test_pieces_of_a_blend_join(monkeypatch):
-    from meshfeed.integrations.megatron import gpt_order
-
+    monkeypatch.setattr(gpt_order, "_blend_steps", None)
     weights = weights_of("random", 5)
     whole = blend_of_weights(weights, 20_000)
     monkeypatch.setattr(gpt_order, "_PIECE", 3_000)
@@ -168,16 +177,16 @@ def test_pieces_of_a_blend_join(monkeypatch):
 
 
 @LAWS
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=20))
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=20))
 def test_blends_of_every_sample_are_theirs(sizes):
     total = sum(sizes)
     dataset, sample = np.zeros(total, np.int16), np.zeros(total, np.int64)
     helpers.build_exhaustive_blending_indices(dataset, sample, sizes, len(sizes))
-    ours = blend_of_sizes(sizes, None)
-    assert np.array_equal(ours["dataset"], dataset) and np.array_equal(ours["sample"], sample)
-    some = blend_of_sizes(sizes, total // 2)
+    for ours in each_way(lambda: blend_of_sizes(sizes, None)):
+        assert np.array_equal(ours["dataset"], dataset) and np.array_equal(ours["sample"], sample)
     dataset, sample = their_blend(normalize(sizes), total // 2)
-    assert np.array_equal(some["dataset"], dataset) and np.array_equal(some["sample"], sample)
+    for ours in each_way(lambda: blend_of_sizes(sizes, total // 2)):
+        assert np.array_equal(ours["dataset"], dataset) and np.array_equal(ours["sample"], sample)
 
 
 @LAWS
