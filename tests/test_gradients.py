@@ -19,7 +19,7 @@ LENGTHS = (96, 64, 32, 96, 1, 1, 1, 1, 1, 1, 1, 1)  # stream order leaves one of
 CASES = (
     ("dp4", "in_order"), ("dp4", "balanced"), ("dp4", "dynamic_cp"), ("cp2-dp2", "balanced"),
     ("cp2-dp2", "dynamic_cp"), ("cp4", "balanced"), ("tp2-dp2", "in_order"), ("tp2-cp2", "balanced"),
-    ("dp2-pp2", "balanced"), ("cp2-pp2", "dynamic_cp"),
+    ("dp2-pp2", "balanced"), ("cp2-pp2", "dynamic_cp"), ("cp2-dp2", "fixed"), ("dp2-pp2", "fixed"),
 )  # fmt: skip
 
 
@@ -44,10 +44,11 @@ def gradients(path: str, layout: mf.Layout, policy: Any, rank: int, capacity: in
 
     torch.set_default_dtype(torch.float64)
     place = Place(layout, rank)
-    stage = Stage(Shape(vocab=64, window=128, width=16, layers=2, heads=2), place)
-    feed = mf.Feed(
-        recipe_of(path), layout, rank, packing=mf.Packing(capacity=capacity, policy=policy), timeout_s=600
-    )
+    stage = Stage(Shape(vocab=64, window=512, width=16, layers=2, heads=2), place)
+    packing = mf.Packing(capacity=capacity, policy="dynamic_cp", fixed_shapes=True, max_sequences=5)
+    if policy != "fixed":
+        packing = mf.Packing(capacity=capacity, policy=policy)
+    feed = mf.Feed(recipe_of(path), layout, rank, packing=packing, timeout_s=600)
     place.make_cp_groups(feed)
     idle = torch.optim.SGD(stage.parameters(), lr=0.0)
     with feed:
@@ -122,7 +123,7 @@ def test_a_document_does_not_see_its_neighbours(corpus: str) -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     try:
-        block = Block("block0", Shape(vocab=64, window=128, width=16, heads=2), Place(mf.Layout(), 0))
+        block = Block("block0", Shape(vocab=64, window=512, width=16, heads=2), Place(mf.Layout(), 0))
         x = torch.randn(1, position.shape[1], 16)
         touched = x.clone()
         touched[0, sequence[0] == 1] += 1.0

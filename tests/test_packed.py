@@ -17,10 +17,10 @@ from soak import cases
 
 STEPS = 3
 LAYOUTS = ("tp2-cp2-dp2", "tp2-dp2-pp2", "cp2-dp4", "cp2-dp2-pp2", "dp8", "tp4-pp2")
-POLICIES = ("in_order", "balanced", "dynamic_cp")
+POLICIES = ("in_order", "balanced", "dynamic_cp", "fixed")
 DELIVERIES = ("direct", "broadcast", "share", "tree")
 CASES = list(itertools.product(LAYOUTS, POLICIES, DELIVERIES))[:: cases(7, 1)]
-"""Of 72, every seventh in `make test`: all layouts, policies and deliveries, but not each with each."""
+"""Of 96, every seventh in `make test`: all layouts, policies and deliveries, but not each with each."""
 
 
 def recipe_of(path: Path) -> mf.Recipe:
@@ -28,6 +28,10 @@ def recipe_of(path: Path) -> mf.Recipe:
 
 
 def packing_of(policy: Any) -> mf.Packing:
+    if policy == "fixed":
+        return mf.Packing(
+            capacity=400, policy="dynamic_cp", fixed_shapes=True, max_sequences=5, oversize="split"
+        )
     return mf.Packing(capacity=400, policy=policy, align=mf.Align(sequence=2, pack=8), oversize="split")
 
 

@@ -95,7 +95,7 @@ def test_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("recipes.md", 9)
+    names = run_page("recipes.md", 10)
     assert names["step"].valid_tokens > 0
 
 

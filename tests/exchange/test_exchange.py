@@ -18,7 +18,7 @@ STEPS = 3
 LAYOUTS = ("tp2-cp2-dp2", "tp2-dp2-pp2", "cp2-dp4", "cp2-dp2-pp2", "dp8", "tp4-pp2")
 POLICIES = ("balanced", "dynamic_cp")
 OWNED = ("broadcast", "share", "tree")
-WAYS = (("in_order", 0), ("balanced", 0), ("dynamic_cp", 0), ("balanced", 2))  # policy, prefetch
+WAYS = (("in_order", 0), ("balanced", 0), ("dynamic_cp", 0), ("fixed", 2))  # policy, prefetch
 EVERYONE = [(text, *way) for text, way in itertools.product(LAYOUTS, WAYS)]
 SERVED = list(itertools.product(LAYOUTS, POLICIES, OWNED))
 if not SOAK:  # each layout once, with another of the rest each time
@@ -27,6 +27,10 @@ if not SOAK:  # each layout once, with another of the rest each time
 
 
 def packing_of(policy: Any) -> mf.Packing:
+    if policy == "fixed":
+        return mf.Packing(
+            capacity=400, policy="dynamic_cp", fixed_shapes=True, max_sequences=5, oversize="split"
+        )
     return mf.Packing(capacity=400, policy=policy, align=mf.Align(sequence=2, pack=8), oversize="split")
 
 

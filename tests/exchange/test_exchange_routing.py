@@ -55,9 +55,9 @@ def exchanges(draw: Any) -> tuple[Membership, mf.Layout, list[Given], mf.Packing
         else nothing()
         for m in range(len(membership.ranks))
     ]
-    packing = mf.Packing(
-        capacity=24, policy=policy, align=mf.Align(sequence=draw(st.integers(1, 3)), pack=4), oversize="split"
-    )
+    align = mf.Align(sequence=draw(st.integers(1, 3)), pack=4)
+    shapes = draw(st.sampled_from(({}, {"max_sequences": 2}, {"max_sequences": 3, "fixed_shapes": True})))
+    packing = mf.Packing(capacity=24, policy=policy, align=align, oversize="split", **shapes)
     return membership, mf.Layout(dp=dp, cp=cp), batches, packing, draw(st.sampled_from(SPLITS))
 
 

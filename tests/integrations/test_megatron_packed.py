@@ -307,3 +307,20 @@ def test_newer_releases_get_their_further_fields(tmp_path: Path, monkeypatch: py
             assert params.cp_group == ("group of 1" if dynamic else None)
             assert params.seq_idx is None
     assert asked == [1]
+
+
+def test_packs_of_one_shape_differ_in_nothing_that_a_graph_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.packed_seq_params.PackedSeqParams", NewerParams)
+    packing = packing_of("balanced", fixed_shapes=True, max_sequences=6)
+    seen: set[Any] = set()
+    with mf.Feed(recipe_of(write_documents(tmp_path / "corpus")), packing=packing) as feed:
+        iterator = megatron.data_iterators(feed)
+        for _ in range(8):
+            made = megatron.get_batch(iterator)
+            params = vars(made.pop("packed_seq_params")) | made
+            seen.add(tuple((name, getattr(value, "shape", value)) for name, value in params.items()))
+    assert len(seen) == 1
+    told = dict(seen.pop())
+    assert (told["total_tokens"], told["max_seqlen_q"], told["cu_seqlens_q"]) == (256, 256, (8,))

@@ -115,6 +115,7 @@ def test_rows(
     cp=st.integers(1, 4),
     split=st.sampled_from(["zigzag", "pack_zigzag", "contiguous"]),
     align=st.sampled_from([1, 4]),
+    most=st.sampled_from([None, 3]),
     is_shared=st.booleans(),
     step=st.integers(0, 8),
     stage=st.sampled_from(["first", "last", "mtp", "all"]),
@@ -129,12 +130,20 @@ def test_packs(
     cp: int,
     split: Any,
     align: int,
+    most: int | None,
     is_shared: bool,
     step: int,
     stage: str,
 ) -> None:
     recipe = replace(recipes[store], sequence=mf.Documents(max_len))
-    packing = mf.Packing(capacity=capacity, policy=policy, oversize=oversize, align=mf.Align(pack=align))
+    packing = mf.Packing(
+        capacity=capacity,
+        policy=policy,
+        oversize=oversize,
+        align=mf.Align(pack=align),
+        max_sequences=most,
+        fixed_shapes=most is not None,
+    )
     stepping = Stepping(
         recipe=recipe, layout=mf.Layout(dp=2, cp=cp), micro_batch_size=1, packing=packing, cp_split=split
     )

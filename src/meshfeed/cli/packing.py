@@ -15,7 +15,10 @@ from meshfeed.plan.policy import Oversize, Policy
 from meshfeed.sequence import SequenceRule
 
 _DEFAULT = Packing(capacity=1)
-_OF_PACKS = ("policy", "oversize", "alpha", "cost", "microbatches", "align_sequence", "align_pack")
+_OF_PACKS = (
+    *("policy", "oversize", "alpha", "cost", "microbatches", "align_sequence", "align_pack"),
+    *("max_sequences", "fixed_shapes"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class JobOptions:
     )
     align_sequence: int | None = option("pad sequences to multiples of N (1)")
     align_pack: int | None = option("pad a rank's packs to multiples of N (1)")
+    max_sequences: int | None = option("sequences that a pack can hold (any number)")
+    fixed_shapes: bool | None = option("give all packs one shape; needs --max-sequences")
 
     def packing_of(self, capacity: int) -> Packing:
         """What the options mean. Raises MeshfeedError."""
@@ -44,6 +49,8 @@ class JobOptions:
             capacity=capacity,
             align=mf.Align(sequence=self.align_sequence or 1, pack=self.align_pack or 1),
             microbatches=self.microbatches,
+            max_sequences=self.max_sequences,
+            fixed_shapes=bool(self.fixed_shapes),
             **{name: value for name, value in chosen.items() if value is not None},
         )
 

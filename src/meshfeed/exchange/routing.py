@@ -171,15 +171,19 @@ def _padding(plan: StepPlan, *, whole: bool) -> tuple[Longs, Longs, Longs]:
     where = np.stack([plan.microbatch[order], plan.first_rank[order]])
     opens = np.append(True, (where[:, 1:] != where[:, :-1]).any(axis=0))
     pack, starts = np.cumsum(opens) - 1, np.flatnonzero(opens)
-    sums = np.add.reduceat(sizes, starts)
-    last = np.append(starts[1:], order.size) - 1  # a pack's own padding is its last row's
-    sizes[last] += -sums % plan.align.pack_multiple(plan.cp_size[order[last]])
+    of_pack, groups = np.add.reduceat(sizes, starts), plan.cp_size[order[starts]]
+    if plan.shape is None:
+        own = -of_pack % plan.align.pack_multiple(groups)
+        sizes[np.append(starts[1:], order.size) - 1] += own  # a pack's own padding is its last row's
+        of_pack += own
+    else:
+        of_pack = np.array([plan.align.limit(plan.shape.capacity, group) for group in groups.tolist()])
     padded[order] = total[order] = sizes
     if whole:
         ends = np.cumsum(sizes)
         base = ends[starts] - sizes[starts]
         origin[order] = ends - sizes - base[pack]
-        total[order] = np.add.reduceat(sizes, starts)[pack]
+        total[order] = of_pack[pack]
     return padded, origin, total
 
 

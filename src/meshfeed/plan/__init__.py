@@ -13,7 +13,7 @@ from meshfeed.plan.groups import cp_groups
 from meshfeed.plan.policy import Packing
 from meshfeed.plan.split import CpSplit, Slices, slices_of
 from meshfeed.plan.step import plan_step
-from meshfeed.plan.types import Align, Pack, StepPlan, packs_of
+from meshfeed.plan.types import Align, Pack, PackShape, StepPlan, packs_of
 
 __all__ = [
     "Account",
@@ -22,6 +22,7 @@ __all__ = [
     "CpSplit",
     "ModelShape",
     "Pack",
+    "PackShape",
     "Packing",
     "Slices",
     "StepPlan",

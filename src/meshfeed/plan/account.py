@@ -17,7 +17,7 @@ class Account:
 
     Attributes:
         tokens: real tokens in the step's packs.
-        padded_tokens: the same with all padding.
+        padded_tokens: the same with all padding, and with the dummies of packs of one shape.
         sum_sq: sum of squared real lengths of the step's rows.
         pairs: attended (query, key) pairs, under the cost model's window.
         loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks].
@@ -67,12 +67,18 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     load = np.bincount(pack_of_row, weights=cost.load(lengths, sizes), minlength=packs.size)
     tokens = np.zeros(packs.size, np.int64)
     np.add.at(tokens, pack_of_row, padded)
-    multiple = plan.align.pack_multiple(size.astype(np.int32))
-    tokens = -(-tokens // np.maximum(multiple, 1)) * multiple if packs.size else tokens
+    fixed, idle = plan.shape, 0
+    if fixed is not None:
+        limit_of = {g: plan.align.limit(fixed.capacity, g) for g in {*size.tolist(), plan.idle_cp_size}}
+        tokens = np.array([limit_of[g] for g in size.tolist()], np.int64)
+        idle = limit_of[plan.idle_cp_size] // plan.idle_cp_size
+    else:
+        multiple = plan.align.pack_multiple(size.astype(np.int32))
+        tokens = -(-tokens // np.maximum(multiple, 1)) * multiple if packs.size else tokens
     shape = (plan.num_microbatches, plan.num_ranks)
     # pack p covers size[p] ranks from its first one on
     ranks = np.repeat(packs - (np.cumsum(size) - size), size) + np.arange(int(size.sum()))
-    loads, rank_tokens = np.zeros(shape), np.zeros(shape, np.int64)
+    loads, rank_tokens = np.zeros(shape), np.full(shape, idle, np.int64)
     loads.ravel()[ranks] = np.repeat(load, size)
     rank_tokens.ravel()[ranks] = np.repeat(tokens // np.maximum(size, 1), size)
     share = (pp - 1) / vpp
@@ -83,7 +89,7 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
         widest = max(packing.cp_sizes) if packing.cp_sizes else plan.num_ranks
     return Account(
         tokens=exact_sum(lengths),
-        padded_tokens=exact_sum(tokens),
+        padded_tokens=exact_sum(rank_tokens.ravel()),
         sum_sq=exact_sum(lengths, lengths),
         pairs=exact_sum(attended_pairs(lengths, cost.window)),
         loads=loads,

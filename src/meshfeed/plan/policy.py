@@ -11,7 +11,7 @@ import numpy as np
 from meshfeed.errors import PlanError
 from meshfeed.plan.cost import CostModel
 from meshfeed.plan.groups import check_sizes, cp_sizes
-from meshfeed.plan.types import Align
+from meshfeed.plan.types import Align, PackShape
 
 Policy = Literal["in_order", "balanced", "dynamic_cp"]
 """in_order: packs filled in stream order at the layout's cp (Megatron's dp_balanced).
@@ -40,6 +40,9 @@ class Packing:
         cost: what a sequence costs. The default was measured on one H200 for a Llama-8B-like layer.
         align: multiples that padding must reach.
         max_sequences: sequences that a pack can hold; None for any number.
+        fixed_shapes: give all packs on cp groups of one size the same shape, for CUDA graphs and compiled
+            models: `capacity` tokens on each rank, max_sequences + 2 entries in cu_seqlens, one max_seqlen.
+            What the sequences leave is a dummy sequence at the end of the pack.
         oversize: see `Oversize`; too long is more than capacity times the widest cp group.
         objective: see `Objective`.
         microbatches: plan at least this many, so 1 for the fewest that hold the batch. None for as many as
@@ -59,6 +62,7 @@ class Packing:
     cost: CostModel = field(default_factory=lambda: CostModel(alpha=25_100))
     align: Align = field(default_factory=Align)
     max_sequences: int | None = None
+    fixed_shapes: bool = False
     oversize: Oversize = "error"
     objective: Objective = "microbatch"
     microbatches: int | None = None
@@ -76,6 +80,10 @@ class Packing:
             raise PlanError(f"capacity={self.capacity}: a rank holds at least one token")
         if self.max_sequences is not None and self.max_sequences < 1:
             raise PlanError(f"max_sequences={self.max_sequences}: a pack holds at least 1, or None for any")
+        if self.fixed_shapes and self.max_sequences is None:
+            raise PlanError(
+                "fixed_shapes=True: cu_seqlens have as many entries as max_sequences; give that too"
+            )
         if self.microbatches is not None and self.microbatches < 1:
             raise PlanError(f"microbatches={self.microbatches}: at least 1, or None to let the plan choose")
         if self.quantum is not None and self.quantum < 1:
@@ -132,13 +140,10 @@ def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
     if packing.policy == "dynamic_cp":
         ranks = dp * cp
         sizes = cp_sizes(ranks) if packing.cp_sizes is None else check_sizes(packing.cp_sizes, ranks)
-    multiples = [int(packing.align.pack_multiple(size)) for size in sizes]
-    most = np.iinfo(np.int32).max  # cu_seqlens are int32
-    limits = tuple(
-        min(packing.capacity * g, most) // multiple * multiple for g, multiple in zip(sizes, multiples)
-    )
+    limits = tuple(packing.align.limit(packing.capacity, size) for size in sizes)
     if min(limits) == 0:
-        size, multiple = next((g, m) for g, m, limit in zip(sizes, multiples, limits) if limit == 0)
+        size = sizes[limits.index(0)]
+        multiple = int(packing.align.pack_multiple(size))
         raise PlanError(
             f"capacity={packing.capacity}: a pack on {size} ranks is a multiple of {multiple} tokens; "
             f"raise capacity to {math.ceil(multiple / size)} or lower the alignment {packing.align}"
@@ -148,5 +153,12 @@ def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
         sizes=sizes,
         limits=limits,
         align=packing.align,
-        max_sequences=packing.max_sequences or most,
+        max_sequences=packing.max_sequences or np.iinfo(np.int32).max,
     )
+
+
+def shape_of(packing: Packing) -> PackShape | None:
+    """The shape of every pack, if they all have one."""
+    if not packing.fixed_shapes or packing.max_sequences is None:
+        return None
+    return PackShape(capacity=packing.capacity, max_sequences=packing.max_sequences)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.errors import PlanError
 from meshfeed.plan.types import IntArray, LongArray, Pack
@@ -23,7 +24,7 @@ class Slices:
     """Token ranges of a pack's sequences, in the order in which they are held.
 
     Attributes:
-        sequence: which sequence of the pack; int32 [m].
+        sequence: which sequence of the pack; int32 [m]. The one after the last is the dummy at its end.
         start, stop: tokens of that sequence, padding included; int64 [m].
     """
 
@@ -41,6 +42,10 @@ class Slices:
         """Where each begins if they are stored one after the other; int64 [m]."""
         return np.cumsum(self.sizes) - self.sizes
 
+    def only(self, mask: npt.NDArray[np.bool_]) -> Slices:
+        """Some of the slices."""
+        return Slices(self.sequence[mask], self.start[mask], self.stop[mask])
+
 
 def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     """The slices that some ranks of a pack's cp group hold between them, neighbours joined.
@@ -53,14 +58,17 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
         raise PlanError(f"cp split {split!r}: choose one of {', '.join(get_args(CpSplit))}")
     num_chunks, first, last = chunk_runs(cp_ranks, pack.cp_size, split)
     whole = split == "pack_zigzag"
-    lengths = pack.cu_seqlens_padded[-1:].astype(np.int64) if whole else pack.padded_lengths
+    bounds = pack.cu_seqlens_padded.astype(np.int64)
+    if pack.tail:
+        bounds = np.append(bounds, pack.num_tokens)
+    lengths = bounds[-1:] if whole else np.diff(bounds)
     if (lengths % num_chunks).any():
         bad = lengths[lengths % num_chunks > 0][:3]
         raise PlanError(f"padded lengths {bad} do not split in {num_chunks}; pad with Align.padded")
     size = (lengths // num_chunks)[:, None]
     start, stop = (size * first).ravel(), (size * last).ravel()
     if whole:
-        return cut_at(pack.cu_seqlens_padded.astype(np.int64), start, stop)
+        return cut_at(bounds, start, stop)
     return Slices(np.repeat(np.arange(lengths.size, dtype=np.int32), first.size), start, stop)
 
 

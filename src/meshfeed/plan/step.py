@@ -9,7 +9,7 @@ from meshfeed.errors import PlanError
 from meshfeed.plan.assign import in_order
 from meshfeed.plan.balance import balance
 from meshfeed.plan.oversize import rows_of
-from meshfeed.plan.policy import Packing, room_of
+from meshfeed.plan.policy import Packing, room_of, shape_of
 from meshfeed.plan.types import LongArray, StepPlan
 
 
@@ -66,6 +66,7 @@ def plan_step(
         num_ranks=room.num_ranks,
         idle_cp_size=room.sizes[0],
         align=room.align,
+        shape=shape_of(packing),
         sequence=rows.sequence,
         start=rows.start,
         oversize=rows.oversize,

@@ -56,6 +56,24 @@ class Align:
         cp = np.asarray(cp_size, np.int64)
         return np.lcm(self.pack * cp, self.sequence_multiple(cp_size))
 
+    def limit(self, capacity: int, cp_size: int) -> int:
+        """The most tokens of a pack on a cp group whose ranks hold so many each; 0 where none fit."""
+        multiple = int(self.pack_multiple(cp_size))
+        return min(capacity * cp_size, _MOST_TOKENS) // multiple * multiple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackShape:
+    """What makes all packs on cp groups of one size equal in shape.
+
+    Attributes:
+        capacity: tokens of each rank, rounded down to what alignment lets a pack have.
+        max_sequences: the most sequences of a pack; its cu_seqlens have two more entries.
+    """
+
+    capacity: int
+    max_sequences: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
@@ -73,6 +91,7 @@ class StepPlan:
         num_ranks: dp_cp ranks.
         idle_cp_size: cp group size of a rank that a microbatch gives nothing.
         align: padding multiples.
+        shape: of every pack; None where a pack is as large as its sequences make it.
         sequence: place in the global batch of the sequence that each row is of; int32 [n]. If not given, row
             i is all of sequence i.
         start: first token of each row in that sequence; int64 [n]. If not given, 0.
@@ -88,6 +107,7 @@ class StepPlan:
     num_ranks: int
     idle_cp_size: int
     align: Align
+    shape: PackShape | None = None
     sequence: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
     start: LongArray = field(default_factory=lambda: np.zeros(0, np.int64))
     oversize: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -115,6 +135,8 @@ class Pack:
         cu_seqlens: sequence starts in real tokens, then their end; int32 [k + 1].
         cu_seqlens_padded: the same with each sequence padded; int32 [k + 1].
         cp_size, cp_rank: the cp group that splits the pack, and this rank's place in it.
+        tail: tokens after the last sequence, all padding: a dummy sequence, which makes packs equal in shape.
+        max_sequences: of packs of one shape; None for others.
     """
 
     sequences: IntArray
@@ -122,6 +144,8 @@ class Pack:
     cu_seqlens_padded: IntArray
     cp_size: int
     cp_rank: int
+    tail: int = 0
+    max_sequences: int | None = None
 
     def __post_init__(self) -> None:
         for array in (self.sequences, self.cu_seqlens, self.cu_seqlens_padded):
@@ -137,6 +161,11 @@ class Pack:
         """Padded tokens of each sequence; int64 [k]."""
         return np.subtract(self.cu_seqlens_padded[1:], self.cu_seqlens_padded[:-1], dtype=np.int64)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole pack, all padding included."""
+        return int(self.cu_seqlens_padded[-1]) + self.tail
+
 
 def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack]:
     """The packs that one rank works on, one for each microbatch.
@@ -149,15 +178,17 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
     edges = np.arange(0, plan.num_microbatches + together, together)
     microbatch, lengths, cp_size = plan.microbatch[mine], plan.lengths[mine], plan.cp_size[mine]
     bounds = np.searchsorted(microbatch, edges).tolist()
-    padded = plan.align.padded(lengths, cp_size)
-    last = np.flatnonzero(np.diff(microbatch, append=-1))  # these carry their microbatch's own padding
-    totals = np.diff(_ends(padded)[last + 1], prepend=0)
-    padded[last] += -totals % plan.align.pack_multiple(cp_size[last])
+    padded, shape = plan.align.padded(lengths, cp_size), plan.shape
+    if shape is None:
+        last = np.flatnonzero(np.diff(microbatch, append=-1))  # these carry their microbatch's own padding
+        totals = np.diff(_ends(padded)[last + 1], prepend=0)
+        padded[last] += -totals % plan.align.pack_multiple(cp_size[last])
     ends, padded_ends = _ends(lengths), _ends(padded)
     packs: list[Pack] = []
     for start, stop in pairwise(bounds):
         size = int(cp_size[start]) if start < stop else plan.idle_cp_size
         first = int(plan.first_rank[mine[start]]) if start < stop else dp_cp_rank // size * size
+        used = int(padded_ends[stop] - padded_ends[start])
         packs.append(
             Pack(
                 sequences=mine[start:stop],
@@ -165,6 +196,8 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
                 cu_seqlens_padded=_int32(padded_ends[start : stop + 1] - padded_ends[start]),
                 cp_size=size,
                 cp_rank=dp_cp_rank - first,
+                tail=0 if shape is None else plan.align.limit(shape.capacity, size) - used,
+                max_sequences=None if shape is None else shape.max_sequences,
             )
         )
     return packs

@@ -111,7 +111,8 @@ class Documents(DocumentRule, TokenRule):
     float32 [1, t]; padding_mask bool [1, t], True for padding; sequence_ids int32 [1, t], the index of each
     token's sequence in the pack, -1 for padding. The same on every cp rank:
     cu_seqlens, cu_seqlens_padded int32 [documents + 1]; max_seqlen int32 [], of the padded lengths.
-    A dummy microbatch is one padded sequence without a token.
+    A dummy microbatch is one padded sequence without a token. With `Packing(fixed_shapes=True)` a pack ends
+    with a dummy, whose position_ids count from 0: cu_seqlens, cu_seqlens_padded int32 [max_sequences + 2].
     Raises RecipeError for max_len below 1.
     """
 

@@ -27,36 +27,41 @@ def fields_of_plan(portion: Portion, names: Sequence[str], allocate: Allocate) -
     """The named PLAN_FIELDS of a portion's one pack."""
     arrays: Arrays = {}
     (own, at), num_tokens = portion.own_tokens, portion.num_tokens
+    tail = portion.tail_tokens
     edges = zip([0, *(at + own.sizes).tolist()], [*at.tolist(), num_tokens])
-    gaps = [slice(a, b) for a, b in edges if a < b]
+    gaps, counted = [(a, b) for a, b in edges if a < b], num_tokens - int(tail.size.sum())
     for field in PLAN_FIELDS:
         if field.name not in names or not field.split:
             continue
         out = arrays[field.name] = allocate((1, num_tokens), field.dtype)
         if field.name == "position_ids":
-            _count(out[0], at, own.start - portion.starts[own.sequence], 1)
+            first = own.start - portion.starts[own.sequence]
+            _count(out[0], np.append(at, tail.at), np.append(first, tail.start), 1)
         elif field.name == "sequence_ids":
             _count(out[0], at, own.sequence, 0)
         else:
             out[:] = False
-        for gap in gaps:
-            out[0, gap] = field.pad
+        for start, stop in gaps:  # of padding, only the dummy at the end of a pack has positions
+            out[0, start : min(stop, counted) if field.name == "position_ids" else stop] = field.pad
     return arrays | lengths_of_plan(portion, names)
 
 
 def runs_of_plan(portion: Portion, names: Sequence[str]) -> list[RunField]:
     """The named PLAN_FIELDS that cp splits, in compact form."""
-    own, at = portion.own_tokens
-    starts_and_steps = {
-        "position_ids": (own.start - portion.starts[own.sequence], 1),
-        "sequence_ids": (own.sequence.astype(np.int64), 0),
-        "padding_mask": (np.zeros_like(at), 0),
+    (own, at), tail = portion.own_tokens, portion.tail_tokens
+    positions = Runs(at, own.start - portion.starts[own.sequence], own.sizes)
+    if tail.at.size:
+        both = ((positions.at, tail.at), (positions.start, tail.start), (positions.size, tail.size))
+        positions = Runs(*(np.concatenate(pair) for pair in both))
+    runs_and_steps = {
+        "position_ids": (positions, 1),
+        "sequence_ids": (Runs(at, own.sequence.astype(np.int64), own.sizes), 0),
+        "padding_mask": (Runs(at, np.zeros_like(at), own.sizes), 0),
     }
     made: list[RunField] = []
     for field in PLAN_FIELDS:
         if field.name in names and field.split:
-            start, step = starts_and_steps[field.name]
-            made.append(RunField(field, Runs(at, start, own.sizes), step))
+            made.append(RunField(field, *runs_and_steps[field.name]))
     return made
 
 
@@ -73,12 +78,17 @@ def lengths_of_plan(portion: Portion, names: Sequence[str]) -> Arrays:
     """The named PLAN_FIELDS that are the same on every cp rank."""
     pack = portion.pack
     cu_seqlens, padded = pack.cu_seqlens, pack.cu_seqlens_padded
-    if not len(portion.draws):
-        cu_seqlens = np.zeros(2, np.int32)
-        padded = np.array([0, portion.idle_tokens * pack.cp_size], np.int32)
+    longest = np.diff(padded).max(initial=0)
+    if pack.max_sequences is not None:
+        # the dummy, then entries without a token
+        more, longest = pack.max_sequences + 2 - padded.size, pack.num_tokens
+        cu_seqlens, padded = (np.append(ends, [ends[-1] + pack.tail] * more) for ends in (cu_seqlens, padded))
+    elif not len(portion.draws):
+        longest = portion.idle_tokens * pack.cp_size
+        cu_seqlens, padded = np.zeros(2, np.int32), np.array([0, longest])
     arrays: Arrays = {
-        "cu_seqlens": np.array(cu_seqlens),
-        "cu_seqlens_padded": np.array(padded),
-        "max_seqlen": np.array(np.diff(padded).max(initial=0), np.int32),
+        "cu_seqlens": np.array(cu_seqlens, np.int32),
+        "cu_seqlens_padded": np.array(padded, np.int32),
+        "max_seqlen": np.array(longest, np.int32),
     }
     return {name: array for name, array in arrays.items() if name in names}

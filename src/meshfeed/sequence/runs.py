@@ -123,6 +123,7 @@ class Portion:
         draws: one for each of `pack.sequences`.
         whole: tokens of each draw, before the plan splits or truncates it; int64 [k].
         own: the token slices that this rank works on.
+        tail: the slices of the dummy at the pack's end that this rank works on; they follow the own ones.
         held: the token slices of all ranks that one reader serves; each own slice is inside a held one.
         rows: sequences per microbatch; missing ones are rows of padding. 0 for a pack.
         starts: the first token of each of `pack.sequences` in its draw; int64 [k]. Above 0 if the plan has
@@ -141,6 +142,7 @@ class Portion:
     starts: Longs
     idle_tokens: int
     cp_ranks: tuple[int, ...]
+    tail: Slices
     _known: dict[tuple[int, int], Runs] = field(
         default_factory=dict[tuple[int, int], Runs], init=False, repr=False
     )
@@ -169,7 +171,14 @@ class Portion:
     @property
     def num_tokens(self) -> int:
         """Tokens of this rank in a pack, including padding and dummies."""
-        return int(self.own.sizes.sum()) if len(self.draws) else self.idle_tokens
+        if not len(self.draws) and not self.pack.tail:
+            return self.idle_tokens
+        return int(self.own.sizes.sum() + self.tail.sizes.sum())
+
+    @property
+    def tail_tokens(self) -> Runs:
+        """The tokens of the dummy: their offsets in a field, and their places in the dummy."""
+        return Runs(int(self.own.sizes.sum()) + self.tail.offsets, self.tail.start, self.tail.sizes)
 
     def ranges(self, slices: Slices, *, extra: int = 0) -> Slices:
         """Slices of the pack as tokens of its draws, without padding.
@@ -223,9 +232,9 @@ def portions_of(
     portions: list[Portion] = []
     starts = range(0, plan.num_microbatches, together)
     for start, pack in zip(starts, packs_of(plan, dp_cp_rank, together=together)):
-        own = slices_of(pack, [pack.cp_rank], split)
+        own, tail = _parted(pack, [pack.cp_rank], split)
         first = dp_cp_rank - pack.cp_rank
-        held = own if len(group) == 1 else slices_of(pack, [rank - first for rank in group], split)
+        held = own if len(group) == 1 else _parted(pack, [rank - first for rank in group], split)[0]
         of = plan.sequence[pack.sequences]
         portions.append(
             Portion(
@@ -239,6 +248,16 @@ def portions_of(
                 starts=plan.start[pack.sequences],
                 idle_tokens=int(plan.align.pack_multiple(pack.cp_size)) // pack.cp_size,
                 cp_ranks=tuple(rank_of_dp_cp[first : first + pack.cp_size].tolist()),
+                tail=tail,
             )
         )
     return portions
+
+
+def _parted(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> tuple[Slices, Slices]:
+    """The slices of a pack's sequences, and those of the dummy at its end."""
+    slices = slices_of(pack, cp_ranks, split)
+    if not pack.tail:
+        return slices, slices.only(slices.sequence < 0)
+    of_draws = slices.sequence < pack.sequences.size
+    return slices.only(of_draws), slices.only(~of_draws)

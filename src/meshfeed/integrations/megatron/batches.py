@@ -177,6 +177,9 @@ def _with_own(made: dict[str, Any]) -> dict[str, Any]:
 
 def _totals(plan: StepPlan, pack: Pack) -> dict[str, int]:
     """Longest sequence of a pack, tokens of all, whether some are padding; those of a dummy too."""
+    if pack.max_sequences is not None:  # alike for all packs of one shape
+        pads = int(plan.align.sequence_multiple(pack.cp_size)) > 1
+        return {"max_seqlen": pack.num_tokens, "total_tokens": pack.num_tokens, "pad_between_seqs": pads}
     if not pack.sequences.size:
         idle = int(plan.align.pack_multiple(pack.cp_size))
         return {"max_seqlen": idle, "total_tokens": idle, "pad_between_seqs": True}

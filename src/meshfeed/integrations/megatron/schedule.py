@@ -29,7 +29,7 @@ from meshfeed.integrations.megatron.stages import (
 )
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, Packing, StepPlan
-from meshfeed.plan.policy import room_of
+from meshfeed.plan.policy import room_of, shape_of
 from meshfeed.roles import Role
 
 SCHEDULERS = {
@@ -61,7 +61,9 @@ def packing_of(
     """The packing that a Megatron config requests.
 
     It reads sequence_packing_scheduler (or `scheduler`), max_seqlen_per_dp_cp_rank, sequence_parallel,
-    min_dynamic_context_parallel_size and, with virtual stages, microbatch_group_size_per_vp_stage. Under
+    min_dynamic_context_parallel_size and, with virtual stages, microbatch_group_size_per_vp_stage. With
+    thd_max_packed_sequences=n and pad_packed_seq_alignment="max", all packs have one shape and up to n - 1
+    sequences, as Megatron counts the dummy at a pack's end. Under
     dynamic_cp, groups have the sizes for which Megatron makes process groups: powers of 2 that divide
     dp * cp, and dp * cp. align: further multiples that padding must reach. Raises RecipeError for a scheduler
     that is not in SCHEDULERS, or without a capacity.
@@ -76,13 +78,20 @@ def packing_of(
     if getattr(config, "sequence_parallel", False):
         align = replace(align, pack=math.lcm(align.pack, layout.tp))
     quantum = quantum_of(config)
+    chosen: dict[str, Any] = {}
+    most = getattr(config, "thd_max_packed_sequences", None)
+    if most is not None and getattr(config, "pad_packed_seq_alignment", None) == "max":
+        if most < 2:
+            raise RecipeError(f"thd_max_packed_sequences={most}: at least 2, a sequence and a dummy")
+        chosen |= {"fixed_shapes": True, "max_sequences": most - 1}
     if SCHEDULERS[name] != "dynamic_cp":
         policy: Any = SCHEDULERS[name]
-        return Packing(capacity=int(capacity), policy=policy, align=align, quantum=quantum)
+        return Packing(capacity=int(capacity), policy=policy, align=align, quantum=quantum, **chosen)
     least, ranks = int(getattr(config, "min_dynamic_context_parallel_size", None) or 1), layout.dp * layout.cp
     sizes = [size for size in (1 << i for i in range(ranks.bit_length())) if ranks % size == 0]
     sizes = tuple(sorted({size for size in sizes if size >= least} | {ranks}))
-    return Packing(capacity=int(capacity), policy="dynamic_cp", align=align, cp_sizes=sizes, quantum=quantum)
+    chosen |= {"cp_sizes": sizes, "quantum": quantum}
+    return Packing(capacity=int(capacity), policy="dynamic_cp", align=align, **chosen)
 
 
 def _with_own(keys: Keys) -> Keys:
@@ -262,6 +271,14 @@ class _Scheduled(Exchange):
                 f"pack {at} of data-parallel rank {dp_rank} has {size[at, dp_rank]} tokens, padded; a cp "
                 f"group holds {room.limits[0]}: raise max_seqlen_per_dp_cp_rank, or let a scheduler pack"
             )
+        held = np.zeros_like(size)
+        np.add.at(held, (pack, source), gathered.lengths > 0)
+        if (over := np.argwhere(held > room.max_sequences)).size:
+            at, dp_rank = over[0].tolist()
+            raise PlanError(
+                f"pack {at} of data-parallel rank {dp_rank} has {held[at, dp_rank]} sequences, and "
+                f"max_sequences={room.max_sequences}; raise thd_max_packed_sequences, or let a scheduler pack"
+            )
         return StepPlan(
             lengths=gathered.lengths,
             microbatch=np.where(gathered.lengths > 0, pack, -1).astype(np.int32),
@@ -270,7 +287,8 @@ class _Scheduled(Exchange):
             num_microbatches=len(size),
             num_ranks=layout.dp * layout.cp,
             idle_cp_size=layout.cp,
-            align=self._packing.align,
+            align=room.align,
+            shape=shape_of(self._packing),
         )
 
     @cached_property
