@@ -19,7 +19,7 @@ from meshfeed.sequence import Compact, Portion, widened
 _MOST_KEPT = 128
 _MOST_CONSTANTS = 16
 _lazy_clone = getattr(torch, "_lazy_clone", torch.clone)  # private: torch has no public copy-on-write
-_FREE = 2  # sys.getrefcount of an array that only its deque holds: the deque's reference and the call's
+_FREE = 2  # sys.getrefcount of an array that only its list holds: the list's reference and the call's
 
 
 class Placer(Protocol):
@@ -66,20 +66,22 @@ class OnHost:
     widens = False
 
     def __init__(self) -> None:
-        self._made: dict[int, deque[Array]] = {}
+        self._made: dict[int, list[Array]] = {}
         self._constants = _Constants(torch.tensor)
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """See Placer. Memory is reused in the order of allocation."""
+        """See Placer. Of the free buffers, the one used last: the processor may still have it cached."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         room = _room_for(num_bytes)
-        made = self._made.setdefault(room, deque())
-        if made and sys.getrefcount(made[0]) == _FREE:
-            made.rotate(-1)
+        made = self._made.setdefault(room, [])
+        for at in range(len(made) - 1, -1, -1):
+            if sys.getrefcount(made[at]) == _FREE:
+                made.append(made.pop(at))
+                break
         else:
             made.append(np.empty(room, np.uint8))
             if len(made) > _MOST_KEPT:
-                made.popleft()
+                del made[0]
         return made[-1][:num_bytes].view(dtype).reshape(shape)
 
     def place(self, built: Sequence[Arrays] | Compact) -> tuple[list[dict[str, Value]], Any]:

@@ -123,18 +123,17 @@ class Rows(SequenceRule):
     ) -> list[Arrays]:
         """The named fields of each microbatch; see the class for shapes."""
         shape, k = self._shape(portion), len(portion.draws)
-        own, held = portion.own_row, portion.held_row
-        held = Slices(held.sequence, held.start, held.stop + 1)
-        in_row = Runs(own.offsets, own.start, own.sizes)
+        own, held = _edges(portion.own_row), _edges(portion.held_row)
+        in_row, *in_read = _runs_of_row(own, held)
         starts = self._document_starts(recipe, portion.draws) if self._minds_documents else _NO_STARTS
         whole: dict[str, Array] = {}
         constant: Arrays = {}
-        fixed, edges = self._fixed(recipe, portion), (*own.start.tolist(), *own.stop.tolist())
+        fixed = self._fixed(recipe, portion)
         for field in self.fields:
             if field.name not in names or field in _DOCUMENT_FIELDS:
                 continue
             if field.name in fixed:
-                constant[field.name] = _fixed_rows(field, (portion.rows, shape[1]), edges, self.length)
+                constant[field.name] = _fixed_rows(field, (portion.rows, shape[1]), own, self.length)
                 continue
             out = whole[field.name] = allocate(shape, field.dtype)
             if field.name == "loss_mask":
@@ -143,8 +142,7 @@ class Rows(SequenceRule):
             elif field.name == "position_ids":
                 _fill(self._positions(starts, k), in_row, out, k, field.pad)
             elif columns is not None:
-                runs = runs_of(own, held, in_row.at, ahead=int(field.name == "labels"))
-                _fill(np.asarray(columns["tokens"]), runs, out, k, field.pad)
+                _fill(np.asarray(columns["tokens"]), in_read[field.name == "labels"], out, k, field.pad)
         made: list[Arrays] = []
         for m in range(len(portion.microbatches)):
             rows = slice(m * portion.rows, (m + 1) * portion.rows)
@@ -319,17 +317,34 @@ def _cut_rows(read: Array, cut: Slices, portion: Portion) -> Array:
     return out
 
 
-@lru_cache(maxsize=8)
-def _fixed_rows(field: Field, shape: tuple[int, int], own: tuple[int, ...], length: int) -> Constant:
-    """Rows of a field that does not depend on documents: loss everywhere, or positions from 0.
+Edges = tuple[int, ...]
+"""The starts of the slices of a row, then their stops."""
 
-    own: the starts of the slices of a row, then their stops.
-    """
-    out, (starts, stops) = np.empty(shape, field.dtype), np.array(own).reshape(2, -1)
-    sizes = stops - starts
+
+def _edges(slices: Slices) -> Edges:
+    return *slices.start.tolist(), *slices.stop.tolist()
+
+
+def _slices(edges: Edges, *, extra: int = 0) -> Slices:
+    starts, stops = np.array(edges, np.int64).reshape(2, -1)
+    return Slices(np.zeros(starts.size, np.int32), starts, stops + extra)
+
+
+@lru_cache(maxsize=8)
+def _fixed_rows(field: Field, shape: tuple[int, int], own: Edges, length: int) -> Constant:
+    """Rows of a field that does not depend on documents: loss everywhere, or positions from 0."""
+    out = np.empty(shape, field.dtype)
     whole = np.ones(length) if field.name == "loss_mask" else np.arange(length)
-    _fill(whole[None], Runs(np.cumsum(sizes) - sizes, starts, sizes), out, shape[0], field.pad)
+    _fill(whole[None], _runs_of_row(own, own)[0], out, shape[0], field.pad)
     return Constant.of(out)
+
+
+@lru_cache(maxsize=8)  # the rows of a run are cut alike
+def _runs_of_row(own: Edges, held: Edges) -> tuple[Runs, Runs, Runs]:
+    """Where a row's own tokens lie in the row; they and their labels, in what was read of it."""
+    mine, read = _slices(own), _slices(held, extra=1)
+    tokens, labels = (runs_of(mine, read, mine.offsets, ahead=ahead) for ahead in (0, 1))
+    return Runs(mine.offsets, mine.start, mine.sizes), tokens, labels
 
 
 def width_of(cut: Slices) -> int:

@@ -26,6 +26,7 @@ Longs = npt.NDArray[np.int64]
 _NARROW = ("uint8", "int8", "uint16", "int16", "uint32", "int32")
 _KIND = {(np.dtype(name), np.dtype(np.int64)): kind for kind, name in enumerate(_NARROW)}
 _COPY = -1
+_FEW = 4  # NumPy copies so few runs in less time than it takes to call the loop
 
 _copy_runs = compiled(
     "mf_copy_runs",
@@ -49,7 +50,7 @@ class Runs:
 
         read: [..., tokens held], with the leading axes of `out` or ones that NumPy broadcasts to them.
         """
-        if _copy_runs is not None and self._copy_compiled(_copy_runs, read, out):
+        if _copy_runs is not None and self.at.size > _FEW and self._copy_compiled(_copy_runs, read, out):
             return
         runs = zip(self.at.tolist(), self.start.tolist(), self.size.tolist())
         if out.ndim == 1 and read.dtype == out.dtype:
