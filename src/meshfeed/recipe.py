@@ -10,7 +10,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Sized
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -87,8 +87,7 @@ class Batch:
     def position(self, step: int) -> int:
         """The first position of a step: the number of sequences in all steps before it."""
         position = 0
-        ends = [first for first, _ in self.stages[1:]]
-        for (first, sequences), end in zip(self.stages, [*ends, step]):
+        for (first, sequences), (end, _) in zip(self.stages, (*self.stages[1:], (step, 0))):
             position += max(min(end, step) - first, 0) * sequences
         return position
 
@@ -164,6 +163,7 @@ class Recipe:
         shuffle: "global" permutes each epoch differently; "blocks", or a `Blocks`, permutes some shards at a
             time; "none" keeps storage order; "replacement" draws with replacement, as many sequences as an
             epoch has.
+        sources: the stores, in the order in which `Draws.source` counts them; derived from data.
 
     Raises RecipeError for any other value.
     """
@@ -175,11 +175,14 @@ class Recipe:
     epochs: int | None = None
     steps: int | None = None
     shuffle: Order | Blocks = "global"
+    sources: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
         if not isinstance(self.data, (Store, Mixture)):
             raise RecipeError(f"data={reprlib.repr(self.data)}: {_WANTED['data']}{_hint(self.data)}")
+        sources = self.data.stores if isinstance(self.data, Mixture) else (self.data,)
+        object.__setattr__(self, "sources", sources)
         given: dict[str, tuple[Any, type]] = {"sequence": (self.sequence, Rule), "batch": (self.batch, Batch)}
         for part, (value, needed) in given.items():
             if not isinstance(value, needed):
@@ -202,11 +205,6 @@ class Recipe:
             )
         if type(self.seed) is not int or not -(2**63) <= self.seed < 2**63:
             raise RecipeError(f"seed={self.seed!r}: a whole number that fits in 64 bits")
-
-    @property
-    def sources(self) -> tuple[Any, ...]:
-        """The stores, in the order in which `Draws.source` counts them."""
-        return self.data.stores if isinstance(self.data, Mixture) else (self.data,)
 
     @property
     def source_names(self) -> tuple[str, ...]:

@@ -110,6 +110,8 @@ class Stepping:
     vpp: int = 1
     rule: SequenceRule = field(init=False, repr=False)
     _row_align: Align = field(init=False, repr=False)
+    _row_tokens: int = field(init=False, repr=False)
+    _reads_singly: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", rule_of(self.recipe))
@@ -120,6 +122,9 @@ class Stepping:
         row_tokens = self.rule.row_tokens
         width = int(Align().padded(np.array(row_tokens), self.layout.cp)) if row_tokens > 1 else 1
         object.__setattr__(self, "_row_align", Align(sequence=width))
+        object.__setattr__(self, "_row_tokens", row_tokens)
+        # packs are large and differ in size; so do items of unknown size
+        object.__setattr__(self, "_reads_singly", self.rule.packed or self.rule.reads_singly)
 
     def global_batch(self, step: int) -> GlobalBatch | None:
         """One step; None past the end of the stream."""
@@ -243,9 +248,9 @@ class Stepping:
 
     def _together(self, batch: GlobalBatch) -> int:
         """Microbatches to read and deliver at a time; the same on every rank."""
-        if self.packing is not None or self.rule.reads_singly:
-            return 1  # packs are large and differ in size; so do items of unknown size
-        tokens = int(batch.plan.lengths.max(initial=self.rule.row_tokens)) * self.micro_batch_size
+        if self._reads_singly:
+            return 1
+        tokens = int(batch.plan.lengths.max(initial=self._row_tokens)) * self.micro_batch_size
         return max(1, _TOKENS_TOGETHER // tokens)
 
 

@@ -76,7 +76,10 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
         value, bound = start.ravel()[wrong], np.broadcast_to(sizes, start.shape).ravel()[wrong]
         raise RecipeError(f"permutation of {bound}: {value} is not inside [0, {bound})")
     x = start.astype(np.uint64).ravel()
-    bound, rows, cols, keys = (_of_each(given, start) for given in (sizes, *_board(sizes), key))
+    words = [np.asarray(given, np.uint64) for given in (sizes, *_board(sizes), key)]
+    bound, rows, cols, keys = [  # one for all, [], or one for each, [n]
+        each if not each.ndim else np.broadcast_to(each, start.shape).ravel() for each in words
+    ]
     x = stir(x, rows, cols, keys)
     outside = np.flatnonzero(x >= bound)
     while outside.size:
@@ -84,12 +87,6 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
         x[outside] = stir(x[outside], *own)
         outside = outside[x[outside] >= (bound[outside] if bound.ndim else bound)]
     return x.astype(np.int64).reshape(start.shape)
-
-
-def _of_each(given: npt.ArrayLike, places: Longs) -> _Words:
-    """One word for all positions, [], or one for each, [n]."""
-    words = np.asarray(given, np.uint64)
-    return words if not words.ndim else np.broadcast_to(words, places.shape).ravel()
 
 
 def _board(sizes: Longs) -> tuple[Longs, Longs]:

@@ -63,10 +63,14 @@ class Draws:
         """The draws start..stop of this run."""
         return Draws(self.source[start:stop], self.epoch[start:stop], self.index[start:stop])
 
-    def by_source(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """(source, places of its draws in this run; int64), for each source that has any, ascending."""
-        for source in np.unique(self.source).tolist():
-            yield source, np.flatnonzero(self.source == source)
+    def by_source(self) -> list[tuple[int, npt.NDArray[np.int64], Draws]]:
+        """(source, places of its draws in this run, these draws), for each that has any, ascending."""
+        if (self.source[1:] == self.source[:-1]).all():
+            return [(source, np.arange(self.source.size), self) for source in self.source[:1].tolist()]
+        found = (
+            (source, np.flatnonzero(self.source == source)) for source in np.unique(self.source).tolist()
+        )
+        return [(source, places, self.take(places)) for source, places in found]
 
     def take(self, places: npt.NDArray[np.integer]) -> Draws:
         """The draws at some indices of this run."""
@@ -75,6 +79,8 @@ class Draws:
 
 def concatenated(runs: Sequence[Draws]) -> Draws:
     """Concatenate runs of draws."""
+    if len(runs) == 1:
+        return runs[0]
     return Draws(
         np.concatenate([run.source for run in runs]),
         np.concatenate([run.epoch for run in runs]),

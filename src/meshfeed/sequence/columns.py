@@ -134,9 +134,9 @@ class WithColumns(SequenceRule):
         if "loss_mask" not in self.recipes:
             return self.rule.valid_tokens(recipe, draws, starts, lengths) if self._ahead else lengths
         valid = np.zeros(len(draws), np.int64)
-        for s, mine in draws.by_source():
+        for s, mine, of_source in draws.by_source():
             begins, ends, of = self.rule.stream_ranges(
-                recipe, s, draws.take(mine), starts[mine], lengths[mine], ahead=self._ahead
+                recipe, s, of_source, starts[mine], lengths[mine], ahead=self._ahead
             )
             np.add.at(valid, mine[of], recipe.sources[s].count_marked("loss_mask", begins, ends))
         return valid

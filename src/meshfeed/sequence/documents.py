@@ -20,8 +20,8 @@ from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.compact import Compact, RunField
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan, lengths_of_plan, runs_of_plan
-from meshfeed.sequence.rule import SequenceRule, TokenRule, dtype_of
-from meshfeed.sequence.runs import Longs, Portion, Runs
+from meshfeed.sequence.rule import SequenceRule, TokenRule
+from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of
 from meshfeed.store import StreamStore
 
 _FIELDS = (
@@ -35,8 +35,8 @@ _FIELDS = (
 def document_lengths(recipe: Recipe, draws: Draws) -> Longs:
     """Tokens of the document of each draw; int64 [n]."""
     lengths = np.zeros(len(draws), np.int64)
-    for s, mine in draws.by_source():
-        lengths[mine] = recipe.sources[s].lengths(draws.index[mine])
+    for s, mine, of_source in draws.by_source():
+        lengths[mine] = recipe.sources[s].lengths(of_source.index)
     return lengths
 
 

@@ -140,8 +140,8 @@ class Masked(DocumentRule):
         sizes = lengths - self._num_special
         candidates = sizes.copy()
         if self.special_tokens:
-            for s, mine in draws.by_source():
-                begin = self._first_tokens(recipe, s, draws.take(mine))
+            for s, mine, of_source in draws.by_source():
+                begin = self._first_tokens(recipe, s, of_source)
                 marks = special_marks(recipe.sources[s], self.special_tokens)
                 candidates[mine] -= marks.count(begin, begin + sizes[mine])
         return self.num_hidden(candidates)
@@ -265,8 +265,8 @@ class Masked(DocumentRule):
     def _masks_of(self, recipe: Recipe, portion: Portion) -> list[Masks]:
         draws, sizes = portion.draws, portion.pack.lengths - self._num_special
         special: list[Longs | None] = [None] * len(draws)
-        for s, mine in draws.by_source() if self.special_tokens else ():
-            begin = self._first_tokens(recipe, s, draws.take(mine))
+        for s, mine, of_source in draws.by_source() if self.special_tokens else ():
+            begin = self._first_tokens(recipe, s, of_source)
             marks = special_marks(recipe.sources[s], self.special_tokens)
             for row, at, size in zip(mine.tolist(), begin.tolist(), sizes[mine].tolist()):
                 special[row] = marks.places(at, at + size)

@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
 
 import numpy as np
 
@@ -21,9 +20,8 @@ from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.compact import Compact, RunField
-from meshfeed.sequence.rule import SequenceRule, dtype_of
-from meshfeed.sequence.runs import Longs, Portion, Runs, holding, runs_of
-from meshfeed.store import StreamStore
+from meshfeed.sequence.rule import SequenceRule
+from meshfeed.sequence.runs import Longs, Portion, Runs, dtype_of, holding, runs_of
 
 Starts = tuple[Longs, Longs]
 """Document starts: the row of each, and its offset in that row."""
@@ -95,21 +93,19 @@ class Rows(SequenceRule):
         if not portions:
             return
         cut = portions[0].held_row
-        draws = concatenated([portion.draws for portion in portions])
-        stores = stores_of(recipe)
-        for s, mine in draws.by_source():
-            stores[s].will_need(*self.ranges(recipe, s, draws.take(mine), cut))
+        for s, _, draws in concatenated([portion.draws for portion in portions]).by_source():
+            recipe.sources[s].will_need(*self.ranges(recipe, s, draws, cut))
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held slices of each row, each followed by one more token; [rows, held tokens]."""
-        stores, cut = stores_of(recipe), portion.held_row
-        tokens = allocate((len(portion.draws), width_of(cut)), dtype_of(recipe, portion.draws).name)
-        if len(stores) == 1:
+        cut, width = portion.held_row, width_of(portion.held_row)
+        tokens = allocate((len(portion.draws), width), dtype_of(recipe, portion.draws).name)
+        if len(recipe.sources) == 1:
             self._read(recipe, 0, portion.draws, cut, tokens)
             return {"tokens": tokens}
-        for s, mine in portion.draws.by_source():
-            some = np.empty((mine.size, width_of(cut)), stores[s].dtype)
-            self._read(recipe, s, portion.draws.take(mine), cut, some)
+        for s, mine, draws in portion.draws.by_source():
+            some = np.empty((mine.size, width), recipe.sources[s].dtype)
+            self._read(recipe, s, draws, cut, some)
             tokens[mine] = some
         return {"tokens": tokens}
 
@@ -198,7 +194,7 @@ class Rows(SequenceRule):
 
     def _read(self, recipe: Recipe, source: int, draws: Draws, cut: Slices, out: Array) -> None:
         """Read slices of rows, all of one source; out: [rows, width of the cut], contiguous."""
-        stores_of(recipe)[source].read_stream(*self.ranges(recipe, source, draws, cut), out=out.reshape(-1))
+        recipe.sources[source].read_stream(*self.ranges(recipe, source, draws, cut), out=out.reshape(-1))
 
     # -- geometry -------------------------------------------------------------------------------------
 
@@ -350,11 +346,6 @@ def _runs_of_row(own: Edges, held: Edges) -> tuple[Runs, Runs, Runs]:
 def width_of(cut: Slices) -> int:
     """Tokens held of each row: every slice includes one more token, for its last label."""
     return int((cut.sizes + 1).sum())
-
-
-def stores_of(recipe: Recipe) -> Sequence[StreamStore]:
-    """The stores of a recipe, as streams."""
-    return cast(Sequence[StreamStore], recipe.sources)
 
 
 def _fill(whole: Array, runs: Runs, out: Array, num_rows: int, pad: float) -> None:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 
 from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.order import Draws
@@ -118,11 +115,3 @@ class TokenRule(SequenceRule):
         starts, lengths: the range of tokens in each draw, int64 [n]. Returns begins, ends and the draw of
         each, int64 [m]. Labels that do not exist, or that bear no loss by the rule, are omitted.
         """
-
-
-def dtype_of(recipe: Recipe, draws: Draws) -> np.dtype[Any]:
-    """The type that holds the tokens of all stores of some draws; the first store's if there are none."""
-    if len(recipe.sources) == 1:
-        return recipe.sources[0].dtype
-    sources = np.unique(draws.source).tolist() or [0]
-    return np.result_type(*(recipe.sources[source].dtype for source in sources))

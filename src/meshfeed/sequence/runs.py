@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from meshfeed.columns import Array
 from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
 from meshfeed.order import Draws
 from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
+from meshfeed.recipe import Recipe
 
 Longs = npt.NDArray[np.int64]
 
@@ -262,3 +264,11 @@ def _parted(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> tuple[Slices
         return slices, slices.only(slices.sequence < 0)
     of_draws = slices.sequence < pack.sequences.size
     return slices.only(of_draws), slices.only(~of_draws)
+
+
+def dtype_of(recipe: Recipe, draws: Draws) -> np.dtype[Any]:
+    """The type that holds the tokens of all stores of some draws; the first store's if there are none."""
+    if len(recipe.sources) == 1:
+        return recipe.sources[0].dtype
+    sources = np.unique(draws.source).tolist() or [0]
+    return np.result_type(*(recipe.sources[source].dtype for source in sources))

@@ -262,7 +262,7 @@ def _places(draws: Draws, mine: Longs) -> list[EpochIndex]:
 
 def _by_source(recipe: Recipe, draws: Draws) -> Iterator[tuple[Mapped, Longs]]:
     """(store, its draws), for each store that has any."""
-    return ((cast(Mapped, recipe.sources[s]), mine) for s, mine in draws.by_source())
+    return ((cast(Mapped, recipe.sources[s]), mine) for s, mine, _ in draws.by_source())
 
 
 # -- shapes ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from meshfeed.mixture import Store
 from meshfeed.order import Draws, key_of
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.rows import Rows, Starts, stores_of
+from meshfeed.sequence.rows import Rows, Starts
 from meshfeed.sequence.rule import TokenRule
 from meshfeed.sequence.runs import Longs
 from meshfeed.store import StreamStore
@@ -65,11 +65,11 @@ class Windows(Rows, TokenRule):
         first = draws.index * self.length
         for epoch in set(draws.epoch.tolist()) - {0}:
             first[draws.epoch == epoch] += key_of(recipe.seed, source, epoch, self.length) % self.length
-        return first % stores_of(recipe)[source].num_tokens
+        return first % recipe.sources[source].num_tokens
 
     def ranges(self, recipe: Recipe, source: int, draws: Draws, cut: Slices) -> tuple[Longs, Longs]:
         """Stream ranges of slices of each window, one more token each, split at the stream's end."""
-        total = stores_of(recipe)[source].num_tokens
+        total = recipe.sources[source].num_tokens
         first = self._first_tokens(recipe, source, draws)[:, None]
         sizes = np.broadcast_to(cut.sizes + 1, (len(draws), cut.sizes.size))
         return _around((first + cut.start).ravel(), sizes.ravel(), total)[:2]
@@ -87,16 +87,16 @@ class Windows(Rows, TokenRule):
             of = np.sort(np.concatenate((of, row)))
             begins = _by_row(begins, row, without + 1)
             ends = _by_row(ends, row, without)
-        begins, stops, part = _around(begins, ends - begins, stores_of(recipe)[source].num_tokens)
+        begins, stops, part = _around(begins, ends - begins, recipe.sources[source].num_tokens)
         return begins, stops, of[part]
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         """(window, offset in the window) of every document start in (0, length]; ascending."""
         windows: list[Longs] = []
         offsets: list[Longs] = []
-        for s, at in draws.by_source():
-            store = stores_of(recipe)[s]
-            first = self._first_tokens(recipe, s, draws.take(at))
+        for s, at, of_source in draws.by_source():
+            store = recipe.sources[s]
+            first = self._first_tokens(recipe, s, of_source)
             stop = first + self.length + 1
             found, counts = store.document_starts(first, np.minimum(stop, store.num_tokens))
             windows.append(np.repeat(at, counts))

@@ -22,7 +22,7 @@ from meshfeed.mixture import Mixture, Store
 from meshfeed.order import Draws, OwnOrder
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.rows import Rows, Starts, stores_of
+from meshfeed.sequence.rows import Rows, Starts
 from meshfeed.sequence.runs import Longs, Portion
 from meshfeed.store import Lengths
 
@@ -161,16 +161,16 @@ class MegatronGPT(Rows, OwnOrder):
 
     def _tokens_in(self, recipe: Recipe, draws: Draws) -> Longs:
         tokens = np.empty(len(draws), np.int64)
-        for s, mine in draws.by_source():
-            tokens[mine] = self._indexes(recipe).datasets[s].tokens_of(draws.index[mine])
+        for s, mine, of_source in draws.by_source():
+            tokens[mine] = self._indexes(recipe).datasets[s].tokens_of(of_source.index)
         return tokens
 
     def _document_starts(self, recipe: Recipe, draws: Draws) -> Starts:
         rows: list[Longs] = []
         offsets: list[Longs] = []
-        for s, mine in draws.by_source():
+        for s, mine, of_source in draws.by_source():
             dataset = self._indexes(recipe).datasets[s]
-            pieces, tokens = dataset.pieces_of(draws.index[mine]), dataset.tokens_of(draws.index[mine])
+            pieces, tokens = dataset.pieces_of(of_source.index), dataset.tokens_of(of_source.index)
             inside = (pieces.at > 0) & (pieces.at <= self.length)
             # the filling of a short sample begins after the end of a document
             short = np.flatnonzero((tokens > 0) & (tokens <= self.length))
@@ -200,7 +200,7 @@ class MegatronGPT(Rows, OwnOrder):
         ranges = self.ranges(recipe, source, draws, cut)
         places = _places(cut)
         out[:] = 0
-        out[places < tokens[:, None]] = stores_of(recipe)[source].read_stream(*ranges)
+        out[places < tokens[:, None]] = recipe.sources[source].read_stream(*ranges)
         return None
 
 
