@@ -8,7 +8,7 @@ from typing import Any
 
 import meshfeed.feed.run
 import meshfeed.metrics.recorder
-from meshfeed.feed.prefetch import Prefetcher
+from meshfeed.feed.ahead import Prefetcher
 
 LEAP_S = 1000.0
 """How long each delay is by that clock."""

@@ -23,10 +23,9 @@ from meshfeed.exchange.lengths import Bytes, GatheredLengths, columns_of, report
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Shipment
 from meshfeed.exchange.steps import Received, compared, gather_reports, packed, plan, portions, reroute
-from meshfeed.feed.batch import Step
 from meshfeed.feed.device import Placer
 from meshfeed.feed.options import Options, SharedKeywords, check_counts
-from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
+from meshfeed.feed.run import Item, Made, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.layout import Layout
@@ -205,8 +204,8 @@ class Exchange(StepSource[ExchangeDelivery]):
         self._puller.load(state_dict)
         self._next_step, self._loaded = state_dict["step"], True
 
-    def _steps(self, run: Run, view: int, num_views: int) -> Iterator[Step]:
-        yield from super()._steps(run, view, num_views)
+    def _ended(self, num_views: int) -> None:
+        super()._ended(num_views)
         self._puller.handed_end()
 
     def _about(self, step: int) -> RunStart:

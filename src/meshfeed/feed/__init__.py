@@ -1,7 +1,7 @@
 """The virtual dataloader: plan, read, deliver and build ahead on a thread, and hand steps to the loop.
 
 Read in this order: `feed` (the path of a sequence), `source` (what Feed and Exchange share), `run` (from
-producer to loop), `stepping` (step k for one rank), `ahead` and `prefetch` (producing ahead), `device` and
+producer to loop), `stepping` (step k for one rank), `ahead` (planning and producing ahead), `device` and
 `batch` (what the loop receives), `options` and `launch` (arguments, and this process's rank).
 """
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -68,23 +69,19 @@ class Microbatch(Mapping[str, Any]):
 class Microbatches(Iterator[Microbatch]):
     """The microbatches of one step, each handed out once. A second pass raises StateError."""
 
-    def __init__(self, taken: Iterator[Microbatch]) -> None:
-        self._taken, self._is_over = taken, False
+    def __init__(self, taken: Generator[Microbatch]) -> None:
+        self._taken = taken
 
-    def __iter__(self) -> Self:
-        if self._is_over:
+    def __iter__(self) -> Iterator[Microbatch]:
+        if inspect.getgeneratorstate(self._taken) == inspect.GEN_CLOSED:
             raise StateError(
                 "the microbatches of this step were taken already and are not kept; use "
                 "list(step.microbatches) to keep them"
             )
-        return self
+        return self._taken
 
     def __next__(self) -> Microbatch:
-        try:
-            return next(self._taken)
-        except StopIteration:
-            self._is_over = True
-            raise
+        return next(self._taken)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

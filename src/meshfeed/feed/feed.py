@@ -21,7 +21,7 @@ from meshfeed.deliver import (
     tell,
 )
 from meshfeed.errors import OptionError, StateError
-from meshfeed.feed.ahead import Ahead, forget
+from meshfeed.feed.ahead import Ahead
 from meshfeed.feed.device import OnHost, Placer, microbatches_of
 from meshfeed.feed.options import FeedKeywords, FeedOptions
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
@@ -188,7 +188,8 @@ class Feed(StepSource[Delivery]):
     def _stop(self) -> None:
         if self._run is not None:
             super()._stop()
-            forget(self.recipe.sources)
+            for store in self.recipe.sources:
+                store.forget_needs()  # what was announced and will not be read
 
     # -- the producer's side --------------------------------------------------------------------------
 

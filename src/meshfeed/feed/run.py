@@ -6,15 +6,15 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshfeed.deliver import Delivery, Digests, EndOfStream, Failures, Meeting, Verifier
 from meshfeed.errors import DeliveryError, PeerError, StateError
+from meshfeed.feed.ahead import Inline, Prefetcher
 from meshfeed.feed.batch import Microbatch, Microbatches, Step
 from meshfeed.feed.device import Placer
-from meshfeed.feed.prefetch import Inline, Prefetcher
 from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.metrics import Recorder, Span, StageClock, StepCosts
 from meshfeed.roles import Field, Role, StageMap
@@ -80,6 +80,7 @@ class Run:
         compare: called before they are entered; raises if ranks must not begin together.
         recorder: records the costs of each step.
         views: names of the fields that each consumer does not need. Every consumer gets every step.
+        ended: called when a consumer has taken the last step.
         origin: why a reader's own batch may be late, for error messages.
     """
 
@@ -98,10 +99,11 @@ class Run:
         recorder: Recorder,
         views: Sequence[frozenset[str]],
         prefetch: int,
+        ended: Callable[[], None],
         origin: str,
         timeout_s: float,
     ) -> None:
-        self._compare_starts = compare
+        self._compare_starts, self._ended = compare, ended
         self._delivery, self._verifier, self._placer, self._role = delivery, verifier, placer, role
         self._clock, self._origin, self._timeout_s = clock, origin, timeout_s
         self._recorder, self._num_ready = recorder, 0
@@ -147,6 +149,7 @@ class Run:
             self._num_ready = self._prefetcher.num_ready
             item = self._take(consumer)
             if item is None:
+                self._ended()
                 return
             if isinstance(item, StepStart):
                 consumer.step = item.batch.step + 1
@@ -185,7 +188,7 @@ class Run:
             _costs=costs,
         )
 
-    def _microbatches(self, view: _View, batch: GlobalBatch) -> Iterator[Microbatch]:
+    def _microbatches(self, view: _View, batch: GlobalBatch) -> Generator[Microbatch]:
         num_microbatches = batch.plan.num_microbatches
         for taken in range(1, num_microbatches + 1):
             item = self._take(view) if view.step == batch.step + 1 else None

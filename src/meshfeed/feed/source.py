@@ -227,11 +227,10 @@ class StepSource(abc.ABC, Generic[D]):
             self._run = self._new_run(None if virtual_stage is None else self.stage_map)
             self._run.join(view, num_views)
             self._run.start()
-        return self._steps(self._run, view, num_views)
+        return self._run.steps(view)
 
-    def _steps(self, run: Run, view: int, num_views: int) -> Iterator[Step]:
-        yield from run.steps(view)
-        # An iterator dropped midway leaves its run open for the next one, or for close.
+    def _ended(self, num_views: int) -> None:
+        """A view has taken the last step. An iterator dropped midway leaves its run to the next one."""
         if num_views == 1:
             self.close() if self._entered_by_loop else self._stop()
 
@@ -264,6 +263,7 @@ class StepSource(abc.ABC, Generic[D]):
         verifier = None
         if self._options.verify:
             verifier = Verifier.among(self.layout, self.roles, self.rank, self._compared, meeting)
+        views = views_of(self._fields, by_stage, self.layout.coord(self.rank).pp)
         self._loaded = False
         return Run(
             start=self._next_step,
@@ -276,8 +276,9 @@ class StepSource(abc.ABC, Generic[D]):
             placer=placer,
             role=role,
             recorder=self._recorder,
-            views=views_of(self._fields, by_stage, self.layout.coord(self.rank).pp),
+            views=views,
             prefetch=self._depth,
+            ended=lambda: self._ended(len(views)),
             origin=self._origin,
             timeout_s=self._options.timeout_s,
         )
