@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from meshfeed.errors import ChangedError, MissingError, StoreError
-from meshfeed.files import LocalFile, descriptors, local
+from meshfeed.files import LocalFile, local
 from meshfeed.files.mapping import mapped
 
 SIZE = 64
@@ -22,7 +22,7 @@ MOST = 4
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[LocalFile]:
     """Twenty files, each full of its own number; four may be open."""
-    monkeypatch.setattr(descriptors, "most_open", lambda: MOST)
+    monkeypatch.setattr(local, "most_open", lambda: MOST)
     for i in range(20):
         (tmp_path / str(i)).write_bytes(bytes([i]) * SIZE)
     return [LocalFile(tmp_path / str(i)) for i in range(20)]

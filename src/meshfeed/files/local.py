@@ -1,9 +1,16 @@
-"""A file on this machine, read by preadv."""
+"""A file on this machine, read by preadv, and the limit on how many are open.
+
+A recipe may have more files than a process may have descriptors. So files that nobody reads at the moment
+use at most half of them; opening one more closes the least recently used. There is no lock: each step on the
+table of open files is atomic, so threads, forks and garbage collection may come at any point.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +18,20 @@ from typing import Any
 import numpy as np
 
 from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
-from meshfeed.files import descriptors
 from meshfeed.files.byte_file import I64, ByteFile, Bytes, Vector
-from meshfeed.files.descriptors import Descriptor
 from meshfeed.native import POINTER, WHOLE, address, addresses, compiled
 
 _NEIGHBOUR_BYTES = 1 << 12  # ranges that share a page or nearly so are announced as one
+
+
+class Descriptor:
+    """An open file, which is closed once nothing refers to it: neither the table nor a reader."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 class LocalFile(ByteFile):
@@ -81,7 +96,7 @@ class LocalFile(ByteFile):
 
     def _leave(self) -> None:
         self._version = None
-        descriptors.close(self)
+        _open.pop(self, None)  # or the last current reader closes it
 
     def look_up(self, out: Bytes, begins: I64, sizes: I64) -> None:
         if out.size:
@@ -91,7 +106,7 @@ class LocalFile(ByteFile):
     def _opened(self) -> Descriptor:
         """The open file, which stays open while the caller refers to it."""
         self._refuse_not_entered()
-        file = descriptors.acquire(self, self._open)
+        file = _acquire(self, self._open)
         if not self._depth:  # another thread has just left `with`, and nothing else would close the file
             self._leave()
         return file
@@ -187,3 +202,46 @@ def _read_compiled(
     """Read ranges up to the first that cannot be read whole in one call; how many they are."""
     begins, sizes, places = (np.ascontiguousarray(each, np.int64) for each in (begins, sizes, places))
     return read_ranges(fd, address(out), out.size, sizes.size, *addresses(begins, sizes, places))
+
+
+_open: OrderedDict[LocalFile, Descriptor] = OrderedDict()  # by owner, the least recently used first
+
+
+def _acquire(owner: LocalFile, opens: Callable[[], Descriptor]) -> Descriptor:
+    """The open file of an owner. opens: opens it, if it is not open. Raises the errors of `opens`."""
+    found = _open.get(owner)
+    if found is None:
+        found = _open.setdefault(owner, _opened(opens))
+        while len(_open) > most_open() and _closed_one():
+            pass
+    with contextlib.suppress(KeyError):  # another thread has just closed it
+        _open.move_to_end(owner)
+    return found
+
+
+def _opened(opens: Callable[[], Descriptor]) -> Descriptor:
+    while True:
+        try:
+            return opens()
+        except StoreError as error:  # other code has used up the other half
+            reason = getattr(error.__cause__, "errno", None)
+            if reason not in (errno.EMFILE, errno.ENFILE) or not _closed_one():
+                raise
+
+
+def _closed_one() -> bool:
+    """Close the least recently used file; False if none is open."""
+    with contextlib.suppress(KeyError):
+        _open.popitem(last=False)
+        return True
+    return False
+
+
+def most_open() -> int:
+    """Half of the descriptors that this process may have now."""
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return 128
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 62 if soft == resource.RLIM_INFINITY else max(soft // 2, 1)

@@ -172,6 +172,13 @@ class StreamStore(Store):
         if not self._depth:
             raise StoreError(f"{self.path}: not entered; read from it inside `with store:`")
 
+    def _refuse_no_stream(self) -> None:
+        if not self.is_stream:
+            raise StoreError(
+                f"{self.path}: its sequences do not fill its file in order, so it is not a stream; read it "
+                f"by document, or write it again"
+            )
+
     def _refuse_outside(self, document: int, start: int, stop: int, length: int) -> None:
         if not 0 <= start <= stop <= length:
             raise StoreError(
@@ -182,16 +189,18 @@ class StreamStore(Store):
         return checked_places(self.path, documents, self.num_documents, "document")
 
     def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        """The ranges as int64. Raises StoreError for one that is not inside the stream."""
+        """The ranges as int64. Raises StoreError for one outside the stream, or if there is none."""
+        self._refuse_no_stream()
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
         if starts.ndim != 1 or starts.shape != stops.shape:
             raise StoreError(f"{self.path}: starts {starts.shape} and stops {stops.shape}; both must be [m]")
-        outside = (starts < 0) | (stops < starts) | (stops > self.num_tokens)
+        num_tokens = self.num_tokens
+        outside = (starts < 0) | (stops < starts) | (stops > num_tokens)
         if outside.any():
             i = int(outside.argmax())
             raise StoreError(
                 f"{self.path}: range {i}: tokens {starts[i]}..{stops[i]} asked for, the stream has "
-                f"{self.num_tokens}"
+                f"{num_tokens}"
             )
         return starts, stops
 

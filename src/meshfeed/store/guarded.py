@@ -9,8 +9,7 @@ import numpy as np
 from meshfeed.errors import ChangedError
 from meshfeed.files import LocalFile
 from meshfeed.files.byte_file import I64, Bytes
-from meshfeed.files.descriptors import Descriptor
-from meshfeed.files.local import fill
+from meshfeed.files.local import Descriptor, fill
 from meshfeed.files.sums import FileSums
 from meshfeed.store.node_index import NodeIndex, settle, wrong_block
 from meshfeed.store.stream import runs

@@ -239,8 +239,9 @@ class IndexedStore(StreamStore):
         starts, stops: int64 [m], stream offsets in tokens. Does nothing on systems without such advice.
         """
         starts, stops = self._ranges(starts, stops)
-        self._entered()
-        self._data.will_need(starts * self.dtype.itemsize, stops * self.dtype.itemsize)
+        self._refuse_not_entered()
+        itemsize = self.dtype.itemsize
+        self._data.will_need(starts * itemsize, stops * itemsize)
 
     def forget_needs(self) -> None:
         self._data.forget_needs()
@@ -254,17 +255,6 @@ class IndexedStore(StreamStore):
     def _entered(self) -> Index:
         self._refuse_not_entered()
         return cast(Index, self._index)
-
-    def _refuse_no_stream(self) -> None:
-        if not self.is_stream:
-            raise StoreError(
-                f"{self.path}: its sequences do not fill the .bin in order, so it is not a stream; read it "
-                f"by document, or write it again"
-            )
-
-    def _ranges(self, starts: I64, stops: I64) -> tuple[I64, I64]:
-        self._refuse_no_stream()
-        return super()._ranges(starts, stops)
 
 
 def indexed_in(folder: Folder, stem: str, path: str) -> IndexedStore:
