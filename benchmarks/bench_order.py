@@ -23,7 +23,7 @@ from measure import Row, in_turn, ratio
 
 import meshfeed as mf
 from meshfeed.order import Interleaving, draws_between
-from meshfeed.order.schedule import forget, schedule_of
+from meshfeed.order.stream import forget, stream_of
 from meshfeed.store import IndexedWriter
 
 BATCH, FAR, SOURCES = 256, 10**12, 10_000
@@ -69,7 +69,7 @@ def positions(short: bool) -> Iterator[Row]:
 
         def draw(start: int, recipe: mf.Recipe = recipe) -> None:
             forget()
-            schedule_of(recipe)
+            stream_of(recipe)
             draws_between(recipe, start, start + BATCH)
 
         seconds = in_turn({"0": lambda: draw(0), "far": lambda: draw(FAR)}, rounds=1 if short else 15)

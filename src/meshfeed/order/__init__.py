@@ -3,10 +3,10 @@
 from meshfeed.order.interleave import Interleaving
 from meshfeed.order.keyed import philox, rng
 from meshfeed.order.permutation import key_of, permute, unpermute
-from meshfeed.order.schedule import OwnOrder
 from meshfeed.order.stream import (
     Draws,
     EpochIndex,
+    OwnOrder,
     asked_at,
     concatenated,
     drawn_until,

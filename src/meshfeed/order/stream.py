@@ -1,22 +1,27 @@
 """The stream: position -> (source, epoch, index), and the positions of a step.
 
 Position p counts sequences over all sources and epochs. Step k of a batch of B is positions [k*B, (k+1)*B).
-No list is
-built and no state is kept: position 10**12 costs the same as position 0. If the amounts of a mixture change,
-the draws of a source so far follow from the earlier amounts, and the source continues from there.
+No list is built and no state is kept: position 10**12 costs the same as position 0.
 """
 
 from __future__ import annotations
 
+import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
-from meshfeed.order.schedule import OwnOrder, schedule_of
+from meshfeed.order.blocks import BlockShuffle
+from meshfeed.order.permutation import choose, key_of, permute, unpermute
+from meshfeed.order.schedule import end_of, interleaving_of, segments_of, sizes_of, whole_end
 from meshfeed.recipe import Blocks, Recipe
+
+Longs = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +93,162 @@ def concatenated(runs: Sequence[Draws]) -> Draws:
     )
 
 
+class OwnOrder(ABC):
+    """A sequence rule with an order of its own, such as another framework's, instead of the recipe's."""
+
+    @abstractmethod
+    def num_positions(self, recipe: Recipe) -> int:
+        """Length of the stream."""
+
+    @abstractmethod
+    def draws_between(self, recipe: Recipe, start: int, stop: int) -> Draws:
+        """Positions [start, stop) of the stream."""
+
+
+class Stream:
+    """position <-> (source, epoch, index), for one recipe.
+
+    Attributes:
+        sizes: sequences in an epoch of each source; int64 [num_sources].
+        end: the number of positions; None if the stream is endless.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        if isinstance(recipe.sequence, OwnOrder):
+            self.end = whole_end(recipe, recipe.sequence.num_positions(recipe))
+            return
+        self._seed, self._numbers = recipe.seed, [_number_of(name) for name in recipe.source_names]
+        self.sizes = sizes_of(recipe)
+        self._shuffle = recipe.shuffle
+        self._blocks: BlockShuffle | None = None
+        if isinstance(recipe.shuffle, Blocks):
+            ends = [recipe.sequence.shard_ends(store) for store in recipe.sources]
+            self._blocks = BlockShuffle(recipe.shuffle, self.sizes, ends)
+        self._segments = segments_of(recipe, self.sizes)
+        self.end = whole_end(recipe, end_of(recipe, self.sizes))
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """Positions [start, stop), cut off at the end."""
+        return (start, stop) if self.end is None else (min(start, self.end), min(stop, self.end))
+
+    def drawn(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs]:
+        """(source, number of its draws before) at positions start..stop; int32, int64 [n]."""
+        if len(self._segments) == 1 and self.sizes.size == 1:
+            return np.zeros(stop - start, np.int32), np.arange(start, stop)
+        found: list[tuple[npt.NDArray[np.int32], Longs]] = []
+        ends = [*(segment.start for segment in self._segments[1:]), stop]
+        for segment, end in zip(self._segments, ends):
+            first, last = max(start, segment.start), min(end, stop)
+            if first < last or not found:
+                local, count = segment.turns.draws(first - segment.start, max(last, first) - segment.start)
+                source = segment.sources[local]
+                found.append((source, count + segment.drawn[source]))
+        return np.concatenate([source for source, _ in found]), np.concatenate([count for _, count in found])
+
+    def places(self, start: int, stop: int) -> tuple[npt.NDArray[np.int32], Longs, Longs]:
+        """(source, epoch, position in the epoch) at positions start..stop; int32, int64, int64 [n]."""
+        source, count = self.drawn(start, stop)
+        size = self._sizes_of(source)
+        return source, count // size, count % size
+
+    def indices(self, source: npt.NDArray[np.integer], epoch: Longs, place: Longs) -> Longs:
+        """The sequence at each position of an epoch; int64 [n]."""
+        if self._shuffle == "none":
+            return place
+        keys = self._keys(source, epoch)
+        if self._blocks is not None:
+            return self._blocks.indices(place, source, keys)
+        if self._shuffle == "replacement":
+            return choose(place, size=self._sizes_of(source), key=keys)
+        return permute(place, size=self._sizes_of(source), key=keys)
+
+    def unshuffled(self, source: npt.NDArray[np.integer], epoch: Longs, index: Longs) -> Longs:
+        """The inverse of `indices`: the position of each sequence in its epoch; int64 [n]."""
+        if self._shuffle == "none":
+            return index
+        keys = self._keys(source, epoch)
+        if self._blocks is not None:
+            return self._blocks.places(index, source, keys)
+        return unpermute(index, size=self._sizes_of(source), key=keys)
+
+    def counts(self, position: int) -> Longs:
+        """Draws of each source before a position; int64 [num_sources]."""
+        return [each for each in self._segments if each.start <= position][-1].counts(position)
+
+    def shares(self, position: int) -> npt.NDArray[np.float64]:
+        """The recipe's share of each source at a position; float64 [num_sources]."""
+        segment = [each for each in self._segments if each.start <= position][-1]
+        shares = np.zeros(self.sizes.size)
+        shares[segment.sources] = segment.turns.weights
+        return shares
+
+    def position(self, source: int, count: int) -> int | None:
+        """The position of a source's draw number `count`, from 0; None if it never occurs."""
+        nexts = [*self._segments[1:], None]
+        for segment, after in zip(self._segments, nexts):
+            if after is not None and count >= after.drawn[source]:
+                continue
+            local = np.flatnonzero(segment.sources == source)
+            if not local.size:
+                return None
+            found = segment.turns.position(int(local[0]), count - int(segment.drawn[source]))
+            return None if found is None else segment.start + found
+        return None
+
+    def _sizes_of(self, source: npt.NDArray[np.integer]) -> Longs:
+        """Sequences in an epoch of each source; int64 [n], or [] for a single source."""
+        return self.sizes[0] if self.sizes.size == 1 else self.sizes[source]
+
+    def _keys(self, source: npt.NDArray[np.integer], epoch: Longs) -> npt.NDArray[np.uint64]:
+        """The shuffle's key for an epoch of a source; uint64 [n], or [] for one key for all."""
+        if source.size and epoch[0] == epoch[-1] and self.sizes.size == 1:
+            return np.array(self._key(0, int(epoch[0])), np.uint64)
+        few, which = np.unique(np.stack((source, epoch)), axis=1, return_inverse=True)
+        return np.array([self._key(s, e) for s, e in zip(*few.tolist())], np.uint64)[which.ravel()]
+
+    def _key(self, source: int, epoch: int) -> int:
+        return key_of(self._seed, self._numbers[source], epoch)
+
+
+class _Same:
+    """A recipe as a cache key, by identity, since an equal recipe may hold other stores."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.recipe is other.recipe
+
+    def __hash__(self) -> int:
+        return id(self.recipe)
+
+
+def stream_of(recipe: Recipe) -> Stream:
+    """A recipe's stream; cached, since it asks the stores for their sizes."""
+    return _cached_stream(_Same(recipe))
+
+
+@lru_cache(maxsize=16)
+def _cached_stream(key: _Same) -> Stream:
+    return Stream(key.recipe)
+
+
+def forget() -> None:
+    """Clear the caches; for benchmarks that measure a cold start."""
+    _cached_stream.cache_clear()
+    interleaving_of.cache_clear()
+
+
+def _number_of(name: str) -> int:
+    """A source's part in the shuffle's key: 0 for a store alone, else a digest of its name; int64."""
+    if not name:
+        return 0
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
+
+
 def num_positions(recipe: Recipe) -> int | None:
     """Number of sequences in all steps; None if the stream is endless."""
-    return schedule_of(recipe).end
+    return stream_of(recipe).end
 
 
 def num_steps(recipe: Recipe) -> int | None:
@@ -114,25 +272,23 @@ def draws_between(recipe: Recipe, start: int, stop: int) -> Draws:
 
     Raises RecipeError for positions below 0, or beyond 2**62.
     """
-    schedule = schedule_of(recipe)
-    if schedule.end is not None:
-        start, stop = min(start, schedule.end), min(stop, schedule.end)
+    stream = stream_of(recipe)
+    start, stop = stream.within(start, stop)
     if start < 0 or stop >= 2**62:
         raise RecipeError(f"positions {start}..{stop}: the stream counts them from 0 to 2**62 - 1")
     if isinstance(recipe.sequence, OwnOrder):
         return recipe.sequence.draws_between(recipe, start, stop)
-    source, epoch, place = schedule.places(start, stop)
-    return Draws(source, epoch, schedule.indices(source, epoch, place))
+    source, epoch, place = stream.places(start, stop)
+    return Draws(source, epoch, stream.indices(source, epoch, place))
 
 
 def lanes_of_step(recipe: Recipe, step: int) -> npt.NDArray[np.int64] | None:
     """The lane of each draw of a step, int64 [n]; None unless the shuffle is by blocks."""
     if not isinstance(recipe.shuffle, Blocks):
         return None
-    schedule, (start, stop) = schedule_of(recipe), (recipe.batch.position(k) for k in (step, step + 1))
-    if schedule.end is not None:
-        start, stop = min(start, schedule.end), min(stop, schedule.end)
-    return schedule.places(start, stop)[2] % recipe.shuffle.lanes
+    stream = stream_of(recipe)
+    start, stop = stream.within(recipe.batch.position(step), recipe.batch.position(step + 1))
+    return stream.places(start, stop)[2] % recipe.shuffle.lanes
 
 
 def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None:
@@ -142,19 +298,19 @@ def drawn_until(recipe: Recipe, step: int) -> tuple[npt.NDArray[np.int64], npt.N
     """
     if isinstance(recipe.sequence, OwnOrder):
         return None
-    schedule, position = schedule_of(recipe), recipe.batch.position(step)
-    drawn = schedule.counts(position if schedule.end is None else min(position, schedule.end))
-    return drawn, drawn / schedule.sizes
+    stream, position = stream_of(recipe), recipe.batch.position(step)
+    drawn = stream.counts(stream.within(position, position)[0])
+    return drawn, drawn / stream.sizes
 
 
 def asked_at(recipe: Recipe, step: int) -> npt.NDArray[np.float64] | None:
-    """The recipe's share of each source in a step; float64 [num_sources]. None for a rule with its own
-    order."""
-    return (
-        None
-        if isinstance(recipe.sequence, OwnOrder)
-        else schedule_of(recipe).shares(recipe.batch.position(step))
-    )
+    """The recipe's share of each source in a step; float64 [num_sources].
+
+    None for a rule with its own order.
+    """
+    if isinstance(recipe.sequence, OwnOrder):
+        return None
+    return stream_of(recipe).shares(recipe.batch.position(step))
 
 
 def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | None:
@@ -168,7 +324,7 @@ def position_of(recipe: Recipe, source: int, epoch: int, index: int) -> int | No
         )
     if isinstance(recipe.sequence, OwnOrder):
         raise RecipeError(f"{recipe.sequence.summary()} has an order of its own; look for a sequence by step")
-    schedule = schedule_of(recipe)
-    place = int(schedule.unshuffled(*(np.array([each]) for each in (source, epoch, index)))[0])
-    position = schedule.position(source, epoch * int(schedule.sizes[source]) + place)
-    return position if position is not None and (schedule.end is None or position < schedule.end) else None
+    stream = stream_of(recipe)
+    place = int(stream.unshuffled(*(np.array([each]) for each in (source, epoch, index)))[0])
+    position = stream.position(source, epoch * int(stream.sizes[source]) + place)
+    return position if position is not None and (stream.end is None or position < stream.end) else None
