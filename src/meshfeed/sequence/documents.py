@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Store
-from meshfeed.order import Draws
+from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
@@ -59,9 +60,18 @@ class DocumentRule(SequenceRule):
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the held slices to each store."""
-        for portion in portions:
-            for store, _, starts, stops in self._reads(recipe, portion.draws, self.held(portion)):
-                store.will_need(starts, stops)
+        if not portions:
+            return
+        held = [self.held(portion) for portion in portions]
+        before = accumulate((len(portion.draws) for portion in portions), initial=0)
+        whole = Slices(
+            np.concatenate([slices.sequence + np.int32(first) for slices, first in zip(held, before)]),
+            np.concatenate([slices.start for slices in held]),
+            np.concatenate([slices.stop for slices in held]),
+        )
+        draws = concatenated([portion.draws for portion in portions])
+        for store, _, starts, stops in self._reads(recipe, draws, whole):
+            store.will_need(starts, stops)
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held tokens of the documents, slice after slice."""
@@ -78,7 +88,7 @@ class DocumentRule(SequenceRule):
 
     def held(self, portion: Portion) -> Slices:
         """What the portion's group reads, as tokens of its draws; by default the held slices."""
-        return portion.ranges(portion.held)
+        return portion.read()
 
     def _first_tokens(self, recipe: Recipe, source: int, draws: Draws) -> Longs:
         """Stream offset of the first token of each draw, all of one source; int64 [n]."""
@@ -152,7 +162,7 @@ class Documents(DocumentRule, TokenRule):
 
     def held(self, portion: Portion) -> Slices:
         """The held slices, each followed by one more token if its document continues."""
-        return portion.ranges(portion.held, extra=1)
+        return portion.read(extra=1)
 
     def build(
         self,

@@ -146,7 +146,8 @@ class Portion:
     idle_tokens: int
     cp_ranks: tuple[int, ...]
     tail: Slices
-    _known: dict[tuple[int, int], Runs] = field(
+    _read: dict[int, Slices] = field(default_factory=dict[int, Slices], init=False, repr=False)
+    _runs: dict[tuple[int, int], Runs] = field(
         default_factory=dict[tuple[int, int], Runs], init=False, repr=False
     )
 
@@ -171,7 +172,7 @@ class Portion:
             return [self.draws]
         return [self.draws.between(m * self.rows, (m + 1) * self.rows) for m in range(len(self.microbatches))]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens of this rank in a pack, including padding and dummies."""
         if not len(self.draws) and not self.pack.tail:
@@ -196,15 +197,21 @@ class Portion:
             stop = np.where(start < stop, np.minimum(stop + extra, self.whole[of]), stop)
         return Slices(of, start, stop)
 
+    def read(self, *, extra: int = 0) -> Slices:
+        """What the reader of a pack reads: `ranges(held, extra=extra)`, computed once."""
+        if extra not in self._read:
+            self._read[extra] = self.ranges(self.held, extra=extra)
+        return self._read[extra]
+
     def runs(self, *, extra: int = 0, ahead: int = 0) -> Runs:
-        """The own tokens of a pack in what was read, which is `ranges(held, extra=extra)`; computed once.
+        """The own tokens of a pack in what was read, which is `read(extra=extra)`; computed once.
 
         ahead: the tokens that are so many further on, where they were read.
         """
-        if (extra, ahead) not in self._known:
-            held, own, at = self.ranges(self.held, extra=extra), *self.own_tokens
-            self._known[extra, ahead] = runs_of(own, held, at, ahead=ahead)
-        return self._known[extra, ahead]
+        if (extra, ahead) not in self._runs:
+            own, at = self.own_tokens
+            self._runs[extra, ahead] = runs_of(own, self.read(extra=extra), at, ahead=ahead)
+        return self._runs[extra, ahead]
 
     @cached_property
     def own_tokens(self) -> tuple[Slices, Longs]:

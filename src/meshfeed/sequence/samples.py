@@ -134,7 +134,7 @@ class Samples(SequenceRule):
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Bytes of the split columns; those of the others are unknown."""
-        tokens = int(portion.ranges(portion.held).sizes.sum())
+        tokens = int(portion.read().sizes.sum())
         return tokens * sum(np.dtype(field.dtype).itemsize for field in self.declared if field.split)
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
@@ -297,7 +297,7 @@ def _row_values(column: Any, start: int, stop: int, allocate: Allocate) -> Array
 
 def _held_tokens(portion: Portion, field: Field, arrays: list[Array], allocate: Allocate) -> Array:
     """The held slices of each item, concatenated; [held tokens]."""
-    held = portion.ranges(portion.held)
+    held = portion.read()
     tokens = allocate((int(held.sizes.sum()),), field.dtype)
     for i, array in enumerate(arrays):
         mine = np.flatnonzero(held.sequence == i)
