@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import meshfeed as mf
 import world
 from meshfeed.formats import jsonl
+from meshfeed.store.base import LengthsIndex, Multiples
 from meshfeed.store.index_cache import built_in_parts
-from meshfeed.store.stream import LengthsIndex, Multiples
 from soak import cases, only_soak
 
 NUM_DOCUMENTS, NUM_KILLS = 2_000, 10

@@ -20,11 +20,10 @@ from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import Column
-from meshfeed.store.base import StreamStore
+from meshfeed.store.base import I64, LengthsIndex, Pieces, StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
 from meshfeed.store.open import stores_inside
-from meshfeed.store.stream import I64, LengthsIndex, Pieces
 
 VERSION = 1
 """Of the index: part of its key, so that a change here never meets an old one."""

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Vector
-from meshfeed.store.stream import I64
+from meshfeed.store.base import I64
 
 _SLICE_BYTES = 1 << 25
 

@@ -15,8 +15,8 @@ from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span, read_bytes
 from meshfeed.formats.tokens import hint_for
+from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.index_cache import joined
-from meshfeed.store.stream import I64, Pieces, grouped
 
 _SPAN_BYTES = 1 << 26
 _STEP_BYTES = 1 << 23

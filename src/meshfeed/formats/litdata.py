@@ -17,8 +17,8 @@ from meshfeed.files import ByteFile, Content
 from meshfeed.formats.items import Column, Head, Items, ItemsFile
 from meshfeed.formats.litdata_index import INDEX, Chunk, Index, is_litdata, parse_index
 from meshfeed.formats.sharded import ShardedStore
+from meshfeed.store.base import I64
 from meshfeed.store.format import Place, StoreFormat
-from meshfeed.store.stream import I64
 
 _MOST_DIMS = 16
 _ZSTD_HEAD_BYTES = 18

@@ -20,9 +20,8 @@ from meshfeed.formats.mds_index import INDEX, Shard, least_bytes, parse_index
 from meshfeed.formats.mds_sample import DTYPE_CODES, PICKLE, Sample, decode, ndarray_of, refused_pickle
 from meshfeed.formats.sharded import Even, ShardedStore
 from meshfeed.order import EpochIndex
-from meshfeed.store.base import checked_places
+from meshfeed.store.base import I64, checked_places
 from meshfeed.store.format import Place, StoreFormat
-from meshfeed.store.stream import I64
 
 
 class MDSStore(ShardedStore):

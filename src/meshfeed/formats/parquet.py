@@ -19,8 +19,8 @@ from meshfeed.extras import install
 from meshfeed.files import ByteFile, Cache
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
 from meshfeed.formats.tokens import Column, Where, hint_for
+from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.index_cache import joined
-from meshfeed.store.stream import I64, Pieces, grouped
 
 _SPAN_BYTES = 1 << 26
 _ROWS_TOGETHER = 1024

@@ -14,7 +14,7 @@ from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.files import ByteFile, FileStats
 from meshfeed.files.byte_file import Bytes
 from meshfeed.files.forks import at_fork
-from meshfeed.store.stream import I64
+from meshfeed.store.base import I64
 
 _ANNOUNCERS = 8
 

@@ -23,9 +23,8 @@ from meshfeed.files.url import join, without_secrets
 from meshfeed.formats.items import Column, Items, ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
-from meshfeed.store.base import StreamStore
+from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, StreamStore, grouped
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
-from meshfeed.store.stream import I64, LengthsIndex, Multiples, Pieces, grouped
 
 T = TypeVar("T")
 

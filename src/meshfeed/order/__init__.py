@@ -1,8 +1,7 @@
 """Position -> draw: the order of the training stream as a function. Pure."""
 
 from meshfeed.order.interleave import Interleaving
-from meshfeed.order.keyed import philox, rng
-from meshfeed.order.permutation import key_of, permute, unpermute
+from meshfeed.order.permutation import key_of, permute, philox, rng, unpermute
 from meshfeed.order.stream import (
     Draws,
     EpochIndex,

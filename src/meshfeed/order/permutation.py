@@ -1,9 +1,9 @@
-"""A keyed bijection on [0, n): shuffling without a shuffled list.
+"""Random choices by key: shuffling without a shuffled list, and generators for what is random in a sequence.
 
-A Feistel network over mixed radices (Luby & Rackoff 1988; Black & Rogaway 2002 for arbitrary n): write
-x as (left, right) on an a-by-b board with a*b >= n, mix each half with a hash of the other, and repeat while
-the result is outside [0, n). The board is at most one row larger than n, so about one value in sqrt(n) needs
-a second step. Any position takes constant time and memory, for n up to 2**62.
+A keyed bijection on [0, n) is a Feistel network over mixed radices (Luby & Rackoff 1988; Black & Rogaway 2002
+for arbitrary n): write x as (left, right) on an a-by-b board with a*b >= n, mix each half with a hash of the
+other, and repeat while the result is outside [0, n). The board is at most one row larger than n, so about one
+value in sqrt(n) needs a second step. Any position takes constant time and memory, for n up to 2**62.
 """
 
 from __future__ import annotations
@@ -121,3 +121,21 @@ def _hash(x: _Words, key: _Words, turn: int) -> _Words:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+def rng(seed: int, epoch: int, index: int, *more: int) -> np.random.Generator:
+    """A NumPy generator for one sequence of one epoch; it does not read or change global state.
+
+    seed: the dataset's own. more: distinguishes several generators of one sequence, such as (0,) and (1,).
+    Equal arguments give equal numbers in any process, as long as NumPy does not change its generators'
+    methods. Raises RecipeError for integers that do not fit in 64 bits.
+    """
+    return np.random.Generator(philox(seed, epoch, index, *more))
+
+
+def philox(*parts: int) -> np.random.Philox:
+    """The bit generator behind `rng`: its raw words are the same under every NumPy."""
+    try:
+        return np.random.Philox(key=key_of(*parts))
+    except struct.error as bad:
+        raise RecipeError(f"rng{parts}: give whole numbers that fit in 64 bits ({bad})") from bad

@@ -17,19 +17,33 @@ import numpy as np
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import PlanError, RecipeError
+from meshfeed.files import Cache
 from meshfeed.mixture import Store
 from meshfeed.order import Draws, key_of, philox
 from meshfeed.plan import Align, Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.documents import DocumentRule, document_lengths
-from meshfeed.sequence.masks import Masks, special_marks
 from meshfeed.sequence.runs import Longs, Portion, Runs, holding, runs_of
 from meshfeed.store import StreamStore
+from meshfeed.store.marks import Marks, marks_of
 
 _TAG = 0x4D41534B  # separates these keys from others of the same four numbers
 _CROP = 0x43524F50
 _UNIT = 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The hidden tokens of a document.
+
+    Attributes:
+        places: their indices, ascending; int64 [m].
+        tokens: what the model sees there, -1 for the token itself; int64 [m].
+    """
+
+    places: Longs
+    tokens: Longs
 
 
 @dataclass(frozen=True)
@@ -142,7 +156,7 @@ class Masked(DocumentRule):
         if self.special_tokens:
             for s, mine, of_source in draws.by_source():
                 begin = self._first_tokens(recipe, s, of_source)
-                marks = special_marks(recipe.sources[s], self.special_tokens)
+                marks = _special_marks(recipe.sources[s], self.special_tokens)
                 candidates[mine] -= marks.count(begin, begin + sizes[mine])
         return self.num_hidden(candidates)
 
@@ -224,11 +238,6 @@ class Masked(DocumentRule):
     def _random_range(self) -> tuple[int, int]:
         return (0, self.vocab_size) if self.random_tokens is None else self.random_tokens
 
-    @property
-    def _lead(self) -> int:
-        """Tokens of a row before its document."""
-        return int(self.first_token is not None)
-
     def _in_document(self, slices: Slices, portion: Portion) -> Slices:
         """The document tokens in slices of rows."""
         size = (portion.pack.lengths - self._num_special)[slices.sequence]
@@ -267,7 +276,7 @@ class Masked(DocumentRule):
         special: list[Longs | None] = [None] * len(draws)
         for s, mine, of_source in draws.by_source() if self.special_tokens else ():
             begin = self._first_tokens(recipe, s, of_source)
-            marks = special_marks(recipe.sources[s], self.special_tokens)
+            marks = _special_marks(recipe.sources[s], self.special_tokens)
             for row, at, size in zip(mine.tolist(), begin.tolist(), sizes[mine].tolist()):
                 special[row] = marks.places(at, at + size)
         rows = zip(sizes.tolist(), draws.source.tolist(), draws.epoch.tolist(), draws.index.tolist(), special)
@@ -313,3 +322,9 @@ def _fields(pad_token: int) -> tuple[Field, ...]:
         Field(name="padding_mask", dtype="bool", split=True, pad=1, stored=False),
         Field(name="position_ids", dtype="int64", split=True, stored=False),
     )
+
+
+@lru_cache(maxsize=16)
+def _special_marks(store: StreamStore, tokens: tuple[int, ...]) -> Marks:
+    """Marks of the special tokens of a store; cached, since they map a file."""
+    return marks_of(store, Cache(), tokens)

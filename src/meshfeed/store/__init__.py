@@ -1,7 +1,7 @@
 """Bytes -> tokens: stores of documents, opened by path."""
 
 from meshfeed.mixture import Store
-from meshfeed.store.base import StreamStore
+from meshfeed.store.base import LengthsIndex, StreamStore
 from meshfeed.store.dataset import DatasetStore
 from meshfeed.store.dataset_writer import DatasetWriter
 from meshfeed.store.format import Place, StoreFormat
@@ -10,7 +10,6 @@ from meshfeed.store.indexed_writer import IndexedWriter, best_dtype
 from meshfeed.store.mapped import NUMBERS, Item, Mapped, Refused
 from meshfeed.store.mock import Lengths
 from meshfeed.store.open import open_store
-from meshfeed.store.stream import LengthsIndex
 from meshfeed.store.views import Resampled, SameEveryEpoch
 
 __all__ = [

@@ -21,11 +21,10 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache, FileStats, Folder
-from meshfeed.store.base import StreamStore
+from meshfeed.store.base import LengthsIndex, StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.marks import Marks, marks_of
-from meshfeed.store.stream import LengthsIndex
 
 I64 = npt.NDArray[np.int64]
 

@@ -16,13 +16,12 @@ from meshfeed.files import ByteFile, FileStats, Folder, LocalFile
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.sums import BIN, IDX, SUFFIX
 from meshfeed.files.url import join
-from meshfeed.store.base import StreamStore, checked_places
+from meshfeed.store.base import I64, LengthsIndex, StreamStore, checked_places, runs
 from meshfeed.store.checksums import compare, is_guarded, refuse_others
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.guarded import GuardedFile
 from meshfeed.store.index import Header, Index, fingerprint_of, look_up, read_header
 from meshfeed.store.node_index import NodeIndex
-from meshfeed.store.stream import I64, LengthsIndex, runs
 
 _SUFFIXES = (".bin", ".idx")
 

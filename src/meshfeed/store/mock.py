@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
-from meshfeed.store.base import StreamStore
-from meshfeed.store.stream import I64, LengthsIndex, runs
+from meshfeed.store.base import I64, LengthsIndex, StreamStore, runs
 
 _VOCAB = 32_768
 
