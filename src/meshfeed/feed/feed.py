@@ -16,6 +16,7 @@ from meshfeed.deliver import (
     Delivery,
     Digester,
     Digests,
+    Direct,
     Meeting,
     make_delivery,
     tell,
@@ -229,11 +230,12 @@ class Feed(StepSource[Delivery]):
             reads=self.role.reads,
             budget_bytes=self._read_ahead_bytes,
         )
+        is_sent = not isinstance(delivery, Direct)
         for batch, portions in ahead:
             yield StepStart(batch, StepCosts(batch.stats()))
             digester = Digester(fields) if self._options.verify else None
             for portion in portions:
-                columns, hint = None, self._hint(portion)
+                columns, hint = None, self._rule.num_bytes(self.recipe, portion) if is_sent else 0
                 if self.role.reads:
                     with clock.stage("read"):
                         columns = self._load(batch.step, portion, delivery, hint)
@@ -252,9 +254,6 @@ class Feed(StepSource[Delivery]):
         """The cp coordinates of the ranks that this rank's reader serves, including this rank's own."""
         peers = [rank for rank in self.role.peers if self.roles[rank].source is not None]
         return sorted({self.layout.coord(rank).cp for rank in (self.rank, *peers)})
-
-    def _hint(self, portion: Portion) -> int:
-        return 0 if self.role.source is None else self._rule.num_bytes(self.recipe, portion)
 
     def _load(self, step: int, portion: Portion, delivery: Delivery, hint: int) -> Columns:
         try:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +132,9 @@ class Stepping:
             return None
         whole = self.rule.lengths(self.recipe, draws)
         plan = self._plan(step, draws, whole)
-        is_mixed = len(self.recipe.sources) > 1
+        is_mixed, account = len(self.recipe.sources) > 1, None
+        if self.packing is not None:
+            account = account_of(plan, self.packing, pp=self.layout.pp, vpp=self.vpp)
         kept = np.flatnonzero(plan.microbatch >= 0)
         lengths, starts = plan.lengths[kept], plan.start[kept]
         valid = self.rule.valid_tokens(self.recipe, draws.take(plan.sequence[kept]), starts, lengths)
@@ -145,7 +146,7 @@ class Stepping:
             tokens=int(lengths.sum()),
             valid_tokens=int(valid.sum()),
             sum_sq=exact_sum(lengths, lengths),
-            account=self._account(plan),
+            account=account,
             drawn=drawn_until(self.recipe, step + 1) if is_mixed else None,
             asked=asked_at(self.recipe, step) if is_mixed else None,
         )
@@ -182,11 +183,6 @@ class Stepping:
             return None
         return -(-len(draws_of_step(self.recipe, step)) // (self.micro_batch_size * self.layout.dp))
 
-    def _account(self, plan: StepPlan) -> Account | None:
-        if self.packing is None:
-            return None
-        return account_of(plan, self.packing, pp=self.layout.pp, vpp=self.vpp)
-
     def _plan(self, step: int, draws: Draws, lengths: npt.NDArray[np.int64]) -> StepPlan:
         dp, cp, pp = self.layout.dp, self.layout.cp, self.layout.pp
         if self.packing is None:
@@ -213,11 +209,10 @@ class Stepping:
         rows have lanes of g different classes modulo g. So every class has equally many rows in a step and
         equally many replicas.
         """
-        lanes = lanes_of_step(self.recipe, step)
-        if lanes is None:
+        lanes, shuffle = lanes_of_step(self.recipe, step), self.recipe.shuffle
+        if lanes is None or not isinstance(shuffle, Blocks):
             return None
-        num_classes = math.gcd(self.layout.dp, cast(Blocks, self.recipe.shuffle).lanes)
-        return np.lexsort((lanes, draws.source, lanes % num_classes))
+        return np.lexsort((lanes, draws.source, lanes % math.gcd(self.layout.dp, shuffle.lanes)))
 
     @property
     def shares_packs(self) -> bool:
