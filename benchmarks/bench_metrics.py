@@ -123,7 +123,7 @@ def told(metrics: list[Sink] | None, steps: int) -> float:
     began = time.process_time()
     recorder.start(0)
     for step in range(steps):
-        recorder.step(step, 65_536, 2, StepCosts(planned))
+        recorder.step(step, 65_536, 2, StepCosts(lambda: planned))
         tell_step(recorder)
         recorder.over()
         if step % 500 == 499:

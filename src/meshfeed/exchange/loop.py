@@ -241,7 +241,7 @@ class Exchange(StepSource[ExchangeDelivery]):
             if planned is None:
                 break
             batch, received = planned
-            yield StepStart(batch, StepCosts(batch.stats()))
+            yield StepStart(batch, StepCosts(batch.stats))
             digester = Digester(self._compared) if self._options.verify else None
             for portion in portions(batch, self.layout, self.rank, self._options.cp_split):
                 with clock.stage("build"):

@@ -25,9 +25,9 @@ from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Longs, Shipment, write_pieces
 from meshfeed.feed.batch import Microbatch, Value
 from meshfeed.feed.device import OnHost, Placer, microbatches_of
-from meshfeed.feed.stepping import GlobalBatch, ranks_beside
+from meshfeed.feed.stepping import GlobalBatch, ranks_beside, stats_of_packs
 from meshfeed.layout import Layout
-from meshfeed.plan import CpSplit, Packing, StepPlan, account_of, plan_step
+from meshfeed.plan import CpSplit, Packing, StepPlan, plan_step
 from meshfeed.plan.policy import room_of
 from meshfeed.plan.types import exact_sum
 from meshfeed.sequence import Portion, portions_of
@@ -110,7 +110,7 @@ def plan(
         tokens=int(lengths.sum()),
         valid_tokens=int(lengths.sum() if valid is None else valid[np.unique(made.sequence[kept])].sum()),
         sum_sq=exact_sum(lengths, lengths),
-        account=account_of(made, packing, pp=layout.pp, vpp=vpp),
+        stats=lambda: stats_of_packs(made, gathered.draws, packing, pp=layout.pp, vpp=vpp),
     )
 
 

@@ -232,7 +232,7 @@ class Feed(StepSource[Delivery]):
         )
         is_sent = not isinstance(delivery, Direct)
         for batch, portions in ahead:
-            yield StepStart(batch, StepCosts(batch.stats()))
+            yield StepStart(batch, StepCosts(batch.stats))
             digester = Digester(fields) if self._options.verify else None
             for portion in portions:
                 columns, hint = None, self._rule.num_bytes(self.recipe, portion) if is_sent else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -23,7 +23,6 @@ from meshfeed.order import (
     num_steps,
 )
 from meshfeed.plan import (
-    Account,
     Align,
     CpSplit,
     Packing,
@@ -50,10 +49,7 @@ class GlobalBatch:
         lengths: tokens of each, before the plan splits or truncates it; int64 [n].
         plan: the rank of each sequence.
         tokens, valid_tokens, sum_sq: of the whole batch; see `batch.Step`.
-        account: its balance; None without packing.
-        drawn: sequences of each source in this step and all before it, int64 [num_sources], and the same in
-            epochs, float64; None for a single source.
-        asked: the recipe's share of each source in this step, float64 [num_sources]; None likewise.
+        stats: what is known of the step's costs before it is made, worked out where somebody asks.
     """
 
     step: int
@@ -63,29 +59,28 @@ class GlobalBatch:
     tokens: int
     valid_tokens: int
     sum_sq: int
-    account: Account | None = None
-    drawn: tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | None = None
-    asked: npt.NDArray[np.float64] | None = None
+    stats: Callable[[], StepStats] = StepStats
 
-    def stats(self) -> StepStats:
-        """A step's stats from its plan: balance, padding, and every sequence that was cut or left out."""
-        drawn, epochs = self.drawn or (None, None)
-        of_sources = StepStats(source_drawn=drawn, source_epochs=epochs, source_asked=self.asked)
-        if self.account is None:
-            return of_sources
-        return replace(
-            of_sources,
-            efficiency=self.account.efficiency,
-            objective_over_bound=self.account.over_bound,
-            max_over_mean=self.account.max_over_mean,
-            padding=self.account.padding,
-            oversize=self._names(self.plan.oversize),
-            empty=self._names(self.plan.sequence[self.plan.empty]),
-        )
 
-    def _names(self, sequences: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
-        some = self.draws.take(sequences)
+def stats_of_packs(
+    plan: StepPlan, draws: Draws, packing: Packing, *, pp: int, vpp: int, known: StepStats | None = None
+) -> StepStats:
+    """Those known, and what a plan says: balance, padding, every sequence that was cut or left out."""
+    account = account_of(plan, packing, pp=pp, vpp=vpp)
+
+    def names(sequences: npt.NDArray[np.int32]) -> list[tuple[int, int, int]]:
+        some = draws.take(sequences)
         return list(zip(some.source.tolist(), some.epoch.tolist(), some.index.tolist()))
+
+    return replace(
+        known or StepStats(),
+        efficiency=account.efficiency,
+        objective_over_bound=account.over_bound,
+        max_over_mean=account.max_over_mean,
+        padding=account.padding,
+        oversize=names(plan.oversize),
+        empty=names(plan.sequence[plan.empty]),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +127,6 @@ class Stepping:
             return None
         whole = self.rule.lengths(self.recipe, draws)
         plan = self._plan(step, draws, whole)
-        is_mixed, account = len(self.recipe.sources) > 1, None
-        if self.packing is not None:
-            account = account_of(plan, self.packing, pp=self.layout.pp, vpp=self.vpp)
         kept = np.flatnonzero(plan.microbatch >= 0)
         lengths, starts = plan.lengths[kept], plan.start[kept]
         valid = self.rule.valid_tokens(self.recipe, draws.take(plan.sequence[kept]), starts, lengths)
@@ -146,10 +138,18 @@ class Stepping:
             tokens=int(lengths.sum()),
             valid_tokens=int(valid.sum()),
             sum_sq=exact_sum(lengths, lengths),
-            account=account,
-            drawn=drawn_until(self.recipe, step + 1) if is_mixed else None,
-            asked=asked_at(self.recipe, step) if is_mixed else None,
+            stats=lambda: self._stats(step, draws, plan),
         )
+
+    def _stats(self, step: int, draws: Draws, plan: StepPlan) -> StepStats:
+        stats = StepStats()
+        if len(self.recipe.sources) > 1:
+            drawn, epochs = drawn_until(self.recipe, step + 1) or (None, None)
+            asked = asked_at(self.recipe, step)
+            stats = StepStats(source_drawn=drawn, source_epochs=epochs, source_asked=asked)
+        if self.packing is None:
+            return stats
+        return stats_of_packs(plan, draws, self.packing, pp=self.layout.pp, vpp=self.vpp, known=stats)
 
     def check_filled(self) -> None:
         """Raises OptionError if the sequences of some step do not fill its microbatches.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 from meshfeed.deliver import Traffic
@@ -89,10 +90,11 @@ def exposed_wait(start: float, stop: float, spans: Iterable[Span]) -> dict[str, 
 
 
 class StepCosts:
-    """Adds up what a step costs. planned: what its plan says already."""
+    """Adds up what a step costs. planned: gives what its plan says already, once somebody asks."""
 
-    def __init__(self, planned: StepStats) -> None:
-        self._planned = planned
+    def __init__(self, planned: Callable[[], StepStats]) -> None:
+        self._planned = cache(planned)
+        self._queue_depth, self._metrics_lost = 0, cast(int | None, None)
         self._waits: list[tuple[float, float, Sequence[Span]]] = []  # not added up before somebody asks
         self._wait: dict[str, float] = {}
         self._work: dict[str, float] = {}
@@ -100,7 +102,7 @@ class StepCosts:
 
     def begin(self, queue_depth: int, metrics_lost: int | None) -> None:
         """The loop receives the step."""
-        self._planned = replace(self._planned, queue_depth=queue_depth, metrics_lost=metrics_lost)
+        self._queue_depth, self._metrics_lost = queue_depth, metrics_lost
 
     def waited(self, start: float, stop: float, spans: Sequence[Span]) -> None:
         """The loop asked for something at `start` and got it at `stop`. spans: how it was made."""
@@ -120,7 +122,12 @@ class StepCosts:
                 for stage, seconds in more.items():
                     sums[stage] = sums.get(stage, 0.0) + seconds
         return replace(
-            self._planned, exposed_wait_s=dict(self._wait), work_s=dict(self._work), **self._counts
+            self._planned(),
+            exposed_wait_s=dict(self._wait),
+            work_s=dict(self._work),
+            queue_depth=self._queue_depth,
+            metrics_lost=self._metrics_lost,
+            **self._counts,
         )
 
 
@@ -173,7 +180,7 @@ class Recorder:
         self._background: BackgroundSinks | None = None
         self._clocks = (0.0, 0.0)  # unix and monotonic, at one moment
         self._received: tuple[int, int, float] | None = None  # step, its tokens, unix time
-        self.costs = StepCosts(StepStats())
+        self.costs = StepCosts(StepStats)
 
     def around(self, name: str) -> AbstractContextManager[Any]:
         """The sinks' context managers for a stage."""
