@@ -24,10 +24,10 @@ import numpy as np
 from meshfeed.columns import Columns
 from meshfeed.deliver import wire
 from meshfeed.deliver.delivery import Delivery, EndOfStream
-from meshfeed.deliver.forks import Private
 from meshfeed.deliver.local import Listener, connect
 from meshfeed.deliver.meeting import Meeting
 from meshfeed.errors import DeliveryError, PeerError
+from meshfeed.files.forks import Private
 from meshfeed.files.mapping import mapped
 from meshfeed.roles import Role
 
