@@ -29,7 +29,7 @@ from meshfeed.feed.run import Item, Made, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import GlobalBatch
 from meshfeed.layout import Layout
-from meshfeed.metrics import Meter, RunStart, StageClock, StepCosts
+from meshfeed.metrics import Meter, RunStart, StageClock
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.roles import DeliveryName, Field, Role, Roles
 
@@ -241,7 +241,7 @@ class Exchange(StepSource[ExchangeDelivery]):
             if planned is None:
                 break
             batch, received = planned
-            yield StepStart(batch, StepCosts(batch.stats))
+            yield StepStart(batch, self._recorder.new_costs(batch.stats))
             digester = Digester(self._compared) if self._options.verify else None
             for portion in portions(batch, self.layout, self.rank, self._options.cp_split):
                 with clock.stage("build"):

@@ -29,7 +29,7 @@ from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
 from meshfeed.feed.stepping import Stepping
 from meshfeed.layout import Layout
-from meshfeed.metrics import Meter, RunStart, StageClock, StepCosts
+from meshfeed.metrics import Meter, RunStart, StageClock
 from meshfeed.order import num_positions, num_steps
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field, StageMap
@@ -232,7 +232,7 @@ class Feed(StepSource[Delivery]):
         )
         is_sent = not isinstance(delivery, Direct)
         for batch, portions in ahead:
-            yield StepStart(batch, StepCosts(batch.stats))
+            yield StepStart(batch, self._recorder.new_costs(batch.stats))
             digester = Digester(fields) if self._options.verify else None
             for portion in portions:
                 columns, hint = None, self._rule.num_bytes(self.recipe, portion) if is_sent else 0

@@ -90,14 +90,16 @@ def exposed_wait(start: float, stop: float, spans: Iterable[Span]) -> dict[str, 
 
 
 class StepCosts:
-    """Adds up what a step costs. planned: gives what its plan says already, once somebody asks."""
+    """Notes what a step costs, and adds it up where somebody asks.
+
+    Attributes:
+        planned: gives what the plan says of its stats; worked out once.
+    """
 
     def __init__(self, planned: Callable[[], StepStats]) -> None:
-        self._planned = cache(planned)
+        self.planned = cache(planned)
         self._queue_depth, self._metrics_lost = 0, cast(int | None, None)
-        self._waits: list[tuple[float, float, Sequence[Span]]] = []  # not added up before somebody asks
-        self._wait: dict[str, float] = {}
-        self._work: dict[str, float] = {}
+        self._waits: list[tuple[float, float, Sequence[Span]]] = []
         self._counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
     def begin(self, queue_depth: int, metrics_lost: int | None) -> None:
@@ -116,15 +118,14 @@ class StepCosts:
     @property
     def stats(self) -> StepStats:
         """The costs so far."""
-        waits, self._waits = self._waits, []
-        for start, stop, spans in waits:
-            for sums, more in ((self._wait, exposed_wait(start, stop, spans)), (self._work, work(spans))):
-                for stage, seconds in more.items():
-                    sums[stage] = sums.get(stage, 0.0) + seconds
+        wait: dict[str, float] = {}
+        for start, stop, spans in list(self._waits):
+            for stage, seconds in exposed_wait(start, stop, spans).items():
+                wait[stage] = wait.get(stage, 0.0) + seconds
         return replace(
-            self._planned(),
-            exposed_wait_s=dict(self._wait),
-            work_s=dict(self._work),
+            self.planned(),
+            exposed_wait_s=wait,
+            work_s=work(span for _, _, spans in list(self._waits) for span in spans),
             queue_depth=self._queue_depth,
             metrics_lost=self._metrics_lost,
             **self._counts,
@@ -204,6 +205,13 @@ class Recorder:
             background = BackgroundSinks(self._sinks)
             background.start(self._about(step))
             self._background = background
+
+    def new_costs(self, planned: Callable[[], StepStats]) -> StepCosts:
+        """The costs of a step that the producer begins, on its thread. planned: see StepCosts."""
+        costs = StepCosts(planned)
+        if self._sinks:
+            costs.planned()  # here, not on the loop's thread
+        return costs
 
     def step(self, step: int, tokens: int, queue_depth: int, costs: StepCosts) -> None:
         """The loop receives a step, whose costs are added until `over`."""
