@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from meshfeed.order.schedule import end_of, interleaving_of, segments_of, sizes_
 from meshfeed.recipe import Blocks, Recipe
 
 Longs = npt.NDArray[np.int64]
+
+_MOST_STREAMS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,32 +212,24 @@ class Stream:
         return key_of(self._seed, self._numbers[source], epoch)
 
 
-class _Same:
-    """A recipe as a cache key, by identity, since an equal recipe may hold other stores."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.recipe is other.recipe
-
-    def __hash__(self) -> int:
-        return id(self.recipe)
+_streams: OrderedDict[int, tuple[Recipe, Stream]] = (
+    OrderedDict()
+)  # by id, as equal recipes may differ in stores
 
 
 def stream_of(recipe: Recipe) -> Stream:
     """A recipe's stream; cached, since it asks the stores for their sizes."""
-    return _cached_stream(_Same(recipe))
-
-
-@lru_cache(maxsize=16)
-def _cached_stream(key: _Same) -> Stream:
-    return Stream(key.recipe)
+    found = _streams.get(id(recipe))
+    if found is None:
+        found = _streams[id(recipe)] = recipe, Stream(recipe)
+        if len(_streams) > _MOST_STREAMS:
+            _streams.popitem(last=False)
+    return found[1]
 
 
 def forget() -> None:
     """Clear the caches; for benchmarks that measure a cold start."""
-    _cached_stream.cache_clear()
+    _streams.clear()
     interleaving_of.cache_clear()
 
 
