@@ -10,6 +10,7 @@ import pytest
 import meshfeed as mf
 import world
 from corpus import write_corpus
+from meshfeed.files.client import _HEDGED_BYTES as HEDGED_BYTES
 from observe import simulated, take
 from services.needs import needs
 from services.nginx import Nginx
@@ -72,9 +73,10 @@ def test_share_fetches_every_byte_once(corpus: Path, layout: str, tmp_path: Path
     for rank, (seen, _) in enumerate(results):
         assert seen == simulated(near, mf.Layout.parse(layout), 10**6, rank, micro_batch_size=8)
     consumed = corpus.with_suffix(".bin").stat().st_size + corpus.with_suffix(".idx").stat().st_size
-    assert fetched <= MOST_PER_BYTE * consumed
-    told = sum(told for _, told in results)
-    assert 0.97 * corpus.with_suffix(".bin").stat().st_size <= told <= fetched
+    told = [told for _, told in results]
+    slow = HEDGED_BYTES * sum(each > 0 for each in told)  # what a busy machine may have made them ask again
+    assert fetched <= MOST_PER_BYTE * consumed + slow
+    assert 0.97 * corpus.with_suffix(".bin").stat().st_size <= sum(told) <= fetched
 
 
 @only_soak

@@ -26,6 +26,7 @@ from meshfeed.files import Cache, Folder
 from meshfeed.files.ask import asker, retried
 from meshfeed.files.blocks import SUM_BYTES
 from meshfeed.files.cached import CachedFile
+from meshfeed.files.client import _HEDGED_BYTES as HEDGED_BYTES
 from services.faults import Fault, Faults
 from services.needs import needs, needs_root, small_disk
 from services.nginx import Nginx
@@ -155,7 +156,7 @@ def test_processes_fetch_each_block_once(server: Nginx, tmp_path: Path) -> None:
     run_children(4, server.url, str(tmp_path), 40, 1 << 30, True)
     held = check_folder(tmp_path)
     assert held == -(-SIZE // BLOCK)
-    assert server.fetched_bytes() - before == SIZE
+    assert SIZE <= server.fetched_bytes() - before <= SIZE + 4 * HEDGED_BYTES
 
 
 @only_soak

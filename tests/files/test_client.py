@@ -54,7 +54,7 @@ def seeded(share: float, fault: Fault, seed: int = 1) -> Callable[[int, str, str
 
 
 def test_ranges_come_exactly(server: Nginx) -> None:
-    client = Client(server.url, {})
+    client = Client(server.url, {}, Patience(hedge=False))
     stat = client.stat("data.bin")
     assert stat.size_bytes == SIZE
     for begin, end in [(0, 1), (5, 5), (0, SIZE), (SIZE - 1, SIZE), (17, 70_001)]:
