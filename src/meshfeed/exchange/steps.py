@@ -30,6 +30,7 @@ from meshfeed.layout import Layout
 from meshfeed.plan import CpSplit, Packing, StepPlan, plan_step
 from meshfeed.plan.policy import room_of
 from meshfeed.plan.types import exact_sum
+from meshfeed.roles import Field
 from meshfeed.sequence import Portion, portions_of
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.runs import Runs
@@ -276,13 +277,23 @@ def fields_of_pack(
 ) -> Arrays:
     """The fields of a portion's one pack; see `Keys`."""
     rows = received.rows(portion.microbatches.start)
+    arrays = _split(received, portion, rows, [key for key in keys.declared if key.name in names], allocate)
+    arrays |= _rest(received, rows, keys, names)
+    return arrays | fields_of_plan(portion, names, allocate)
+
+
+def _split(
+    received: Received, portion: Portion, rows: Longs, wanted: Sequence[Field], allocate: Allocate
+) -> Arrays:
+    """The split keys among the wanted ones."""
+    arrays: Arrays = {}
+    wanted = [key for key in wanted if key.split]
+    if not wanted:  # a stage that needs lengths alone
+        return arrays
     own, at = portion.own_tokens
     piece = rows[own.sequence]
     runs = Runs(at, received.shipment.tokens_at(piece, own.start), own.sizes)
-    arrays: Arrays = {}
-    for key in keys.declared:
-        if not key.split or key.name not in names:
-            continue
+    for key in wanted:
         dtype, shape = received.gathered.split_keys.get(key.name, (key.dtype, ()))
         if dtype == ANY:  # no item of the step has it and its type is unknown
             continue
@@ -294,8 +305,7 @@ def fields_of_pack(
         if size.sum() < into.size:
             out[:] = bits_of(key.pad, dtype)
         Runs(at, begin[has] + start, size).copy(received.data, into)
-    arrays |= _rest(received, rows, keys, names)
-    return arrays | fields_of_plan(portion, names, allocate)
+    return arrays
 
 
 def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str]) -> dict[str, Any]:
