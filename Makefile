@@ -49,7 +49,7 @@ gpu:
 	@if $(PYTHON) -c "import numpy, torch" 2>/dev/null; then PYTHONPATH=src $(PYTHON) benchmarks/gpu.py; \
 	else $(MAKE) $(VENV)/.installed && $(BIN)/python benchmarks/gpu.py; fi
 
-# the wheel and the sdist, into dist/
+# the wheel and the sdist, into dist/; CC=aarch64-linux-gnu-gcc for a wheel of that machine
 dist: $(VENV)/.tested
 	$(BIN)/python -c "from hatchling import build; build.build_sdist('dist'); build.build_wheel('dist')"
 
