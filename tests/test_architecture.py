@@ -44,7 +44,7 @@ def test_imports_run_downward() -> None:
     ("file", "line", "broken"),
     [
         ("layout.py", "from meshfeed.recipe import Recipe", "imports run downward BROKEN"),
-        ("feed/feed.py", "import meshfeed.simulate", "imports run downward BROKEN"),
+        ("feed/feed.py", "import meshfeed.simulation", "imports run downward BROKEN"),
         ("feed/batch.py", "import meshfeed.feed.run", "imports run downward in feed BROKEN"),
         ("plan/assign.py", "import torch", "the pure core touches no effect BROKEN"),
         ("newcomer.py", "", "newcomer"),
@@ -62,7 +62,8 @@ def test_the_linter_sees_what_runs_upward(tmp_path: Path, file: str, line: str, 
 
 
 def test_importing_meshfeed_pulls_in_nothing_optional() -> None:
-    code = "import sys, torch; before = set(sys.modules); import meshfeed; print(*set(sys.modules) - before)"
+    every_name = "[getattr(meshfeed, name) for name in meshfeed.__all__ if name != 'MegatronGPT']"
+    code = f"import sys, torch; before = set(sys.modules); import meshfeed; {every_name}; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     packages = {name.split(".")[0] for name in done.stdout.split()}
     assert not packages & OPTIONAL
@@ -70,10 +71,21 @@ def test_importing_meshfeed_pulls_in_nothing_optional() -> None:
     assert third_party <= {"meshfeed", "numpy", "torch"}
 
 
+def test_planning_needs_numpy_alone() -> None:
+    code = (
+        "import sys, meshfeed as mf; packing = mf.Packing(capacity=16, policy='dynamic_cp')\n"
+        "plan = mf.plan_step([5, 30, 9], packing, dp=2); mf.packs_of(plan, 1); mf.account_of(plan, packing)\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    packages = {name.split(".")[0] for name in done.stdout.split()} - sys.stdlib_module_names
+    assert {name for name in packages if not name.startswith("_")} == {"meshfeed", "numpy"}
+
+
 def test_importing_the_package_does_no_work() -> None:
     code = (
         "import random, threading, numpy, torch; kept = random.getstate(), torch.get_rng_state()\n"
-        "import meshfeed, sys\n"
+        "import meshfeed, sys; meshfeed.Feed, meshfeed.Exchange, meshfeed.simulate, meshfeed.open\n"
         "own = {name for name in sys.modules if name.startswith('meshfeed.')}\n"
         "print(threading.active_count(), torch.cuda.is_initialized(), random.getstate() == kept[0],\n"
         "      torch.equal(torch.get_rng_state(), kept[1]), 'meshfeed.cli' in own, 'meshfeed.report' in own)"

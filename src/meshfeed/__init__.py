@@ -11,6 +11,7 @@ with mf.Feed(recipe, layout) as feed:
         save(feed.state_dict())
 """
 
+import importlib
 import typing
 
 from meshfeed.errors import (
@@ -34,27 +35,39 @@ from meshfeed.errors import (
     UnavailableError,
     VerifyError,
 )
-from meshfeed.exchange import Exchange
-from meshfeed.feed import Feed
-from meshfeed.feed.batch import Microbatch, Step
-from meshfeed.files import Cache
 from meshfeed.layout import Coord, Layout
 from meshfeed.mixture import Mixture
 from meshfeed.order import Draws, EpochIndex, rng
-from meshfeed.plan import Align, CostModel, ModelShape, Packing
+from meshfeed.plan import (
+    Account,
+    Align,
+    CostModel,
+    ModelShape,
+    Pack,
+    Packing,
+    StepPlan,
+    account_of,
+    packs_of,
+    plan_step,
+)
 from meshfeed.recipe import Batch, Blocks, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
-from meshfeed.sequence import Chat, Documents, Masked, Samples, Windows
-from meshfeed.simulate import simulate
 from meshfeed.state import State
-from meshfeed.store import DatasetWriter, IndexedWriter, Lengths, Mapped, Resampled, SameEveryEpoch
-from meshfeed.store import open_store as open
 
 if typing.TYPE_CHECKING:
+    from meshfeed.exchange import Exchange
+    from meshfeed.feed import Feed
+    from meshfeed.feed.batch import Microbatch, Step
+    from meshfeed.files import Cache
     from meshfeed.integrations.megatron.gpt import MegatronGPT
+    from meshfeed.sequence import Chat, Documents, Masked, Samples, Windows
+    from meshfeed.simulation import simulate
+    from meshfeed.store import DatasetWriter, IndexedWriter, Lengths, Mapped, Resampled, SameEveryEpoch
+    from meshfeed.store import open_store as open
 
 __all__ = [
     "AccessError",
+    "Account",
     "Align",
     "Batch",
     "Blocks",
@@ -87,6 +100,7 @@ __all__ = [
     "Mixture",
     "ModelShape",
     "OptionError",
+    "Pack",
     "Packing",
     "PeerError",
     "PlanError",
@@ -102,20 +116,55 @@ __all__ = [
     "State",
     "StateError",
     "Step",
+    "StepPlan",
     "StoreError",
     "UnavailableError",
     "VerifyError",
     "Windows",
+    "account_of",
     "assign_roles",
     "open",
+    "packs_of",
+    "plan_step",
     "rng",
     "simulate",
 ]
 
+_ON_FIRST_USE = {
+    "Cache": "meshfeed.files",
+    "Chat": "meshfeed.sequence",
+    "DatasetWriter": "meshfeed.store",
+    "Documents": "meshfeed.sequence",
+    "Exchange": "meshfeed.exchange",
+    "Feed": "meshfeed.feed",
+    "IndexedWriter": "meshfeed.store",
+    "Lengths": "meshfeed.store",
+    "Mapped": "meshfeed.store",
+    "Masked": "meshfeed.sequence",
+    "MegatronGPT": "meshfeed.integrations.megatron.gpt",
+    "Microbatch": "meshfeed.feed.batch",
+    "Resampled": "meshfeed.store",
+    "SameEveryEpoch": "meshfeed.store",
+    "Samples": "meshfeed.sequence",
+    "Step": "meshfeed.feed.batch",
+    "Windows": "meshfeed.sequence",
+    "open": "meshfeed.store:open_store",
+    "simulate": "meshfeed.simulation",
+}
+"""Name -> module of what imports torch. The planner and the rest of the core need NumPy alone."""
+
+_PACKAGES = {"deliver", "exchange", "feed", "files", "formats", "metrics", "sequence", "store"}
+"""Packages that `import meshfeed` offers as attributes, imported on first use too."""
+
 
 def __getattr__(name: str) -> typing.Any:
-    if name != "MegatronGPT":  # imported on its first use: few jobs need it, and it is a third of all imports
+    if name in _PACKAGES:
+        return importlib.import_module(f"meshfeed.{name}")
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from meshfeed.integrations.megatron.gpt import MegatronGPT
+    module, _, other_name = _ON_FIRST_USE[name].partition(":")
+    return globals().setdefault(name, getattr(importlib.import_module(module), other_name or name))
 
-    return globals().setdefault(name, MegatronGPT)
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -18,7 +18,7 @@ from meshfeed.plan import CpSplit, Packing
 from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Field, StageMap, assign_roles
 from meshfeed.sequence import Windows, rule_of
-from meshfeed.simulate import SimulatedStep, simulate
+from meshfeed.simulation import SimulatedStep, simulate
 from meshfeed.testing.difference import difference
 
 Draw = tuple[int, int, int]
