@@ -75,6 +75,10 @@ def test_concepts() -> None:
     run_page("concepts.md", 3)
 
 
+def test_planner() -> None:
+    run_page("planner.md", 19)
+
+
 def test_choices() -> None:
     run_page("choices.md", 2)
 

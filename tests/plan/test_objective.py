@@ -93,9 +93,9 @@ def test_fewer_microbatches_where_more_gain_less_than_the_tolerance():
     vpp=st.integers(1, 4),
     quantum=st.sampled_from((None, 1, 3)),
     overhead=st.sampled_from((0.0, 1e6, 1e9)),
-    tolerance=st.sampled_from((0.0, 0.015)),
+    tolerance=st.sampled_from((0.0, 0.01)),
 )
-def test_never_a_longer_step_than_with_the_fewest_microbatches(
+def test_no_longer_step_than_with_the_fewest_microbatches_beyond_the_tolerance(
     seed, n, dp, policy, objective, pp, vpp, quantum, overhead, tolerance
 ):
     lengths = np.clip(np.random.default_rng(seed).lognormal(6, 1.4, n), 1, 4096).astype(np.int64)
@@ -105,7 +105,7 @@ def test_never_a_longer_step_than_with_the_fewest_microbatches(
     made, least = (plan_step(lengths, p, dp=dp, pp=pp, vpp=vpp, quantum=quantum) for p in (chosen, fewest))
     assert made.num_microbatches >= least.num_microbatches
     times = [account_of(plan, fewest, pp=pp, vpp=vpp).objective for plan in (made, least)]
-    assert times[0] <= times[1]
+    assert times[0] <= times[1] * (1 + tolerance)
     if tolerance == 0.0:  # no number of microbatches near the fewest makes it shorter
         step = quantum or (pp if vpp > 1 else 1)
         for more in range(1, 4):

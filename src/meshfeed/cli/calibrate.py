@@ -88,15 +88,15 @@ class Calibrate(Command):
             cost = CostModel.fit(tokens, squares, times)
         except PlanError as error:
             raise MeshfeedError(f"{self.out} is written, but tells no cost: {error}") from error
-        model = cost.alpha * tokens + squares + cost.overhead
+        model = cost.alpha * tokens + squares + cost.microbatch_overhead
         error = float(np.median(np.abs(model * np.median(times / model) / times - 1)))
         by_flops = CostModel.of_shape(shape).alpha
         if self.json:
-            facts = {"alpha": cost.alpha, "alpha_by_flops": by_flops, "overhead": cost.overhead}
+            facts = {"alpha": cost.alpha, "alpha_by_flops": by_flops, "overhead": cost.microbatch_overhead}
             print_json(facts | {"median_error": error, "packs": times.size, "out": str(self.out)})
             return OK
         print(f"alpha {cost.alpha:.0f} (by the shape's FLOPs {by_flops:.0f})")
-        print(f"overhead {cost.overhead:.3g}, median error {error:.1%} over {times.size} packs")
+        print(f"overhead {cost.microbatch_overhead:.3g}, median error {error:.1%} over {times.size} packs")
         return OK
 
     def _measured(self, layer: _Layer) -> list[tuple[int, int, float]]:

@@ -107,7 +107,7 @@ def _add(group: Any, each: Field[Any], hint: Any) -> None:
     how: dict[str, Any] = dict(each.metadata)
     names, least = how.pop("names", (f"--{each.name.replace('_', '-')}",)), how.pop("least", 1)
     if get_origin(hint) in (Union, UnionType):
-        (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+        hint = Union[tuple(kind for kind in get_args(hint) if kind is not NoneType)]  # noqa: UP007
     if hint is bool:
         how["action"] = "store_true"
     elif get_origin(hint) is Literal:
@@ -177,6 +177,13 @@ def _span(text: str) -> range:
 
 _KINDS: Mapping[Any, tuple[str, Callable[[int], Callable[[str], Any]]]] = {
     int: ("N", lambda least: _reads(lambda text: _number(text, least), f"write a whole number from {least}")),
+    int | Literal["fewest"]: (
+        "N",
+        lambda least: _reads(
+            lambda text: text if text == "fewest" else _number(text, least),
+            f"write a whole number from {least}, or fewest",
+        ),
+    ),
     tuple[int, ...]: (
         "N,...",
         lambda least: _reads(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import meshfeed as mf
 from meshfeed.cli.options import given, option, refuse_given
@@ -34,8 +34,8 @@ class JobOptions:
     oversize: Oversize | None = option(f"what to do with sequences that are too long ({_DEFAULT.oversize})")
     alpha: float | None = option(f"linear over quadratic cost ({_DEFAULT.cost.alpha:.0f})")
     cost: Path | None = option("instead of --alpha: layer times that `meshfeed calibrate` wrote")
-    microbatches: int | None = option(
-        "use at least N, 1 for the fewest (default: the shortest predicted step)"
+    microbatches: int | Literal["fewest"] | None = option(
+        "use N, more only if needed, or the fewest (default: the shortest predicted step)", metavar="N|fewest"
     )
     align_sequence: int | None = option("pad sequences to multiples of N (1)")
     align_pack: int | None = option("pad a rank's packs to multiples of N (1)")

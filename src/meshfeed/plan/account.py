@@ -116,7 +116,7 @@ def step_time(loads: FloatArray, packing: Packing, bubble_share: float) -> float
     tops = loads.max(axis=1, initial=0.0)
     meet_often = packing.objective == "microbatch"
     busy = tops.sum() if meet_often else loads.sum(axis=0).max(initial=0.0)
-    return float(busy + bubble_share * tops.max(initial=0.0) + len(loads) * packing.cost.overhead)
+    return float(busy + bubble_share * tops.max(initial=0.0) + len(loads) * packing.cost.microbatch_overhead)
 
 
 def flops(plan: StepPlan, shape: ModelShape, *, backward: bool = True) -> int:
@@ -147,18 +147,25 @@ def objective_bound(
     the largest microbatch.
     The greatest of three bounds. *Work*: all of it, shared evenly. *Longest*: the longest sequence on the
     widest group.
-    *Count*, which binds where sequences are few or alike: of the k B + 1 heaviest sequences on B = ranks /
-    widest blocks, some block of each microbatch holds together k + 1, so the k + 1 lightest of them follow
-    each other.
+    *Count*, which binds where sequences are few or alike: the largest of ranks / widest piles, since the
+    microbatches of a block of ranks follow each other.
     """
     if not lengths.size:
-        return num_microbatches * cost.overhead
+        return num_microbatches * cost.microbatch_overhead
     loads = np.sort(cost.load(lengths, widest) if not cost.ring_tokens else cost.work(lengths) / widest)[::-1]
     even = float(cost.work(lengths).sum()) / num_ranks
     blocks = num_ranks // widest
-    last = np.arange(0, loads.size, blocks)  # k B for each k
+    total_load = max(even, least_pile(loads, blocks))
+    top = max(total_load / num_microbatches, least_pile(loads, blocks * num_microbatches))
+    return total_load + bubble_share * top + num_microbatches * cost.microbatch_overhead
+
+
+def least_pile(loads: FloatArray, piles: int) -> float:
+    """A bound on the largest of so many piles of loads, however they are piled up.
+
+    loads: descending; float64 [n], n >= 1. Of the j piles + 1 largest, some pile holds j + 1: at least the
+    j + 1 smallest of them.
+    """
+    last = np.arange(0, loads.size, piles)
     total = np.concatenate(([0.0], np.cumsum(loads)))
-    count = float((total[last + 1] - total[np.maximum(last - np.arange(last.size), 0)]).max())
-    total_load = max(even, count)
-    top = max(total_load / num_microbatches, float(loads[0]))
-    return total_load + bubble_share * top + num_microbatches * cost.overhead
+    return float((total[last + 1] - total[last - np.arange(last.size)]).max())

@@ -29,6 +29,8 @@ _place = compiled(
     *(WHOLE, POINTER, POINTER, WHOLE, POINTER),
     *(POINTER, POINTER, POINTER, POINTER, POINTER),
 )
+WORTH = 1.3
+"""A cp group is not widened, to even out loads, if communication then takes so much more work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Sequences:
         lengths: real tokens; int64 [n].
         padded: padded tokens on a cp group of each size; int64 [num_sizes, n].
         load: load on each rank of such a group; float64 [num_sizes, n].
-        work: load on one rank that has it whole, before communication; float64 [n].
+        work: load on all ranks together of the narrowest group that holds it; float64 [n]. Wider groups
+            communicate more.
     """
 
     room: Room
@@ -55,7 +58,11 @@ class Sequences:
         """lengths: descending, each at most room.longest."""
         sizes = np.array(room.sizes)[:, None]
         padded = room.align.padded(lengths, sizes)
-        return cls(room, cost, lengths, padded, cost.load(lengths, sizes), cost.work(lengths))
+        load, work = cost.load(lengths, sizes), cost.work(lengths)
+        if cost.ring_tokens:
+            narrowest = (padded <= np.array(room.limits)[:, None]).argmax(axis=0)
+            work = (load * sizes)[narrowest, np.arange(lengths.size)]
+        return cls(room, cost, lengths, padded, load, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +94,14 @@ def narrowest_sizes(sequences: Sequences, members: LongArray, mean_load: float, 
     Adequate: the group holds it and each rank's part of it is at most mean_load; with a tightness t, it takes
     at most 1 / 2^t of either. Where no size does, the widest.
     """
-    limits = np.array(sequences.room.limits)[:, None]
+    limits, sizes = np.array(sequences.room.limits)[:, None], np.array(sequences.room.sizes)[:, None]
     holds = sequences.padded[:, members] * 2**tightness <= limits
     light = sequences.load[:, members] * 2**tightness <= mean_load * EXACT
     adequate = holds & light
+    if sequences.cost.ring_tokens:
+        # a wider group would wait for keys and values: its ranks do more work together
+        fits, together = sequences.padded[:, members] <= limits, sequences.load[:, members] * sizes
+        adequate[:-1] |= fits[:-1] & (together[1:] > together[:-1] * WORTH)
     adequate[-1] = True
     return adequate.argmax(axis=0)
 

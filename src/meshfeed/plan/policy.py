@@ -27,7 +27,7 @@ counts.
 step: ranks meet at the end of the step, so the largest sum over microbatches of a rank's loads counts."""
 
 
-_TOLERANCE = 0.015
+_TOLERANCE = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +45,15 @@ class Packing:
             What the sequences leave is a dummy sequence at the end of the pack.
         oversize: see `Oversize`; too long is more than capacity times the widest cp group.
         objective: see `Objective`.
-        microbatches: plan at least this many, so 1 for the fewest that hold the batch. None for as many as
-            make the predicted step shortest: the fewest, and up to three quanta more where ranks would wait
-            for each other, or a pipeline's bubble, by more than the tolerance. in_order always takes the
-            fewest.
+        microbatches: how many a step has. None: as many as make the predicted step shortest. "fewest": as
+            few as hold the batch. A number: so many, or more where the batch needs them. in_order and
+            fixed_shapes take the fewest unless given a number; a pack of fixed shape costs its capacity.
         quantum: the number of microbatches is a multiple of this; None for pp where there are virtual stages,
             else 1. An interleaved pipeline takes them in groups of this size.
         cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp; None for
             `groups.cp_sizes(dp * cp)`. (1, 2, 4, 8) keeps every group within a node of eight.
-        tolerance: how far above the ideal a step may be before wider cp groups, or more microbatches, are
-            tried for it, relative.
+        tolerance: how far above the ideal a step may be before wider cp groups, or other numbers of
+            microbatches, are tried for it, relative.
     """
 
     capacity: int
@@ -65,7 +64,7 @@ class Packing:
     fixed_shapes: bool = False
     oversize: Oversize = "error"
     objective: Objective = "microbatch"
-    microbatches: int | None = None
+    microbatches: int | Literal["fewest"] | None = None
     cp_sizes: tuple[int, ...] | None = None
     tolerance: float = _TOLERANCE
     quantum: int | None = None
@@ -84,8 +83,12 @@ class Packing:
             raise PlanError(
                 "fixed_shapes=True: cu_seqlens have as many entries as max_sequences; give that too"
             )
-        if self.microbatches is not None and self.microbatches < 1:
-            raise PlanError(f"microbatches={self.microbatches}: at least 1, or None to let the plan choose")
+        if self.microbatches not in (None, "fewest") and not (
+            isinstance(self.microbatches, int) and self.microbatches >= 1
+        ):
+            raise PlanError(
+                f"microbatches={self.microbatches!r}: at least 1, 'fewest', or None to let the plan choose"
+            )
         if self.quantum is not None and self.quantum < 1:
             raise PlanError(f"quantum={self.quantum}: at least 1, or None for what the pipeline takes")
         if not 0 <= self.tolerance < 1:

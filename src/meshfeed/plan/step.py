@@ -42,7 +42,8 @@ def plan_step(
     multiple = quantum or packing.quantum or (pp if vpp > 1 else 1)
     rows = rows_of(_whole(lengths), longest=room.longest, policy=packing.oversize)
     kept = rows.lengths[rows.kept]
-    num_microbatches = -(-(packing.microbatches or 0) // multiple) * multiple
+    asked = packing.microbatches if isinstance(packing.microbatches, int) else 0
+    num_microbatches = -(-asked // multiple) * multiple
     microbatch = np.full(rows.lengths.size, -1, np.int32)
     first_rank = np.zeros(rows.lengths.size, np.int32)
     cp_size = np.full(rows.lengths.size, room.sizes[0], np.int32)

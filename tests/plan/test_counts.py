@@ -1,0 +1,126 @@
+"""The number of microbatches that a plan chooses, beside all numbers near the fewest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshfeed.plan import Account, CostModel, Packing, StepPlan, account_of, balance, plan_step
+from soak import cases
+
+TRACES = Path(__file__).parents[2] / "benchmarks" / "data"
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A batch, and the job that plans it."""
+
+    lengths: np.ndarray
+    packing: Packing
+    layout: dict[str, int]
+
+    def plan(self, microbatches: Any = None) -> tuple[StepPlan, Account]:
+        packing = replace(self.packing, microbatches=microbatches)
+        plan = plan_step(self.lengths, packing, **self.layout)
+        stages = {name: self.layout[name] for name in ("pp", "vpp")}
+        return plan, account_of(plan, packing, **stages)
+
+
+def drawn(seed: int) -> Draw:
+    """Five traces and three distributions in turn, on 4 to 1,024 ranks."""
+    rng = np.random.default_rng(seed)
+    ranks = int(2 ** rng.uniform(2, 10.001))
+    n = max(8, int(ranks * 2 ** rng.uniform(1, 12 - np.log2(ranks))))
+    kinds = ("equal", "longtail", "mixed", "short", "source_files", "pareto", "bimodal", "lognormal")
+    kind = kinds[seed % len(kinds)]
+    if kind == "pareto":
+        lengths = rng.pareto(1.1, n) * 500 + 10
+    elif kind == "bimodal":
+        lengths = np.where(rng.random(n) < 0.1, rng.uniform(5e4, 1e5, n), rng.uniform(100, 900, n))
+    elif kind == "lognormal":
+        lengths = rng.lognormal(8, 1.3, n)
+    else:
+        trace = np.loadtxt(TRACES / f"{kind}.txt")
+        lengths = trace[(rng.integers(0, trace.size) + np.arange(n)) % trace.size]
+    capacity = int(rng.choice([4096, 8192, 16_384, 32_768]))
+    cp, policy = 1, "dynamic_cp" if rng.random() < 0.7 else "balanced"
+    while policy == "balanced" and cp * capacity < lengths.max() and ranks >= 2 * cp:
+        cp *= 2
+    ranks = ranks // cp * cp
+    longest = capacity * (ranks if policy == "dynamic_cp" else cp)
+    pp, vpp = ((1, 1), (1, 1), (4, 1), (4, 2))[(seed + seed // 8) % 4]
+    return Draw(
+        np.clip(lengths, 1, longest // (2 * ranks) * 2 * ranks or 1).astype(np.int64),
+        Packing(capacity=capacity, policy=policy),
+        {"dp": ranks // cp, "cp": cp, "pp": pp, "vpp": vpp},
+    )
+
+
+@pytest.fixture
+def filled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of microbatches that were filled, as plans are made."""
+    counts: list[int] = []
+    fill_step = balance.fill_step
+
+    def counted(sequences: Any, count: int, tolerance: float) -> Any:
+        counts.append(count)
+        return fill_step(sequences, count, tolerance)
+
+    monkeypatch.setattr(balance, "fill_step", counted)
+    return counts
+
+
+def test_no_number_near_the_fewest_is_shorter_by_more_than_a_hundredth(filled: list[int]) -> None:
+    efficient: list[float] = []
+    fills = np.zeros(2, int)  # of the chosen numbers and of the fewest, without a pipeline
+    for seed in range(cases(8, 200)):
+        draw = drawn(seed)
+        filled.clear()
+        _, chosen = draw.plan()
+        tried = len(filled)
+        filled.clear()
+        least, fewest = draw.plan("fewest")
+        if draw.layout["pp"] == 1:
+            assert tried <= len(filled) + 3, seed
+            fills += tried, len(filled)
+        quantum = draw.layout["pp"] if draw.layout["vpp"] > 1 else 1
+        others = [fewest]
+        for more in range(1, 9):
+            plan, account = draw.plan(least.num_microbatches + more * quantum)
+            if plan.num_microbatches == least.num_microbatches + more * quantum:
+                others.append(account)
+        assert chosen.objective <= min(other.objective for other in others) * 1.01, seed
+        if max(other.efficiency for other in others) >= 0.99:
+            efficient.append(chosen.efficiency)
+    assert np.mean(efficient) >= 0.99
+    assert fills[0] <= fills[1] * 1.15, "mostly one number is filled, as for the fewest"
+
+
+def test_a_number_that_is_hard_to_fill_is_not_tried(filled: list[int]) -> None:
+    """In two microbatches 97 % of the places for tokens are taken, and ranks wait for each other."""
+    lengths = np.random.default_rng(2).pareto(1.1, 4096) * 500 + 10
+    packing = Packing(capacity=16_384, policy="dynamic_cp")
+    draw = Draw(np.clip(lengths, 1, 131_072).astype(np.int64), packing, {"dp": 256, "pp": 1, "vpp": 1})
+    chosen, account = draw.plan()
+    assert filled == [chosen.num_microbatches] == [3]
+    least, fewest = draw.plan("fewest")
+    assert least.num_microbatches == 2
+    assert fewest.efficiency < 0.95 and account.efficiency > 0.999
+    assert account.objective < fewest.objective * 0.95
+
+
+def test_each_part_of_the_cost_moves_the_number_as_it_should() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(7, 1, 600), 1, 8192).astype(np.int64)
+
+    def count(pp: int = 1, **cost: float) -> int:
+        packing = Packing(capacity=8192, policy="dynamic_cp", cost=CostModel(alpha=25_100, **cost))
+        return plan_step(lengths, packing, dp=32, pp=pp).num_microbatches
+
+    assert count() < count(pp=4) < count(pp=16), "a bubble is as long as the largest microbatch"
+    assert count(pp=16, overhead=25_100 * 2000) < count(pp=16) < count(pp=16, overhead=25_100 * 20)
+    # a bubble that asks for many more than the fewest gets them
+    assert count(pp=16) > count() + 8
