@@ -146,9 +146,10 @@ class _Planned:
 
 def _drawn(recipe: mf.Recipe, batch: GlobalBatch) -> dict[str, Any]:
     """What each source of a mixture has given when a step is done, in sequences and in epochs."""
-    if batch.drawn is None:
+    stats = batch.stats()
+    if stats.source_drawn is None or stats.source_epochs is None:
         return {}
-    of_each = zip(recipe.source_names, *(each.tolist() for each in batch.drawn))
+    of_each = zip(recipe.source_names, stats.source_drawn.tolist(), stats.source_epochs.tolist())
     return {name: {"sequences": count, "epochs": epochs} for name, count, epochs in of_each}
 
 
