@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import importlib
 import json
 import os
 import select
@@ -26,6 +27,14 @@ import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
+_IMPORTED = (
+    "torch._dynamo",  # by optimizers
+    "torch.distributed.launcher.api",  # by torchrun
+    "meshfeed.cli.main",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "lightning.pytorch",
+    "transformers",
+)
 _SHARED = "MESHFEED_TESTS_PYTHON"
 
 
@@ -72,15 +81,12 @@ def _ask(address: str, words: list[str]) -> NoReturn:
 
 
 def _serve(address: str) -> None:
+    import torch
+
     with warnings.catch_warnings(action="ignore"):
-        import lightning.pytorch  # noqa: F401
-        import torch._dynamo  # optimizers import it
-        import torch.distributed.launcher.api  # what torchrun imports
-        import transformers  # noqa: F401
-        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder  # noqa: F401
-
-        import meshfeed.cli.main  # noqa: F401
-
+        for name in _IMPORTED:
+            with contextlib.suppress(ImportError):  # a framework may be missing
+                importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
