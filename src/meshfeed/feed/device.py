@@ -106,8 +106,8 @@ class OnHost:
 class OnCuda:
     """Copies from page-locked memory on a separate stream, so copies overlap with training.
 
-    Page-locked memory is kept until the event after its copies: PyTorch's own guard finds the buffer of a
-    tensor only by the buffer's first byte.
+    Page-locked memory is kept until the event after its copies. PyTorch keeps it too, but knows a buffer that
+    was filled as an array only by its first byte, so not where a copy starts further in.
     """
 
     widens = True

@@ -101,7 +101,8 @@ def has_compact(rule: SequenceRule) -> bool:
 class TokenRule(SequenceRule):
     """A rule whose fields "tokens" and "labels" are pieces of the stream; labels are shifted by one token.
 
-    Such a rule serves the further columns of a store too; see `columns`.
+    Such a rule serves the further columns of a store too; see `columns`. In its compact form, the runs of
+    tokens, labels and loss mask begin at the same tokens.
     """
 
     eod_mask_loss: bool = False
