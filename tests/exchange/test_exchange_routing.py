@@ -27,7 +27,7 @@ from soak import cases
 
 POLICIES = ("in_order", "balanced", "dynamic_cp")
 FIELDS = [field.name for field in ITEM_KEYS.fields]
-SPLITS = ("zigzag", "pack_zigzag", "contiguous", None)
+SPLITS = ("zigzag", "pack_zigzag", "contiguous", "pack_contiguous", None)
 
 
 @st.composite

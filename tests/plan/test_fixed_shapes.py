@@ -35,22 +35,22 @@ def packing_of(policy: Any, most: int, *, capacity: int = 64, **options: Any) ->
     policy=st.sampled_from(POLICIES),
     most=st.integers(1, 6),
     align=st.builds(mf.Align, sequence=st.sampled_from((1, 3)), pack=st.sampled_from((1, 8))),
-    split=st.sampled_from(("zigzag", "pack_zigzag", "contiguous")),
+    split=st.sampled_from(("zigzag", "pack_zigzag", "contiguous", "pack_contiguous")),
 )
 def test_every_pack_has_the_shape_of_its_cp_size(
     lengths: list[int], policy: Any, most: int, align: mf.Align, split: CpSplit
 ) -> None:
     packing = packing_of(policy, most, align=align)
     dp, cp = (4, 1) if policy == "dynamic_cp" else (2, 2)
-    plan = plan_step(lengths, packing, dp=dp, cp=cp)
+    plan = plan_step(lengths, packing, dp=dp, cp=cp, cp_split=split)
     check_plan(plan, plan.lengths, packing, dp=dp, cp=cp)
     check_packs(plan, packing)
     for rank in range(dp * cp):
         for pack in packs_of(plan, rank):
-            multiple = int(align.pack_multiple(pack.cp_size))
+            multiple = int(plan.align.pack_multiple(pack.cp_size))
             assert pack.num_tokens == 64 * pack.cp_size // multiple * multiple
             # no sequence is longer than its own multiple makes it
-            own = align.padded(plan.lengths[pack.sequences], pack.cp_size)
+            own = plan.align.padded(plan.lengths[pack.sequences], pack.cp_size)
             assert pack.padded_lengths.tolist() == own.tolist()
             # ranks hold equal parts, together every token once: the brute force of the split
             seen = np.zeros(pack.num_tokens, np.int64)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from megatron.core.utils import get_batch_on_this_cp_rank
 
 from meshfeed.errors import PlanError
-from meshfeed.plan import Align, packs_of, plan_fixed, slices_of
+from meshfeed.plan import Align, Packing, packs_of, plan_fixed, plan_step, slices_of
 from soak import cases
 
-SPLITS = ("zigzag", "pack_zigzag", "contiguous")
+SPLITS = ("zigzag", "pack_zigzag", "contiguous", "pack_contiguous")
 
 
 def one_pack(lengths, cp, align=None):
@@ -106,5 +106,29 @@ def test_a_dummy_pack_has_no_slices(split, cp_ranks):
 
 
 def test_unknown_split_is_refused():
-    with pytest.raises(PlanError, match="cp split 'ring': choose one of zigzag, pack_zigzag, contiguous"):
+    with pytest.raises(
+        PlanError, match="cp split 'ring': choose one of zigzag, pack_zigzag, contiguous, pack"
+    ):
         slices_of(one_pack([8], 2), [0], "ring")
+
+
+@settings(max_examples=cases(80), deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=20),
+    cp=st.sampled_from((1, 2, 3, 4, 8)),
+    share=st.sampled_from((1, 4)),
+)
+def test_runs_of_a_pack_need_only_a_multiple_of_cp(lengths, cp, share):
+    packing = Packing(capacity=4096, align=Align(pack=share))
+    plan = plan_step(lengths, packing, dp=1, cp=cp, cp_split="pack_contiguous")
+    (pack,) = packs_of(plan, 0)
+    assert sum(lengths) <= pack.num_tokens < sum(lengths) + share * cp
+    assert pack.padded_lengths[:-1].tolist() == [lengths[i] for i in pack.sequences[:-1]]
+    real = []
+    for rank in range(cp):
+        slices = slices_of(pack, [rank], "pack_contiguous")
+        whole = np.array_split(np.arange(pack.num_tokens), cp)[rank]
+        np.testing.assert_array_equal(indices(pack, slices), whole)
+        stop = np.minimum(slices.stop, pack.lengths[slices.sequence])
+        real.append(int(np.maximum(stop - slices.start, 0).sum()))
+    assert sum(real) == sum(lengths) and max(real) - min(real) <= share * cp

@@ -66,7 +66,7 @@ class JobOptions:
     def stepping_of(
         self, recipe: mf.Recipe, micro_batch_size: int = 1, cp_split: CpSplit = "zigzag"
     ) -> Stepping:
-        """The steps of a recipe under the options; plans do not depend on cp_split. Raises MeshfeedError."""
+        """The steps of a recipe under the options; see `plan_step` for cp_split. Raises MeshfeedError."""
         rule = cast(SequenceRule, recipe.sequence)
         if rule.packed and self.capacity is None:
             raise MeshfeedError(

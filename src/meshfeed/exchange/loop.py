@@ -316,6 +316,7 @@ class Exchange(StepSource[ExchangeDelivery]):
             step=step,
             length=self._keys.length,
             made=self._made_plan(gathered),
+            split=self._options.cp_split,
         )
 
     def _made_plan(self, gathered: GatheredLengths) -> StepPlan | None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from meshfeed.exchange.lengths import LENGTH, REST, SCHEMA, GatheredLengths, Report
 from meshfeed.exchange.membership import Membership
 from meshfeed.plan import CpSplit, StepPlan
-from meshfeed.plan.split import chunk_runs
+from meshfeed.plan.split import chunk_runs, cuts_packs
 from meshfeed.sequence.runs import Runs
 
 Bytes = npt.NDArray[np.uint8]
@@ -139,7 +139,7 @@ def ranges_of(
     lengths = plan.lengths[rows]
     if split is None or (plan.cp_size[rows] == 1).all():
         return np.zeros((rows.size, 1), np.int64), lengths[:, None].copy()
-    padded, origin, total = _padding(plan, whole=split == "pack_zigzag")
+    padded, origin, total = _padding(plan, whole=cuts_packs(split))
     size, first = plan.cp_size[rows].astype(np.int64), plan.first_rank[rows].astype(np.int64)
     start, stop = np.zeros((rows.size, 2), np.int64), np.zeros((rows.size, 2), np.int64)
     table = np.stack([size, first, members])

@@ -76,13 +76,18 @@ def plan(
     step: int = 0,
     length: str = "tokens",
     made: StepPlan | None = None,
+    split: CpSplit | None = "zigzag",
 ) -> GlobalBatch:
     """Plan which item goes where: a pure function, equal on every rank and to a Feed's for the same lengths.
 
     made: a finished plan; None calls the planner. length: the key that gave the lengths, for error messages.
+    split: as in `reroute`.
     Raises PlanError naming rank, item and key.
     """
-    most, longest = room_of(packing, dp=layout.dp, cp=layout.cp).longest, int(gathered.lengths.max(initial=0))
+    most, longest = (
+        room_of(packing, dp=layout.dp, cp=layout.cp, split=split or "zigzag").longest,
+        int(gathered.lengths.max(initial=0)),
+    )
     if packing.oversize == "error" and longest > most:
         item = gathered.item(int(gathered.lengths.argmax()), membership)
         raise PlanError(
@@ -91,7 +96,15 @@ def plan(
             f"or cp, or set oversize='split', 'truncate' or 'drop'"
         )
     try:
-        made = made or plan_step(gathered.lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=vpp)
+        made = made or plan_step(
+            gathered.lengths,
+            packing,
+            dp=layout.dp,
+            cp=layout.cp,
+            pp=layout.pp,
+            vpp=vpp,
+            cp_split=split or "zigzag",
+        )
     except PlanError as error:
         raise PlanError(f"step {step}: {error}") from error
     kept = np.flatnonzero(made.microbatch >= 0)

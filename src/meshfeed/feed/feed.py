@@ -60,7 +60,8 @@ class Feed(StepSource[Delivery]):
             of a step are not a multiple of micro_batch_size x dp. A mean over rows is wrong then: divide by
             `step.valid_tokens`. Without it such a step is refused when the feed is entered.
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
-        cp_split: how context parallelism splits a sequence, "zigzag" (the default) or "contiguous".
+        cp_split: how context parallelism splits a sequence, "zigzag" (the default) or "contiguous", or a pack
+            as a whole, "pack_zigzag" or "pack_contiguous".
         prefetch: reads made ahead on a thread, each of a microbatch or of several small ones; default 2. 0
             reads on request, except one ahead if pipeline stages share a reader, since a stage may ask for a
             microbatch only after another has trained on it.
@@ -219,7 +220,6 @@ class Feed(StepSource[Delivery]):
 
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
         """The path of every sequence, from its position in the stream to the device."""
-        fields = [f.name for f in self._rule.fields]
         meter = Meter(self.recipe.sources, delivery.traffic)
         ahead = Ahead(
             self._stepping,
@@ -233,7 +233,7 @@ class Feed(StepSource[Delivery]):
         is_sent = not isinstance(delivery, Direct)
         for batch, portions in ahead:
             yield StepStart(batch, self._recorder.new_costs(batch.stats))
-            digester = Digester(fields) if self._options.verify else None
+            digester = Digester(self._compared) if self._options.verify else None
             for portion in portions:
                 columns, hint = None, self._rule.num_bytes(self.recipe, portion) if is_sent else 0
                 if self.role.reads:
@@ -279,7 +279,7 @@ class Feed(StepSource[Delivery]):
 
     def _reread(self, portions: Sequence[Portion]) -> Digests:
         """The digests of a step, recomputed from storage."""
-        digester, host = Digester([f.name for f in self._rule.fields]), OnHost()
+        digester, host = Digester(self._compared), OnHost()
         for portion in portions:
             alone = replace(portion, held=portion.own)
             columns = self._rule.load(self.recipe, alone, host.allocate)

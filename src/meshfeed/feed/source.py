@@ -35,6 +35,7 @@ from meshfeed.feed.stepping import cp_groups_of
 from meshfeed.layout import Layout
 from meshfeed.metrics import Recorder, RunStart, StageClock
 from meshfeed.roles import DeliveryName, Field, Role, Roles, StageMap, assign_roles, choose_delivery
+from meshfeed.sequence.packed import RUN_FIELDS
 
 D = TypeVar("D", bound=Delivery)
 
@@ -97,7 +98,7 @@ class StepSource(abc.ABC, Generic[D]):
     @property
     def _compared(self) -> Sequence[str]:
         """Names of what `verify` compares."""
-        return [field.name for field in self._fields]
+        return [*(field.name for field in self._fields), *RUN_FIELDS]
 
     @property
     def _run_name(self) -> str:

@@ -113,6 +113,8 @@ class Stepping:
             raise RecipeError(f"{self.rule.summary()} needs packing=mf.Packing(capacity=...)")
         if self.packing is not None and not self.rule.packed:
             raise RecipeError(f"{self.rule.summary()} has sequences of one length; leave packing out")
+        if self.cp_split == "pack_contiguous" and not self.rule.packed:
+            raise OptionError("cp_split='pack_contiguous' cuts packs; for rows choose 'contiguous'")
         row_tokens = self.rule.row_tokens
         width = int(Align().padded(np.array(row_tokens), self.layout.cp)) if row_tokens > 1 else 1
         object.__setattr__(self, "_row_align", Align(sequence=width))
@@ -195,7 +197,7 @@ class Stepping:
                 order=self._by_lanes(step, draws),
             )
         try:
-            return plan_step(lengths, self.packing, dp=dp, cp=cp, pp=pp, vpp=self.vpp)
+            return plan_step(lengths, self.packing, dp=dp, cp=cp, pp=pp, vpp=self.vpp, cp_split=self.cp_split)
         except PlanError as error:
             longest = int(lengths.argmax())
             where = draws.source[longest], draws.epoch[longest], draws.index[longest]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from meshfeed.errors import PlanError
 from meshfeed.plan.cost import CostModel
 from meshfeed.plan.groups import check_sizes, cp_sizes
+from meshfeed.plan.split import CpSplit
 from meshfeed.plan.types import Align, PackShape
 
 Policy = Literal["in_order", "balanced", "dynamic_cp"]
@@ -134,8 +135,8 @@ class Room:
         return self.max_sequences * (self.num_ranks // self.sizes[0])
 
 
-def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
-    """The room that a packing leaves on dp x cp ranks.
+def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") -> Room:
+    """The room that a packing leaves on dp x cp ranks, which split packs so.
 
     Raises PlanError for cp_sizes that do not nest, or a capacity below the alignment.
     """
@@ -143,10 +144,11 @@ def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
     if packing.policy == "dynamic_cp":
         ranks = dp * cp
         sizes = cp_sizes(ranks) if packing.cp_sizes is None else check_sizes(packing.cp_sizes, ranks)
-    limits = tuple(packing.align.limit(packing.capacity, size) for size in sizes)
+    align = replace(packing.align, in_runs=True) if split == "pack_contiguous" else packing.align
+    limits = tuple(align.limit(packing.capacity, size) for size in sizes)
     if min(limits) == 0:
         size = sizes[limits.index(0)]
-        multiple = int(packing.align.pack_multiple(size))
+        multiple = int(align.pack_multiple(size))
         raise PlanError(
             f"capacity={packing.capacity}: a pack on {size} ranks is a multiple of {multiple} tokens; "
             f"raise capacity to {math.ceil(multiple / size)} or lower the alignment {packing.align}"
@@ -155,7 +157,7 @@ def room_of(packing: Packing, *, dp: int, cp: int) -> Room:
         num_ranks=dp * cp,
         sizes=sizes,
         limits=limits,
-        align=packing.align,
+        align=align,
         max_sequences=packing.max_sequences or np.iinfo(np.int32).max,
     )
 

@@ -13,10 +13,11 @@ import numpy.typing as npt
 from meshfeed.errors import PlanError
 from meshfeed.plan.types import IntArray, LongArray, Pack
 
-CpSplit = Literal["zigzag", "pack_zigzag", "contiguous"]
+CpSplit = Literal["zigzag", "pack_zigzag", "contiguous", "pack_contiguous"]
 """zigzag: chunks r and 2*cp-1-r of each sequence, so that causal attention costs every rank the same.
 pack_zigzag: chunks r and 2*cp-1-r of the pack as a whole, wherever its sequences begin; for attention that
-does not see sequences. contiguous: the r-th of cp equal chunks of each sequence."""
+does not see sequences. contiguous: the r-th of cp equal chunks of each sequence. pack_contiguous: the r-th of
+cp equal runs of the pack, wherever its sequences begin; for layers that pass a state from token to token."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Slices:
         return Slices(self.sequence[mask], self.start[mask], self.stop[mask])
 
 
+def cuts_packs(split: CpSplit) -> bool:
+    """Whether a split cuts packs as a whole, not each sequence."""
+    return split in ("pack_zigzag", "pack_contiguous")
+
+
 def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     """The slices that some ranks of a pack's cp group hold between them, neighbours joined.
 
@@ -57,7 +63,7 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     if split not in get_args(CpSplit):
         raise PlanError(f"cp split {split!r}: choose one of {', '.join(get_args(CpSplit))}")
     num_chunks, first, last = chunk_runs(cp_ranks, pack.cp_size, split)
-    whole = split == "pack_zigzag"
+    whole = cuts_packs(split)
     bounds = pack.cu_seqlens_padded.astype(np.int64)
     if pack.tail:
         bounds = np.append(bounds, pack.num_tokens)
@@ -81,7 +87,7 @@ def chunk_runs(cp_ranks: Sequence[int], cp_size: int, split: CpSplit) -> tuple[i
     if ranks.size == cp_size:
         return 1, np.array([0]), np.array([1])
     num_chunks, chunks = cp_size, ranks
-    if split != "contiguous":
+    if split in ("zigzag", "pack_zigzag"):
         num_chunks, chunks = 2 * cp_size, np.concatenate((ranks, 2 * cp_size - 1 - ranks[::-1]))
     breaks = np.flatnonzero(np.diff(chunks) > 1)
     return num_chunks, chunks[np.append(0, breaks + 1)], chunks[np.append(breaks, chunks.size - 1)] + 1

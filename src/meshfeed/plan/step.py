@@ -10,6 +10,7 @@ from meshfeed.plan.assign import in_order
 from meshfeed.plan.balance import balance
 from meshfeed.plan.oversize import rows_of
 from meshfeed.plan.policy import Packing, room_of, shape_of
+from meshfeed.plan.split import CpSplit
 from meshfeed.plan.types import LongArray, StepPlan
 
 
@@ -22,6 +23,7 @@ def plan_step(
     pp: int = 1,
     vpp: int = 1,
     quantum: int | None = None,
+    cp_split: CpSplit = "zigzag",
 ) -> StepPlan:
     """Plan one step: a pure function of its arguments, for any lengths and any number of ranks.
 
@@ -29,6 +31,7 @@ def plan_step(
     dp, cp: the layout's sizes. The plan is for their dp * cp ranks; dynamic_cp chooses cp groups of its own.
     pp, vpp: pipeline stages and virtual stages per rank, which weigh the pipeline's bubble.
     quantum: the number of microbatches is a multiple of this; None for the packing's own.
+    cp_split: how cp ranks will split the packs; only "pack_contiguous" needs less padding than the others.
 
     Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
     microbatch, no pack more than packing.max_sequences. What a rank is not given in a microbatch is a dummy:
@@ -38,7 +41,7 @@ def plan_step(
     """
     if min(dp, cp, pp, vpp, 1 if quantum is None else quantum) < 1:
         raise PlanError(f"dp={dp}, cp={cp}, pp={pp}, vpp={vpp}, quantum={quantum}: each is at least 1")
-    room = room_of(packing, dp=dp, cp=cp)
+    room = room_of(packing, dp=dp, cp=cp, split=cp_split)
     multiple = quantum or packing.quantum or (pp if vpp > 1 else 1)
     rows = rows_of(_whole(lengths), longest=room.longest, policy=packing.oversize)
     kept = rows.lengths[rows.kept]

@@ -28,10 +28,13 @@ class Align:
     Attributes:
         sequence: every sequence is padded to a multiple of this (tp for sequence parallel, say).
         pack: every rank's share of a pack is padded to a multiple of this (32 or 128 for fp8, say).
+        in_runs: context parallelism cuts packs into one run per rank, for which sequences need no multiple.
+            `plan_step` sets this for cp_split="pack_contiguous".
     """
 
     sequence: int = 1
     pack: int = 1
+    in_runs: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("sequence", "pack"):
@@ -41,7 +44,7 @@ class Align:
     def padded(self, lengths: LongArray, cp_size: int | IntArray) -> LongArray:
         """Lengths rounded up to whole multiples of lcm(sequence, 2 * cp_size); int64, same shape.
 
-        A cp group of one needs no chunks, hence no factor of 2.
+        A cp group of one needs no chunks, hence no factor of 2; nor do runs of a pack, which need no cp_size.
         """
         multiple = self.sequence_multiple(cp_size)
         return -(-lengths // multiple) * multiple
@@ -49,7 +52,7 @@ class Align:
     def sequence_multiple(self, cp_size: int | IntArray) -> LongArray:
         """The multiple that a sequence's padded tokens reach on a cp group of this size; int64."""
         cp = np.asarray(cp_size, np.int64)
-        return np.lcm(self.sequence, np.where(cp > 1, 2 * cp, 1))
+        return np.lcm(self.sequence, np.where((cp > 1) & (not self.in_runs), 2 * cp, 1))
 
     def pack_multiple(self, cp_size: int | IntArray) -> LongArray:
         """The multiple that a whole pack's padded tokens reach on a cp group of this size; int64."""

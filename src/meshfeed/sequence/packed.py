@@ -22,6 +22,13 @@ PLAN_FIELDS = (
 )
 """Fields of a pack computed from lengths alone; see `Documents` for their shapes."""
 
+RUN_FIELDS = ("own_cu_seqlens", "continues")
+"""Names of the fields that a pack has on every stage under cp_split="pack_contiguous", beside PLAN_FIELDS.
+
+own_cu_seqlens int32 [pieces + 1]: where sequences, padded, begin in this rank's run, then its end.
+continues bool []: whether the first piece continues a sequence of the rank before.
+"""
+
 
 def fields_of_plan(portion: Portion, names: Sequence[str], allocate: Allocate) -> Arrays:
     """The named PLAN_FIELDS of a portion's one pack."""
@@ -75,7 +82,7 @@ def _count(row: Array, at: Longs, first: npt.NDArray[np.integer], by: int) -> No
 
 
 def lengths_of_plan(portion: Portion, names: Sequence[str]) -> Arrays:
-    """The named PLAN_FIELDS that are the same on every cp rank."""
+    """The named PLAN_FIELDS that are the same on every cp rank; under pack_contiguous RUN_FIELDS too."""
     pack = portion.pack
     cu_seqlens, padded = pack.cu_seqlens, pack.cu_seqlens_padded
     longest = np.diff(padded).max(initial=0)
@@ -91,4 +98,18 @@ def lengths_of_plan(portion: Portion, names: Sequence[str]) -> Arrays:
         "cu_seqlens_padded": np.array(padded, np.int32),
         "max_seqlen": np.array(longest, np.int32),
     }
-    return {name: array for name, array in arrays.items() if name in names}
+    arrays = {name: array for name, array in arrays.items() if name in names}
+    return arrays | (_own_run(portion) if portion.split == "pack_contiguous" else {})
+
+
+def _own_run(portion: Portion) -> Arrays:
+    """The RUN_FIELDS of a portion's one pack."""
+    most, pieces = portion.pack.max_sequences, [portion.own, portion.tail]
+    sizes = np.concatenate([piece.sizes for piece in pieces])
+    first = np.concatenate([piece.start for piece in pieces])[:1]
+    if not sizes.size:  # all ranks together have one padded sequence without a token
+        sizes, first = np.array([portion.num_tokens]), np.array([portion.pack.cp_rank])
+    ends = np.zeros((sizes.size if most is None else most + 1) + 1, np.int32)
+    np.cumsum(sizes, out=ends[1 : sizes.size + 1])
+    ends[sizes.size :] = portion.num_tokens
+    return {"own_cu_seqlens": ends, "continues": np.array(first[0] > 0)}

@@ -132,6 +132,7 @@ class Portion:
         starts: the first token of each of `pack.sequences` in its draw; int64 [k]. Above 0 if the plan has
             split a long sequence.
         idle_tokens: with packing, tokens per rank of a microbatch without a sequence, all padding.
+        split: how the cp group splits the pack.
         cp_ranks: global ranks of the cp group, in the order of their slices.
     """
 
@@ -146,6 +147,7 @@ class Portion:
     idle_tokens: int
     cp_ranks: tuple[int, ...]
     tail: Slices
+    split: CpSplit
     _read: dict[int, Slices] = field(default_factory=dict[int, Slices], init=False, repr=False)
     _runs: dict[tuple[int, int], Runs] = field(
         default_factory=dict[tuple[int, int], Runs], init=False, repr=False
@@ -259,6 +261,7 @@ def portions_of(
                 idle_tokens=int(plan.align.pack_multiple(pack.cp_size)) // pack.cp_size,
                 cp_ranks=tuple(rank_of_dp_cp[first : first + pack.cp_size].tolist()),
                 tail=tail,
+                split=split,
             )
         )
     return portions

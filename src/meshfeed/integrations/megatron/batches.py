@@ -160,6 +160,7 @@ def get_batch(
             told, made = _flat(told, made)
         if padded_cu_seqlens:
             told["cu_seqlens"] = told["cu_seqlens_padded"]
+        told["cp_partition_mode"] = "contiguous" if "own_cu_seqlens" in batch else "zigzag"
         made["packed_seq_params"] = _params(told, cp_groups)
     return made | batch
 
@@ -217,6 +218,7 @@ def _params(told: Mapping[str, Any], cp_groups: Mapping[int, Any] | None) -> Any
         "max_seqlen_kv": told["max_seqlen"],
         "total_tokens": told["total_tokens"],
         "pad_between_seqs": told["pad_between_seqs"],
+        "cp_partition_mode": told["cp_partition_mode"],
         "local_cp_size": size,
         "cp_group": None if size is None else _cp_group(size, told["cp_ranks"], cp_groups),
     }

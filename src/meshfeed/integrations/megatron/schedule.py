@@ -225,6 +225,7 @@ class SequencePacking:
 
     def _new_exchange(self, config: Any, key: tuple[Any, ...], groups: Any) -> _Scheduled:
         layout, stages, packing, keeps = key
+        in_runs = getattr(config, "cp_partition_mode", None) == "contiguous"
         made = _Scheduled(
             self._turn if self._turn.source is not None else None,
             layout,
@@ -233,6 +234,7 @@ class SequencePacking:
             owners=readers(config, loading=self._loading, groups=groups),
             delivery=delivery_of(self._loading),
             stage_map=stages,
+            cp_split="pack_contiguous" if in_runs else "zigzag",
             device=device_of(self._device),
             timeout_s=self._timeout_s,
             name="keeps packs" if keeps else "",
@@ -262,7 +264,7 @@ class _Scheduled(Exchange):
         begins = np.array([_BEGINS in {name for name, _, _ in schema.rest} for schema in gathered.schemas])
         count = np.cumsum(begins[gathered.schema])
         pack = count - count[np.searchsorted(source, source)]
-        room = room_of(self._packing, dp=layout.dp, cp=layout.cp)
+        room = room_of(self._packing, dp=layout.dp, cp=layout.cp, split=self._options.cp_split)
         size = np.zeros((int(pack.max()) + 1, layout.dp), np.int64)
         np.add.at(size, (pack, source), room.align.padded(gathered.lengths, layout.cp))
         if (over := np.argwhere(size > room.limits[0])).size:
