@@ -74,7 +74,7 @@ def compile_in_place() -> Path | None:
 
 def compiled(folder: Path) -> Path | None:
     """Compile the library into a folder; None where there is no compiler, or another libc."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    compiler = shlex.split(os.environ.get("CC") or "cc")
     if platform.libc_ver()[0] != "glibc" or shutil.which(compiler[0]) is None:
         return None
     try:

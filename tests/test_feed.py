@@ -270,7 +270,14 @@ def test_microbatches_of_a_step_that_is_over(corpus: str) -> None:
     second = next(steps)
     with pytest.raises(mf.StateError, match="finished step"):
         next(first.microbatches)
-    assert sum(1 for _ in second.microbatches) == second.num_microbatches == 16
+
+    def first_of(microbatches: Any) -> Iterator[mf.Microbatch]:
+        yield from microbatches
+
+    some = first_of(second.microbatches)
+    next(some)
+    some.close()  # type: ignore[attr-defined]  # takes what it took, and no more
+    assert sum(1 for _ in second.microbatches) == second.num_microbatches - 1 == 15
     with pytest.raises(mf.StateError, match="taken already"):
         list(second.microbatches)
     feed.close()

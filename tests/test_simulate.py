@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -140,6 +141,12 @@ def test_a_job_of_a_thousand_ranks_holds_the_global_batch(corpus: Path) -> None:
             for m, indices in held.items():
                 first = m * 16 + made.coord.dp
                 assert indices == [index for _, index, _ in wanted[first : first + 1]]
+
+
+def test_a_simulated_batch_can_be_pickled(corpus: Path) -> None:
+    simulated = next(mf.simulate(recipe_of(corpus), mf.Layout(dp=2), 1))
+    again = pickle.loads(pickle.dumps(simulated.batch))
+    assert again.stats() == simulated.batch.stats() and again.tokens == simulated.batch.tokens
 
 
 def test_a_stage_map_of_another_pipeline_is_refused(corpus: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from giving import ITEM_KEYS, item_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
@@ -115,7 +115,13 @@ def plain_items(draw: Any) -> list[dict[str, Any]]:
     return items
 
 
+def some_of_no_length() -> list[dict[str, Any]]:
+    tokens = [torch.ones(4, dtype=torch.int64), torch.ones(0, dtype=torch.int64)]
+    return [{"tokens": tokens[0], "mrope": torch.ones(4, 3)}, {"tokens": tokens[1], "mrope": torch.ones(0)}]
+
+
 @settings(max_examples=cases(80), deadline=None)
+@example(some_of_no_length(), None)  # torch.cat leaves out what has the shape (0,)
 @given(plain_items(), st.sampled_from([None, frozenset({"tokens", "mrope"}), frozenset({"mrope"})]))
 def test_items_that_torch_joins_are_what_they_are_one_by_one(items: Any, wanted: Any) -> None:
     keys = mf.exchange.Keys(mf.Field(name="mrope", dtype="any", split=True))

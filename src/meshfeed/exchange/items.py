@@ -144,8 +144,9 @@ def _can_join(values: Sequence[Any]) -> bool:
     """Whether all are plain tensors in host memory, of one type and number of dimensions."""
     if set(map(type, values)) != {torch.Tensor}:
         return False
-    kinds = {(value.dtype, value.layout, value.is_cpu, value.dim() > 0) for value in values}
-    return len(kinds) == 1 and kinds.pop()[1:] == (torch.strided, True, True)
+    kinds = {(value.dtype, value.dim(), value.layout, value.is_cpu) for value in values}
+    _, dimensions, *stored = kinds.pop()
+    return not kinds and dimensions > 0 and stored == [torch.strided, True]
 
 
 def _one_by_one(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, cast
 
@@ -124,7 +124,7 @@ def plan(
         tokens=int(lengths.sum()),
         valid_tokens=int(lengths.sum() if valid is None else valid[np.unique(made.sequence[kept])].sum()),
         sum_sq=exact_sum(lengths, lengths),
-        stats=lambda: stats_of_packs(made, gathered.draws, packing, pp=layout.pp, vpp=vpp),
+        stats=partial(stats_of_packs, made, gathered.draws, packing, pp=layout.pp, vpp=vpp),
     )
 
 

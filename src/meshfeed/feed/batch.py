@@ -78,7 +78,7 @@ class Microbatches(Iterator[Microbatch]):
                 "the microbatches of this step were taken already and are not kept; use "
                 "list(step.microbatches) to keep them"
             )
-        return self._taken
+        return self  # not the generator: closing one of the caller's would close it too
 
     def __next__(self) -> Microbatch:
         return next(self._taken)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -140,7 +140,7 @@ class Stepping:
             tokens=int(lengths.sum()),
             valid_tokens=int(valid.sum()),
             sum_sq=exact_sum(lengths, lengths),
-            stats=lambda: self._stats(step, draws, plan),
+            stats=partial(self._stats, step, draws, plan),
         )
 
     def _stats(self, step: int, draws: Draws, plan: StepPlan) -> StepStats:

@@ -2,9 +2,10 @@
 
    Plain C11 against libc. Python calls each function once per portion, without the interpreter lock; the
    module that calls it also holds a NumPy version with the same bits, which runs where nothing is compiled.
-   Every function checks the ranges that it is given: it stops at the first one outside its arrays, and
-   returns how many it did, so that the caller can name the rest in an error. No float sum may depend on
-   vector width or fused operations: see the flags in hatch_build.py. */
+   The loops that read and copy check every range: they stop at the first one outside their arrays, and
+   return how many they did, so that the caller can name the rest in an error. The others take arrays that
+   their callers made. No float sum may depend on vector width or fused operations: see the flags in
+   hatch_build.py. */
 
 #define _GNU_SOURCE
 #define _FILE_OFFSET_BITS 64
