@@ -145,13 +145,15 @@ def megatron_balanced_cp(lengths: Lengths, ranks: int) -> list[list[list[int]]]:
     return scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)[1]
 
 
-def megatron_dp_balanced(lengths: Lengths, ranks: int) -> list[list[list[int]]]:
+def megatron_dp_balanced(
+    lengths: Lengths, ranks: int, max_sequences: int | None = None
+) -> list[list[list[int]]]:
     """The rule of DpBalancedScheduler, which no published megatron-core has."""
     cp = fixed_cp(lengths, ranks)
     dp = ranks // cp
     packs: list[list[int]] = [[]]
     for i, length in enumerate(lengths.tolist()):
-        if sum(lengths[packs[-1]]) + length > CAPACITY * cp:
+        if sum(lengths[packs[-1]]) + length > CAPACITY * cp or len(packs[-1]) == max_sequences:
             packs.append([])
         packs[-1].append(i)
     from_tail = len(packs) - 1
@@ -326,6 +328,25 @@ def elsewhere(sizes: tuple[tuple[int, int], ...]) -> Iterator[Row]:
         yield Row(name=f"time of dynamic_cp, {what}", value=spent, unit="ms")
 
 
+# -- packs of one shape --------------------------------------------------------------------------------
+
+
+def constant_shapes(traces: dict[str, Lengths], ranks: int, n: int) -> Iterator[Row]:
+    """Packs of the same capacity and at most 32 sequences: balance, and what is left for padding."""
+    caps: dict[str, Any] = {"fixed_shapes": True, "max_sequences": 32}
+    for name, trace in traces.items():
+        lengths = trace[:n]
+        peer = timed(DP_BALANCED, lengths, ranks, lambda: megatron_dp_balanced(lengths, ranks, 32))  # noqa: B023
+        for out in (peer, *(ours(p, lengths, ranks, p, **caps) for p in ("balanced", "dynamic_cp"))):
+            what = f"{out.name}, 32 sequences a pack, {ranks} ranks, {name}"
+            if out.work is None:
+                continue
+            yield Row(name=f"E of constant shapes, {what}", value=out.efficiency(), unit="")
+            held = len(out.work) * ranks * CAPACITY
+            padding = 100 * float(1 - lengths.sum() / held)
+            yield Row(name=f"padding of constant shapes, {what}", value=padding, unit="%")
+
+
 # -- documents into packs of one length ----------------------------------------------------------------
 
 
@@ -389,6 +410,7 @@ def measured(short: bool) -> Iterator[Row]:
     traces = {name: np.loadtxt(TRACES / f"{name}.txt", dtype=np.int64) for name in names}
     yield from compare(traces, SIZES[:1] if short else SIZES)
     yield from elsewhere(OTHER_SIZES[:1] if short else OTHER_SIZES)
+    yield from constant_shapes(traces, *SIZES[0 if short else 1])
     yield from pack_documents(10_000 if short else 1_000_000)
 
 
