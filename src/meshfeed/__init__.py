@@ -49,6 +49,7 @@ from meshfeed.plan import (
     account_of,
     packs_of,
     plan_step,
+    slices_of,
 )
 from meshfeed.recipe import Batch, Blocks, Recipe
 from meshfeed.roles import Field, Role, StageMap, assign_roles
@@ -128,6 +129,7 @@ __all__ = [
     "plan_step",
     "rng",
     "simulate",
+    "slices_of",
 ]
 
 _ON_FIRST_USE = {

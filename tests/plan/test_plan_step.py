@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from planning import check_packs, check_plan, least_objective
 
 from meshfeed.errors import PlanError
-from meshfeed.plan import Align, CostModel, Packing, account_of, cp_groups, plan_step
+from meshfeed.plan import Align, CostModel, Packing, account_of, cp_groups, packs_of, plan_step
 from meshfeed.plan.groups import cp_sizes
 from soak import cases, some
 
@@ -256,6 +256,9 @@ class TestOversize:
         (lambda: plan_step([1], Packing(capacity=8), dp=1, quantum=0), "quantum=0"),
         (lambda: plan_step([3, -1], Packing(capacity=8), dp=1), "sequence 1: -1 tokens"),
         (lambda: plan_step([0.5], Packing(capacity=8), dp=1), "float64"),
+        (lambda: plan_step([1], Packing(capacity=8), dp=1, cp_split="zigzig"), "cp_split='zigzig': choose"),
+        (lambda: packs_of(plan_step([1], Packing(capacity=8), dp=2), 2), "dp_cp_rank=2: .* ranks 0 to 1"),
+        (lambda: packs_of(plan_step([1], Packing(capacity=8), dp=2), -1), "dp_cp_rank=-1"),
         (lambda: cp_groups(0), "num_ranks=0"),
     ],
 )

@@ -77,7 +77,7 @@ def findings(layout: mf.Layout | None) -> Iterator[Finding]:
 
 
 def _versions() -> Finding:
-    loops = "compiled loops" if is_compiled() else "loops in NumPy"
+    loops = "compiled loops" if is_compiled() else "loops in NumPy, which are slower"
     says = (
         f"meshfeed {extras.version_of('meshfeed') or '(not installed)'}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, NumPy {np.__version__}, {loops}, {os.cpu_count()} cores, "

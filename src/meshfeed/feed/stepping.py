@@ -32,6 +32,7 @@ from meshfeed.plan import (
     plan_fixed,
     plan_step,
 )
+from meshfeed.plan.split import cuts_packs
 from meshfeed.plan.types import exact_sum
 from meshfeed.recipe import Blocks, Recipe
 from meshfeed.sequence import Portion, SequenceRule, portions_of, rule_of
@@ -113,8 +114,9 @@ class Stepping:
             raise RecipeError(f"{self.rule.summary()} needs packing=mf.Packing(capacity=...)")
         if self.packing is not None and not self.rule.packed:
             raise RecipeError(f"{self.rule.summary()} has sequences of one length; leave packing out")
-        if self.cp_split == "pack_contiguous" and not self.rule.packed:
-            raise OptionError("cp_split='pack_contiguous' cuts packs; for rows choose 'contiguous'")
+        if cuts_packs(self.cp_split) and not self.rule.packed:
+            rows = self.cp_split.removeprefix("pack_")
+            raise OptionError(f"cp_split={self.cp_split!r} cuts packs; for rows choose {rows!r}")
         row_tokens = self.rule.row_tokens
         width = int(Align().padded(np.array(row_tokens), self.layout.cp)) if row_tokens > 1 else 1
         object.__setattr__(self, "_row_align", Align(sequence=width))

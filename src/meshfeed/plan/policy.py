@@ -138,8 +138,10 @@ class Room:
 def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") -> Room:
     """The room that a packing leaves on dp x cp ranks, which split packs so.
 
-    Raises PlanError for cp_sizes that do not nest, or a capacity below the alignment.
+    Raises PlanError for cp_sizes that do not nest, an unknown split, or a capacity below the alignment.
     """
+    if split not in get_args(CpSplit):
+        raise PlanError(f"cp_split={split!r}: choose one of {', '.join(get_args(CpSplit))}")
     sizes: tuple[int, ...] = (cp,)
     if packing.policy == "dynamic_cp":
         ranks = dp * cp

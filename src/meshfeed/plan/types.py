@@ -173,8 +173,14 @@ class Pack:
 def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack]:
     """The packs that one rank works on, one for each microbatch.
 
+    dp_cp_rank: dp * cp_size + cp of the rank, 0 to plan.num_ranks - 1; not its global rank.
     together: so many consecutive microbatches as one pack, for reading them at once.
+    Raises PlanError for another rank.
     """
+    if not 0 <= dp_cp_rank < plan.num_ranks:
+        raise PlanError(
+            f"dp_cp_rank={dp_cp_rank}: the plan is for ranks 0 to {plan.num_ranks - 1}, counted in dp and cp"
+        )
     mine = np.flatnonzero((plan.first_rank <= dp_cp_rank) & (dp_cp_rank < plan.first_rank + plan.cp_size))
     mine = mine[plan.microbatch[mine] >= 0]
     mine = mine[np.argsort(plan.microbatch[mine], kind="stable")].astype(np.int32)

@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
-from meshfeed.errors import PlanError, RecipeError
+from meshfeed.errors import RecipeError
 from meshfeed.files import Cache
 from meshfeed.mixture import Store
 from meshfeed.order import Draws, key_of, philox
@@ -262,11 +262,7 @@ class Masked(DocumentRule):
 
     def _places(self, portion: Portion, width: int) -> Longs:
         """Offset of each own slice among the tokens of all rows of this rank; int64 [m]."""
-        own, lengths = portion.own, portion.pack.lengths
-        in_row = np.bincount(own.sequence, own.sizes, lengths.size)
-        if ((in_row != width) & (lengths > 0)).any():
-            raise PlanError("Masked has rows of one length: choose cp_split='zigzag' or 'contiguous'")
-        before = own.offsets
+        own, before = portion.own, portion.own.offsets
         return before - before[np.searchsorted(own.sequence, own.sequence)] + own.sequence * width
 
     # -- fields ---------------------------------------------------------------------------------------
