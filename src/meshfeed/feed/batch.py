@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class Microbatches(Iterator[Microbatch]):
                 "the microbatches of this step were taken already and are not kept; use "
                 "list(step.microbatches) to keep them"
             )
-        return self  # not the generator: closing one of the caller's would close it too
+        return chain(self._taken)  # which has no `close`: a generator around it closes only itself
 
     def __next__(self) -> Microbatch:
         return next(self._taken)
