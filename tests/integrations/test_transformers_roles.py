@@ -238,6 +238,14 @@ def test_sequences_of_a_pack_do_not_see_each_other(tmp_path: Path, attention: st
         assert torch.allclose(model(**batch).logits, torch.cat(alone, 1), atol=1e-6)
 
 
+def test_packs_of_one_shape_have_one_maximum_length(tmp_path: Path) -> None:
+    packing = mf.Packing(capacity=128, fixed_shapes=True, max_sequences=8)
+    (step,) = mf.simulate(documents(tmp_path / "docs"), mf.Layout(), 1, packing=packing)
+    batches = [causal_batch(each) for each in step.microbatches]
+    assert len(batches) > 1 and len({batch["cu_seq_lens_q"].diff().max().item() for batch in batches}) > 1
+    assert {(batch["max_length_q"], batch["max_length_k"]) for batch in batches} == {(128, 128)}
+
+
 def test_packs_are_trained_and_evaluated(tmp_path: Path) -> None:
     given, packing = documents(tmp_path / "docs"), mf.Packing(capacity=128)
     run = trainer(tmp_path, given, given, feed={"packing": packing})

@@ -62,7 +62,7 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
         positions = torch.arange(labels.shape[1], device=labels.device)
         made["position_ids"] = (positions - starts[:-1].repeat_interleave(widths))[None]
         made |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
-        made |= dict.fromkeys(("max_length_q", "max_length_k"), int(widths.max()))
+        made |= dict.fromkeys(("max_length_q", "max_length_k"), int(microbatch["max_seqlen"]))
         made["use_cache"] = False  # with a cache, transformers does not detect packed sequences
     return made
 
