@@ -89,7 +89,11 @@ def options_job(rank: int) -> list[Any]:
             [sample_of(np.full(3 + n, 100 * (rank // 2) + 10 * at + n)) for n in range(at)]
             for at in (1, 2, 3)
         ]
-        source, config = iter(own) if rank % 2 == 0 else None, config_of(case, "empty")
+        static = {
+            "thd_max_packed_sequences": 3,
+            "pad_packed_seq_alignment": "max",
+        }  # of no use without graphs
+        source, config = iter(own) if rank % 2 == 0 else None, config_of(case, "empty", **static)
         iterator, count, *_ = wrap(source, config, 3)
         batches = [megatron.get_batch(iterator) for _ in range(count)]
         kept = [batch["tokens"].unique_consecutive().tolist() for batch in batches]

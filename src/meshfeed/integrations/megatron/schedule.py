@@ -62,11 +62,11 @@ def packing_of(
 
     It reads sequence_packing_scheduler (or `scheduler`), max_seqlen_per_dp_cp_rank, sequence_parallel,
     min_dynamic_context_parallel_size and, with virtual stages, microbatch_group_size_per_vp_stage. With
-    thd_max_packed_sequences=n and pad_packed_seq_alignment="max", all packs have one shape and up to n - 1
-    sequences, as Megatron counts the dummy at a pack's end. Under
-    dynamic_cp, groups have the sizes for which Megatron makes process groups: powers of 2 that divide
-    dp * cp, and dp * cp. align: further multiples that padding must reach. Raises RecipeError for a scheduler
-    that is not in SCHEDULERS, or without a capacity.
+    thd_max_packed_sequences=n and pad_packed_seq_alignment="max", packs have up to n - 1 sequences, as
+    Megatron counts the dummy at a pack's end; with cuda_graph_impl, all have one shape. Without CUDA graphs,
+    a pack that the trainer made may have more sequences. Under dynamic_cp, groups have the sizes for which
+    Megatron makes process groups: powers of 2 that divide dp * cp, and dp * cp. align: further multiples that
+    padding must reach. Raises RecipeError for a scheduler that is not in SCHEDULERS, or without a capacity.
     """
     name = scheduler or scheduler_of(config)
     if name not in SCHEDULERS:
@@ -83,7 +83,9 @@ def packing_of(
     if most is not None and getattr(config, "pad_packed_seq_alignment", None) == "max":
         if most < 2:
             raise RecipeError(f"thd_max_packed_sequences={most}: at least 2, a sequence and a dummy")
-        chosen |= {"fixed_shapes": True, "max_sequences": most - 1}
+        static = getattr(config, "cuda_graph_impl", "none") != "none"
+        if static or name not in KEEPING:
+            chosen |= {"fixed_shapes": static, "max_sequences": most - 1}
     if SCHEDULERS[name] != "dynamic_cp":
         policy: Any = SCHEDULERS[name]
         return Packing(capacity=int(capacity), policy=policy, align=align, quantum=quantum, **chosen)
