@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, ClassVar
@@ -75,12 +76,26 @@ class Event:
         return self.is_done
 
 
+class Stream:
+    """One whose work ends once it is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._before = {*threading.enumerate()}
+        self.producers: list[int] = []  # alive when it was waited for
+
+    def synchronize(self) -> None:
+        began = {*threading.enumerate()} - self._before
+        self.producers.append(sum(each.name == "meshfeed-prefetch" for each in began))
+        for event in Event.made:
+            event.is_done = True
+
+
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> OnCuda:
     """The placer of a CUDA device, with the host in place of one."""
     monkeypatch.setattr(Event, "made", [])
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "a stream")
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(OnCuda, "allocate", lambda self, shape, dtype: np.empty(shape, dtype))
@@ -130,6 +145,19 @@ def test_a_feed_for_a_device_that_widens_builds_nothing_on_the_host(
         monkeypatch.setattr(kind, "build", never)
     found = taken(mf.Feed(recipe, **how), 3)
     assert (differs := difference(wanted, found)) is None, differs
+
+
+def test_a_loop_that_ends_early_waits_for_its_copies(
+    tmp_path: Path, on_cuda: OnCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path / "c", num_tokens=9_000)
+    recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=mf.Windows(48), batch=mf.Batch(sequences=8))
+    monkeypatch.setattr("meshfeed.feed.source.placer_of", lambda device: on_cuda)
+    monkeypatch.setattr(on_cuda, "receive", lambda microbatches, ticket: None)
+    assert taken(mf.Feed(recipe), 1)
+    assert Event.made and all(event.is_done for event in Event.made)
+    assert on_cuda._stream.producers == [0], "once, when the producer has ended"
+    assert not on_cuda._in_flight
 
 
 class Shifted(mf.Windows):

@@ -43,6 +43,10 @@ class Placer(Protocol):
         """Make the tensors safe to use on the caller's current stream."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until no copy is in flight; nothing is placed afterwards."""
+        ...
+
 
 def placer_of(device: str | torch.device) -> Placer:
     """The placer for a device. Raises OptionError for one that this machine lacks."""
@@ -102,6 +106,9 @@ class OnHost:
     def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
         """No copy is in flight."""
 
+    def synchronize(self) -> None:
+        """No copy is in flight."""
+
 
 class OnCuda:
     """Copies from page-locked memory on a separate stream, so copies overlap with training.
@@ -151,6 +158,11 @@ class OnCuda:
             for tensor in [value] if isinstance(value, torch.Tensor) else value:
                 if isinstance(tensor, torch.Tensor):
                     tensor.record_stream(stream)
+
+    def synchronize(self) -> None:
+        """Page-locked memory that is freed under a copy could be filled again before it is read."""
+        self._stream.synchronize()
+        self._in_flight.clear()
 
     def _copied(self, value: Any) -> Value:
         host = self._constants.of(value) if isinstance(value, Constant) else _tensors(value)

@@ -312,6 +312,7 @@ class Run:
                 self._recorder.start(self._due)
             except Exception as error:
                 self._failures.fail(error, self._due)
+            stack.callback(self._placer.synchronize)
             self._resources = stack.pop_all()
         self._starting = self._clock.take()
         self._started = True
