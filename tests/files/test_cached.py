@@ -26,10 +26,10 @@ from meshfeed.files import Cache, Folder
 from meshfeed.files.ask import asker, retried
 from meshfeed.files.blocks import SUM_BYTES
 from meshfeed.files.cached import CachedFile
-from meshfeed.files.client import _HEDGED_BYTES as HEDGED_BYTES
 from services.faults import Fault, Faults
 from services.needs import needs, needs_root, small_disk
 from services.nginx import Nginx
+from services.unhedged import unhedged
 from soak import cases, only_soak
 
 SIZE = 3_000_001
@@ -135,7 +135,7 @@ def test_a_pickled_file_reads_on(server: Nginx, tmp_path: Path) -> None:
 
 def read_in_child(url: str, cache: str, seed: int, rounds: int, limit: int, ahead: bool) -> None:
     rng = np.random.default_rng(seed)
-    with file_of(url, Path(cache), limit) as file:
+    with unhedged(), file_of(url, Path(cache), limit) as file:
         for _ in range(rounds):
             read_some(file, rng, ahead)
 
@@ -156,7 +156,7 @@ def test_processes_fetch_each_block_once(server: Nginx, tmp_path: Path) -> None:
     run_children(4, server.url, str(tmp_path), 40, 1 << 30, True)
     held = check_folder(tmp_path)
     assert held == -(-SIZE // BLOCK)
-    assert SIZE <= server.fetched_bytes() - before <= SIZE + 4 * HEDGED_BYTES
+    assert server.fetched_bytes() - before == SIZE
 
 
 @only_soak

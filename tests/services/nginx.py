@@ -115,7 +115,3 @@ class Nginx:
     def fetched_bytes(self) -> int:
         """Bytes of all bodies."""
         return sum(request.num_bytes for request in self.requests())
-
-    def distinct_bytes(self) -> int:
-        """Bytes of all bodies, those of a range once: a request that is slow on a busy machine is asked again."""
-        return sum({(each.uri, each.range): each.num_bytes for each in self.requests()}.values())

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _LOG_EVERY_S = 10.0
 _MOST_HELPERS = 20
+_SCRIPT = Path(__file__).with_name("start_helper.py")
 _log = logging.getLogger("meshfeed")
 
 
@@ -134,11 +135,10 @@ def retried(ask: Callable[[], T]) -> T:
 def _started() -> Asker:
     """Start a helper."""
     ours, theirs = socket.socketpair()
-    script = Path(__file__).with_name("start_helper.py")
     path = os.pathsep.join(each for each in sys.path if each)
     try:
         subprocess.run(
-            [sys.executable, str(script), str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, str(_SCRIPT), str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=without_credentials(os.environ) | {"PYTHONPATH": path},
