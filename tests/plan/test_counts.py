@@ -124,3 +124,45 @@ def test_each_part_of_the_cost_moves_the_number_as_it_should() -> None:
     assert count(pp=16, overhead=25_100 * 2000) < count(pp=16) < count(pp=16, overhead=25_100 * 20)
     # a bubble that asks for many more than the fewest gets them
     assert count(pp=16) > count() + 8
+
+
+def _shortest(draw: Draw) -> float:
+    return min(draw.plan(count)[1].objective for count in range(1, 10))
+
+
+def test_a_sequence_that_exceeds_its_share_does_not_hide_a_shorter_step() -> None:
+    """The other ranks take as much beside it, and the rest is a small microbatch."""
+    lengths = np.array([8192] + [4096] * 14 + [512] * 64)
+    draw = Draw(lengths, Packing(capacity=16_384), {"dp": 8, "pp": 2, "vpp": 1})
+    _, account = draw.plan()
+    assert account.objective <= _shortest(draw) * 1.01
+
+
+def test_the_wait_for_keys_on_the_widest_group_does_not_hide_fewer_microbatches() -> None:
+    """Groups are as narrow as they can be, so what the widest would wait is no bound."""
+    lengths = np.full(143, int(np.loadtxt(TRACES / "equal.txt")[0]))
+    packing = Packing(
+        capacity=16_384, policy="dynamic_cp", objective="step", cost=CostModel(alpha=25_100, ring_tokens=670)
+    )
+    draw = Draw(lengths, packing, {"dp": 32, "pp": 4, "vpp": 1})
+    _, account = draw.plan()
+    assert account.objective <= _shortest(draw) * 1.01
+
+
+def test_sequences_that_share_no_group_are_counted_not_tried(filled: list[int]) -> None:
+    """Each of the long ones fills more than half of the widest group, and no other holds it."""
+    lengths = np.where(np.random.default_rng(0).random(440) < 0.7, 9000, 700)
+    plan = plan_step(lengths, Packing(capacity=1024, policy="dynamic_cp"), dp=12)
+    assert plan.num_microbatches >= np.count_nonzero(lengths == 9000)
+    assert len(filled) <= 2
+
+
+def test_a_cap_on_sequences_does_not_multiply_the_microbatches(filled: list[int]) -> None:
+    """Wide groups are few packs; where packs hold few sequences, groups are as narrow as they can be."""
+    lengths = np.random.default_rng(0).integers(100, 4096, 64)
+    for most in (1, 2, 3):
+        filled.clear()
+        plan = plan_step(lengths, Packing(capacity=4096, policy="dynamic_cp", max_sequences=most), dp=8)
+        fewest = max(-(-64 // (8 * most)), -(-int(lengths.sum()) // (8 * 4096)))
+        assert plan.num_microbatches <= fewest + 2
+        assert max(filled) <= fewest + 8

@@ -244,7 +244,13 @@ class TestOversize:
         ),
         (lambda: Packing(capacity=8, microbatches=0), "microbatches=0"),
         (lambda: Packing(capacity=8, max_sequences=0), "max_sequences=0"),
-        (lambda: Packing(capacity=8, microbatches="most"), "microbatches='most': at least 1, 'fewest'"),
+        (
+            lambda: Packing(capacity=8, microbatches="most"),
+            "microbatches='most': a whole number, at least 1; or",
+        ),
+        (lambda: Packing(capacity=8, microbatches=True), "microbatches=True: a whole number"),
+        (lambda: Packing(capacity=8, max_sequences=8.0), "max_sequences=8.0: a whole number"),
+        (lambda: Packing(capacity=8, max_sequences=True), "max_sequences=True: a whole number"),
         (lambda: Packing(capacity=8, tolerance=1), "tolerance=1"),
         (lambda: Packing(capacity=8, cp_sizes=(2,)), "only dynamic_cp"),
         (
@@ -265,3 +271,10 @@ class TestOversize:
 def test_wrong_input_is_refused_in_words(make, message):
     with pytest.raises(PlanError, match=message.replace("(", r"\(")):
         make()
+
+
+def test_numbers_of_numpy_are_whole_numbers():
+    packing = Packing(capacity=64, microbatches=np.int64(2), max_sequences=np.int32(3))
+    plan = plan_step([8] * 8, packing, dp=2)
+    assert plan.num_microbatches == 2 and type(plan.num_microbatches) is int
+    check_plan(plan, [8] * 8, packing, dp=2, cp=1)

@@ -2,8 +2,8 @@
 
 More microbatches cost their overhead. Fewer cost balance where ranks are full of tokens, and a longer bubble
 in a pipeline. What a number of microbatches would take is predicted without filling it: the filler gives each
-microbatch an equal share of the tokens, the longest sequences first. The prediction is nearly always met, so
-mostly one number is filled.
+microbatch an equal share of the tokens, the longest sequences first, and more beside a sequence that exceeds
+it. The prediction is nearly always met, so mostly one number is filled.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 
 from meshfeed.plan.account import least_pile, step_time
 from meshfeed.plan.fill import fill_step
-from meshfeed.plan.least_loaded import FilledMicrobatch, Sequences
-from meshfeed.plan.policy import Packing, Room
+from meshfeed.plan.least_loaded import FilledMicrobatch, Sequences, deal
+from meshfeed.plan.policy import Packing, Room, asked_microbatches
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
 MORE_COUNTS = 8
 """How many numbers of microbatches beyond the least are considered, one by one. A pipeline whose bubble asks
 for many more has some of those considered too."""
 
-HOPELESS = 1.05
+HOPELESS = 1.25
 """A number of microbatches is not considered if equal work on all ranks would take so much longer with it
 than with the least."""
 
@@ -63,14 +63,22 @@ def balance(
 
     Fills the least number of microbatches that is predicted to be near the shortest step, then others, until
     one is within the tolerance of all predictions that are left. With a tolerance of 0 it fills them all.
+    Where packs hold too few sequences for groups as wide as equal loads ask for, one is dealt out to the
+    narrowest groups, and few others are tried.
     """
     order = np.argsort(-lengths, kind="stable")
     sequences = Sequences.of(lengths[order], packing.cost, room)
-    limit = room.limits[-1] * (room.num_ranks // room.sizes[-1])
+    blocks = room.num_ranks // room.sizes[-1]
+    limit = room.limits[-1] * blocks
     tokens = int(sequences.padded[0].sum())
-    fewest = packing.microbatches if isinstance(packing.microbatches, int) else 1
     by_sequences = -(-lengths.size // room.most_sequences)
-    least = -(-max(-(-tokens // limit), by_sequences, fewest) // quantum) * quantum
+    # no two of these share a group: only the widest holds them, and only one at a time
+    alone = sequences.padded[-1] * 2 > room.limits[-1]
+    for index in range(len(room.sizes) - 1):
+        alone &= sequences.padded[index] > room.limits[index]
+    by_alone = -(-int(np.count_nonzero(alone)) // blocks)
+    needed = max(-(-tokens // limit), by_sequences, by_alone, asked_microbatches(packing))
+    least = -(-needed // quantum) * quantum
     # a pack of fixed shape costs its capacity, so the fewest are best
     chooses = packing.microbatches is None and not packing.fixed_shapes
     near = 1 + packing.tolerance / 2  # the other half is for predictions that are too high
@@ -78,6 +86,7 @@ def balance(
     best: Placement | None = None
     untried: dict[int, float] = {}
     tried: set[int] = set()
+    dealt = False
     while best is None or untried:
         # without a bubble, and with room, the least needs no prediction: mostly it is even
         guess = chooses and best is None and not bubble_share and tightness(tokens / (least * limit)) == 0
@@ -85,16 +94,26 @@ def balance(
             untried = {least: 0.0}
             if chooses and not guess:
                 untried = predicted_steps(sequences, packing, least, quantum, bubble_share)
-        if best and packing.tolerance:
-            hard = misses == MOST_MISSES and not bubble_share
+        if best and (packing.tolerance or dealt):
+            hard = misses >= MOST_MISSES and (dealt or not bubble_share)
             if hard or best.step_time <= near * min(untried.values()):
                 break
-        count = next_count(untried, tokens / limit, packing.tolerance)
+        if best:  # the one that is most likely to be shorter, or else ends the search
+            count = min(untried, key=lambda count: (untried[count], count))
+        else:
+            count = next_count(untried, tokens / limit, packing.tolerance)
         del untried[count]
         tried.add(count)
         misses += best is not None
         filled = fill_step(sequences, count, packing.tolerance)
         left = filled[-1].left
+        if left.size and best is None and room.max_sequences < lengths.size:
+            # more microbatches may ask for wider groups, so for fewer packs: deal, and try few others
+            narrow = deal(sequences, count)
+            if not any(one.left.size for one in narrow):
+                best, dealt = placement_of(narrow, order, count, packing, room, bubble_share), True
+                if packing.fixed_shapes or packing.microbatches == "fewest":
+                    break
         if left.size:
             # fewer would mostly leave more; what is left would fill so many more, if it were packed well
             more = max(int(sequences.lengths[left].sum()) // limit, left.size // room.most_sequences)
@@ -108,6 +127,8 @@ def balance(
         placement = placement_of(filled, order, count, packing, room, bubble_share)
         if best is None or placement.step_time < best.step_time:
             best, misses = placement, 0
+        if not chooses:
+            break
         enough = 1 + packing.tolerance
         if guess and best.step_time > enough * ideal_step(sequences, packing, least + quantum):
             untried = predicted_steps(sequences, packing, least, quantum, bubble_share)
@@ -143,43 +164,69 @@ def predicted_steps(
 ) -> dict[int, float]:
     """Numbers of microbatches worth filling, from `least` on, and the step time predicted for each.
 
-    The prediction: each microbatch takes an equal share of the tokens, from the longest sequence on. The work
-    of a share is spread evenly over the ranks, but no microbatch is shorter than its longest sequence on the
-    widest group.
+    The prediction: each microbatch takes an equal share of the tokens that are left, from the longest
+    sequence on. The work of a share is spread evenly over the ranks, but no microbatch is shorter than its
+    longest sequence on the widest group. Where that exceeds the share, the other ranks take as much.
     """
     overhead, num_ranks = packing.cost.microbatch_overhead, sequences.room.num_ranks
-    work = sequences.work
-    work_before = np.concatenate(([0.0], np.cumsum(work)))
-    even = float(work_before[-1]) / num_ranks
+    even = float(np.cumsum(sequences.work)[-1]) / num_ranks
     # the derivative of what equal work would take, `(1 + bubble_share / k) even + k overhead`, is 0 here
     shortest = math.sqrt(bubble_share * even / overhead) if overhead else 0.0
     far = [more for more in (12, 16, 24, 32, 48, 64) if least + more * quantum <= shortest]
     counts = least + quantum * np.array([*range(MORE_COUNTS + 1), *far])
     ideal = (1 + bubble_share / counts) * even + counts * overhead
     counts = counts[ideal <= ideal[0] * HOPELESS]
-    tokens_before = np.concatenate(([0.0], np.cumsum(sequences.lengths)))
-    # one row for each microbatch of each count
-    starts = np.cumsum(counts) - counts
-    count = np.repeat(counts, counts)
-    index = np.arange(count.size) - np.repeat(starts, counts)
-    share = tokens_before[-1] * np.stack((index, index + 1)) / count
-    # work of the first tokens; a sequence on the edge counts in part
-    at = np.searchsorted(tokens_before, share, side="right").clip(max=work.size) - 1
-    work_share = work_before[at] + (share - tokens_before[at]) * (work[at] / sequences.lengths[at])
-    first = np.searchsorted(tokens_before, share[0])
-    longest = np.where(first < work.size, sequences.load[-1, first.clip(max=work.size - 1)], 0)
-    tops = np.maximum((work_share[1] - work_share[0]) / num_ranks, longest)
-    top = np.maximum.reduceat(tops, starts)
-    busy = np.full(counts.size, max(even, float(longest[0])))
+    top, together = predicted_tops(sequences, counts)
+    busy = np.full(counts.size, max(even, float(sequences.load[-1, 0])))
     if packing.objective == "microbatch":
-        busy = np.diff(np.cumsum(tops)[starts + counts - 1], prepend=0)
-    blocks = num_ranks // sequences.room.sizes[-1]
+        busy = together
+    # what piles of whole sequences hold at least; ranks need not wait for keys and values in narrower groups
+    widest = sequences.room.sizes[-1]
+    least_load, blocks = np.sort(packing.cost.work(sequences.lengths))[::-1] / widest, num_ranks // widest
     if blocks > 1:
-        busy = np.maximum(busy, least_pile(sequences.load[-1], blocks))
+        busy = np.maximum(busy, least_pile(least_load, blocks))
     if bubble_share:
-        piles = [least_pile(sequences.load[-1], blocks * count) for count in counts.tolist()]
+        piles = [least_pile(least_load, blocks * count) for count in counts.tolist()]
         top = np.maximum(top, piles)
     return dict(zip(counts.tolist(), (busy + bubble_share * top + counts * overhead).tolist()))
+
+
+def predicted_tops(sequences: Sequences, counts: LongArray) -> tuple[FloatArray, FloatArray]:
+    """The largest load of any microbatch, and the sum of the largest of each, for each of some counts.
+
+    counts: numbers of microbatches, int64 [k]. Returns float64 [k] twice; see `predicted_steps`.
+    """
+    room, work = sequences.room, sequences.work
+    limit = float(room.limits[-1] * (room.num_ranks // room.sizes[-1]))
+    work_before = np.concatenate(([0.0], np.cumsum(work)))
+    tokens_before = np.concatenate(([0.0], np.cumsum(sequences.lengths)))
+    total = tokens_before[-1]
+    top, together = np.zeros((2, counts.size))
+    # equal shares of all tokens from `origin` on, which the microbatches from `since` on take
+    start, origin, since = np.zeros((3, counts.size))
+    for m in range(int(counts.max())):
+        live = m < counts
+        end = origin + (total - origin) * (m + 1 - since) / np.maximum(counts - since, 1)
+        # work of the first tokens; a sequence on the edge counts in part
+        edges = np.stack((start, np.where(live, end, start)))
+        at = np.searchsorted(tokens_before, edges, side="right").clip(max=work.size) - 1
+        before = work_before[at] + (edges - tokens_before[at]) * (work[at] / sequences.lengths[at])
+        even = (before[1] - before[0]) / room.num_ranks
+        first = np.searchsorted(tokens_before, start)
+        longest = np.where(first < work.size, sequences.load[-1, first.clip(max=work.size - 1)], 0)
+        load = np.where(live, np.maximum(even, longest), 0)
+        top, together = np.maximum(top, load), together + load
+        raised = live & (longest > even)
+        if raised.any():
+            # beside a longest sequence that exceeds the share, the others take more than theirs
+            done = before[0] + load * room.num_ranks
+            at = np.searchsorted(work_before, done, side="right").clip(max=work.size) - 1
+            more = tokens_before[at] + (done - work_before[at]) * (sequences.lengths[at] / work[at])
+            more = np.minimum(np.minimum(more, total), start + limit)
+            end = np.where(raised, np.maximum(end, more), end)
+            origin, since = np.where(raised, end, origin), np.where(raised, m + 1, since)
+        start = np.where(live, end, start)
+    return top, together
 
 
 def placement_of(

@@ -109,8 +109,8 @@ def narrowest_sizes(sequences: Sequences, members: LongArray, mean_load: float, 
 def group_counts(sequences: Sequences, members: LongArray, size_at: LongArray, mean_load: float) -> LongArray:
     """How many groups of each size a microbatch is cut into; int64 [num_sizes].
 
-    Widest first, as many as the work and the tokens of sequences of that size and above fill; what is left
-    over in the last of them is for narrower sequences.
+    Widest first, as many as the work, the tokens and the number of sequences of that size and above fill;
+    what is left over in the last of them is for narrower sequences.
     """
     room = sequences.room
     counts = np.zeros(len(room.sizes), np.int64)
@@ -119,7 +119,8 @@ def group_counts(sequences: Sequences, members: LongArray, size_at: LongArray, m
         size, mine = room.sizes[index], members[size_at == index]
         by_work = sequences.work[mine].sum() / mean_load
         by_tokens = sequences.padded[index, mine].sum() * size / room.limits[index]
-        ranks_due += max(by_work, by_tokens)
+        by_slots = mine.size * size / room.max_sequences
+        ranks_due += max(by_work, by_tokens, by_slots)
         wanted = int(np.ceil((ranks_due - taken) / size - 1e-9))
         counts[index] = min(max(wanted, 0), (room.num_ranks - taken) // size)
         taken += int(counts[index]) * size
@@ -127,13 +128,16 @@ def group_counts(sequences: Sequences, members: LongArray, size_at: LongArray, m
     return counts
 
 
-def fill(sequences: Sequences, members: LongArray, tightness: int) -> FilledMicrobatch:
+def fill(
+    sequences: Sequences, members: LongArray, tightness: int, *, narrow: bool = False
+) -> FilledMicrobatch:
     """Put the members of a microbatch on groups of ranks.
 
-    members: ascending indices in `sequences`, int64 [k], k >= 1. tightness: see `narrowest_sizes`.
+    members: ascending indices in `sequences`, int64 [k], k >= 1. tightness: see `narrowest_sizes`. narrow:
+    however unequal the loads become, each sequence goes to the narrowest group that holds it.
     """
     room = sequences.room
-    mean_load = float(sequences.work[members].sum()) / room.num_ranks
+    mean_load = np.inf if narrow else float(sequences.work[members].sum()) / room.num_ranks
     size_at = narrowest_sizes(sequences, members, mean_load, tightness)
     counts = group_counts(sequences, members, size_at, mean_load)
     index_of_group = np.repeat(np.arange(len(room.sizes))[::-1], counts[::-1])
@@ -273,3 +277,12 @@ def fill_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> F
         filled = fill(sequences, members, tightness)
         best = min(best, filled, key=score)
     return best
+
+
+def deal(sequences: Sequences, num_microbatches: int) -> list[FilledMicrobatch]:
+    """Deal all sequences out, to each microbatch in turn, and fill each on its narrowest groups.
+
+    So packs are as many as they can be, and hold the most sequences where each holds few.
+    """
+    every = np.arange(sequences.lengths.size)
+    return [fill(sequences, every[m::num_microbatches], 0, narrow=True) for m in range(num_microbatches)]

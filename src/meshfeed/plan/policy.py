@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Literal, get_args
 
 import numpy as np
@@ -78,17 +79,18 @@ class Packing:
                 )
         if self.capacity < 1:
             raise PlanError(f"capacity={self.capacity}: a rank holds at least one token")
-        if self.max_sequences is not None and self.max_sequences < 1:
-            raise PlanError(f"max_sequences={self.max_sequences}: a pack holds at least 1, or None for any")
+        if self.max_sequences is not None and not _is_count(self.max_sequences):
+            raise PlanError(
+                f"max_sequences={self.max_sequences!r}: a whole number, at least 1, or None for any"
+            )
         if self.fixed_shapes and self.max_sequences is None:
             raise PlanError(
                 "fixed_shapes=True: cu_seqlens have as many entries as max_sequences; give that too"
             )
-        if self.microbatches not in (None, "fewest") and not (
-            isinstance(self.microbatches, int) and self.microbatches >= 1
-        ):
+        if self.microbatches not in (None, "fewest") and not _is_count(self.microbatches):
             raise PlanError(
-                f"microbatches={self.microbatches!r}: at least 1, 'fewest', or None to let the plan choose"
+                f"microbatches={self.microbatches!r}: a whole number, at least 1; or 'fewest', or None to "
+                f"let the plan choose"
             )
         if self.quantum is not None and self.quantum < 1:
             raise PlanError(f"quantum={self.quantum}: at least 1, or None for what the pipeline takes")
@@ -103,6 +105,16 @@ class Packing:
             raise PlanError(
                 f"cp_sizes={self.cp_sizes} with policy={self.policy!r}: only dynamic_cp chooses sizes"
             )
+
+
+def asked_microbatches(packing: Packing) -> int:
+    """The number that a packing asks for, 0 where it leaves that to the plan."""
+    return 0 if packing.microbatches in (None, "fewest") else int(packing.microbatches)
+
+
+def _is_count(value: object) -> bool:
+    """Whether it is a whole number from 1 on, NumPy's included."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +172,7 @@ def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") ->
         sizes=sizes,
         limits=limits,
         align=align,
-        max_sequences=packing.max_sequences or np.iinfo(np.int32).max,
+        max_sequences=int(packing.max_sequences or np.iinfo(np.int32).max),
     )
 
 
@@ -168,4 +180,4 @@ def shape_of(packing: Packing) -> PackShape | None:
     """The shape of every pack, if they all have one."""
     if not packing.fixed_shapes or packing.max_sequences is None:
         return None
-    return PackShape(capacity=packing.capacity, max_sequences=packing.max_sequences)
+    return PackShape(capacity=packing.capacity, max_sequences=int(packing.max_sequences))

@@ -9,7 +9,7 @@ from meshfeed.errors import PlanError
 from meshfeed.plan.assign import in_order
 from meshfeed.plan.balance import balance
 from meshfeed.plan.oversize import rows_of
-from meshfeed.plan.policy import Packing, room_of, shape_of
+from meshfeed.plan.policy import Packing, asked_microbatches, room_of, shape_of
 from meshfeed.plan.split import CpSplit
 from meshfeed.plan.types import LongArray, StepPlan
 
@@ -45,8 +45,7 @@ def plan_step(
     multiple = quantum or packing.quantum or (pp if vpp > 1 else 1)
     rows = rows_of(_whole(lengths), longest=room.longest, policy=packing.oversize)
     kept = rows.lengths[rows.kept]
-    asked = packing.microbatches if isinstance(packing.microbatches, int) else 0
-    num_microbatches = -(-asked // multiple) * multiple
+    num_microbatches = -(-asked_microbatches(packing) // multiple) * multiple
     microbatch = np.full(rows.lengths.size, -1, np.int32)
     first_rank = np.zeros(rows.lengths.size, np.int32)
     cp_size = np.full(rows.lengths.size, room.sizes[0], np.int32)
