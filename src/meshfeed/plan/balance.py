@@ -27,8 +27,8 @@ HOPELESS = 1.25
 """A number of microbatches is not considered if equal work on all ranks would take so much longer with it
 than with the least."""
 
-MOST_MISSES = 2
-"""So many numbers in a row that do not shorten a step without a bubble end the search."""
+MOST_MISSES = 1
+"""How many numbers in a row that do not shorten a step without a bubble end the search."""
 
 SLACK, TIGHT = 0.08, 0.06
 """Where fewer than SLACK of the places for tokens are free, ranks are hard to balance: one microbatch without
