@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 SEED := $(or $(SEED),$(shell date +%s))
-# what is imported is compiled then; all of it would take most of a minute
+# What is imported is compiled then, and once, whatever the environment says; to compile all takes most of a minute.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 PARALLEL := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
