@@ -262,7 +262,7 @@ class TestOversize:
         (lambda: plan_step([1], Packing(capacity=8), dp=1, quantum=0), "quantum=0"),
         (lambda: plan_step([3, -1], Packing(capacity=8), dp=1), "sequence 1: -1 tokens"),
         (lambda: plan_step([0.5], Packing(capacity=8), dp=1), "float64"),
-        (lambda: plan_step([1], Packing(capacity=8), dp=1, cp_split="zigzig"), "cp_split='zigzig': choose"),
+        (lambda: plan_step([1], Packing(capacity=8), dp=1, cp_split="zigzig"), "cp split 'zigzig': choose"),
         (lambda: packs_of(plan_step([1], Packing(capacity=8), dp=2), 2), "dp_cp_rank=2: .* ranks 0 to 1"),
         (lambda: packs_of(plan_step([1], Packing(capacity=8), dp=2), -1), "dp_cp_rank=-1"),
         (lambda: cp_groups(0), "num_ranks=0"),

@@ -21,9 +21,8 @@ from meshfeed.store import NUMBERS, Refused
 from meshfeed.store.mapped import plain
 
 _Kinds = tuple[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[tuple[str, str, int], ...]]  # of a Schema
-_Measured = tuple[
-    Longs, tuple[Schema, ...], int, tuple[Bytes, ...]
-]  # rows of a Report, schemas, digest, bytes
+# rows of a Report, schemas, digest, bytes
+_Measured = tuple[Longs, tuple[Schema, ...], int, tuple[Bytes, ...]]
 _NOTHING = np.zeros(0, np.uint8)
 _SAMPLED = 64  # numbers of an item in its digest: all of them would cost as much as a checksum of the batch
 # complex types go through `plain`, which resolves torch's lazy conjugation

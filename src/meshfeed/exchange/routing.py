@@ -177,7 +177,7 @@ def _padding(plan: StepPlan, *, whole: bool) -> tuple[Longs, Longs, Longs]:
         sizes[np.append(starts[1:], order.size) - 1] += own  # a pack's own padding is its last row's
         of_pack += own
     else:
-        of_pack = np.array([plan.align.limit(plan.shape.capacity, group) for group in groups.tolist()])
+        of_pack = plan.align.limit(plan.shape.capacity, groups)
     padded[order] = total[order] = sizes
     if whole:
         ends = np.cumsum(sizes)

@@ -84,10 +84,8 @@ def plan(
     split: as in `reroute`.
     Raises PlanError naming rank, item and key.
     """
-    most, longest = (
-        room_of(packing, dp=layout.dp, cp=layout.cp, split=split or "zigzag").longest,
-        int(gathered.lengths.max(initial=0)),
-    )
+    cp_split, longest = split or "zigzag", int(gathered.lengths.max(initial=0))
+    most = room_of(packing, dp=layout.dp, cp=layout.cp, split=cp_split).longest
     if packing.oversize == "error" and longest > most:
         item = gathered.item(int(gathered.lengths.argmax()), membership)
         raise PlanError(
@@ -103,7 +101,7 @@ def plan(
             cp=layout.cp,
             pp=layout.pp,
             vpp=vpp,
-            cp_split=split or "zigzag",
+            cp_split=cp_split,
         )
     except PlanError as error:
         raise PlanError(f"step {step}: {error}") from error
@@ -280,9 +278,9 @@ def packed(
     made, ticket = microbatches_of(portion, [arrays], placer)
     types = {key.name: key.dtype for key in keys.declared} | received.gathered.dtypes
     carried = {name: dtype for name, dtype in types.items() if dtype in CARRIED}
-    return [
-        replace(each, fields=_retyped(each.fields, carried)) for each in made
-    ] if carried else made, ticket
+    if carried:
+        made = [replace(each, fields=_retyped(each.fields, carried)) for each in made]
+    return made, ticket
 
 
 def fields_of_pack(

@@ -212,9 +212,8 @@ class Stream:
         return key_of(self._seed, self._numbers[source], epoch)
 
 
-_streams: OrderedDict[int, tuple[Recipe, Stream]] = (
-    OrderedDict()
-)  # by id, as equal recipes may differ in stores
+# by id, as equal recipes may differ in stores
+_streams: OrderedDict[int, tuple[Recipe, Stream]] = OrderedDict()
 
 
 def stream_of(recipe: Recipe) -> Stream:

@@ -67,11 +67,10 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     load = np.bincount(pack_of_row, weights=cost.load(lengths, sizes), minlength=packs.size)
     tokens = np.zeros(packs.size, np.int64)
     np.add.at(tokens, pack_of_row, padded)
-    fixed, idle = plan.shape, 0
-    if fixed is not None:
-        limit_of = {g: plan.align.limit(fixed.capacity, g) for g in {*size.tolist(), plan.idle_cp_size}}
-        tokens = np.array([limit_of[g] for g in size.tolist()], np.int64)
-        idle = limit_of[plan.idle_cp_size] // plan.idle_cp_size
+    idle = 0
+    if plan.shape is not None:
+        tokens = plan.align.limit(plan.shape.capacity, size.astype(np.int32))
+        idle = int(plan.align.limit(plan.shape.capacity, plan.idle_cp_size)) // plan.idle_cp_size
     else:
         multiple = plan.align.pack_multiple(size.astype(np.int32))
         tokens = -(-tokens // np.maximum(multiple, 1)) * multiple if packs.size else tokens

@@ -12,7 +12,7 @@ import numpy as np
 from meshfeed.errors import PlanError
 from meshfeed.plan.cost import CostModel
 from meshfeed.plan.groups import check_sizes, cp_sizes
-from meshfeed.plan.split import CpSplit
+from meshfeed.plan.split import CpSplit, check_split
 from meshfeed.plan.types import Align, PackShape
 
 Policy = Literal["in_order", "balanced", "dynamic_cp"]
@@ -152,14 +152,13 @@ def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") ->
 
     Raises PlanError for cp_sizes that do not nest, an unknown split, or a capacity below the alignment.
     """
-    if split not in get_args(CpSplit):
-        raise PlanError(f"cp_split={split!r}: choose one of {', '.join(get_args(CpSplit))}")
+    check_split(split)
     sizes: tuple[int, ...] = (cp,)
     if packing.policy == "dynamic_cp":
         ranks = dp * cp
         sizes = cp_sizes(ranks) if packing.cp_sizes is None else check_sizes(packing.cp_sizes, ranks)
     align = replace(packing.align, in_runs=True) if split == "pack_contiguous" else packing.align
-    limits = tuple(align.limit(packing.capacity, size) for size in sizes)
+    limits = tuple(align.limit(packing.capacity, np.array(sizes, np.int32)).tolist())
     if min(limits) == 0:
         size = sizes[limits.index(0)]
         multiple = int(align.pack_multiple(size))

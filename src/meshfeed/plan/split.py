@@ -53,6 +53,12 @@ def cuts_packs(split: CpSplit) -> bool:
     return split in ("pack_zigzag", "pack_contiguous")
 
 
+def check_split(split: str) -> None:
+    """Raises PlanError for an unknown split."""
+    if split not in get_args(CpSplit):
+        raise PlanError(f"cp split {split!r}: choose one of {', '.join(get_args(CpSplit))}")
+
+
 def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     """The slices that some ranks of a pack's cp group hold between them, neighbours joined.
 
@@ -60,8 +66,7 @@ def slices_of(pack: Pack, cp_ranks: Sequence[int], split: CpSplit) -> Slices:
     what it works on; for several, what a reader must have to serve them all.
     Raises PlanError where cp does not divide the padded lengths, or the split is unknown.
     """
-    if split not in get_args(CpSplit):
-        raise PlanError(f"cp split {split!r}: choose one of {', '.join(get_args(CpSplit))}")
+    check_split(split)
     num_chunks, first, last = chunk_runs(cp_ranks, pack.cp_size, split)
     whole = cuts_packs(split)
     bounds = pack.cu_seqlens_padded.astype(np.int64)

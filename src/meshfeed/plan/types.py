@@ -59,10 +59,11 @@ class Align:
         cp = np.asarray(cp_size, np.int64)
         return np.lcm(self.pack * cp, self.sequence_multiple(cp_size))
 
-    def limit(self, capacity: int, cp_size: int) -> int:
-        """The most tokens of a pack on a cp group whose ranks hold so many each; 0 where none fit."""
-        multiple = int(self.pack_multiple(cp_size))
-        return min(capacity * cp_size, _MOST_TOKENS) // multiple * multiple
+    def limit(self, capacity: int, cp_size: int | IntArray) -> LongArray:
+        """The most tokens of a pack on a cp group whose ranks hold so many each; int64, 0 where none fit."""
+        multiple = self.pack_multiple(cp_size)
+        tokens = min(capacity, _MOST_TOKENS) * np.asarray(cp_size, np.int64)
+        return np.minimum(tokens, _MOST_TOKENS) // multiple * multiple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +206,7 @@ def packs_of(plan: StepPlan, dp_cp_rank: int, *, together: int = 1) -> list[Pack
                 cu_seqlens_padded=_int32(padded_ends[start : stop + 1] - padded_ends[start]),
                 cp_size=size,
                 cp_rank=dp_cp_rank - first,
-                tail=0 if shape is None else plan.align.limit(shape.capacity, size) - used,
+                tail=0 if shape is None else int(plan.align.limit(shape.capacity, size)) - used,
                 max_sequences=None if shape is None else shape.max_sequences,
             )
         )
