@@ -1,5 +1,6 @@
 """Killed at any step, a run goes on to the very same bytes."""
 
+import functools
 import os
 import sys
 
@@ -7,7 +8,8 @@ import pytest
 from kills import run
 from texts import Here, jsonl, left_behind, texts, tree
 
-from meshfeed.prepare import Text, prepare
+from meshfeed.prepare import Text, engine, prepare
+from meshfeed.prepare.engine import encoded, prepare_tasks, run_task
 from soak import SOAK, cases, only_soak
 
 _STEPS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
@@ -29,6 +31,30 @@ def dies_at(step, work):
                 os._exit(9)
 
     sys.addaudithook(hook)
+    try:
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def dies_at_line(count, file, work):
+    """Run `work` in a fork that ends, as by SIGKILL, right before its count-th line of a file."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    left = count
+
+    def trace(frame, event, arg):
+        nonlocal left
+        if frame.f_code.co_filename != file:
+            return None
+        left -= event == "line"
+        if not left:
+            os._exit(9)
+        return trace
+
+    sys.settrace(trace)
     try:
         work()
         os._exit(0)
@@ -69,6 +95,34 @@ def test_killed_before_any_step_it_goes_on_to_the_same_bytes(tmp_path):
             path.rmdir() if path.is_dir() else path.unlink()
         out.rmdir()
     assert step > 40 and between in ({0, 1}, {1})[SOAK], "the steps were not seen"
+
+
+class Restarted:
+    """A task that is killed before any line of its own, and restarted under its number, as Ray does."""
+
+    kills = 0
+
+    def encode(self, folder, parts):
+        while True:
+            tasks = prepare_tasks(folder, parts)
+            run = functools.partial(run_task, tasks, 0)
+            killed = dies_at_line(self.kills + 1, engine.__file__, run)
+            run()
+            done = list(encoded(tasks, parts, lambda: (0, "ended without it"), 0))
+            if not killed:
+                yield from done
+                return
+            self.kills += 1
+            for part in (folder / "parts").iterdir():
+                part.unlink()
+
+
+def test_a_restarted_task_leaves_no_part_to_nobody(tmp_path):
+    jsonl(tmp_path / "a.jsonl", texts(4))
+    for name, each in ("whole", Here()), ("out", restarted := Restarted()):
+        prepare([tmp_path / "a.jsonl"], tmp_path / name, Text(tokenizer="bytes"), part_bytes=900, engine=each)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert restarted.kills > 10
 
 
 def test_real_kills_of_the_command_and_its_workers(tmp_path):

@@ -3,7 +3,7 @@
 A run and its tasks meet in the job's folder, so that tasks may run anywhere that sees it.
 
     FOLDER/tasks/RUN/parts.json   the parts to encode
-    FOLDER/tasks/RUN/PART.claim   number of the task that encodes the part
+    FOLDER/tasks/RUN/PART.claim   symbolic link that names the task that encodes the part
     FOLDER/tasks/RUN/TASK.error   why the task gave up
 
 An engine starts `run_task(tasks, task)` for some tasks, with the folder of its run, and says how they ended;
@@ -122,13 +122,8 @@ def run_task(tasks: Path, task: int) -> None:
         job = load_job(tasks.parents[1])
         encoder = job.encoder()
         for part in read_json(tasks / "parts.json"):
-            try:
-                with (tasks / f"{part}.claim").open("x") as stream:
-                    stream.write(str(task))
-            except FileExistsError:
-                if _owner(tasks, part) != str(task):
-                    continue
-            encode(job, encoder, part)
+            if _claim(tasks, part, task):
+                encode(job, encoder, part)
     except MeshfeedError as error:
         kind = (errors.class_of(error) or MeshfeedError).__name__
         write_json(tasks / f"{task}.error", {"kind": kind, "text": str(error)})
@@ -162,6 +157,19 @@ def encoded(
             time.sleep(look_s)
 
 
+def _claim(tasks: Path, part: int, task: int) -> bool:
+    """Whether the part is this task's."""
+    try:
+        (tasks / f"{part}.claim").symlink_to(
+            str(task)
+        )  # made whole or not at all, unlike a file that is written
+    except FileExistsError:
+        return _owner(tasks, part) == str(task)
+    return True
+
+
 def _owner(tasks: Path, part: int) -> str | None:
-    path = tasks / f"{part}.claim"
-    return path.read_text() if path.exists() else None
+    try:
+        return str((tasks / f"{part}.claim").readlink())
+    except FileNotFoundError:
+        return None
