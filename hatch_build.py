@@ -34,6 +34,7 @@ FLAGS = (
     "-s",
 )
 _OLDEST_GLIBC = 28
+_LINUX_NAMES = {"arm": "armv7l", "powerpc": "ppc", "powerpc64": "ppc64", "powerpc64le": "ppc64le"}
 
 
 class Hook(BuildHookInterface):
@@ -61,6 +62,12 @@ def library_name(machine: str) -> str:
     return f"loops-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]}-{machine}.so"
 
 
+def machine_of(triplet: str) -> str:
+    """The machine of a compiler's triplet, as Linux and `platform.machine` call it."""
+    machine = triplet.partition("-")[0]
+    return _LINUX_NAMES.get(machine, machine)
+
+
 def compile_in_place() -> Path | None:
     """Compile the library beside its source, and remove older ones."""
     library = compiled(SOURCE.parent)
@@ -78,7 +85,7 @@ def compiled(folder: Path) -> Path | None:
     if platform.libc_ver()[0] != "glibc" or shutil.which(compiler[0]) is None:
         return None
     try:
-        machine = _run([*compiler, "-dumpmachine"]).partition("-")[0]
+        machine = machine_of(_run([*compiler, "-dumpmachine"]))
         with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
             made = Path(scratch) / library_name(machine)
             _run([*compiler, *FLAGS, "-o", str(made), SOURCE.name])

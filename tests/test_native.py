@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import meshfeed as mf
 from meshfeed import native
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import local
 from meshfeed.plan import CostModel, fill, least_loaded, plan_step
 from meshfeed.sequence import runs as runs_module
@@ -165,9 +165,13 @@ def loaded_from(folder: Path, name: str) -> ModuleType:
 def test_a_library_of_another_source_is_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shutil.copytree(Path(native.__file__).parent, tmp_path / "native")
     assert loaded_from(folder, "as_it_is").is_compiled() == native.is_compiled()
-    with monkeypatch.context() as patch:
-        patch.setenv("MESHFEED_NATIVE", "0")
-        assert not loaded_from(folder, "switched_off").is_compiled()
+    for value, expected in (("0", False), ("False", False), ("1", native.is_compiled())):
+        monkeypatch.setenv("MESHFEED_NATIVE", value)
+        assert loaded_from(folder, "switched").is_compiled() == expected
+    monkeypatch.setenv("MESHFEED_NATIVE", "none")
+    with pytest.raises(OptionError, match="MESHFEED_NATIVE='none': set it to one of 0, false"):
+        loaded_from(folder, "unclear")
+    monkeypatch.undo()
     with (folder / "loops.c").open("a") as source:
         source.write("\n")
     changed = loaded_from(folder, "changed")

@@ -72,6 +72,13 @@ def test_bare_lengths_are_planned_and_dumped(
         told(capsys, "plan", "--lengths", str(lengths), *arguments, "--microbatches", "9", "--json")[1]
     )
     assert more["microbatches"] >= 9
+    narrow = ("--cp-sizes", "2,4", "--cp-split", "pack_contiguous", "--quantum", "3", "--tolerance", "0")
+    status, out, _ = told(
+        capsys, "plan", "--lengths", str(lengths), *arguments, *narrow, "--json", "--dump", str(dump)
+    )
+    assert (status, json.loads(out)["microbatches"] % 3) == (0, 0)
+    held = [row for microbatch in json.loads(dump.read_text()) for row in microbatch]
+    assert {len(row["cp_ranks"]) for row in held} == {2, 4}
 
 
 def test_a_stores_documents_step_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +137,7 @@ LENGTHS = ["--lengths", "FILE"]
         ([*LENGTHS, "--seed", "0"], "--seed is of a recipe or store"),
         ([*LENGTHS, "--column", "tokens"], "--column is of a recipe or store"),
         (["corpus", "--first", "9"], "--first is of --lengths"),
-        ([*LENGTHS, "--cp-split", "contiguous"], "unrecognized arguments: --cp-split"),
+        ([*LENGTHS, "--cp-sizes", "1,2"], "only dynamic_cp chooses sizes"),
         (
             ["recipe.py", "--oversize", "drop"],
             "sequences of one length, which need no plan",

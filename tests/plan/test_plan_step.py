@@ -238,6 +238,14 @@ class TestOversize:
     ("make", "message"),
     [
         (lambda: Packing(capacity=0), "capacity=0"),
+        (lambda: Packing(capacity=1.5), "capacity=1.5: a whole number"),
+        (lambda: Packing(capacity=8, cost=1), "cost=1: give a CostModel"),
+        (lambda: Packing(capacity=8, align=128), "align=128: give an Align"),
+        (lambda: Align(pack=1.5), "Align(pack=1.5.*a multiple is a whole number"),
+        (lambda: Packing(capacity=8, fixed_shapes="yes"), "fixed_shapes='yes': give True or False"),
+        (lambda: Packing(capacity=8, quantum=True), "quantum=True: a whole number"),
+        (lambda: Packing(capacity=8, tolerance="0"), "tolerance='0': give a share"),
+        (lambda: Packing(capacity=8, policy="dynamic_cp", cp_sizes=4), "cp_sizes=4: give whole numbers"),
         (
             lambda: Packing(capacity=8, policy="best"),
             "policy='best': choose one of in_order, balanced, dynamic_cp",
@@ -259,6 +267,7 @@ class TestOversize:
         ),
         (lambda: plan_step([1], Packing(capacity=31, align=Align(pack=32)), dp=2), "raise capacity to 32"),
         (lambda: plan_step([1], Packing(capacity=8), dp=0), "dp=0"),
+        (lambda: plan_step([1], Packing(capacity=8), dp=2.0), "dp=2.0, .* each is a whole number"),
         (lambda: plan_step([1], Packing(capacity=8), dp=1, quantum=0), "quantum=0"),
         (lambda: plan_step([3, -1], Packing(capacity=8), dp=1), "sequence 1: -1 tokens"),
         (lambda: plan_step([0.5], Packing(capacity=8), dp=1), "float64"),

@@ -161,8 +161,9 @@ def _number(text: str, least: int) -> int:
     return number
 
 
-def _positive(text: str) -> float:
-    if not 0 < (number := float(text)) < float("inf"):
+def _amount(text: str, least: int) -> float:
+    """Above 0, or from 0 on where that is the least."""
+    if not 0 <= (number := float(text)) < float("inf") or (least and not number):
         raise ValueError
     return number
 
@@ -191,7 +192,12 @@ _KINDS: Mapping[Any, tuple[str, Callable[[int], Callable[[str], Any]]]] = {
             f"write whole numbers from {least}, several joined by commas, such as 4,6",
         ),
     ),
-    float: ("X", lambda least: _reads(_positive, "write a number above 0")),
+    float: (
+        "X",
+        lambda least: _reads(
+            lambda text: _amount(text, least), f"write a number {'above' if least else 'from'} 0"
+        ),
+    ),
     range: ("A:B", lambda least: _reads(_span, "write first:stop, such as 0:4, or one number")),
     datetime.date: (
         "DATE",

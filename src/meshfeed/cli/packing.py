@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -11,13 +11,13 @@ from meshfeed.cli.options import given, option, refuse_given
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import Stepping
 from meshfeed.plan import CpSplit, Packing
-from meshfeed.plan.policy import Oversize, Policy
+from meshfeed.plan.policy import Objective, Oversize, Policy
 from meshfeed.sequence import SequenceRule
 
 _DEFAULT = Packing(capacity=1)
 _OF_PACKS = (
-    *("policy", "oversize", "alpha", "cost", "microbatches", "align_sequence", "align_pack"),
-    *("max_sequences", "fixed_shapes"),
+    *("policy", "oversize", "alpha", "cost", "objective", "microbatches", "quantum", "cp_sizes", "tolerance"),
+    *("align_sequence", "align_pack", "max_sequences", "fixed_shapes"),
 )
 
 
@@ -37,6 +37,13 @@ class JobOptions:
     microbatches: int | Literal["fewest"] | None = option(
         "use N, more only if needed, or the fewest (default: the shortest predicted step)", metavar="N|fewest"
     )
+    quantum: int | None = option("make the number of microbatches a multiple of N (pp with --vpp, else 1)")
+    objective: Objective | None = option(f"where ranks wait for each other ({_DEFAULT.objective})")
+    cp_sizes: tuple[int, ...] | None = option("sizes of cp groups for dynamic_cp (divisors of dp x cp)")
+    cp_split: CpSplit = option("how cp ranks split a sequence or a pack", default="zigzag")
+    tolerance: float | None = option(
+        f"how far above the ideal a step may be, as a share of it ({_DEFAULT.tolerance})", least=0
+    )
     align_sequence: int | None = option("pad sequences to multiples of N (1)")
     align_pack: int | None = option("pad a rank's packs to multiples of N (1)")
     max_sequences: int | None = option("sequences that a pack can hold (any number)")
@@ -44,15 +51,10 @@ class JobOptions:
 
     def packing_of(self, capacity: int) -> Packing:
         """What the options mean. Raises MeshfeedError."""
-        chosen: dict[str, Any] = {"policy": self.policy, "oversize": self.oversize, "cost": self._cost()}
-        return Packing(
-            capacity=capacity,
-            align=mf.Align(sequence=self.align_sequence or 1, pack=self.align_pack or 1),
-            microbatches=self.microbatches,
-            max_sequences=self.max_sequences,
-            fixed_shapes=bool(self.fixed_shapes),
-            **{name: value for name, value in chosen.items() if value is not None},
-        )
+        chosen: dict[str, Any] = {each.name: getattr(self, each.name, None) for each in fields(Packing)}
+        chosen |= {"capacity": capacity, "cost": self._cost()}
+        chosen["align"] = mf.Align(sequence=self.align_sequence or 1, pack=self.align_pack or 1)
+        return Packing(**{name: value for name, value in chosen.items() if value is not None})
 
     def refuse_ignored(self, rule: SequenceRule) -> None:
         """Raise MeshfeedError for an option of packing that would change nothing for a rule's sequences."""
@@ -63,10 +65,8 @@ class JobOptions:
             why = "changes nothing without --capacity N; give that too, or leave it out"
             refuse_given(self, _OF_PACKS, why)
 
-    def stepping_of(
-        self, recipe: mf.Recipe, micro_batch_size: int = 1, cp_split: CpSplit = "zigzag"
-    ) -> Stepping:
-        """The steps of a recipe under the options; see `plan_step` for cp_split. Raises MeshfeedError."""
+    def stepping_of(self, recipe: mf.Recipe, micro_batch_size: int = 1) -> Stepping:
+        """The steps of a recipe under the options. Raises MeshfeedError."""
         rule = cast(SequenceRule, recipe.sequence)
         if rule.packed and self.capacity is None:
             raise MeshfeedError(
@@ -77,7 +77,7 @@ class JobOptions:
             layout=mf.Layout.parse(self.layout),
             micro_batch_size=micro_batch_size,
             packing=None if self.capacity is None else self.packing_of(self.capacity),
-            cp_split=cp_split,
+            cp_split=self.cp_split,
             vpp=self.vpp,
         )
 

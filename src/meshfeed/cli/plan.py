@@ -88,7 +88,9 @@ class Plan(Command, JobOptions, RecipeOptions):
         store = mf.Lengths.from_file(cast(Path, self.lengths))
         lengths = store.lengths(np.arange(store.num_documents))[: self.first]
         began = time.perf_counter()
-        plan = plan_step(lengths, packed, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=self.vpp)
+        plan = plan_step(
+            lengths, packed, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=self.vpp, cp_split=self.cp_split
+        )
         seconds = time.perf_counter() - began
         yield _Planned(0, plan, account_of(plan, packed, pp=layout.pp, vpp=self.vpp), seconds, {})
 

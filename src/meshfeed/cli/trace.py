@@ -20,7 +20,6 @@ from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord
 from meshfeed.order import position_of
-from meshfeed.plan import CpSplit
 from meshfeed.sequence import SequenceRule
 from meshfeed.sequence.trace import DocumentParts, pieces_of, sequences_with
 
@@ -59,7 +58,6 @@ class Trace(Command, JobOptions, RecipeOptions):
     epochs: range | None = option("epochs to search for --document, such as 0:2 (0:1)")
     rank: int | None = option("show only what this rank holds", least=0)
     micro_batch_size: int | None = option("sequences per microbatch, where all have one length (1)")
-    cp_split: CpSplit = option("how cp ranks split a sequence", default="zigzag")
 
     def run(self) -> int:
         if len(given(self, ("step", "document"))) != 1:
@@ -98,7 +96,7 @@ class Trace(Command, JobOptions, RecipeOptions):
             refuse_given(self, ("rank",), why)
 
     def _sights(self, recipe: mf.Recipe) -> _Sights:
-        return _Sights(self.stepping_of(recipe, self.micro_batch_size or 1, self.cp_split))
+        return _Sights(self.stepping_of(recipe, self.micro_batch_size or 1))
 
     def _of_step(self, recipe: mf.Recipe, step: int) -> list[Line]:
         sights = self._sights(recipe)

@@ -18,10 +18,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.errors import OptionError
+
 WHOLE = ctypes.c_int64
 POINTER = ctypes.c_void_p
 _BYTE = ctypes.c_char
 _INT64 = np.dtype(np.int64)
+_YES, _NO = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 _SOURCE = Path(__file__).with_name("loops.c")
 
@@ -61,8 +64,15 @@ def is_compiled() -> bool:
     return _LIBRARY is not None
 
 
+def _is_wanted(asked: str) -> bool:
+    """Whether a value of MESHFEED_NATIVE asks for the loops; the empty one does."""
+    if asked.lower() not in (*_YES, *_NO):
+        raise OptionError(f"MESHFEED_NATIVE={asked!r}: set it to one of {', '.join(_NO)}, or unset it")
+    return asked.lower() in _YES
+
+
 def _loaded() -> ctypes.CDLL | None:
-    if os.environ.get("MESHFEED_NATIVE") == "0":
+    if not _is_wanted(os.environ.get("MESHFEED_NATIVE", "")):
         return None
     try:
         digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]

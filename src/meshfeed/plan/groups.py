@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PlanError
+from meshfeed.plan.types import is_count
 
 
 def cp_sizes(num_ranks: int) -> tuple[int, ...]:
@@ -36,8 +37,8 @@ def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     Raises PlanError unless each divides the next and the last divides num_ranks.
     """
     ordered = tuple(sorted(set(sizes)))
-    if not ordered or ordered[0] < 1:
-        raise PlanError(f"cp_sizes={tuple(sizes)}: give at least one size, each at least 1")
+    if not ordered or not all(map(is_count, ordered)):
+        raise PlanError(f"cp_sizes={tuple(sizes)}: give at least one size, each a whole number from 1 on")
     for size, wider in zip(ordered, (*ordered[1:], num_ranks)):
         if wider % size:
             raise PlanError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from numbers import Integral
+from numbers import Real
 from typing import Literal, get_args
 
 import numpy as np
@@ -13,7 +13,7 @@ from meshfeed.errors import PlanError
 from meshfeed.plan.cost import CostModel
 from meshfeed.plan.groups import check_sizes, cp_sizes
 from meshfeed.plan.split import CpSplit, check_split
-from meshfeed.plan.types import Align, PackShape
+from meshfeed.plan.types import Align, PackShape, is_count
 
 Policy = Literal["in_order", "balanced", "dynamic_cp"]
 """in_order: packs filled in stream order at the layout's cp (Megatron's dp_balanced).
@@ -30,6 +30,13 @@ step: ranks meet at the end of the step, so the largest sum over microbatches of
 
 
 _TOLERANCE = 0.01
+
+_KINDS: tuple[tuple[str, type, str], ...] = (
+    ("cost", CostModel, "a CostModel, such as CostModel(alpha=25_100)"),
+    ("align", Align, "an Align, such as Align(pack=128)"),
+    ("fixed_shapes", bool, "True or False"),
+    ("tolerance", Real, "a share, such as 0.01"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +84,12 @@ class Packing:
                 raise PlanError(
                     f"{name}={getattr(self, name)!r}: choose one of {', '.join(get_args(choices))}"
                 )
-        if self.capacity < 1:
-            raise PlanError(f"capacity={self.capacity}: a rank holds at least one token")
-        if self.max_sequences is not None and not _is_count(self.max_sequences):
+        for name, kind, wanted in _KINDS:
+            if not isinstance(getattr(self, name), kind):
+                raise PlanError(f"{name}={getattr(self, name)!r}: give {wanted}")
+        if not is_count(self.capacity):
+            raise PlanError(f"capacity={self.capacity!r}: a whole number of tokens, at least 1")
+        if self.max_sequences is not None and not is_count(self.max_sequences):
             raise PlanError(
                 f"max_sequences={self.max_sequences!r}: a whole number, at least 1, or None for any"
             )
@@ -87,19 +97,27 @@ class Packing:
             raise PlanError(
                 "fixed_shapes=True: cu_seqlens have as many entries as max_sequences; give that too"
             )
-        if self.microbatches not in (None, "fewest") and not _is_count(self.microbatches):
+        if self.microbatches not in (None, "fewest") and not is_count(self.microbatches):
             raise PlanError(
                 f"microbatches={self.microbatches!r}: a whole number, at least 1; or 'fewest', or None to "
                 f"let the plan choose"
             )
-        if self.quantum is not None and self.quantum < 1:
-            raise PlanError(f"quantum={self.quantum}: at least 1, or None for what the pipeline takes")
+        if self.quantum is not None and not is_count(self.quantum):
+            raise PlanError(
+                f"quantum={self.quantum!r}: a whole number, at least 1, or None for what the pipeline takes"
+            )
         if not 0 <= self.tolerance < 1:
             raise PlanError(f"tolerance={self.tolerance}: a share from 0 to below 1")
         if self.policy == "in_order" and self.tolerance != _TOLERANCE:
             raise PlanError(
                 f"tolerance={self.tolerance} with policy='in_order', which balances nothing; leave it out, "
                 f"or choose 'balanced' or 'dynamic_cp'"
+            )
+        if self.cp_sizes is not None and not (
+            isinstance(self.cp_sizes, (tuple, list)) and all(map(is_count, self.cp_sizes))
+        ):
+            raise PlanError(
+                f"cp_sizes={self.cp_sizes!r}: give whole numbers, such as (1, 2, 4), or None for any"
             )
         if self.cp_sizes is not None and self.policy != "dynamic_cp":
             raise PlanError(
@@ -110,11 +128,6 @@ class Packing:
 def asked_microbatches(packing: Packing) -> int:
     """The number that a packing asks for, 0 where it leaves that to the plan."""
     return 0 if packing.microbatches in (None, "fewest") else int(packing.microbatches)
-
-
-def _is_count(value: object) -> bool:
-    """Whether it is a whole number from 1 on, NumPy's included."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 @dataclass(frozen=True, slots=True)

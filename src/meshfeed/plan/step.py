@@ -11,7 +11,7 @@ from meshfeed.plan.balance import balance
 from meshfeed.plan.oversize import rows_of
 from meshfeed.plan.policy import Packing, asked_microbatches, room_of, shape_of
 from meshfeed.plan.split import CpSplit
-from meshfeed.plan.types import LongArray, StepPlan
+from meshfeed.plan.types import LongArray, StepPlan, is_count
 
 
 def plan_step(
@@ -39,8 +39,10 @@ def plan_step(
     Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below
     1 or a capacity below the alignment.
     """
-    if min(dp, cp, pp, vpp, 1 if quantum is None else quantum) < 1:
-        raise PlanError(f"dp={dp}, cp={cp}, pp={pp}, vpp={vpp}, quantum={quantum}: each is at least 1")
+    if not all(map(is_count, (dp, cp, pp, vpp, 1 if quantum is None else quantum))):
+        raise PlanError(
+            f"dp={dp}, cp={cp}, pp={pp}, vpp={vpp}, quantum={quantum}: each is a whole number from 1 on"
+        )
     room = room_of(packing, dp=dp, cp=cp, split=cp_split)
     multiple = quantum or packing.quantum or (pp if vpp > 1 else 1)
     rows = rows_of(_whole(lengths), longest=room.longest, policy=packing.oversize)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from numbers import Integral
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,11 @@ LongArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 _MOST_TOKENS = np.iinfo(np.int32).max
+
+
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 1 on, NumPy's included."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +44,10 @@ class Align:
 
     def __post_init__(self) -> None:
         for name in ("sequence", "pack"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"Align({name}={getattr(self, name)}): a multiple is at least 1")
+            if not is_count(getattr(self, name)):
+                raise PlanError(
+                    f"Align({name}={getattr(self, name)!r}): a multiple is a whole number from 1 on"
+                )
 
     def padded(self, lengths: LongArray, cp_size: int | IntArray) -> LongArray:
         """Lengths rounded up to whole multiples of lcm(sequence, 2 * cp_size); int64, same shape.
