@@ -3,13 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
+REQUIREMENTS := requirements-test.txt requirements-oracles.txt requirements-frameworks.txt \
+	requirements-bench.txt
 SEED := $(or $(SEED),$(shell date +%s))
 # What is imported is compiled then, and once, whatever the environment says; to compile all takes most of a minute.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 PARALLEL := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test lint types unit soak mutate bench gpu dist docs clean
+.PHONY: demo test lint types unit soak mutate frameworks bench gpu dist docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/meshfeed demo --out demo-out
@@ -41,6 +43,27 @@ mutate: $(VENV)/.tested
 	$(INSTALL) cosmic-ray==8.7.0
 	$(BIN)/python tests/mutate.py
 
+# The integration tests with the newest version of each framework, and with the checkouts in $(FRAMEWORK_SOURCES), in an
+# environment of its own: new versions of Megatron-core need Python >= 3.12. Writes the table in docs/frameworks.md.
+FRAMEWORKS ?= .frameworks
+NEWER_PYTHON ?= $(shell for python in $(PYTHON) python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/*/bin/python3); \
+	do $$python -c "import sys; sys.exit(sys.version_info < (3, 12))" 2>/dev/null && echo $$python && break; done)
+NEWER_INSTALL := $(FRAMEWORKS)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+frameworks: $(FRAMEWORKS)/.installed
+	$(NEWER_INSTALL) --no-deps --upgrade megatron-core torchtitan lightning transformers accelerate
+	$(FRAMEWORKS)/env/bin/python tests/frameworks.py $(FRAMEWORKS) --rows "$(ROWS)"
+
+$(FRAMEWORKS)/.installed: $(REQUIREMENTS)
+	$(if $(NEWER_PYTHON),,$(error no Python >= 3.12 found: make frameworks NEWER_PYTHON=/path/to/python3.12))
+	$(NEWER_PYTHON) -m venv $(FRAMEWORKS)/env
+	$(NEWER_INSTALL) "$(TORCH)"
+	$(NEWER_INSTALL) --requirement requirements-test.txt
+	$(NEWER_INSTALL) --no-deps --requirement requirements-oracles.txt --requirement requirements-frameworks.txt
+	$(NEWER_INSTALL) --no-deps --target $(FRAMEWORKS)/pinned $(shell grep megatron-core== requirements-oracles.txt)
+	$(NEWER_INSTALL) --editable ".[demo]"
+	touch $@
+
 # about 20 minutes on two idle cores; continued where it was interrupted; writes the tables of figures
 bench: $(VENV)/.tested
 	$(BIN)/python benchmarks/run.py
@@ -65,9 +88,6 @@ $(VENV)/.installed: pyproject.toml hatch_build.py src/meshfeed/native/loops.c
 	$(INSTALL) --editable ".[demo]"
 	touch $@
 
-REQUIREMENTS := requirements-test.txt requirements-oracles.txt requirements-frameworks.txt \
-	requirements-bench.txt
-
 $(VENV)/.tested: $(VENV)/.installed $(REQUIREMENTS)
 	$(INSTALL) --requirement requirements-test.txt
 	$(INSTALL) --no-deps --requirement requirements-oracles.txt --requirement requirements-frameworks.txt \
@@ -75,4 +95,4 @@ $(VENV)/.tested: $(VENV)/.installed $(REQUIREMENTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) bench-out demo-out dist site
+	rm -rf $(VENV) .frameworks bench-out demo-out dist site

@@ -37,6 +37,14 @@ def needs_compiled() -> None:
         missing_thing("the loops are not compiled (no C compiler, or MESHFEED_NATIVE=0)")
 
 
+def checkout(name: str) -> Path:
+    """The checkout of a project that is on no index: a folder of FRAMEWORK_SOURCES; skip the test without it."""
+    folder = Path(os.environ.get("FRAMEWORK_SOURCES", ""), name)
+    if "FRAMEWORK_SOURCES" not in os.environ or not folder.is_dir():
+        pytest.skip(f"it needs a checkout of {name} (make frameworks FRAMEWORK_SOURCES=folder)")
+    return folder.resolve()
+
+
 @contextlib.contextmanager
 def small_disk(disk: Path, size: str) -> Generator[None]:
     """A disk of this size, such as "1m", at a path until the body ends."""
