@@ -1,4 +1,4 @@
-"""Documents in JSONL and Parquet: the same stream as a .bin/.idx of the same tokens, wherever the files lie."""
+"""Documents in JSONL, Parquet and Arrow: the same stream as a .bin/.idx of the same tokens, wherever the files lie."""
 
 from __future__ import annotations
 
@@ -47,8 +47,17 @@ def write_parquet(path: Path, column: str, values: list[Any]) -> Path:
     return path.with_suffix(".parquet")
 
 
-WRITERS: list[Writer] = [write_jsonl, write_parquet]
-formats = pytest.mark.parametrize("write", WRITERS, ids=["jsonl", "parquet"])
+def write_arrow(path: Path, column: str, values: list[Any]) -> Path:
+    is_text = values and all(isinstance(value, str) for value in values)
+    kind = pa.large_string() if is_text else pa.large_list(pa.uint16())
+    table = pa.table({"id": list(range(len(values))), column: pa.array(values, kind)})
+    with pa.ipc.new_stream(str(path.with_suffix(".arrow")), table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return path.with_suffix(".arrow")
+
+
+WRITERS: list[Writer] = [write_jsonl, write_parquet, write_arrow]
+formats = pytest.mark.parametrize("write", WRITERS, ids=["jsonl", "parquet", "arrow"])
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +138,7 @@ def test_a_folder_of_files_is_one_store(tmp_path: Path, documents: list[list[int
     assert open_store(f"{folder}/").fingerprint == store.fingerprint
     (other := "c.parquet" if write is write_jsonl else "c.jsonl")
     (folder / other).write_text("")
-    with pytest.raises(StoreError, match=r"many/?: both \.jsonl and \.parquet"):
+    with pytest.raises(StoreError, match=r"many/?: both \.\w+ and \.\w+ files"):
         open_store(folder)
 
 

@@ -61,7 +61,7 @@ class Inspect(Command, StoreOptions):
     """what a token store holds, and whether it is whole
 
     Show format, counts, fingerprint, document lengths and texts of a token store: .bin/.idx, a folder
-    with dataset.json, MDS, litdata, JSONL or Parquet, local or remote.
+    with dataset.json, MDS, litdata, JSONL, Parquet or Arrow, local or remote.
     """
 
     examples = """

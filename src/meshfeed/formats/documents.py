@@ -28,7 +28,7 @@ from meshfeed.store.open import stores_inside
 VERSION = 1
 """Of the index: part of its key, so that a change here never meets an old one."""
 
-SUFFIXES = (".jsonl", ".parquet")
+SUFFIXES = (".jsonl", ".parquet", ".arrow")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
 
@@ -249,22 +249,27 @@ class DocumentFilesFormat(StoreFormat):
 
         Raises StoreError for a folder of several kinds.
         """
+        files = self.files(place)
+        if files is None:
+            return None
+        column = Column(place.column, place.tokenizer)
+        return self.store(place.shown, files, column, place.cache).check()
+
+    def files(self, place: Place) -> list[ByteFile] | None:
+        """The files of the store; None if there is none."""
         if Path(place.name).suffix == self.suffix and place.is_file:
             if is_report(place.beside, place.name):
                 raise StoreError(
                     f"{place.shown}: lists what `meshfeed prepare` left out, and holds no documents; give "
                     f"the path of a store{stores_inside(place.beside)}"
                 )
-            files = [place.beside.file(place.name)]
-        else:
-            names = [name for name in documents_in(place.within, place.names) if name.endswith(SUFFIXES)]
-            kinds = sorted({Path(name).suffix for name in names})
-            if self.suffix not in kinds:
-                return None
-            if len(kinds) > 1:
-                raise StoreError(
-                    f"{place.shown}: both {' and '.join(kinds)} files; keep each kind in a folder of its own"
-                )
-            files = [place.within.file(name) for name in names]
-        column = Column(place.column, place.tokenizer)
-        return self.store(place.shown, files, column, place.cache).check()
+            return [place.beside.file(place.name)]
+        names = [name for name in documents_in(place.within, place.names) if name.endswith(SUFFIXES)]
+        kinds = sorted({Path(name).suffix for name in names})
+        if self.suffix not in kinds:
+            return None
+        if len(kinds) > 1:
+            raise StoreError(
+                f"{place.shown}: both {' and '.join(kinds)} files; keep each kind in a folder of its own"
+            )
+        return [place.within.file(name) for name in names]

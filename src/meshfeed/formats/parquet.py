@@ -264,11 +264,15 @@ def parquet_of(file: ByteFile) -> Any:
 def name_in(parquet: Any, names: Sequence[str], url: str) -> str:
     """The first of some columns that a file has. Raises StoreError."""
     schema = parquet.schema_arrow
-    there = schema.names
+    return name_among(schema.names, names, url, text_in=schema)
+
+
+def name_among(there: Sequence[str], names: Sequence[str], url: str, text_in: Any = None) -> str:
+    """The first of `names` that is there. text_in: the Arrow schema, for advice. Raises StoreError."""
     for name in names:
         if name in there:
             return name
-    has_text = "text" in there and _is_text(schema.field("text").type)
+    has_text = text_in is not None and "text" in there and _is_text(text_in.field("text").type)
     raise StoreError(
         f"{url}: no column {' or '.join(map(repr, names))}, found "
         f"{', '.join(map(repr, there[:8])) or 'nothing'}; {hint_for(names, has_text=has_text)}"

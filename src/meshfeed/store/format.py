@@ -1,8 +1,8 @@
 """The base class of formats that `mf.open` recognises, and the path that they are asked about.
 
 Formats are entry points of the group `meshfeed.stores`. Each is imported and asked in the order of the names,
-until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 60-parquet, then names that
-begin with a letter.
+until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 60-parquet, 70-arrow,
+then names that begin with a letter.
 """
 
 from __future__ import annotations

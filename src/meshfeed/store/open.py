@@ -31,14 +31,15 @@ def open_store(
 ) -> StreamStore:
     """The token store at `path`, recognised and checked; no file stays open.
 
-    path: of a Megatron store, with or without .bin or .idx; of a folder with dataset.json, or with an MDS
-    or litdata dataset; of a .jsonl or .parquet file, or a folder of such; or the URL: s3://, gs://, az://,
-    http(s)://.
-    column: of MDS, litdata, JSONL or Parquet: what holds each document's tokens, "tokens" or "input_ids" if
-    there; or its text, "text", if there is a tokenizer. dtype: of MDS: of tokens in a column of plain bytes.
-    tokenizer: of JSONL or Parquet: "bytes" for UTF-8, or one on this machine, used without special tokens:
-    a `tokenizers` JSON file, a transformers directory, a sentencepiece .model, NAME.ENCODING.tiktoken, or
-    tiktoken:ENCODING.
+    path: of a Megatron store, with or without .bin or .idx; of a folder with dataset.json, with an MDS or
+    litdata dataset, or of datasets.save_to_disk; of a .jsonl, .parquet or .arrow file, or a folder of these;
+    or the URL: s3://, gs://, az://, http(s)://.
+    column: of MDS, litdata, JSONL, Parquet or Arrow: what holds each document's tokens, "tokens" or
+    "input_ids" if there; or its text, "text", if there is a tokenizer.
+    dtype: of MDS: of tokens in a column of plain bytes.
+    tokenizer: of JSONL, Parquet or Arrow: "bytes" for UTF-8, or one on this machine, used without special
+    tokens: a `tokenizers` JSON file, a transformers directory, a sentencepiece .model,
+    NAME.ENCODING.tiktoken, or tiktoken:ENCODING.
     cache: where a node keeps what it fetches of a remote store, and the lengths of documents where the format
     does not tell them; or that folder alone; None for the default.
     options: for the storage client, such as {"endpoint": ..., "region": ...}; what they leave open, the
@@ -46,7 +47,7 @@ def open_store(
 
     Raises StoreError if there is none, or if its header, sizes or entries cannot be right.
     """
-    if not isinstance(cast(object, path), (str, os.PathLike)):
+    if not isinstance(cast(object, path), (str, os.PathLike)) or not os.fspath(path):
         raise OptionError(f"mf.open({path!r}): give a path or a URL")
     given = os.fspath(path)
     where = cache if isinstance(cache, Cache) else Cache(cache)

@@ -1,0 +1,244 @@
+"""Arrow as a token store, as Hugging Face `datasets` saves it: a document per row, read where it lies."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Array
+from meshfeed.errors import StoreError
+from meshfeed.extras import install
+from meshfeed.files import ByteFile
+from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
+from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
+from meshfeed.formats.parquet import name_among
+from meshfeed.formats.tokens import Column
+from meshfeed.store.base import I64, Pieces, grouped
+from meshfeed.store.format import Place
+from meshfeed.store.index_cache import joined
+
+STATE = "state.json"
+"""In a folder of `save_to_disk`: the names of its data files."""
+_SPLITS = "dataset_dict.json"
+_ROWS_TOGETHER = 1024
+
+
+class ArrowStore(DocumentFiles):
+    """Arrow streams or files; each row is a document, its tokens in one column of lists or of text.
+
+    To find the lengths of lists, only their offsets are read. Tokens are read where they lie, and only those
+    that are asked for. Their dtype is the least of uint16, int32 and int64 that holds all numbers of the
+    column's type. A shard is a file. Needs pyarrow. See `DocumentFiles`.
+    """
+
+    format = "arrow"
+
+    @property
+    def shard_ends(self) -> I64:
+        """Where files end, in documents; int64 [num_files]."""
+        return self._index["file_ends"]
+
+    def check(self) -> ArrowStore:
+        """Load tokenizer and pyarrow, and look whether the files are there."""
+        _ = _arrow(self.path)
+        super().check()
+        return self
+
+    def beside(self) -> Mapping[str, ArrowStore]:
+        """Every other column of the first file, as a store whose tokens it is."""
+        with self._files[0] as file, _typed(file.url):
+            names = schema_of(_arrow(file.url), file).names
+        mine = name_among(names, self._column.names, file.url)
+        others = [name for name in names if name != mine]
+        return {name: ArrowStore(self.path, self._files, Column(name), self._cache) for name in others}
+
+    # -- the index --------------------------------------------------------------------------------------
+
+    def _spans(self) -> list[Span]:
+        """Whole files: of each, little is read."""
+        return [Span(i, 0, file.size_bytes) for i, file in enumerate(self._files)]
+
+    def _scan(self, span: Span) -> Mapping[str, Array]:
+        file = self._files[span.file]
+        with _typed(file.url):
+            name, column = self._found(file)
+            batches = list(batches_of(file, column, name))
+        width = column.dtype.itemsize
+        at = [batch.at + batch.ends[:-1] * width for batch in batches]
+        sizes = [np.diff(batch.ends) * width for batch in batches]
+        found = {"at": _end_to_end(at), "sizes": _end_to_end(sizes), "dtype": np.array([column.dtype.str])}
+        if not column.is_text:
+            most = int(np.iinfo(column.dtype).max)
+            return found | {"lengths": found["sizes"] // width, "most": np.array([min(most, 2**63 - 1)])}
+        lengths, most = list[int](), 0
+        for first in range(0, found["at"].size, _ROWS_TOGETHER):
+            some = slice(first, first + _ROWS_TOGETHER)
+            tokens = self._encoded(file, found["at"][some], found["sizes"][some])
+            lengths += [each.size for each in tokens]
+            most = max(most, *(int(each.max(initial=0)) for each in tokens))
+        return found | {"lengths": np.array(lengths, np.int64), "most": np.array([most])}
+
+    def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
+        both = {name: joined(arrays, name) for name in ("at", "sizes")}
+        return both | {"dtype": joined(arrays, "dtype", "U3")}
+
+    def _found(self, file: ByteFile) -> tuple[str, ArrowColumn]:
+        """The name of the column of an entered file, and how to find it."""
+        arrow = _arrow(file.url)
+        schema = schema_of(arrow, file)
+        name = name_among(schema.names, self._column.names, file.url, text_in=schema)
+        column = column_of(arrow, schema, name, file.url)
+        if column.is_text != self._column.is_text:
+            belongs = "text" if self._column.is_text else "lists of whole numbers"
+            raise StoreError(
+                f"{file.url}: column {name!r} is {column.kind}, where {belongs} belong; name the right "
+                f"column= and, for text, a tokenizer="
+            )
+        return name, column
+
+    # -- reading ----------------------------------------------------------------------------------------
+
+    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+        if self._column.is_text:
+            super().read_into(out, starts, stops)
+            return
+        pieces = self.documents.pieces(starts, stops)
+        places = pieces.lengths.cumsum() - pieces.lengths
+        for f, mine in grouped(self._file_of(pieces.documents)):
+            begins, sizes = self._bytes(f, pieces, mine)
+            some = self._numbers(f, pieces.documents[mine], begins, sizes)
+            at = 0
+            for place, size in zip(places[mine].tolist(), pieces.lengths[mine].tolist()):
+                out[place : place + size] = some[at : at + size]
+                at += size
+
+    def _tokens(self, documents: I64) -> list[Array]:
+        found: list[Array] = [np.zeros(0, np.int64)] * documents.size
+        for f, mine in grouped(self._file_of(documents)):
+            which = documents[mine]
+            begins, sizes = self._index["at"][which], self._index["sizes"][which]
+            if self._column.is_text:
+                tokens = self._encoded(self._files[f], begins, sizes)
+            else:
+                numbers = self._numbers(f, which, begins, sizes)
+                tokens = np.split(numbers, (sizes // self._dtype_of(f).itemsize).cumsum()[:-1])
+            for i, some in zip(mine.tolist(), tokens):
+                found[i] = some
+        return found
+
+    def _announce(self, pieces: Pieces) -> None:
+        for f, mine in grouped(self._file_of(pieces.documents)):
+            if self._column.is_text:
+                which = pieces.documents[mine]
+                begins, sizes = self._index["at"][which], self._index["sizes"][which]
+            else:
+                begins, sizes = self._bytes(f, pieces, mine)
+            self._files[f].will_need(begins, begins + sizes)
+
+    def _file_of(self, documents: I64) -> I64:
+        return self._index["file_ends"].searchsorted(documents, side="right")
+
+    def _dtype_of(self, f: int) -> np.dtype[Any]:
+        return np.dtype(str(self._index["dtype"][f]))
+
+    def _bytes(self, f: int, pieces: Pieces, mine: I64) -> tuple[I64, I64]:
+        """Bytes (begin, size) of some pieces of lists, which are of one file."""
+        width = self._dtype_of(f).itemsize
+        begins = self._index["at"][pieces.documents[mine]] + pieces.begin[mine] * width
+        return begins, pieces.lengths[mine] * width
+
+    def _numbers(self, f: int, documents: I64, begins: I64, sizes: I64) -> Array:
+        """The tokens in some bytes of some documents, back to back. Raises StoreError for a negative one."""
+        out = np.empty(int(sizes.sum()), np.uint8)
+        self._files[f].read_into(out, begins, sizes)
+        numbers = out.view(self._dtype_of(f))
+        unfit = numbers.view(f"<i{numbers.itemsize}") < 0 if numbers.itemsize == 8 else numbers < 0
+        if numbers.size and unfit.any():
+            bad = int(unfit.argmax())
+            at = int((sizes.cumsum() // numbers.itemsize).searchsorted(bad, side="right"))
+            row = int(documents[at]) - int(np.append(0, self._index["file_ends"])[f])
+            raise StoreError(
+                f"{self._files[f].url}: row {row}: token {numbers[bad]}; tokens are whole numbers from 0 "
+                f"below 2**63"
+            )
+        return numbers
+
+    def _encoded(self, file: ByteFile, begins: I64, sizes: I64) -> list[Array]:
+        """The tokens of texts, each at some bytes of an entered file."""
+        out = np.empty(int(sizes.sum()), np.uint8)
+        file.read_into(out, begins, sizes)
+        raw, ends = out.tobytes(), sizes.cumsum().tolist()
+        parts = [raw[end - size : end] for end, size in zip(ends, sizes.tolist())]
+
+        def where(i: int) -> str:
+            return f"{file.url}: byte {begins[i]}"
+
+        texts = list[str]()
+        for i, part in enumerate(parts):
+            try:
+                texts.append(part.decode())
+            except UnicodeDecodeError as error:
+                raise StoreError(f"{where(i)}: text is not valid UTF-8: {error}; copy it again") from error
+        return self._column.encoded(texts, where)
+
+
+class ArrowFormat(DocumentFilesFormat):
+    """Arrow files, and the folders of `datasets.save_to_disk`."""
+
+    name = "arrow"
+    lies_at = "a folder of datasets.save_to_disk, a .arrow file, or a folder of such"
+    suffix, store = ".arrow", ArrowStore
+
+    def files(self, place: Place) -> list[ByteFile] | None:
+        """Those that state.json names, in its order; without one, as other formats.
+
+        Raises StoreError for several splits, or rows that are reordered by an index.
+        """
+        if place.is_file or not any(name.endswith(self.suffix) for name in place.names):
+            return super().files(place)
+        if _SPLITS in place.names:
+            splits = sorted({name.partition("/")[0] for name in place.names if "/" in name})
+            paths = ", ".join(f"{place.shown.rstrip('/')}/{split}" for split in splits)
+            raise StoreError(f"{place.shown}: a DatasetDict; give the path of one split: {paths}")
+        if STATE not in place.names:
+            return super().files(place)
+        file = place.within.file(STATE)
+        try:
+            state: Any = json.loads(file.peek([(0, file.size_bytes)])[0])
+            names = [str(each["filename"]) for each in state["_data_files"]]
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreError(f"{file.url}: does not say its data files: {error!r}; save it again") from error
+        if cast(dict[str, Any], state).get("_indices_data_files"):
+            raise StoreError(
+                f"{file.url}: its rows are reordered by an index; save it again after flatten_indices()"
+            )
+        return [place.within.file(name) for name in names]
+
+
+def _end_to_end(arrays: Sequence[I64]) -> I64:
+    return np.concatenate([*arrays, np.zeros(0, np.int64)])
+
+
+def _arrow(path: str) -> Any:
+    try:
+        importlib.import_module("pyarrow.ipc")
+        return importlib.import_module("pyarrow")
+    except ImportError as missing:
+        raise StoreError(f"{path}: Arrow needs pyarrow: {install('tables')}") from missing
+
+
+@contextlib.contextmanager
+def _typed(where: str) -> Generator[None, None, None]:
+    """Turn what pyarrow says into a StoreError."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:  # pyarrow raises ValueError, OSError and kinds of its own
+        raise StoreError(f"{where}: no Arrow that can be read: {error!r}; copy it again") from error

@@ -1,0 +1,184 @@
+"""Arrow folders: what `datasets` saves, what pyarrow writes in any shape, and damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from save_with_datasets import FOLDER, TEXTS, TOKENS
+
+import meshfeed as mf
+from meshfeed.errors import MeshfeedError, MissingError, StoreError
+from meshfeed.testing import assert_store
+from soak import cases
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
+
+
+def write(path: Path, table: pa.Table, rows: int | None = None, **how: Any) -> Path:
+    with pa.ipc.new_stream(str(path), table.schema, **how) as writer:
+        writer.write_table(table, max_chunksize=rows)
+    return path
+
+
+def read_all(store: Any) -> list[int]:
+    with store:
+        return store.read_stream(np.array([0]), np.array([store.num_tokens])).tolist()
+
+
+def test_a_folder_that_datasets_saved() -> None:
+    store = mf.open(FOLDER / "train")
+    assert store.dtype == np.int32
+    assert_store(store, [np.array(each, np.int32) for each in TOKENS])
+    assert_store(mf.open(FOLDER / "test"), [np.array(TOKENS[at], np.int32) for at in (6, 1)])
+    texts = [np.frombuffer(text.encode(), np.uint8) for text in TEXTS]
+    assert_store(mf.open(FOLDER / "train", tokenizer="bytes"), texts)
+    pairs = mf.open(FOLDER / "train", column="pairs")
+    assert pairs.dtype == np.uint16 and read_all(pairs)[-2:] == [7, 8]
+    assert list(store.beside()) == ["meta", "nothing", "picture", "flag", "text", "labels", "pairs"]
+    assert len({each.fingerprint for each in (store, pairs, mf.open(FOLDER / "test"))}) == 3
+    with pytest.raises(StoreError, match=r"row 0: token -100; tokens are whole numbers from 0"):
+        list(mf.open(FOLDER / "train", column="labels").verify())
+    with pytest.raises(StoreError, match=r"'picture' is list<.*where text or lists of whole numbers belong"):
+        _ = mf.open(FOLDER / "train", column="picture").num_tokens
+
+
+def test_folders_that_are_no_dataset_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"a DatasetDict; give the path of one split: \S+/test, \S+/train$"):
+        mf.open(FOLDER)
+    folder = Path(shutil.copytree(FOLDER / "train", tmp_path / "train"))
+    state = json.loads((folder / "state.json").read_text())
+    for change, said in (
+        (
+            {"_indices_data_files": [{"filename": "indices.arrow"}]},
+            "reordered by an index; .*flatten_indices",
+        ),
+        ({"_data_files": None}, r"state\.json: does not say its data files"),
+        ({"_data_files": [{"filename": "../test/data-00000-of-00001.arrow"}]}, r"without '\.\.'"),
+    ):
+        (folder / "state.json").write_text(json.dumps(state | change))
+        with pytest.raises(StoreError, match=said):
+            mf.open(folder)
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(MissingError, match="data-00001-of-00002"):
+        mf.open(folder)
+
+
+SCALARS = [pa.null(), pa.bool_(), pa.int8(), pa.float64(), pa.string(), pa.large_binary(), pa.timestamp("us")]
+TYPES = st.recursive(
+    st.sampled_from(SCALARS),
+    lambda inner: st.one_of(
+        inner.map(pa.list_),
+        inner.map(pa.large_list),
+        inner.map(lambda kind: pa.list_(kind, 2)),
+        st.lists(inner, min_size=1, max_size=3).map(
+            lambda kinds: pa.struct([(f"f{i}", kind) for i, kind in enumerate(kinds)])
+        ),
+    ),
+    max_leaves=4,
+)
+INTEGERS = st.sampled_from([pa.int8(), pa.uint16(), pa.int32(), pa.uint32(), pa.int64(), pa.uint64()])
+
+
+@settings(max_examples=cases(12), deadline=None)
+@given(data=st.data())
+def test_any_column_behind_any_others(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """pyarrow is the oracle: it finds the column by reading all of a batch."""
+    folder = tmp_path_factory.mktemp("arrow")
+    element = data.draw(INTEGERS)
+    form = data.draw(st.sampled_from(["list", "large", "fixed", "text"]))
+    kind = {
+        "list": pa.list_(element),
+        "large": pa.large_list(element),
+        "fixed": pa.list_(element, 3),
+        "text": pa.large_string() if data.draw(st.booleans()) else pa.string(),
+    }[form]
+    size = 3 if form == "fixed" else None
+    lists = st.lists(st.integers(0, 100), min_size=size or 0, max_size=size or 5)
+    values = data.draw(st.lists(st.text(max_size=5) if form == "text" else lists, max_size=12))
+    before = data.draw(st.lists(TYPES, max_size=3))
+    columns = {f"c{i}": pa.nulls(len(values), each) for i, each in enumerate(before)}
+    table = pa.table(columns | {"here": pa.array(values, kind), "behind": pa.array(range(len(values)))})
+    table = table.slice(data.draw(st.integers(0, 2)))  # offsets that do not begin at 0
+    path = folder / "c.arrow"
+    rows = data.draw(st.integers(1, 5))
+    if data.draw(st.booleans()):
+        write(path, table, rows)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    expected = table.column("here").to_pylist()
+    expected = [list(each.encode()) if isinstance(each, str) else each for each in expected]
+    tokenizer = "bytes" if form == "text" else None
+    store = mf.open(path, column="here", tokenizer=tokenizer, cache=folder / "cache")
+    assert store.lengths(np.arange(store.num_documents)).tolist() == [len(each) for each in expected]
+    assert read_all(store) == list(chain.from_iterable(expected))
+    with store:
+        for document, tokens in enumerate(expected):
+            assert store.read(document, len(tokens) // 2, len(tokens)).tolist() == tokens[len(tokens) // 2 :]
+
+
+@settings(max_examples=cases(20), deadline=None)
+@given(at=st.integers(0, 3_200), byte=st.integers(0, 255), cut=st.booleans())
+def test_damage_is_a_store_error_or_another_token(
+    tmp_path_factory: pytest.TempPathFactory, at: int, byte: int, cut: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    raw = bytearray((FOLDER / "train" / "data-00000-of-00002.arrow").read_bytes())
+    at = min(at, len(raw) - 1)
+    raw[at] = byte
+    (folder / "c.arrow").write_bytes(raw[:at] if cut else raw)
+    try:
+        read_all(mf.open(folder / "c.arrow", cache=folder / "cache"))
+    except MeshfeedError as error:
+        assert isinstance(error, StoreError) and "c.arrow" in str(error)
+    else:
+        assert not cut, "a file that is cut short must not pass for a shorter one"
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "said"),
+    [
+        ([[1]] * 4 + [None, [2]], pa.list_(pa.int32()), r"row 4 \(column 'tokens'\): null where a list of tokens"),
+        ([[1], [2, None], []], pa.large_list(pa.int32()), r"row 1 .*: a null among its tokens"),
+        ([[1, 2], None], pa.list_(pa.int32(), 2), "row 1 .*: null where a list"),
+        ([[1], [1, 2**63]], pa.list_(pa.uint64()), r"row 1: token 9223372036854775808; tokens"),
+        ([[1], [3, -2]], pa.list_(pa.int8()), r"row 1: token -2; tokens"),
+        ([[1.5]], pa.list_(pa.float32()), "is list<.*, where text or lists of whole numbers belong"),
+        (["x"], pa.string(), "is string, where lists of whole numbers belong"),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_named(tmp_path: Path, values: list[Any], kind: Any, said: str) -> None:
+    path = write(tmp_path / "c.arrow", pa.table({"tokens": pa.array(values, kind)}), rows=3)
+    with pytest.raises(StoreError, match=rf"c\.arrow: (column 'tokens' )?{said}"):
+        read_all(mf.open(path))
+
+
+def test_what_is_not_read_is_named(tmp_path: Path) -> None:
+    table = pa.table({"tokens": [[1, 2]]})
+    packed = write(tmp_path / "z.arrow", table, options=pa.ipc.IpcWriteOptions(compression="lz4"))
+    keys = write(tmp_path / "d.arrow", pa.table({"x": pa.array(["a"]).dictionary_encode(), "tokens": [[1]]}))
+    views = write(tmp_path / "v.arrow", pa.table({"x": pa.array(["a"], pa.string_view()), "tokens": [[1]]}))
+    (tmp_path / "n.arrow").write_bytes(b"no Arrow at all")
+    for path, said in (
+        (packed, "compressed record batches; save them uncompressed"),
+        (keys, "a dictionary-encoded column"),
+        (views, "column 'x' is string_view, and what lies behind it cannot be found"),
+        (tmp_path / "n.arrow", "byte 0: not an Arrow message"),
+    ):
+        with pytest.raises(StoreError, match=said):
+            _ = mf.open(path).num_tokens
+    with pytest.raises(StoreError, match="no column 'nowhere', found 'tokens'; name it by column="):
+        _ = mf.open(packed, column="nowhere").num_tokens
