@@ -48,16 +48,17 @@ def test_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw[raw == 50256] = 1
     raw[[9, 10, 5000]] = 50256
     raw.tofile("train.bin")
-    with pytest.raises(mf.errors.MissingError, match=r"docs/migrating\.md, nanoGPT"):
+    with pytest.raises(mf.errors.MissingError, match=r"mf\.open\('train\.bin', dtype='uint16'\)"):
         mf.open("train.bin")
-    names = run_page("migrating.md", 8)
+    names = run_page("migrating.md", 9)
     assert len(names["first"]) == len(names["windows"]) == len(names["blocks"]) == 16 // 2
 
     dataset = megatrons(tmp_path / "corpus")
     wanted = torch.stack([dataset[CONSUMED + i]["tokens"] for i in range(16)])
     assert torch.equal(torch.cat(names["first"]), wanted), "a Megatron job goes on with its next samples"
 
-    with mf.open("nano") as nano:
+    with names["recipe"].data as whole, mf.open("nano") as nano:
+        assert np.array_equal(whole.read_stream(np.array([0]), np.array([raw.size])), raw)
         assert nano.lengths(np.arange(4)).tolist() == [10, 1, 4990, raw.size - 5001]
         assert np.array_equal(nano.read_stream(np.array([0]), np.array([raw.size])), raw)
 

@@ -94,7 +94,7 @@ def test_half_a_store_names_the_missing_half(sound, suffix):
 @pytest.mark.parametrize("name", ["train", "train.bin"])
 def test_raw_tokens_without_an_index_name_the_remedy(tmp_path, name):
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "train.bin")
-    says = r"train\.idx: missing.*train\.bin holds raw tokens.*mf\.IndexedWriter, as in docs/migrating\.md, nanoGPT"
+    says = r"train\.idx: missing.*train\.bin holds raw tokens.*mf\.open\('\S+train\.bin', dtype='uint16'\)"
     with pytest.raises(MissingError, match=says):
         open_store(tmp_path / name)
     (tmp_path / "train.bin").rename(tmp_path / "train.idx")

@@ -41,7 +41,7 @@ class Convert(Command, StorageOptions):
     destination: str = argument("OUT", "path to write: a prefix, or a folder for columns")
     column: str | None = option("the column of tokens, if there are several", metavar="NAME")
     source_dtype: str | None = option(
-        "dtype of tokens in an MDS column of plain bytes",
+        "dtype of raw tokens: of a file without an index, or an MDS column of plain bytes",
         choices=tuple(DTYPE_CODES.values()),
         metavar="DTYPE",
     )

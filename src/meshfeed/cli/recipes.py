@@ -53,7 +53,8 @@ class StoreOptions(StorageOptions):
 
     column: str | None = option("the column of tokens or text, if there are several", metavar="NAME")
     dtype: str | None = option(
-        "dtype of tokens in an MDS column of plain bytes, such as uint16", metavar="TYPE"
+        "dtype of raw tokens, such as uint16: of a file without an index, or an MDS column of plain bytes",
+        metavar="TYPE",
     )
     tokenizer: str | None = option(f"tokenizer of a text column: {KNOWN}", metavar="FILE")
 

@@ -113,13 +113,7 @@ class DocumentFiles(StreamStore):
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.blake2b(f"{self.format} {VERSION} {self._column.digest}".encode(), digest_size=16)
-        for file in self._files:
-            last = max(file.size_bytes - _BLOCK_BYTES, 0)
-            places = sorted({last * i // (_NUM_BLOCKS - 1) for i in range(_NUM_BLOCKS)})
-            digest.update(file.size_bytes.to_bytes(8, "little"))
-            digest.update(b"".join(file.peek([(at, at + _BLOCK_BYTES) for at in places])))
-        return digest.hexdigest()
+        return sampled_digest(f"{self.format} {VERSION} {self._column.digest}", self._files)
 
     @cached_property
     def _index(self) -> dict[str, Array]:
@@ -228,6 +222,17 @@ class DocumentFiles(StreamStore):
                     f"index it anew"
                 )
         return tokens
+
+
+def sampled_digest(head: str, files: Sequence[ByteFile]) -> str:
+    """Hex digest of a text, and of the sizes and sampled blocks of files; the same wherever these lie."""
+    digest = hashlib.blake2b(head.encode(), digest_size=16)
+    for file in files:
+        last = max(file.size_bytes - _BLOCK_BYTES, 0)
+        places = sorted({last * i // (_NUM_BLOCKS - 1) for i in range(_NUM_BLOCKS)})
+        digest.update(file.size_bytes.to_bytes(8, "little"))
+        digest.update(b"".join(file.peek([(at, at + _BLOCK_BYTES) for at in places])))
+    return digest.hexdigest()
 
 
 def read_bytes(file: ByteFile, begin: int, end: int) -> bytes:

@@ -2,7 +2,7 @@
 
 Formats are entry points of the group `meshfeed.stores`. Each is imported and asked in the order of the names,
 until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 60-parquet, 70-arrow,
-then names that begin with a letter.
+80-raw, then names that begin with a letter.
 """
 
 from __future__ import annotations

@@ -296,8 +296,8 @@ class IndexedFormat(StoreFormat):
     def open(self, place: Place) -> IndexedStore | None:
         """The store, if one of the two files is there."""
         stem = _stem_of(place)
-        if stem is None:
-            return None
+        if stem is None or (place.dtype is not None and not place.holds(place.beside, f"{stem}.idx")):
+            return None  # a .bin alone, with a dtype, is a file of raw tokens
         prefix = f"{place.shown[: len(place.shown) - len(place.name)]}{stem}"
         try:
             return indexed_in(place.beside, stem, prefix).check()
@@ -306,8 +306,7 @@ class IndexedFormat(StoreFormat):
                 raise
             raise MissingError(
                 f"{missing}; if {prefix}.bin holds raw tokens that never had an index, as nanoGPT's "
-                f"train.bin does, write a store of them: np.memmap and mf.IndexedWriter, as in "
-                f"docs/migrating.md, nanoGPT"
+                f"train.bin does, give their dtype: mf.open({f'{prefix}.bin'!r}, dtype='uint16')"
             ) from missing
 
 

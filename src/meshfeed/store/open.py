@@ -36,7 +36,8 @@ def open_store(
     or the URL: s3://, gs://, az://, http(s)://.
     column: of MDS, litdata, JSONL, Parquet or Arrow: what holds each document's tokens, "tokens" or
     "input_ids" if there; or its text, "text", if there is a tokenizer.
-    dtype: of MDS: of tokens in a column of plain bytes.
+    dtype: of the tokens in a file of nothing else, such as nanoGPT's train.bin; of MDS: in a column of plain
+    bytes.
     tokenizer: of JSONL, Parquet or Arrow: "bytes" for UTF-8, or one on this machine, used without special
     tokens: a `tokenizers` JSON file, a transformers directory, a sentencepiece .model,
     NAME.ENCODING.tiktoken, or tiktoken:ENCODING.

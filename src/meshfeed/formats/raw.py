@@ -1,0 +1,118 @@
+"""A file of tokens and nothing else, such as nanoGPT's train.bin: one document."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import OptionError, StoreError
+from meshfeed.files import ByteFile, FileStats
+from meshfeed.formats.documents import sampled_digest
+from meshfeed.store.base import I64, LengthsIndex, StreamStore
+from meshfeed.store.format import Place, StoreFormat
+
+VERSION = 1
+DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+_STEP_BYTES = 1 << 24
+
+
+class RawStore(StreamStore):
+    """Tokens of one dtype, little-endian, from the first byte of a file to its last.
+
+    Nothing says where documents end: `Windows` cuts the stream as it is, and the file is a single document.
+
+    Args:
+        file: holds the tokens.
+        dtype: of them.
+    """
+
+    def __init__(self, file: ByteFile, dtype: np.dtype[Any]) -> None:
+        super().__init__()
+        self.path, self._file, self._dtype = file.url, file, dtype
+
+    def check(self) -> RawStore:
+        """Look whether the file holds whole tokens. Raises StoreError."""
+        if self._file.size_bytes % self._dtype.itemsize:
+            raise StoreError(
+                f"{self.path}: {self._file.size_bytes} bytes are not a whole number of {self._dtype.name} "
+                f"tokens; give the dtype that it was written with, or copy it again"
+            )
+        return self
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    @property
+    def documents(self) -> LengthsIndex:
+        """One document."""
+        return LengthsIndex(np.array([0, self._file.size_bytes // self._dtype.itemsize]))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the dtype, the size and sampled blocks; the same wherever the file lies."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return sampled_digest(f"raw {VERSION} {self._dtype.name}", [self._file])
+
+    @property
+    def stats(self) -> FileStats:
+        return self._file.stats
+
+    @property
+    def wants_ahead(self) -> bool:
+        return self._file.is_remote
+
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        """Open the file."""
+        stack.enter_context(self._file)
+
+    def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
+        width = self._dtype.itemsize
+        self._file.read_into(out.view(np.uint8), starts * width, (stops - starts) * width)
+
+    def will_need(self, starts: I64, stops: I64) -> None:
+        starts, stops = self._ranges(starts, stops)
+        self._file.will_need(starts * self._dtype.itemsize, stops * self._dtype.itemsize)
+
+    def forget_needs(self) -> None:
+        self._file.forget_needs()
+
+    def facts(self) -> dict[str, Any]:
+        return {"format": "raw tokens", "size_bytes": self._file.size_bytes}
+
+    def verify(self) -> Iterator[float]:
+        """Read every token, yielding the part done, in (0, 1]; there is no checksum to compare."""
+        total, step = self.num_tokens, _STEP_BYTES // self._dtype.itemsize
+        with self:
+            for begin in range(0, total, step):
+                end = min(begin + step, total)
+                self.read_stream(np.array([begin]), np.array([end]))
+                yield end / total
+
+
+class RawFormat(StoreFormat):
+    """A file without an index, whose dtype the user says."""
+
+    name = "raw tokens"
+    lies_at = "a file of raw tokens with dtype="
+    options = ("dtype",)
+
+    def open(self, place: Place) -> RawStore | None:
+        """The store, if there is a dtype and such a file. Raises OptionError for a dtype without tokens."""
+        if place.dtype is None or not place.name or not place.holds(place.beside, place.name):
+            return None
+        try:
+            dtype = np.dtype(place.dtype)
+        except TypeError:
+            dtype = np.dtype(object)
+        if dtype.name not in DTYPES:
+            raise OptionError(f"{place.shown}: dtype={place.dtype!r}: choose one of {', '.join(DTYPES)}")
+        return RawStore(place.beside.file(place.name), dtype.newbyteorder("<")).check()

@@ -1,0 +1,67 @@
+"""Files of raw tokens: one document, read as NumPy reads it, here and over HTTP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshfeed as mf
+from meshfeed.errors import OptionError, StoreError
+from meshfeed.formats.raw import DTYPES
+from meshfeed.testing import assert_store
+from services.needs import needs
+from services.nginx import Nginx
+from soak import some
+
+
+@some(2)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_file(tmp_path: Path, dtype: str) -> None:
+    tokens = np.random.default_rng(0).integers(0, 1 + min(np.iinfo(dtype).max, 2**40), 1_000).astype(dtype)
+    tokens.tofile(tmp_path / "train.bin")
+    store = mf.open(tmp_path / "train.bin", dtype=dtype)
+    assert store.dtype == dtype and list(store.verify())[-1] == 1
+    assert_store(store, [tokens])
+    if dtype == "uint16":
+        recipe = mf.Recipe(data=store, sequence=mf.Windows(32), batch=mf.Batch(sequences=8), epochs=1)
+        steps = list(mf.simulate(recipe, mf.Layout.parse("dp2"), 3))
+        assert len(steps) == 6
+
+
+def test_the_dtype_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    np.arange(64, dtype=np.uint16).tofile(tmp_path / "a.tokens")
+    (tmp_path / "b").write_bytes((tmp_path / "a.tokens").read_bytes())
+    short = mf.open(tmp_path / "a.tokens", dtype=np.uint16)
+    assert mf.open(tmp_path / "b", dtype="<u2").fingerprint == short.fingerprint
+    assert mf.open(tmp_path / "b", dtype="int32").fingerprint != short.fingerprint
+    with mf.open(tmp_path / "b", dtype="int32") as store:
+        assert store.num_tokens == 32
+
+
+def test_what_cannot_be_tokens_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "odd.bin").write_bytes(bytes(7))
+    with pytest.raises(StoreError, match=r"odd\.bin: 7 bytes are not a whole number of uint16 tokens"):
+        mf.open(tmp_path / "odd.bin", dtype="uint16")
+    for dtype in ("float32", "nonsense", "int16"):
+        with pytest.raises(OptionError, match=f"dtype='{dtype}': choose one of uint8, uint16"):
+            mf.open(tmp_path / "odd.bin", dtype=dtype)
+    with mf.IndexedWriter(tmp_path / "pair", "uint16") as writer:
+        writer.add_document(np.arange(5))
+    with pytest.raises(OptionError, match="dtype='uint16' says nothing about a Megatron store"):
+        mf.open(tmp_path / "pair.bin", dtype="uint16")
+
+
+def test_over_http(tmp_path: Path) -> None:
+    needs("nginx")
+    (tmp_path / "www").mkdir()
+    tokens = np.arange(20_000, dtype=np.uint16)
+    tokens.tofile(tmp_path / "www" / "train.bin")
+    with Nginx(tmp_path / "www") as server:
+        cache = mf.Cache(tmp_path / "cache", block_bytes=4096)
+        store = mf.open(f"{server.url}/train.bin", dtype="uint16", cache=cache)
+        assert store.wants_ahead
+        with store:
+            store.will_need(np.array([5]), np.array([15_000]))
+            assert np.array_equal(store.read_stream(np.array([5]), np.array([15_000])), tokens[5:15_000])
