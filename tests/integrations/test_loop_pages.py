@@ -25,7 +25,7 @@ def test_the_page_of_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     loops.forget_accelerate()
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
     names: dict[str, Any] = {"__name__": "page"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -34,6 +34,7 @@ def test_the_page_of_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert names["resumed"].global_step == 8
     assert names["again"].state.global_step == 4
     assert names["fields"]["input"].shape == (2, 32)
+    assert names["line"]["positions"].shape == names["targets"].shape == (256,)
     (first, second, third) = (list(map(loops.rows, names[each])) for each in ("first", "second", "third"))
     assert len(first) == 8 and first != second == third
 

@@ -1,11 +1,17 @@
-"""The pieces of torchtitan that run without a GPU, as they are: meshes, configs, checkpoints, its cp cut."""
+"""The pieces of torchtitan that run without a GPU, as they are: meshes, configs, checkpoints, its cp cut.
+
+The same tests run with torchtitan's main branch, where that is what `import torchtitan` finds.
+"""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +21,11 @@ import loops
 import meshfeed as mf
 import world
 from meshfeed.integrations import torchtitan as fed
+from meshfeed.store import IndexedWriter
 
 PLACE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None, "seq_len": 32, "local_batch_size": 2}
+IN_LINE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None}  # as torchtitan's main branch calls it
+IN_LINE |= {"max_context_length": 128, "num_tokens_per_batch": 256}
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +33,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return loops.write(tmp_path_factory.mktemp("corpus") / "text")
 
 
-def recipe(corpus: str, **options: Any) -> mf.Recipe:
+def recipe(corpus: str, sequence: Any = None, **options: Any) -> mf.Recipe:
     given = {"batch": mf.Batch(sequences=8), "seed": 1234, **options}
-    return mf.Recipe(data=mf.open(corpus), sequence=mf.Windows(32), **given)
+    return mf.Recipe(data=mf.open(corpus), sequence=sequence or mf.Windows(32), **given)
 
 
 DEGREES = (  # of four ranks, in the order in which ParallelDims takes them
@@ -93,8 +102,14 @@ def save(rank: int, corpus: str, folder: Path) -> None:
     batches = iter(loader)
     for _ in range(3 * 2):
         next(batches)
-    dcp.save({"dataloader": loader}, checkpoint_id=folder)
+    placed = {**IN_LINE, "dp_world_size": 2, "dp_rank": rank % 2}
+    packed = fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents()), microbatches=2).build(**placed)
+    packs = iter(packed)
+    for _ in range(3 * 2):
+        assert next(packs)[1].shape == (256,)
+    dcp.save({"dataloader": loader, "packed": packed}, checkpoint_id=folder)
     batches.close()
+    packs.close()
 
 
 def misplaced(rank: int, corpus: str) -> str:
@@ -111,13 +126,105 @@ def test_ranks_that_all_say_they_are_the_first_replica_are_refused(corpus: str) 
 def test_the_state_is_saved_once_and_loads_anywhere(corpus: str, tmp_path: Path) -> None:
     world.run(save, 4, corpus, tmp_path / "saved")
     kept = dcp.FileSystemReader(tmp_path / "saved").read_metadata().storage_data
-    assert [index.fqn for index in kept] == ["dataloader.feed"]
+    assert sorted(index.fqn for index in kept) == ["dataloader.feed", "packed.feed"]
     loader = fed.DataLoader.Config(recipe=recipe(corpus, steps=5)).build(**PLACE)
     dcp.load({"dataloader": loader}, checkpoint_id=tmp_path / "saved", no_dist=True)
     assert json.loads(loader.state_dict()["feed"])["step"] == 3
     seen = [loops.rows(fields["input"]) for fields, _ in loader]
     wanted = loops.wanted(corpus, range(3, 5), 0, window=32, sequences=8, dp=1)
     assert seen == [rows for _, rows in wanted]
+
+    documents = recipe(corpus, mf.Documents(), steps=5)
+    packed = fed.DataLoader.Config(recipe=documents, microbatches=4).build(**IN_LINE)
+    dcp.load({"packed": packed}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    resumed = [[*sequences_of(fields, labels)] for fields, labels in packed]
+    two = fed.line(documents, 128, 256)
+    made = mf.simulate(documents, mf.Layout(dp=2), (3, 4), packing=two.options["packing"])
+    whole = [two.batch_of(each) for step in made for each in step.microbatches]
+    assert len(resumed) == 2 * 4
+    assert sorted(chain(*resumed)) == sorted(each for batch in whole for each in sequences_of(*batch))
+
+
+def sequences_of(fields: dict[str, torch.Tensor], labels: torch.Tensor) -> list[tuple[int, ...]]:
+    """The sequences that torchtitan's attention sees in a line, without those that bear no loss."""
+    starts = (
+        (fields["positions"] == 0).nonzero().flatten().tolist()
+    )  # as its create_varlen_metadata_for_document
+    parts = [(fields["input"][a:b], labels[a:b]) for a, b in pairwise([*starts, len(labels)])]
+    parts = [(inputs, wanted) for inputs, wanted in parts if (wanted != -100).any()]
+    assert all(torch.equal(inputs[1:], wanted[:-1]) and wanted[-1] == -100 for inputs, wanted in parts)
+    return [tuple(inputs.tolist()) for inputs, _ in parts]
+
+
+def test_a_line_is_exactly_so_many_tokens_and_each_document_is_whole(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    documents = [rng.integers(1, loops.VOCAB, size).astype(np.uint16) for size in rng.integers(1, 60, 70)]
+    with IndexedWriter(tmp_path / "text", np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document)
+    batch = mf.Batch(sequences=20, last="keep")
+    once = recipe(str(tmp_path / "text"), mf.Documents(), batch=batch, epochs=1)
+    roomy, tight = fed.line(once, 64, 64), fed.line(once, 16, 64)
+    seen: list[tuple[int, ...]] = []
+    for step in mf.simulate(once, mf.Layout(dp=2), 4, packing=roomy.options["packing"]):
+        for microbatch in step.microbatches:
+            fields, labels = roomy.batch_of(microbatch)
+            seen += sequences_of(fields, labels)
+            cut, same = tight.batch_of(microbatch)
+            for tensor in (*fields.values(), labels, *cut.values()):
+                assert (tensor.shape, tensor.dtype) == ((64,), torch.int64)
+            assert torch.equal(same, labels) and torch.equal(cut["input"], fields["input"])
+            assert torch.equal(cut["positions"], fields["positions"] % 16)
+    assert sorted(seen) == sorted(tuple(document.tolist()) for document in documents if document.size > 1)
+
+
+def test_windows_stand_end_to_end_in_a_line(corpus: str) -> None:
+    flat = fed.DataLoader.Config(recipe=recipe(corpus, steps=2)).build(**IN_LINE)
+    in_rows = fed.DataLoader.Config(recipe=recipe(corpus, steps=2)).build(**{**PLACE, "local_batch_size": 8})
+    for (fields, labels), (rows, wanted) in zip(flat, in_rows, strict=True):
+        assert torch.equal(labels, wanted.flatten()) and labels.shape == (256,)
+        assert all(torch.equal(fields[name], rows[name].flatten()) for name in ("input", "positions"))
+
+
+@pytest.mark.parametrize(
+    ("sequence", "packing", "told"),
+    [
+        (mf.Windows(48), None, r"48 tokens; make that at most .*, 128, and a divisor of the 256 tokens"),
+        (mf.Windows(256), None, r"256 tokens; make that at most training.max_context_length, 128"),
+        (mf.Documents(), mf.Packing(capacity=256), r"256 tokens .*fixed_shapes=True"),
+        (
+            mf.Documents(),
+            mf.Packing(capacity=128, fixed_shapes=True, max_sequences=4),
+            r"must have 256 tokens \(training.num_tokens_per_microbatch_per_dp_rank\).*set capacity=256",
+        ),
+    ],
+)
+def test_what_does_not_fill_a_line_is_refused(corpus: str, sequence: Any, packing: Any, told: str) -> None:
+    with pytest.raises(mf.RecipeError, match=told):
+        fed.DataLoader.Config(recipe=recipe(corpus, sequence), packing=packing).build(**IN_LINE)
+    with pytest.raises(mf.RecipeError, match=r"Documents\(\) needs packs, and this trainer takes rows of 32"):
+        fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents())).build(**PLACE)
+
+
+def test_packs_that_a_step_cannot_take_are_refused(corpus: str) -> None:
+    config = fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents()))
+    with pytest.raises(mf.StateError, match=r"set DataLoader.Config\(microbatches=\) to gradient"):
+        config.build(**IN_LINE).state_dict()
+    told = r"step 0 is packed into 4 microbatches .*Config\(microbatches=\) is 3"
+    with pytest.raises(mf.RecipeError, match=told):
+        next(iter(replace(config, microbatches=3).build(**IN_LINE)))
+
+
+def test_the_validator_sets_repeat_and_closes_early(corpus: str) -> None:
+    config = replace(fed.DataLoader.Config(recipe=recipe(corpus, steps=2)), repeat=False)
+    for _ in range(2):  # a pass that is left is closed, and the next one begins anew
+        loader = config.build(**IN_LINE)
+        batches = iter(loader)
+        first = next(batches)
+        batches.close()
+        loader.close()
+        assert torch.equal(first[1], next(iter(config.build(**IN_LINE)))[1])
+    assert len(list(config.build(**IN_LINE))) == 2
 
 
 def test_labels_that_bear_no_loss_are_ignored(corpus: str) -> None:
@@ -138,7 +245,6 @@ def test_labels_that_bear_no_loss_are_ignored(corpus: str) -> None:
 
 def test_a_config_names_its_recipe(corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import tyro
-    from torchtitan.components.dataloader import BaseDataLoader
 
     text = f"import meshfeed as mf\nplain = 1\ndef train():\n    return mf.Recipe(data=mf.open({corpus!r}), "
     text += "sequence=mf.Windows(32), batch=mf.Batch(sequences=8), steps=1)\n"
@@ -146,7 +252,7 @@ def test_a_config_names_its_recipe(corpus: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tyro.cli(fed.DataLoader.Config, args=["--recipe", "titan_recipes:train"])
     loader = config.build(**PLACE, snapshot_every_n_steps=4)
-    assert isinstance(loader, BaseDataLoader)
+    assert isinstance(loader, fed._base())
     assert len(list(loader)) == 4
     for place, said in (
         ("titan_recipes:other", "has no attribute 'other'"),
@@ -166,7 +272,7 @@ def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
     next(batches)
     with pytest.raises(
         mf.StateError,
-        match=r"within step 0: .*dp_world_size=1 .*4 microbatches of local_batch_size=2, 1 .*be .* 8",
+        match=r"within step 0: .*dp_world_size=1 .*4 microbatches, 1 .*global_batch_size must be .* 8 ",
     ):
         loader.state_dict()
     for _ in range(3):

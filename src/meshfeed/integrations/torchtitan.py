@@ -4,6 +4,10 @@ Such a trainer needs the same whole sequences on every rank of a replica: it spl
 parallelism itself, and every pipeline stage reads the labels. So only a rank's coordinate in the batch
 dimension of the mesh matters. To meshfeed all other dimensions are one, whose ranks get the same bytes.
 
+torchtitan 0.3 takes batches of `local_batch_size` rows of `seq_len` tokens. Its main branch takes one line of
+`num_tokens_per_batch` tokens, in which position 0 begins a sequence: a pack, or windows end to end. `Shape`
+holds this difference. The sizes that the trainer gives tell which one applies.
+
     config.dataloader = DataLoader.Config(recipe="my_data:train")
     config.validator.dataloader = DataLoader.Config(recipe="my_data:validate")
 """
@@ -14,9 +18,10 @@ import importlib
 import inspect
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from importlib.util import find_spec
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -24,15 +29,26 @@ import torch.distributed as dist
 from meshfeed.errors import LayoutError, RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch
-from meshfeed.integrations.loader import TrainLoader, at_step_start, check_state, framework, masked_labels
+from meshfeed.integrations.loader import (
+    BatchOf,
+    Settings,
+    TrainLoader,
+    at_step_start,
+    check_state,
+    framework,
+    masked_labels,
+)
 from meshfeed.layout import Layout
 from meshfeed.order import draws_of_step
+from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.columns import rule_of
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 _KEY = "feed"
 _WANTED = "give 'package.module:name' of a mf.Recipe, or of a function without arguments that makes one"
+_BATCH_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
 _BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
 
 
@@ -59,24 +75,108 @@ def layout_of_ranks(dp_rank_of_rank: list[int]) -> Layout:
     return Layout(tp=world_size // dp, dp=dp, order="tp-dp", table=tuple(table))
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a batch of a trainer is.
+
+    Attributes:
+        options: of the Feed that makes the microbatches.
+        batch_of: ({"input", "positions"}, labels) from a microbatch, int64; labels are -100 where there is no
+            loss.
+        setting: what the trainer calls the size of a whole step.
+    """
+
+    options: Mapping[str, Any]
+    batch_of: BatchOf
+    setting: str
+
+
+def rows(recipe: Recipe, seq_len: int, local_batch_size: int) -> Shape:
+    """Batches of torchtitan 0.3: [local_batch_size, seq_len].
+
+    Raises RecipeError for packed sequences, and for sequences of another length.
+    """
+    if rule_of(recipe).packed:
+        raise RecipeError(
+            f"{type(recipe.sequence).__name__}() needs packs, and this trainer takes rows of "
+            f"{seq_len} tokens; use mf.Windows({seq_len}), or torchtitan's main branch"
+        )
+    length = getattr(recipe.sequence, "length", seq_len)
+    if length != seq_len:
+        raise RecipeError(f"sequences have {length} tokens, training.seq_len is {seq_len}")
+    return Shape({"micro_batch_size": local_batch_size}, batch_of, "training.global_batch_size")
+
+
+def line(
+    recipe: Recipe, max_context_length: int, num_tokens_per_batch: int, packing: Packing | None = None
+) -> Shape:
+    """Batches of torchtitan's main branch: [num_tokens_per_batch], packs of constant shape or windows.
+
+    Positions begin again after max_context_length tokens, in padding too: rotary tables end there.
+
+    packing: of packed sequences; None for `balanced` packs of num_tokens_per_batch.
+    Raises RecipeError for packs or windows that do not fill a batch exactly, and for longer windows than
+    max_context_length.
+    """
+
+    def batch_of_line(microbatch: Microbatch) -> Batch:
+        fields, labels = batch_of(microbatch)
+        fields = {"input": fields["input"], "positions": fields["positions"] % max_context_length}
+        return {name: field.flatten() for name, field in fields.items()}, labels.flatten()
+
+    def shape(**options: Any) -> Shape:
+        return Shape(options, batch_of_line, "training.num_tokens_per_train_step")
+
+    size = num_tokens_per_batch
+    if rule_of(recipe).packed:
+        fitting = Packing(capacity=size, fixed_shapes=True, max_sequences=size)
+        packing = packing or fitting
+        has = int(packing.align.limit(packing.capacity, 1))
+        if has != size or not packing.fixed_shapes or packing.policy == "dynamic_cp":
+            raise RecipeError(
+                f"every batch must have {size} tokens ({_BATCH_TOKENS}), which {packing} does not give; set "
+                f"capacity={size}, an alignment that divides it, fixed_shapes=True, and policy='balanced' or "
+                f"'in_order'"
+            )
+        return shape(packing=packing)
+    length = int(getattr(recipe.sequence, "length", size))
+    if length > max_context_length or size % length:
+        raise RecipeError(
+            f"sequences have {length} tokens; make that at most training.max_context_length, "
+            f"{max_context_length}, and a divisor of the {size} tokens of a batch ({_BATCH_TOKENS})"
+        )
+    return shape(micro_batch_size=size // length)
+
+
 def batch_of(microbatch: Microbatch) -> Batch:
     """({"input", "positions"}, labels), each int64 [rows, tokens]; labels are -100 where there is no loss."""
     fields = {"input": microbatch["tokens"], "positions": microbatch["position_ids"]}
     return fields, masked_labels(microbatch)
 
 
-_Base: Any = framework("torchtitan.components.dataloader", "torchtitan").BaseDataLoader
+def _base() -> Any:
+    framework("torchtitan.components", "torchtitan")
+    is_main = find_spec("torchtitan.components.data") is not None
+    name = "data.loader" if is_main else "dataloader"
+    return framework(f"torchtitan.components.{name}", "torchtitan").BaseDataLoader
+
+
+_Base: Any = _base()
+_Hidden: Any = framework("tyro", "torchtitan").conf.Suppress
 
 
 class DataLoader(_Base):
-    """A torchtitan data loader over a recipe.
+    """A torchtitan data loader over a recipe, for torchtitan 0.3 and its main branch.
 
     config: `recipe` as "package.module:name" (a function is called), or the recipe itself if the config is
-        not set from a command line; `delivery`, `verify`, `pad_rows` as for `Feed`. dataset, dataset_path and
-        infinite have no effect: the recipe determines what is read and whether it ends.
+        not set from a command line; `delivery`, `verify`, `pad_rows` as for `Feed`. `microbatches` of a rank
+        in a training step, gradient accumulation x pipeline microbatches: checked before every step;
+        needed to save a state of packs. `packing` for packed sequences; see `line`. dataset, dataset_path,
+        infinite and repeat have no effect: the recipe determines what is read and whether it ends.
     dp_world_size, dp_rank: size of the mesh's batch dimension, and this rank's coordinate in it.
-    seq_len, local_batch_size: tokens per sequence and sequences per microbatch.
     layout: of all ranks, such as `layout_of(mesh)`; None gathers every rank's dp_rank once.
+    sizes: seq_len and local_batch_size (tokens per sequence, sequences per microbatch), or max_context_length
+        and num_tokens_per_batch. Other arguments of the trainer, such as its tokenizer, have no effect.
 
     The state is one string under one key, equal on every rank, so torch.distributed.checkpoint saves it once
     and it loads under any mesh. Iterating begins at the loaded state. A validator makes a new loader for each
@@ -91,7 +191,10 @@ class DataLoader(_Base):
         delivery: str = "auto"
         verify: bool = False
         pad_rows: bool = False
+        microbatches: int | None = None
+        packing: Annotated[Packing | None, _Hidden] = None
         infinite: bool = True
+        repeat: bool = True
 
     def __init__(
         self,
@@ -99,15 +202,18 @@ class DataLoader(_Base):
         *,
         dp_world_size: int,
         dp_rank: int,
-        seq_len: int,
-        local_batch_size: int,
         layout: Layout | None = None,
-        **unused: Any,  # the trainer's tokenizer and snapshot_every_n_steps
+        **sizes: Any,
     ) -> None:
         self._config, self._given_layout = config, layout
         self._dp_world_size, self._dp_rank = dp_world_size, dp_rank
-        self._seq_len, self._local_batch_size = seq_len, local_batch_size
-        self._recipe = self._found()  # now: a misspelt name should not fail at the first batch
+        # now: a misspelt name, or sizes that do not fit, should not fail at the first batch
+        self._recipe = recipe_at(config.recipe)
+        if "num_tokens_per_batch" in sizes:
+            context, size = sizes["max_context_length"], sizes["num_tokens_per_batch"]
+            self._shape = line(self._recipe, context, size, config.packing)
+        else:
+            self._shape = rows(self._recipe, sizes["seq_len"], sizes["local_batch_size"])
 
     def __iter__(self) -> Iterator[Batch]:
         try:
@@ -117,13 +223,17 @@ class DataLoader(_Base):
 
     def state_dict(self) -> dict[str, Any]:
         """The state after the batches handed out. Raises StateError within a step."""
+        if "packing" in self._shape.options and self._config.microbatches is None:
+            raise StateError(
+                "steps can differ in their number of packs, and the trainer takes the same number for each; "
+                "set DataLoader.Config(microbatches=) to gradient accumulation x pipeline microbatches"
+            )
         state, done = at_step_start(self._loader.state_dict())
         if step := self._loader.step:
             raise StateError(
                 f"saved within step {step.index}: on each of dp_world_size={self._dp_world_size} ranks it "
-                f"has {step.num_microbatches} microbatches of local_batch_size={self._local_batch_size}, "
-                f"{done} of them taken; training.global_batch_size must be the recipe's sequences per step, "
-                f"{len(draws_of_step(self._recipe, step.index))}"
+                f"has {step.num_microbatches} microbatches, {done} of them taken; {self._shape.setting} must "
+                f"be that of the recipe's step, {len(draws_of_step(self._recipe, step.index))} sequences"
             )
         return {_KEY: json.dumps(state)}
 
@@ -140,25 +250,26 @@ class DataLoader(_Base):
         """Close files and connections to other ranks."""
         self._loader.close()
 
-    def _found(self) -> Recipe:
-        recipe = recipe_at(self._config.recipe)
-        length = getattr(recipe.sequence, "length", self._seq_len)
-        if length != self._seq_len:
-            raise RecipeError(f"sequences have {length} tokens, training.seq_len is {self._seq_len}")
-        return recipe
-
     @cached_property
     def _loader(self) -> TrainLoader:
         # Not in the constructor: all ranks reach this point together, whatever the trainer builds first.
+        config, options = self._config, dict(self._shape.options)
+        if "packing" in options and config.microbatches is not None:
+            options["packing"] = replace(options["packing"], microbatches=config.microbatches)
         feed = Feed(
             self._recipe,
             self._layout(),
-            delivery=self._config.delivery,
-            verify=self._config.verify,
-            pad_rows=self._config.pad_rows,
-            micro_batch_size=self._local_batch_size,
+            delivery=config.delivery,
+            verify=config.verify,
+            pad_rows=config.pad_rows,
+            **options,
         )
-        return TrainLoader(feed, batch_of)
+        return TrainLoader(
+            feed,
+            self._shape.batch_of,
+            accumulated=lambda: config.microbatches,
+            settings=Settings(accumulated="DataLoader.Config(microbatches=)"),
+        )
 
     def _layout(self) -> Layout:
         if self._given_layout is not None:
