@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +16,7 @@ from meshfeed.extras import install
 from meshfeed.files import ByteFile
 from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
-from meshfeed.formats.parquet import name_among
+from meshfeed.formats.parquet import name_among, typed_arrow
 from meshfeed.formats.tokens import Column
 from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.format import Place
@@ -52,7 +51,7 @@ class ArrowStore(DocumentFiles):
 
     def beside(self) -> Mapping[str, ArrowStore]:
         """Every other column of the first file, as a store whose tokens it is."""
-        with self._files[0] as file, _typed(file.url):
+        with self._files[0] as file, typed_arrow(file.url):
             names = schema_of(_arrow(file.url), file).names
         mine = name_among(names, self._column.names, file.url)
         others = [name for name in names if name != mine]
@@ -66,9 +65,9 @@ class ArrowStore(DocumentFiles):
 
     def _scan(self, span: Span) -> Mapping[str, Array]:
         file = self._files[span.file]
-        with _typed(file.url):
-            name, column = self._found(file)
-            batches = list(batches_of(file, column, name))
+        with typed_arrow(file.url):
+            column = self._found(file)
+            batches = list(batches_of(_arrow(file.url), file, column))
         width = column.dtype.itemsize
         at = [batch.at + batch.ends[:-1] * width for batch in batches]
         sizes = [np.diff(batch.ends) * width for batch in batches]
@@ -88,8 +87,8 @@ class ArrowStore(DocumentFiles):
         both = {name: joined(arrays, name) for name in ("at", "sizes")}
         return both | {"dtype": joined(arrays, "dtype", "U3")}
 
-    def _found(self, file: ByteFile) -> tuple[str, ArrowColumn]:
-        """The name of the column of an entered file, and how to find it."""
+    def _found(self, file: ByteFile) -> ArrowColumn:
+        """The column of an entered file."""
         arrow = _arrow(file.url)
         schema = schema_of(arrow, file)
         name = name_among(schema.names, self._column.names, file.url, text_in=schema)
@@ -97,10 +96,10 @@ class ArrowStore(DocumentFiles):
         if column.is_text != self._column.is_text:
             belongs = "text" if self._column.is_text else "lists of whole numbers"
             raise StoreError(
-                f"{file.url}: column {name!r} is {column.kind}, where {belongs} belong; name the right "
-                f"column= and, for text, a tokenizer="
+                f"{file.url}: column {name!r} is {schema.field(name).type}, where {belongs} belong; name "
+                f"the right column= and, for text, a tokenizer="
             )
-        return name, column
+        return column
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -231,14 +230,3 @@ def _arrow(path: str) -> Any:
         return importlib.import_module("pyarrow")
     except ImportError as missing:
         raise StoreError(f"{path}: Arrow needs pyarrow: {install('tables')}") from missing
-
-
-@contextlib.contextmanager
-def _typed(where: str) -> Generator[None, None, None]:
-    """Turn what pyarrow says into a StoreError."""
-    try:
-        yield
-    except StoreError:
-        raise
-    except Exception as error:  # pyarrow raises ValueError, OSError and kinds of its own
-        raise StoreError(f"{where}: no Arrow that can be read: {error!r}; copy it again") from error

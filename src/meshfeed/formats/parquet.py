@@ -335,4 +335,4 @@ def typed_arrow(where: str) -> Generator[None, None, None]:
     except StoreError:
         raise
     except Exception as error:  # pyarrow raises ValueError, OSError and kinds of its own
-        raise StoreError(f"{where}: no Parquet that can be read: {error}; copy it again") from error
+        raise StoreError(f"{where}: not readable: {error}; copy it again") from error
