@@ -175,6 +175,12 @@ def test_a_wrong_row_is_named(tmp_path: Path, values: list[Any], kind: Any, said
         read_all(mf.open(path))
 
 
+def test_a_batch_may_hold_no_token(tmp_path: Path) -> None:
+    rows = [[], [], [], [7]]
+    path = write(tmp_path / "c.arrow", pa.table({"tokens": pa.array(rows, pa.list_(pa.int32()))}), rows=2)
+    assert_store(mf.open(path), [np.array(row, np.int32) for row in rows])
+
+
 def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     table = pa.table({"tokens": [[1, 2]]})
     packed = write(tmp_path / "z.arrow", table, options=pa.ipc.IpcWriteOptions(compression="lz4"))

@@ -142,8 +142,8 @@ def _located(values: Any, column: ArrowColumn, first: int, body: Any, at: int, u
     if not column.is_text and values.values.null_count:
         row = int(ends.searchsorted(_first_null(values.values), side="right")) - 1
         raise refuse(row, "a null among its tokens; leave it out")
-    begin = data.address - body.address
-    if data.size and not 0 <= begin <= body.size:
+    begin = data.address - body.address if data.size else 0
+    if not 0 <= begin <= body.size:
         raise StoreError(f"{url}: byte {at}: compressed record batches; save them uncompressed")
     return Batch(at + begin, ends)
 
