@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, cast
 
 import numpy as np
@@ -15,14 +16,23 @@ from meshfeed.deliver import ErrorRecord, wire
 from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier
 from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
-from meshfeed.exchange.lengths import LENGTH, VALID, Bytes, Longs, Report, Schema, columns_of
+from meshfeed.exchange.lengths import (
+    LENGTH,
+    REST,
+    SCHEMA,
+    VALID,
+    Bytes,
+    Longs,
+    Report,
+    Schema,
+    columns_of,
+    mixed,
+)
 from meshfeed.roles import Field
 from meshfeed.store import NUMBERS, Refused
 from meshfeed.store.mapped import plain
 
-_Kinds = tuple[tuple[tuple[str, str, tuple[int, ...]], ...], tuple[tuple[str, str, int], ...]]  # of a Schema
-# rows of a Report, schemas, digest, bytes
-_Measured = tuple[Longs, tuple[Schema, ...], int, tuple[Bytes, ...]]
+_Rest = tuple[tuple[str, str, int], ...]  # of a Schema
 _NOTHING = np.zeros(0, np.uint8)
 _SAMPLED = 64  # numbers of an item in its digest: all of them would cost as much as a checksum of the batch
 # complex types go through `plain`, which resolves torch's lazy conjugation
@@ -40,8 +50,8 @@ class Given:
 
     Attributes:
         report: the lengths and schemas that all members need.
-        columns: their bytes: the unsplit keys of all items, one item after the other; then the same of the
-            first split key of each item's schema, of the second, and so on; uint8.
+        columns: their bytes: the unsplit keys of all items, one item after the other; then each split key
+            that any item has, by name, of all items that have it; uint8.
         error: why there are none, for all ranks; its cause is this rank's own exception.
     """
 
@@ -68,14 +78,33 @@ def encode(
     first: number of the first item. ended: whether these are the last. wanted: the declared keys that any
     receiver needs; None for all. rank: the rank that gives them, for error messages.
     Raises StoreError naming rank, item and key if the length key is missing, keys differ in their number of
-    tokens, or a type is not the declared one or cannot be sent.
+    tokens, a type is not the declared one or that of the other items, or a value cannot be sent.
     """
-    listed, declared = list(items), keys.by_name()
-    joined = _joined(listed, keys, declared, wanted)
-    if joined is None:
-        joined = _one_by_one(listed, keys, declared, wanted, first=first, rank=rank)
-    rows, schemas, content, columns = joined
-    return Given(Report(first=first, rows=rows, schemas=schemas, ended=ended, content=content), columns)
+    given = _Items(list(items), keys, f"rank {rank}: item", first)
+    declared = keys.by_name()
+    names = [name for name in given.names() if wanted is None or name in wanted or name not in declared]
+    tokens = given.tokens()
+    split = {
+        name: tokens if name == keys.length else given.column(name, declared[name], tokens.sizes)
+        for name in names
+        if name in declared and declared[name].split
+    }
+    split = {name: column for name, column in split.items() if column.dtype != ANY}
+    rest_bytes, kinds, rest = given.rest([name for name in names if name not in split])
+    rows = np.zeros((len(given.items), 4), np.int64)
+    rows[:, LENGTH] = rows[:, VALID] = tokens.sizes
+    rows[:, REST] = rest_bytes
+    if keys.valid is not None:
+        rows[:, VALID] = [num_nonzero(item[keys.valid]) for item in given.items]
+    rows[:, SCHEMA], schemas = _schemas_of(split, kinds)
+    report = Report(
+        first=first,
+        rows=rows,
+        schemas=schemas,
+        ended=ended,
+        content=zlib.crc32(_some_of_each(tokens.values, tokens.sizes)),
+    )
+    return Given(report, (rest, *(_bytes_of(column.values) for column in split.values())))
 
 
 def nothing() -> Given:
@@ -102,145 +131,178 @@ def elements_of(element: Any) -> list[Mapping[str, Any]]:
     )
 
 
-def _joined(
-    items: Sequence[Mapping[str, Any]],
-    keys: Keys,
-    declared: Mapping[str, Field],
-    wanted: frozenset[str] | None,
-) -> _Measured | None:
-    """What `_one_by_one` gives, in a fraction of its time: torch joins the values of each key.
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A key with one entry per token, of all items.
 
-    None unless all items have the same keys, all of them split, and each value is a tensor in host memory.
-    None also if one is wrong, since only `_one_by_one` can name it.
+    Attributes:
+        dtype: of all values; ANY if no item has the key.
+        sizes: tokens of each item, -1 where it lacks the key; int64 [n].
+        values: one item after the other; [tokens, ...].
     """
-    names = items[0].keys() if items else set[str]()
-    if keys.length not in names or keys.valid is not None or not names <= declared.keys():
-        return None
-    if any(item.keys() != names for item in items):
-        return None
-    sent = [name for name in sorted(names) if wanted is None or name in wanted]
-    columns = {name: [item[name] for item in items] for name in (keys.length, *sent)}
-    if not all(map(_can_join, columns.values())):
-        return None
-    sizes = np.array([[value.shape[0] for value in column] for column in columns.values()], np.int64)
-    try:
-        joined = {name: value_of(name, torch.cat(column)) for name, column in columns.items()}
-    except (RuntimeError, StoreError):  # entries of several shapes, or of a type that cannot be sent
-        return None
-    tokens, lengths = joined[keys.length][1], sizes[0]
-    if tokens.ndim != 1 or (sizes != lengths).any():
-        return None
-    if any(not declared[name].split or declared[name].dtype not in (ANY, joined[name][0]) for name in sent):
-        return None
-    rows = np.zeros((len(items), 4), np.int64)
-    rows[:, LENGTH] = rows[:, VALID] = lengths
-    schema = Schema(tuple((name, joined[name][0], joined[name][1].shape[1:]) for name in sent), ())
-    flat = (np.ascontiguousarray(joined[name][1]).reshape(-1).view(np.uint8) for name in sent)
-    return rows, (schema,), zlib.crc32(_some_of_each(tokens, lengths)), (_NOTHING, *flat)
+
+    dtype: str
+    sizes: Longs
+    values: Array
 
 
-def _can_join(values: Sequence[Any]) -> bool:
-    """Whether all are plain tensors in host memory, of one type and number of dimensions."""
-    if set(map(type, values)) != {torch.Tensor}:
-        return False
-    kinds = {(value.dtype, value.dim(), value.layout, value.is_cpu) for value in values}
-    _, dimensions, *stored = kinds.pop()
-    return not kinds and dimensions > 0 and stored == [torch.strided, True]
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """The items of a step, read key by key. where, first: the name and number of the first, for errors."""
 
+    items: Sequence[Mapping[str, Any]]
+    keys: Keys
+    where: str
+    first: int
 
-def _one_by_one(
-    items: Sequence[Mapping[str, Any]],
-    keys: Keys,
-    declared: Mapping[str, Field],
-    wanted: frozenset[str] | None,
-    *,
-    first: int,
-    rank: int,
-) -> _Measured:
-    """Rows of the report, schemas, digest and bytes of items of any kind."""
-    rows: list[tuple[int, int, int, int]] = []
-    schemas: dict[_Kinds, int] = {}
-    orders: dict[tuple[str, ...], list[tuple[str, Field | None]]] = {}  # most items have the same keys
-    pieces: list[list[Bytes]] = []
-    content = 0
-    for number, item in enumerate(items, first):
+    def wrong(self, at: int, what: object) -> StoreError:
+        """The error of an item."""
+        return StoreError(f"{self.where} {self.first + at}: {what}")
+
+    def names(self) -> list[str]:
+        """The keys of all items, sorted. Raises StoreError for one that is not a str."""
+        names = set[Any]().union(*self.items)
+        if all(isinstance(name, str) for name in names):
+            return sorted(names)
+        for at, item in enumerate(self.items):
+            if not all(isinstance(name, str) for name in item):
+                raise self.wrong(at, f"keys {list(item)} are not all of type str; use names")
+        return []
+
+    def tokens(self) -> _Column:
+        """The key that gives the length, once it and the one that tells what bears loss are in all items."""
+        for name in filter(None, (self.keys.length, self.keys.valid)):
+            for at, item in enumerate(self.items):
+                if item.get(name) is None:
+                    there = sorted(str(each) for each, value in item.items() if value is not None)
+                    raise self.wrong(
+                        at, f"key {name!r} is missing, the item has only {there}; give it in every item"
+                    )
+        return self.column(self.keys.length, self.keys.by_name()[self.keys.length], None)
+
+    def column(self, name: str, field: Field, lengths: Longs | None) -> _Column:
+        """A key with one entry per token. lengths: tokens of each item; None for the key that gives them."""
+        values: list[Any] = [item.get(name) for item in self.items]
+        at = [index for index, value in enumerate(values) if value is not None]
+        found = _joined([values[index] for index in at]) or self._one_by_one(name, values, at, lengths)
+        dtype, sizes, joined = found
+        if lengths is None and joined.ndim != 1 and at:
+            raise self._not_a_length(at[0], np.shape(values[at[0]]))
+        if at and field.dtype not in (ANY, dtype):
+            raise self.wrong(at[0], f"key {name!r} is {dtype}, declared {field.dtype}; make them equal")
+        if len(at) < len(values):
+            sizes, present = np.full(len(values), -1), sizes
+            sizes[at] = present
+        if lengths is not None and (differs := (sizes != lengths) & (sizes >= 0)).any():
+            one = int(differs.argmax())
+            raise self._not_per_token(one, name, f"{sizes[one]} tokens", lengths)
+        return _Column(dtype, sizes, joined)
+
+    def _one_by_one(
+        self, name: str, values: Sequence[Any], at: Sequence[int], lengths: Longs | None
+    ) -> tuple[str, Longs, Array]:
+        """Type, sizes and values of a key in the items `at`, of any kind."""
+        arrays: list[Array] = []
+        kinds: list[tuple[str, list[int]]] = []
+        for index in at:
+            dtype, array = self.value(index, name, values[index])
+            if lengths is None and array.ndim != 1:
+                raise self._not_a_length(index, array.shape)
+            if dtype == BYTES or not array.ndim:
+                raise self._not_per_token(
+                    index, name, "bytes" if dtype == BYTES else "a single number", lengths
+                )
+            arrays.append(array)
+            kinds.append((dtype, list(array.shape[1:])))
+            if kinds[-1] != kinds[0]:
+                raise self.wrong(index, mixed(name, kinds[-1], kinds[0], f"item {self.first + at[0]}"))
+        sizes = np.array([array.shape[0] for array in arrays], np.int64)
+        return kinds[0][0] if kinds else ANY, sizes, np.concatenate(arrays) if arrays else _NOTHING
+
+    def rest(self, names: Sequence[str]) -> tuple[list[int], list[_Rest], Bytes]:
+        """The keys that are not split: bytes and kinds of each item, and the bytes."""
+        declared, length = self.keys.by_name(), self.keys.length
+        num_bytes: list[int] = [0] * len(self.items)
+        kinds: list[_Rest] = [()] * len(self.items)
+        pieces = [_NOTHING]
+        for at, item in enumerate(self.items if names else ()):
+            own: list[tuple[str, str, Array]] = []
+            for name in names:
+                if (value := item.get(name)) is None:
+                    continue
+                dtype, array = self.value(at, name, value)
+                field = declared.get(name)
+                if name in RESERVED:
+                    raise self.wrong(at, f"key {name!r} is computed from lengths; leave it out or rename it")
+                if field is not None and field.dtype not in (ANY, dtype):
+                    raise self.wrong(at, f"key {name!r} is {dtype}, declared {field.dtype}; make them equal")
+                if field is None and name in USUAL and array.shape[:1] == np.shape(item[length])[:1]:
+                    raise self.wrong(
+                        at,
+                        f"key {name!r} has one entry per token but is not declared, so it would not be "
+                        f"split; add Field(name={name!r}, dtype={dtype!r}, split=True) to Keys, or the plain "
+                        f"name for a list",
+                    )
+                own.append((name, dtype, array))
+            if own:
+                dims = np.array([n for _, _, array in own for n in array.shape], np.int64)
+                mine = [dims.view(np.uint8), *(_bytes_of(array) for _, _, array in own)]
+                pieces += mine
+                num_bytes[at] = sum(map(len, mine))
+                kinds[at] = tuple((name, dtype, array.ndim) for name, dtype, array in own)
+        return num_bytes, kinds, np.concatenate(pieces)
+
+    def value(self, at: int, name: str, value: Any) -> tuple[str, Array]:
+        """`value_of` a key of an item."""
         try:
-            names = tuple(item)
-            order = orders.get(names) or orders.setdefault(names, _order_of(names, declared, wanted))
-            tokens, valid, kinds, own = _encoded(item, keys, order)
+            return value_of(name, value)
         except StoreError as error:
-            raise StoreError(f"rank {rank}: item {number}: {error}") from None
-        pieces.append(own)
-        content = zlib.crc32(_some_of(tokens), content)
-        rows.append((tokens.size, valid, own[0].size, schemas.setdefault(kinds, len(schemas))))
-    table = np.array(rows, np.int64).reshape(len(rows), 4)
-    columns = (
-        np.concatenate([_NOTHING, *(own[k] for own in pieces if k < len(own))])
-        for k in range(max(map(len, pieces), default=1))
-    )
-    return table, tuple(Schema(*kinds) for kinds in schemas), content, tuple(columns)
+            raise self.wrong(at, error) from None
 
-
-def _order_of(
-    names: tuple[str, ...], declared: Mapping[str, Field], wanted: frozenset[str] | None
-) -> list[tuple[str, Field | None]]:
-    """The keys of an item that are sent, and how they are declared."""
-    if not all(isinstance(name, str) for name in names):
-        raise StoreError(f"keys {list(names)} are not all of type str; use names")
-    unwanted = frozenset[str]() if wanted is None else declared.keys() - wanted
-    return [(name, declared.get(name)) for name in sorted(names) if name not in unwanted]
-
-
-def _encoded(
-    item: Mapping[str, Any], keys: Keys, order: Sequence[tuple[str, Field | None]]
-) -> tuple[Array, int, _Kinds, list[Bytes]]:
-    """Tokens, loss-bearing tokens, schema, and bytes: of the unsplit keys, and of each split one."""
-    for name in (keys.length, keys.valid):
-        if name is not None and item.get(name) is None:
-            there = sorted(str(each) for each, value in item.items() if value is not None)
-            raise StoreError(f"key {name!r} is missing, the item has only {there}; give it in every item")
-    length_value = value_of(keys.length, item[keys.length])
-    if length_value[1].ndim != 1:
-        raise StoreError(
-            f"key {keys.length!r} has shape {length_value[1].shape}, but the key that gives the length has "
-            f"one dimension; give a dict for each sequence (do not collate), or name a key with one number "
-            f"per token as Keys(..., length=...)"
+    def _not_a_length(self, at: int, shape: tuple[int, ...]) -> StoreError:
+        return self.wrong(
+            at,
+            f"key {self.keys.length!r} has shape {tuple(shape)}, but the key that gives the length has one "
+            f"dimension; give a dict for each sequence (do not collate), or name a key with one number per "
+            f"token as Keys(..., length=...)",
         )
-    length = length_value[1].size
-    split: list[tuple[str, str, tuple[int, ...]]] = []
-    rest: list[tuple[str, str, int]] = []
-    entries: list[Bytes] = []
-    dims: list[int] = []
-    others: list[Bytes] = []
-    for name, field in order:
-        value = item[name]
-        if value is None:
-            continue
-        if name in RESERVED:
-            raise StoreError(f"key {name!r} is computed from lengths; leave it out or rename it")
-        dtype, array = length_value if name == keys.length else value_of(name, value)
-        if field is not None and field.dtype not in (ANY, dtype):
-            raise StoreError(f"key {name!r} is {dtype}, declared {field.dtype}; make them equal")
-        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # copies a view such as x[::2] or x.T
-        if field is not None and field.split:
-            if dtype == BYTES or array.shape[:1] != (length,):
-                has = f"{array.shape[0]} tokens" if array.ndim else "a single number"
-                has = "bytes" if dtype == BYTES else has
-                raise StoreError(f"key {name!r} has {has}, {keys.length!r} {length} tokens; make them equal")
-            split.append((name, dtype, array.shape[1:]))
-            entries.append(flat)
-        elif field is None and name in USUAL and array.shape[:1] == (length,):
-            raise StoreError(
-                f"key {name!r} has one entry per token but is not declared, so it would not be split; add "
-                f"Field(name={name!r}, dtype={dtype!r}, split=True) to Keys, or the plain name for a list"
-            )
-        else:
-            rest.append((name, dtype, array.ndim))
-            dims += array.shape
-            others.append(flat)
-    whole = np.concatenate([np.array(dims, np.int64).view(np.uint8), *others]) if others else _NOTHING
-    valid = length if keys.valid is None else num_nonzero(item[keys.valid])
-    return length_value[1], valid, (tuple(split), tuple(rest)), [whole, *entries]
+
+    def _not_per_token(self, at: int, name: str, has: str, lengths: Longs | None) -> StoreError:
+        needs = "numbers" if lengths is None else f"{lengths[at]} tokens"
+        return self.wrong(at, f"key {name!r} has {has}, {self.keys.length!r} {needs}; make them equal")
+
+
+def _joined(values: list[Any]) -> tuple[str, Longs, Array] | None:
+    """Type, sizes and values, joined by torch; None unless all are like tensors in host memory."""
+    if set(map(type, values)) != {torch.Tensor}:
+        return None
+    kinds = {(value.dtype, value.dim(), value.layout, value.is_cpu) for value in values}
+    (dtype, dimensions, layout, is_cpu), *others = kinds
+    if others or not dimensions or layout != torch.strided or not is_cpu or dtype not in _NAME_OF_TYPE:
+        return None
+    try:
+        joined = torch.cat(values)
+    except RuntimeError:  # entries of several shapes
+        return None
+    name, array = value_of("", joined)
+    return name, np.array([value.shape[0] for value in values]), array
+
+
+def _schemas_of(split: Mapping[str, _Column], rest: Sequence[_Rest]) -> tuple[Longs, tuple[Schema, ...]]:
+    """The schema of each item, by index, and all of them."""
+    kinds = tuple((name, column.dtype, column.values.shape[1:]) for name, column in split.items())
+    has = np.array([column.sizes >= 0 for column in split.values()], bool).reshape(len(split), len(rest))
+    if has.all() and not any(rest):
+        return np.zeros(len(rest), np.int64), (Schema(kinds, ()),) if rest else ()
+    number: dict[tuple[bytes, _Rest], int] = {}
+    index = [number.setdefault((own.tobytes(), other), len(number)) for own, other in zip(has.T, rest)]
+    return np.array(index, np.int64), tuple(
+        Schema(tuple(compress(kinds, np.frombuffer(own, bool))), other) for own, other in number
+    )
+
+
+def _bytes_of(array: Array) -> Bytes:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # copies a view such as x[::2] or x.T
 
 
 def value_of(name: str, value: Any) -> tuple[str, Array]:
@@ -260,13 +322,11 @@ def value_of(name: str, value: Any) -> tuple[str, Array]:
     return (BYTES, np.frombuffer(made, np.uint8)) if isinstance(made, bytes) else (made.dtype.name, made)
 
 
-def _some_of(tokens: Array) -> bytes:
-    """Evenly spaced numbers of an item, including the last one."""
-    return tokens[:: -max(tokens.size // _SAMPLED, 1)].tobytes()
-
-
 def _some_of_each(tokens: Array, sizes: Longs) -> bytes:
-    """`_some_of` each of the items that lie in `tokens` one after the other. sizes: of each; int64 [n]."""
+    """Evenly spaced numbers of each item, including its last one.
+
+    tokens: one item after the other. sizes: tokens of each; int64 [n].
+    """
     step = np.maximum(sizes // _SAMPLED, 1)
     counts = -(-sizes // step)
     turn = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -245,6 +245,11 @@ def _refuse_mixed(gathered: GatheredLengths, membership: Membership) -> None:
             if other != kind:
                 here, there = (int(np.flatnonzero(gathered.schema == p)[0]) for p in (index, at))
                 raise StoreError(
-                    f"{gathered.item(here, membership)}: key {name!r} is {kind}, but {other} in "
-                    f"{gathered.item(there, membership)}; give it one type in all items of a step"
+                    f"{gathered.item(here, membership)}: "
+                    f"{mixed(name, kind, other, gathered.item(there, membership))}"
                 )
+
+
+def mixed(name: str, kind: object, other: object, where: str) -> str:
+    """What is wrong with a key of two kinds. where: the item of the other kind."""
+    return f"key {name!r} is {kind}, but {other} in {where}; give it one type in all items of a step"

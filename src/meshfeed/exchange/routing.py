@@ -194,9 +194,11 @@ def write_pieces(
 
     columns, report: its items, see `Given`. own: which of them each piece is of; int64 [n].
     """
-    entry_bytes = np.zeros((len(report.schemas), len(columns) - 1), np.int64)
+    names = sorted({name for schema in report.schemas for name, _, _ in schema.split})
+    entry_bytes = np.zeros((len(report.schemas), len(names)), np.int64)
     for row, schema in zip(entry_bytes, report.schemas):
-        row[: len(schema.split)] = schema.entry_bytes
+        for (name, _, _), num_bytes in zip(schema.split, schema.entry_bytes):
+            row[names.index(name)] = num_bytes
     token_bytes = entry_bytes[report.rows[:, SCHEMA]]
     whole = np.column_stack((report.rows[:, REST], report.rows[:, LENGTH, None] * token_bytes))
     begin, token_bytes = (np.cumsum(whole, axis=0) - whole)[own], token_bytes[own][:, :, None]
