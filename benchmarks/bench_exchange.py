@@ -40,12 +40,13 @@ COUNT = 64  # items that each data-parallel rank gives to a step
 CASES = ("dp8", "dp8, short items", "dp8, short items, 8 keys", "dp2-pp4, short items")
 PEER = "Megatron-core's reroute by key"
 FURTHER = ("advantages", "log_probs", "old_log_probs", "returns")
+ENDS = ("first", "last")  # both ways give the ends of the pipeline all keys, and the middle lengths alone
 KEYS = mf.exchange.Keys(
-    mf.Field(name="tokens", dtype="int64", split=True),
-    mf.Field(name="labels", dtype="int64", split=True),
-    mf.Field(name="loss_mask", dtype="float32", split=True),
+    mf.Field(name="tokens", dtype="int64", stages=ENDS, split=True),
+    mf.Field(name="labels", dtype="int64", stages=ENDS, split=True),
+    mf.Field(name="loss_mask", dtype="float32", stages=ENDS, split=True),
 )
-FURTHER_KEYS = (mf.Field(name=name, dtype="float32", split=True) for name in FURTHER)
+FURTHER_KEYS = (mf.Field(name=name, dtype="float32", stages=ENDS, split=True) for name in FURTHER)
 EIGHT_KEYS = mf.exchange.Keys(*KEYS.declared, *FURTHER_KEYS)
 PACKING = mf.Packing(capacity=CAPACITY, policy="in_order")
 

@@ -198,8 +198,8 @@ def check_packs(
         step=0, draws=gathered.draws, lengths=gathered.lengths, plan=step, tokens=0, valid_tokens=0, sum_sq=0
     )
     for rank in served:
-        for portion in portions(batch, layout, rank, split):
-            ((made,), _) = packed(received, portion, ITEM_KEYS, FIELDS, OnHost())
+        mine = portions(batch, layout, rank, split)
+        for portion, ((made,), _) in zip(mine, packed(received, mine, ITEM_KEYS, FIELDS, OnHost())):
             ids, at = made["sequence_ids"][0].numpy(), made["position_ids"][0].numpy()
             for k, (source, index) in enumerate(zip(made.draws.source, made.draws.index)):
                 mine = ids == k

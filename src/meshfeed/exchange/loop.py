@@ -243,9 +243,12 @@ class Exchange(StepSource[ExchangeDelivery]):
             batch, received = planned
             yield StepStart(batch, self._recorder.new_costs(batch.stats))
             digester = Digester(self._compared) if self._options.verify else None
-            for portion in portions(batch, self.layout, self.rank, self._options.cp_split):
+            with clock.stage("build"):
+                mine = portions(batch, self.layout, self.rank, self._options.cp_split)
+                built = packed(received, mine, self._keys, self.role.fields, placer, digester)
+            for _ in mine:
                 with clock.stage("build"):
-                    made, ticket = packed(received, portion, self._keys, self.role.fields, placer, digester)
+                    made, ticket = next(built)
                 yield Made(made, ticket, meter.take())
             yield StepEnd(step, digester.digests() if digester else None, _not_again)
             ended, step = received.gathered.ended, step + 1

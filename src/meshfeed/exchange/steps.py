@@ -5,7 +5,7 @@ A framework with its own loop calls them one by one; `Exchange` calls them in se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import islice
@@ -32,10 +32,11 @@ from meshfeed.plan.policy import room_of
 from meshfeed.plan.types import exact_sum
 from meshfeed.roles import Field
 from meshfeed.sequence import Portion, portions_of
-from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_packs, places_of, runs_at
 from meshfeed.sequence.runs import Runs
 
 _OTHERS = "(keys that are not declared)"
+_TOGETHER = 1 << 16  # tokens whose fields are built in one pass
 
 
 def gather_reports(given: Given | None, group: Group) -> list[Report]:
@@ -238,8 +239,8 @@ def pack(
     """
     placer, made = placer or OnHost(), list[Microbatch]()
     names = [field.name for field in keys.fields] if names is None else names
-    for portion in portions(batch, layout, rank, split):
-        made += packed(received, portion, keys, names, placer)[0]
+    for microbatches, _ in packed(received, portions(batch, layout, rank, split), keys, names, placer):
+        made += microbatches
     return made
 
 
@@ -262,61 +263,86 @@ def portions(batch: GlobalBatch, layout: Layout, rank: int, split: CpSplit) -> l
 
 def packed(
     received: Received,
-    portion: Portion,
+    portions: Sequence[Portion],
     keys: Keys,
     names: Sequence[str],
     placer: Placer,
     digester: Digester | None = None,
-) -> tuple[list[Microbatch], Any]:
-    """The one microbatch of a portion on its device, and the placer's ticket for it.
+) -> Iterator[tuple[list[Microbatch], Any]]:
+    """The one microbatch of each portion on its device, and the placer's ticket for it.
 
     digester: receives the fields, under the names of `compared`.
     """
-    arrays = fields_of_pack(received, portion, keys, names, placer.allocate)
-    if digester is not None:
-        digester.add([_comparable(arrays, keys)])
-    made, ticket = microbatches_of(portion, [arrays], placer)
     types = {key.name: key.dtype for key in keys.declared} | received.gathered.dtypes
     carried = {name: dtype for name, dtype in types.items() if dtype in CARRIED}
-    if carried:
-        made = [replace(each, fields=_retyped(each.fields, carried)) for each in made]
-    return made, ticket
+    for some in _together(portions):
+        for portion, arrays in zip(some, fields_of(received, some, keys, names, placer.allocate)):
+            if digester is not None:
+                digester.add([_comparable(arrays, keys)])
+            made, ticket = microbatches_of(portion, [arrays], placer)
+            if carried:
+                made = [replace(each, fields=_retyped(each.fields, carried)) for each in made]
+            yield made, ticket
 
 
-def fields_of_pack(
-    received: Received, portion: Portion, keys: Keys, names: Sequence[str], allocate: Allocate
-) -> Arrays:
-    """The fields of a portion's one pack; see `Keys`."""
-    rows = received.rows(portion.microbatches.start)
-    arrays = _split(received, portion, rows, [key for key in keys.declared if key.name in names], allocate)
-    arrays |= _rest(received, rows, keys, names)
-    return arrays | fields_of_plan(portion, names, allocate)
+def _together(portions: Sequence[Portion]) -> Iterator[list[Portion]]:
+    """Consecutive portions whose fields are built in one pass: small ones share its fixed costs."""
+    some, num_tokens = list[Portion](), 0
+    for portion in portions:
+        if some and num_tokens + portion.num_tokens > _TOGETHER:
+            yield some
+            some, num_tokens = [], 0
+        some.append(portion)
+        num_tokens += portion.num_tokens
+    if some:
+        yield some
+
+
+def fields_of(
+    received: Received, portions: Sequence[Portion], keys: Keys, names: Sequence[str], allocate: Allocate
+) -> list[Arrays]:
+    """The fields of each portion's one pack; see `Keys`."""
+    rows = [received.rows(portion.microbatches.start) for portion in portions]
+    made = fields_of_packs(portions, names, allocate)
+    wanted = [key for key in keys.declared if key.name in names]
+    for arrays, split in zip(made, _split(received, portions, rows, wanted, allocate)):
+        arrays |= split
+    for arrays, own in zip(made, rows):
+        arrays |= _rest(received, own, keys, names)
+    return made
 
 
 def _split(
-    received: Received, portion: Portion, rows: Longs, wanted: Sequence[Field], allocate: Allocate
-) -> Arrays:
+    received: Received,
+    portions: Sequence[Portion],
+    rows: Sequence[Longs],
+    wanted: Sequence[Field],
+    allocate: Allocate,
+) -> list[Arrays]:
     """The split keys among the wanted ones."""
-    arrays: Arrays = {}
+    made: list[Arrays] = [{} for _ in portions]
     wanted = [key for key in wanted if key.split]
     if not wanted:  # a stage that needs lengths alone
-        return arrays
-    own, at = portion.own_tokens
-    piece = rows[own.sequence]
-    runs = Runs(at, received.shipment.tokens_at(piece, own.start), own.sizes)
+        return made
+    places, num_tokens = places_of(portions)
+    own = [portion.own_tokens for portion in portions]
+    piece = np.concatenate([held[tokens.sequence] for held, (tokens, _) in zip(rows, own)])
+    runs = runs_at(places, [Runs(at, tokens.start, tokens.sizes) for tokens, at in own])
+    start = received.shipment.tokens_at(piece, runs.start)
     for key in wanted:
         dtype, shape = received.gathered.split_keys.get(key.name, (key.dtype, ()))
         if dtype == ANY:  # no item of the step has it and its type is unknown
             continue
-        out = arrays[key.name] = allocate((1, portion.num_tokens, *shape), carrier(dtype))
-        into, entry = out.reshape(-1).view(np.uint8), entry_bytes(dtype, shape)
+        out, entry = allocate((num_tokens, *shape), carrier(dtype)), entry_bytes(dtype, shape)
         begin = received.begins[key.name][piece] if key.name in received.begins else np.full(piece.size, -1)
         has = begin >= 0  # a sequence without the key is padding
-        at, start, size = (each[has] * entry for each in (runs.at, runs.start, runs.size))
-        if size.sum() < into.size:
+        at, first, size = runs.at[has] * entry, start[has] * entry, runs.size[has] * entry
+        if size.sum() < sum(portion.num_tokens for portion in portions) * entry:
             out[:] = bits_of(key.pad, dtype)
-        Runs(at, begin[has] + start, size).copy(received.data, into)
-    return arrays
+        Runs(at, begin[has] + first, size).copy(received.data, out.reshape(-1).view(np.uint8))
+        for arrays, portion, place in zip(made, portions, places):
+            arrays[key.name] = out[place : place + portion.num_tokens].reshape(1, portion.num_tokens, *shape)
+    return made
 
 
 def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str]) -> dict[str, Any]:

@@ -265,6 +265,7 @@ def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[
 
 
 @lru_cache(maxsize=16)  # called every step, for one layout
+@lru_cache(maxsize=16)  # asked for in every step
 def ranks_beside(layout: Layout, coord: Coord) -> npt.NDArray[np.int64]:
     """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp], read-only."""
     beside = layout.group_of(layout.rank_of(coord), "dp-cp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -29,41 +30,80 @@ own_cu_seqlens int32 [pieces + 1]: where sequences, padded, begin in this rank's
 continues bool []: whether the first piece continues a sequence of the rank before.
 """
 
+_APART = 64  # tokens: each pack begins at a multiple of 64 bytes, whatever a token takes
+
 
 def fields_of_plan(portion: Portion, names: Sequence[str], allocate: Allocate) -> Arrays:
     """The named PLAN_FIELDS of a portion's one pack."""
-    arrays: Arrays = {}
-    (own, at), num_tokens = portion.own_tokens, portion.num_tokens
-    tail = portion.tail_tokens
-    edges = zip([0, *(at + own.sizes).tolist()], [*at.tolist(), num_tokens])
-    gaps, counted = [(a, b) for a, b in edges if a < b], num_tokens - int(tail.size.sum())
+    return fields_of_packs([portion], names, allocate)[0]
+
+
+def fields_of_packs(portions: Sequence[Portion], names: Sequence[str], allocate: Allocate) -> list[Arrays]:
+    """The named PLAN_FIELDS of each portion's one pack. One pass makes those of all of them."""
+    made = [lengths_of_plan(portion, names) for portion in portions]
+    places, num_tokens = places_of(portions)
+    ids = runs_at(places, [_sequence_runs(portion) for portion in portions])
+    padding = _gaps(ids, num_tokens)
     for field in PLAN_FIELDS:
         if field.name not in names or not field.split:
             continue
-        out = arrays[field.name] = allocate((1, num_tokens), field.dtype)
+        out, gaps = allocate((num_tokens,), field.dtype), padding
         if field.name == "position_ids":
-            first = own.start - portion.starts[own.sequence]
-            _count(out[0], np.append(at, tail.at), np.append(first, tail.start), 1)
+            runs = runs_at(places, [_position_runs(portion) for portion in portions])
+            gaps = _gaps(runs, num_tokens) if runs.at.size > ids.at.size else padding
+            _count(out, runs.at, runs.start, 1)
         elif field.name == "sequence_ids":
-            _count(out[0], at, own.sequence, 0)
+            _count(out, ids.at, ids.start, 0)
         else:
             out[:] = False
-        for start, stop in gaps:  # of padding, only the dummy at the end of a pack has positions
-            out[0, start : min(stop, counted) if field.name == "position_ids" else stop] = field.pad
-    return arrays | lengths_of_plan(portion, names)
+        for start, stop in gaps:
+            out[start:stop] = field.pad
+        for arrays, portion, place in zip(made, portions, places):
+            arrays[field.name] = out[place : place + portion.num_tokens].reshape(1, portion.num_tokens)
+    return made
+
+
+def places_of(portions: Sequence[Portion]) -> tuple[list[int], int]:
+    """Where each portion's one pack begins in a field of all of them, and the field's tokens."""
+    rooms = [-(-portion.num_tokens // _APART) * _APART for portion in portions]
+    return [0, *accumulate(rooms)][: len(rooms)], sum(rooms)
+
+
+def runs_at(places: Sequence[int], runs: Sequence[Runs]) -> Runs:
+    """The runs of several packs, each in a field of its own, in a field of all of them; see `places_of`."""
+    if len(runs) == 1:
+        return runs[0]
+    at = np.concatenate([each.at + place for each, place in zip(runs, places)])
+    start, size = (np.concatenate([getattr(r, name) for r in runs]) for name in ("start", "size"))
+    return Runs(at, start, size)
+
+
+def _gaps(runs: Runs, num_tokens: int) -> list[tuple[int, int]]:
+    """The ranges between ascending runs, and after them, in a field of `num_tokens`."""
+    starts, stops = (runs.at + runs.size).tolist(), runs.at.tolist()
+    return [(start, stop) for start, stop in zip([0, *starts], [*stops, num_tokens]) if start < stop]
+
+
+def _position_runs(portion: Portion) -> Runs:
+    """Where the tokens of a pack have positions, from which on; the dummy at its end has some, too."""
+    (own, at), tail = portion.own_tokens, portion.tail_tokens
+    runs = Runs(at, own.start - portion.starts[own.sequence], own.sizes)
+    return runs_at((0, 0), (runs, tail)) if tail.at.size else runs
+
+
+def _sequence_runs(portion: Portion) -> Runs:
+    """Where the sequences of a pack are, by number."""
+    own, at = portion.own_tokens
+    return Runs(at, own.sequence.astype(np.int64), own.sizes)
 
 
 def runs_of_plan(portion: Portion, names: Sequence[str]) -> list[RunField]:
     """The named PLAN_FIELDS that cp splits, in compact form."""
-    (own, at), tail = portion.own_tokens, portion.tail_tokens
-    positions = Runs(at, own.start - portion.starts[own.sequence], own.sizes)
-    if tail.at.size:
-        both = ((positions.at, tail.at), (positions.start, tail.start), (positions.size, tail.size))
-        positions = Runs(*(np.concatenate(pair) for pair in both))
+    ids = _sequence_runs(portion)
     runs_and_steps = {
-        "position_ids": (positions, 1),
-        "sequence_ids": (Runs(at, own.sequence.astype(np.int64), own.sizes), 0),
-        "padding_mask": (Runs(at, np.zeros_like(at), own.sizes), 0),
+        "position_ids": (_position_runs(portion), 1),
+        "sequence_ids": (ids, 0),
+        "padding_mask": (Runs(ids.at, np.zeros_like(ids.at), ids.size), 0),
     }
     made: list[RunField] = []
     for field in PLAN_FIELDS:
