@@ -18,10 +18,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 import meshfeed as mf
 import world
+from megatron_calls import on_this_cp_rank, takes
 from meshfeed.integrations import megatron
 from meshfeed.store import IndexedWriter
 
@@ -149,7 +149,7 @@ def on_this_tp_rank(full: dict[str, torch.Tensor], first: bool, last: bool, mtp:
 
 def megatrons_batch(full: dict[str, torch.Tensor], first: bool, last: bool, mtp: bool) -> dict[str, Any]:
     """What Megatron's `get_batch` gives this rank of a microbatch: tp, then its own cut for cp."""
-    return get_batch_on_this_cp_rank(on_this_tp_rank(full, first, last, mtp))
+    return on_this_cp_rank(on_this_tp_rank(full, first, last, mtp))
 
 
 def stage_kinds(case: Case, vp_stage: int) -> tuple[bool, bool, bool]:
@@ -159,10 +159,11 @@ def stage_kinds(case: Case, vp_stage: int) -> tuple[bool, bool, bool]:
 
     layout = None if case.stages is None else PipelineParallelLayerLayout(case.stages, case.pp)
     config: Any = SimpleNamespace(pipeline_model_parallel_layout=layout, mtp_num_layers=case.mtp)
+    told = (config,) if takes(mtp_on_this_rank, "config") else (layout, case.mtp)  # since 0.18
     return (
         parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        mtp_on_this_rank(config, ignore_virtual=False, vp_stage=vp_stage),
+        mtp_on_this_rank(*told, ignore_virtual=False, vp_stage=vp_stage),
     )
 
 

@@ -29,6 +29,7 @@ from megatron_world import (
 )
 
 import meshfeed as mf
+from megatron_calls import growing_batch
 from meshfeed.integrations import megatron
 from soak import SOAK, only_soak
 
@@ -200,7 +201,7 @@ def test_steps_and_megatrons_microbatches_must_agree(tmp_path: Path) -> None:
 
     def begun(batch: mf.Batch, steps: int) -> list[int]:
         recipe, consumed = mf.Recipe(data=data, sequence=mf.Windows(8), batch=batch), 0
-        microbatches.init_num_microbatches_calculator(0, [4, 4, 16], 12, 2, 1)
+        growing_batch({0: 4, 8: 8, 16: 12}, micro_batch_size=2)
         try:
             with mf.Feed(recipe, micro_batch_size=2) as feed:
                 iterator = megatron.data_iterators(feed, num_microbatches=microbatches.get_num_microbatches)

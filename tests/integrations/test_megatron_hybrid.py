@@ -17,10 +17,10 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron_world import Case, example, initialized, plain, run, sample_of
 
 import meshfeed as mf
+from megatron_calls import on_this_cp_rank
 from meshfeed.exchange import Keys
 from meshfeed.integrations import megatron
 from meshfeed.integrations.megatron import hybrid
@@ -56,7 +56,7 @@ def hybrid_job(rank: int) -> list[Any]:
                     batch = {k: v[None].clone() for k, v in mine[sample].items()}
                     if size > 1:
                         cp_group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
-                        batch = get_batch_on_this_cp_rank(batch, cp_group=cp_group)
+                        batch = on_this_cp_rank(batch, cp_group=cp_group)
                     assert batch["tokens"].shape[1] <= capacity
                     worked.append((sample, size, batch["tokens"].tolist(), int(batch["loss_mask"].sum())))
             with pytest.raises(StopIteration):
@@ -158,7 +158,7 @@ def schedule_job(rank: int) -> tuple[float, int]:
         size, mask = int(sample.pop("local_cp_size")), {"loss_mask": sample["loss_mask"][None]}
         if size > 1:
             cp_group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
-            mask = get_batch_on_this_cp_rank(mask, cp_group=cp_group)
+            mask = on_this_cp_rank(mask, cp_group=cp_group)
             total = mask["loss_mask"].sum()
             dist.all_reduce(total, group=cp_group)
             assert total == sample["loss_mask"].sum(), "the group works on one sample"
@@ -290,3 +290,108 @@ def test_only_what_is_per_token_is_padded() -> None:
     per_token = dict.fromkeys(("tokens", "labels", "loss_mask", "position_ids"), (8,))
     beside = {"image": (7, 2, 2), "small": (3, 2, 2), "number": (), "weights": (8, 2)}
     assert run(beside_job, 4) == [per_token | beside] * 4
+
+
+class Cut(megatron.HybridCPDataLoaderWrapper):
+    """Samples of at most 50 tokens."""
+
+    def unpack_batch(self, batch: Any) -> list[dict[str, Any]]:
+        return [
+            {name: value[:50] for name, value in sample.items()} for sample in super().unpack_batch(batch)
+        ]
+
+
+class Gathering(megatron.HybridCPDataLoaderWrapper):
+    """Lengths by a collective of its own."""
+
+    def get_global_seqlens(self, subsample_seqlens: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        each: list[Any] = [None] * self.dp_group.size()
+        dist.all_gather_object(each, subsample_seqlens.tolist(), group=self.dp_group)
+        counts = torch.tensor([len(one) for one in each], dtype=torch.int32)
+        return [size for one in each for size in one], (counts.cumsum(0) - counts).int()
+
+
+class Backwards(megatron.HybridCPDataLoaderWrapper):
+    """The last sample of a rank has its first id."""
+
+    def get_global_id_seqlens(self, num_local: int, offsets: Any, seqlens: Any) -> Any:
+        pairs, own = super().get_global_id_seqlens(num_local, offsets, seqlens)
+        ends = [*offsets.tolist()[1:], len(pairs)]
+        other = [
+            stop - 1 + start - at for start, stop in zip(offsets.tolist(), ends) for at in range(start, stop)
+        ]
+        return [(other[sample], size) for sample, size in pairs], own.flip(0)
+
+
+class Asking(megatron.HybridCPDataLoaderWrapper):
+    """The sender, from the process groups."""
+
+    def _gid_to_src_rank(self, gid: int, offsets: Any) -> int:
+        sender = dist.get_process_group_ranks(self.dp_group)[int((offsets <= gid).sum()) - 1]
+        return dist.get_process_group_ranks(self.dp_cp_group).index(sender)
+
+
+class Marking(megatron.HybridCPDataLoaderWrapper):
+    """A further key, sent beside the others."""
+
+    def reroute_samples_to_hdp_ranks(self, batch: Any, *told: Any) -> Any:
+        marked = [{**sample, "weights": sample["tokens"] * 2} for sample in batch]
+        return super().reroute_samples_to_hdp_ranks(marked, *told)
+
+
+class All(Cut, Gathering, Backwards, Asking, Marking):
+    """Every method that Megatron's class has."""
+
+
+class Wrong(megatron.HybridCPDataLoaderWrapper):
+    def _gid_to_src_rank(self, gid: int, offsets: Any) -> int:
+        return -1
+
+
+def subclass_job(rank: int) -> list[Any]:
+    """[wrapper] -> (ids of all ranks, id -> values of this rank's samples), on tp rank 0 of both stages."""
+    keys = Keys(mf.Field(name="weights", dtype="any", split=True))
+    config, got = SimpleNamespace(max_seqlen_per_dp_cp_rank=64), list[Any]()
+    with initialized(Case(tp=2, pp=2, options={"hybrid_context_parallel": True})):
+        if parallel_state.get_tensor_model_parallel_rank():
+            return got
+        dp_rank = parallel_state.get_data_parallel_rank()
+        lengths = [[100, 20, 30], [60, 7]][dp_rank]
+        samples = [sample_of(np.full(n, 10 * dp_rank + at + 1)) for at, n in enumerate(lengths)]
+        for kind in (megatron.HybridCPDataLoaderWrapper, Cut, Gathering, Backwards, Asking, Marking, All):
+            wrapper = kind(iter([samples]), config, keys=keys)
+            mine, groups = next(wrapper)
+            with pytest.raises(StopIteration):
+                next(wrapper)
+            got.append((groups, {at: {k: plain(v) for k, v in each.items()} for at, each in mine.items()}))
+        with pytest.raises(mf.LayoutError, match="dp_cp rank -1"):
+            next(Wrong(iter([samples]), config))
+        for kind, fails in ((megatron.HybridCPDataLoaderWrapper, 1), (All, 0)):
+            given = [[{"labels": torch.ones(3)}] if dp_rank == fails else samples]
+            with pytest.raises(mf.MeshfeedError, match="sample 0 has no 'tokens'"):
+                next(kind(iter(given), config, keys=keys))
+        cut = [{name: value[:50] for name, value in sample.items()} for sample in samples]
+        mine, groups = next(megatron.HybridCPDataLoaderWrapper(iter([cut]), config))
+        got.append((groups, {at: {k: plain(v) for k, v in each.items()} for at, each in mine.items()}))
+    return got
+
+
+def test_a_subclass_can_override_what_megatrons_can() -> None:
+    results = [each for each in run(subclass_job, 8) if each]
+    assert len(results) == 4
+    numbers = {0: 1, 1: 2, 2: 3, 3: 11, 4: 12}  # of the tokens of each sample
+    for own, cut, gathering, backwards, asking, marking, every, of_cut in results:
+        assert own == gathering == asking != cut == of_cut
+        assert all(
+            made.pop("weights")[2] == [2 * n for n in made["tokens"][2]] for made in marking[1].values()
+        )
+        assert marking == own
+        for groups, mine in (backwards, every):
+            ids = {sample for group in groups for of_rank in group for sample in of_rank}
+            assert ids >= set(numbers)
+            for sample, made in mine.items():
+                assert sample > 4 or {*made["tokens"][2]} - {0} == {numbers[[2, 1, 0, 4, 3][sample]]}
+        assert all("weights" in made for made in every[1].values())
+        assert max(sum(made["loss_mask"][2]) for made in every[1].values()) <= 50
+    held = [{*own[1]} for own, *_ in results]
+    assert held[0] | held[1] >= {*numbers} and held[:2] == held[2:], "both stages have the same samples"

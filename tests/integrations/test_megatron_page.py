@@ -41,6 +41,7 @@ def job(rank: int, folder: Path) -> dict[str, Any]:
         "numbers": (names["num_tokens"], names["sum_of_squares"]),
         "bearing": int(names["batch"]["loss_mask"].sum()),
         "samples": len(names["samples_by_id"]),
+        "longest": max(len(sample["tokens"]) for sample in names["truncated"].values()),
     }
 
 
@@ -49,9 +50,10 @@ def test_the_section_on_megatron(tmp_path: Path) -> None:
     results = run(job, 4, tmp_path)
     lengths = [10 + n for n in range(4)] * 2
     for got in results:
-        assert got["snippets"] == 6
+        assert got["snippets"] == 7
         assert [tuple(map(tuple, shapes)) for shapes in got["shapes"]] == [((2, 64), (2, 64))] * 2
         assert got["numbers"] == (sum(lengths), sum(n * n for n in lengths))
         assert 0 < got["total"] <= 256
         assert got["bearing"] > 0
         assert got["samples"] > 0
+        assert got["longest"] == 12

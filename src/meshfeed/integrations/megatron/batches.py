@@ -84,7 +84,7 @@ class StageIterator(Iterator[dict[str, Any]]):
         raise RecipeError(
             f"step {step.index} is {num} sequences, {step.num_microbatches} microbatches on each of {dp} "
             f"data-parallel ranks (micro_batch_size={rows}), but num_microbatches is {wanted}; make the "
-            f"recipe's Batch what global_batch_size is, {wanted * rows * dp} (rampup_batch_size by "
+            f"recipe's Batch what global_batch_size is, {wanted * rows * dp} (a growing batch by "
             f"Batch.then), or give the schedule the num_microbatches that megatron.begin tells"
         )
 

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Self, cast
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Self, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from meshfeed.deliver import ErrorRecord, Meeting, default_store
-from meshfeed.errors import LayoutError
-from meshfeed.exchange import Group, Keys, Membership, encode, gather_lengths, plan, reroute
+from meshfeed.errors import LayoutError, PlanError, RecipeError
+from meshfeed.exchange import GatheredLengths, Group, Keys, Membership, encode, gather_lengths, reroute
 from meshfeed.exchange.items import Given, failed
 from meshfeed.exchange.keys import RESERVED
-from meshfeed.exchange.lengths import Schema
+from meshfeed.exchange.lengths import LENGTH, VALID, Report, Schema
 from meshfeed.feed.stepping import ranks_beside
 from meshfeed.integrations.megatron.samples import per_token_of, sequences_of
 from meshfeed.integrations.megatron.schedule import packing_of
 from meshfeed.integrations.megatron.stages import core, device_of, layout_of
 from meshfeed.layout import Layout
-from meshfeed.plan import StepPlan, packs_of
+from meshfeed.plan import Align, StepPlan, packs_of, plan_step
 from meshfeed.roles import Field
 
 SampleGroups = list[list[list[int]]]
 """[group][dp_cp rank] -> ids of the samples that the rank works on, in order."""
+
+Samples = dict[int, dict[str, Any]]
+"""id -> sample."""
+
+
+class _Joined(NamedTuple):
+    layout: Layout
+    membership: Membership
+    group: Group
 
 
 class HybridCPDataLoaderWrapper:
@@ -36,6 +49,10 @@ class HybridCPDataLoaderWrapper:
     sample gets a dummy without loss, whose id is above all others. Samples are padded only as far as their
     own cp size needs. Ranks without an iterator get (None, None).
 
+    Subclasses can override the methods that Megatron's class has, `_gid_to_src_rank` too. `next` calls them
+    on every rank that has an iterator, and each does what its arguments say. Lengths are gathered in one
+    collective of the dp_cp ranks' gloo group, samples are rerouted in two.
+
     Args:
         data_iterator: gives lists of samples; the same on all cp ranks of a data-parallel rank.
         config: see `packing_of`; the scheduler is always dynamic_cp.
@@ -44,9 +61,9 @@ class HybridCPDataLoaderWrapper:
         device: of the samples; None takes this process's GPU if there is one.
         timeout_s: how long to wait for the other ranks to make a gloo group, if Megatron has made none.
 
-    Lengths and samples are sent in two collectives of the dp_cp ranks' gloo group. Raises LayoutError if cp
-    does not vary faster than dp; StopIteration when all iterators are exhausted; PlanError for a sample that
-    all ranks together cannot hold; and what any rank's iterator raises.
+    Raises LayoutError if cp does not vary faster than dp; StopIteration when all iterators are exhausted;
+    PlanError for a sample that all ranks together cannot hold; and what any rank's iterator or `unpack_batch`
+    raises.
     """
 
     def __init__(
@@ -59,40 +76,178 @@ class HybridCPDataLoaderWrapper:
         device: str | torch.device | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        self._iterator, self._config, self._timeout_s = data_iterator, config, timeout_s
-        self._groups, self._device = pg_collection, device
+        self.data_iterator, self.config = data_iterator, config
+        self._groups, self._device, self._timeout_s = pg_collection, device, timeout_s
         self._given_keys = keys or Keys()
         self._per_token, self._keys = per_token_of(self._given_keys), _sent_keys(self._given_keys)
         self._taken = self._step = 0
-        self._joined: tuple[Layout, Membership, Group] | None = None
+        self._error: Exception | None = None
+
+    @cached_property
+    def dp_cp_group(self) -> Any:
+        """The process group of the data and context parallel ranks beside this one."""
+        return self._group("dp_cp", "get_data_parallel_group", with_context_parallel=True)
+
+    @cached_property
+    def dp_group(self) -> Any:
+        """The process group of the data-parallel ranks beside this one."""
+        return self._group("dp", "get_data_parallel_group")
+
+    @cached_property
+    def tp_group(self) -> Any:
+        """The process group of the tensor-parallel ranks beside this one."""
+        return self._group("tp", "get_tensor_model_parallel_group")
+
+    @property
+    def total_hdp_gpus(self) -> int:
+        """The number of dp_cp ranks."""
+        return self.dp_cp_group.size()
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[dict[int, dict[str, Any]], SampleGroups] | tuple[None, None]:
-        if self._iterator is None:
+    def __next__(self) -> tuple[Samples, SampleGroups] | tuple[None, None]:
+        if self.data_iterator is None:
             return None, None
-        layout, membership, group = self._joined = self._joined or self._join()
         batch = self._pull()
-        self._taken, self._step = self._taken + len(batch.report.rows), self._step + 1
-        gathered = gather_lengths(batch, membership, group)
-        if not len(gathered):
-            raise StopIteration
-        packing = packing_of(self._config, layout, "dynamic_cp")
-        step_plan = plan(
-            gathered, packing, membership, layout=layout, step=self._step - 1, length=self._keys.length
-        ).plan
-        received = reroute(batch, gathered, step_plan, membership, group, split=None)
-        groups = groups_of(step_plan)
-        mine: dict[int, dict[str, Any]] = {}
-        for m, ids_of_rank in enumerate(groups):
-            items = dict(received.items(m))
-            for sample in ids_of_rank[group.member]:
-                item = items.get(sample) or _dummy(gathered.schemas[0])
-                width = _width(step_plan, sample)
-                given = ((name.strip("()"), value) for name, value in item.items())
-                mine[sample] = {name: self._placed(name, value, width) for name, value in given}
+        lengths = [len(sample[self._keys.length]) for sample in batch]
+        seqlens, offsets = self.get_global_seqlens(torch.tensor(lengths, dtype=torch.int32))
+        if not seqlens:
+            raise self._error or StopIteration
+        id_seqlens, own = self.get_global_id_seqlens(len(batch), offsets, seqlens)
+        groups = self._planned(id_seqlens)
+        mine = self.reroute_samples_to_hdp_ranks(batch, own, id_seqlens, groups, offsets)
+        if self._error is not None:  # a subclass sends nothing by the methods of this class
+            raise self._error
+        self._taken, self._step = self._taken + len(batch), self._step + 1
         return mine, groups
+
+    def unpack_batch(self, batch: Any) -> list[dict[str, Any]]:
+        """The samples of an element of the iterator, without padding; empty ones are left out."""
+        length, made = self._keys.length, sequences_of(batch, self._given_keys)
+        if missing := [at for at, sample in enumerate(made) if not np.ndim(sample.get(length, 0))]:
+            raise RecipeError(f"sample {missing[0]} has no {length!r} with one entry per token")
+        return [sample for sample in made if len(sample[length])]
+
+    def get_global_seqlens(self, subsample_seqlens: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        """The lengths of all samples, by data-parallel rank, and the index of the first of each.
+
+        subsample_seqlens: tokens of this rank's samples; int32 [n]. Returns a list, and int32 [dp].
+        """
+        rows = np.zeros((len(subsample_seqlens), 4), np.int64)
+        rows[:, LENGTH] = rows[:, VALID] = np.asarray(subsample_seqlens.cpu(), np.int64)
+        gathered = self._gathered(lambda: Given(Report(rows=rows, schemas=(Schema((), ()),))))[1]
+        counts = np.bincount(gathered.draws.source, minlength=self._joined.layout.dp)
+        return gathered.lengths.tolist(), torch.from_numpy((np.cumsum(counts) - counts).astype(np.int32))
+
+    def get_global_id_seqlens(
+        self, num_local_subsamples: int, offsets: torch.Tensor, seqlens_gathered: Sequence[int]
+    ) -> tuple[list[tuple[int, int]], torch.Tensor]:
+        """(id, length) of every sample, and the ids of this rank's samples; int32 [num_local_subsamples]."""
+        first = int(offsets[self._joined.layout.coord(dist.get_rank()).dp])
+        return list(enumerate(seqlens_gathered)), torch.arange(
+            first, first + num_local_subsamples, dtype=torch.int32
+        )
+
+    def _gid_to_src_rank(self, gid: int, offsets: torch.Tensor) -> int:
+        """The dp_cp rank that sends a sample to this rank: of its data-parallel rank, with this cp rank."""
+        layout = self._joined.layout
+        dp_rank = int(np.searchsorted(offsets.numpy(), int(gid), side="right")) - 1
+        return dp_rank * layout.cp + layout.coord(dist.get_rank()).cp
+
+    def reroute_samples_to_hdp_ranks(
+        self,
+        batch: Sequence[Mapping[str, Any]],
+        global_ids_this_rank: torch.Tensor,
+        global_id_seqlens: Sequence[tuple[int, int]],
+        sample_id_groups: SampleGroups,
+        offsets: torch.Tensor,
+    ) -> Samples:
+        """The samples that the groups give to this rank, by id.
+
+        batch: this rank's samples, in the order of global_ids_this_rank. global_id_seqlens: of all samples.
+        sample_id_groups: see `SampleGroups`; a sample is on consecutive ranks of one group, and ids without a
+        length are dummies. offsets: id of the first sample of each data-parallel rank. Raises RecipeError if
+        ids or lengths are not those of the samples, PlanError for groups that cannot be, and LayoutError if
+        `_gid_to_src_rank` names another sender.
+        """
+        layout, membership, group = self._joined
+        lengths = np.array([size for _, size in sorted(global_id_seqlens)], np.int64)
+        given, gathered = self._gathered(lambda: self._encoded(batch, global_ids_this_rank, offsets))
+        if not np.array_equal(lengths, gathered.lengths):
+            raise RecipeError(
+                f"global_id_seqlens begins with the lengths {lengths[:8].tolist()}, the samples with "
+                f"{gathered.lengths[:8].tolist()}; change samples in unpack_batch, before their lengths "
+                f"are gathered"
+            )
+        align = packing_of(self.config, layout, "dynamic_cp").align
+        step_plan = plan_of(sample_id_groups, lengths, align)
+        received = reroute(given, gathered, step_plan, membership, group, split=None)
+        for sample, source in zip(received.shipment.item.tolist(), received.shipment.source.tolist()):
+            if (told := int(self._gid_to_src_rank(sample, offsets))) != source:
+                raise LayoutError(
+                    f"_gid_to_src_rank says dp_cp rank {told} for sample {sample}, but {source} sends it"
+                )
+        mine: Samples = {}
+        for m, of_rank in enumerate(sample_id_groups):
+            items = dict(received.items(m))
+            cp_sizes = Counter(sample for ids in of_rank for sample in ids)
+            for sample in of_rank[group.member]:
+                item = items.get(sample) or _dummy(gathered.schemas[0])
+                length = int(lengths[sample]) if sample < lengths.size else 1
+                multiple = int(align.pack_multiple(cp_sizes[sample]))  # each sample is a pack of its own
+                width = -(-length // multiple) * multiple
+                values = ((name.strip("()"), value) for name, value in item.items())
+                mine[sample] = {name: self._placed(name, value, width) for name, value in values}
+        return mine
+
+    def _pull(self) -> list[dict[str, Any]]:
+        """This rank's samples: none at its end, since others may have more, and none beside an error."""
+        try:
+            batch = next(cast(Iterator[Any], self.data_iterator), None)
+            return [] if batch is None else self.unpack_batch(batch)
+        except Exception as error:
+            self._error = error
+            return []
+
+    def _gathered(self, made: Callable[[], Given]) -> tuple[Given, GatheredLengths]:
+        """This rank's part and that of all. made: gives this rank's; its error is reported to all ranks."""
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            given = made()
+        except Exception as error:
+            given = failed(error, ErrorRecord.of(error))
+        _, membership, group = self._joined
+        return given, gather_lengths(given, membership, group)
+
+    def _encoded(self, batch: Sequence[Mapping[str, Any]], ids: torch.Tensor, offsets: torch.Tensor) -> Given:
+        """This rank's samples in the order of their ids, as bytes."""
+        first = int(offsets[self._joined.layout.coord(dist.get_rank()).dp])
+        order = np.argsort(np.asarray(ids.cpu()))
+        if sorted(ids.tolist()) != [*range(first, first + len(batch))]:
+            raise RecipeError(
+                f"global_ids_this_rank begins with {ids.tolist()[:8]} for {len(batch)} samples; by offsets, "
+                f"this rank has the ids {first} to {first + len(batch) - 1}"
+            )
+        samples = [{_sent(name): value for name, value in batch[at].items()} for at in order.tolist()]
+        return encode(samples, self._keys, first=self._taken, rank=dist.get_rank())
+
+    def _planned(self, id_seqlens: Sequence[tuple[int, int]]) -> SampleGroups:
+        """The groups of these samples, by meshfeed's planner."""
+        layout = self._joined.layout
+        lengths = np.array([size for _, size in sorted(id_seqlens)], np.int64)
+        packing = packing_of(self.config, layout, "dynamic_cp")
+        try:
+            return groups_of(plan_step(lengths, packing, dp=layout.dp, cp=layout.cp, pp=layout.pp))
+        except PlanError as error:
+            raise PlanError(f"batch {self._step}: {error}") from error
+
+    def _group(self, name: str, of_state: str, **options: bool) -> Any:
+        """A group of pg_collection, or of parallel_state."""
+        given: Any = getattr(self._groups, name, None)
+        return getattr(core("parallel_state"), of_state)(**options) if given is None else given
 
     def _placed(self, name: str, value: Any, width: int) -> Any:
         """A value of a sample on its device; keys with one entry per token get zeros up to the width."""
@@ -103,17 +258,9 @@ class HybridCPDataLoaderWrapper:
             value = torch.nn.functional.pad(value, [*beside, 0, max(width - len(value), 0)])
         return value.to(device_of(self._device))
 
-    def _pull(self) -> Given:
-        """This rank's items: none at its end, since others may have more; an error is reported to all."""
-        try:
-            element = next(cast(Iterator[Any], self._iterator), [])
-            given = sequences_of(element, self._given_keys)
-            samples = [{_sent(name): value for name, value in each.items()} for each in given]
-            return encode(samples, self._keys, first=self._taken, rank=dist.get_rank())
-        except Exception as error:
-            return failed(error, ErrorRecord.of(error))
-
-    def _join(self) -> tuple[Layout, Membership, Group]:
+    @cached_property
+    def _joined(self) -> _Joined:
+        """What the ranks that exchange are; the first use waits for them if they need a gloo group."""
         layout, rank = layout_of(self._groups), dist.get_rank()
         ranks = tuple(ranks_beside(layout, layout.coord(rank)).tolist())
         found: Any = getattr(self._groups, "dp_cp", None)
@@ -133,7 +280,7 @@ class HybridCPDataLoaderWrapper:
             group = meeting.group("hybrid", ranks)
         else:
             group = Group(found, ranks=ranks)
-        return layout, Membership.all_of(ranks, cp=layout.cp), group
+        return _Joined(layout, Membership.all_of(ranks, cp=layout.cp), group)
 
 
 def groups_of(step_plan: StepPlan) -> SampleGroups:
@@ -147,14 +294,35 @@ def groups_of(step_plan: StepPlan) -> SampleGroups:
     return groups
 
 
-def _width(step_plan: StepPlan, sample: int) -> int:
-    """Tokens of a sample or dummy, padded for its cp size."""
-    if sample < step_plan.lengths.size:
-        length, cp_size = int(step_plan.lengths[sample]), int(step_plan.cp_size[sample])
-    else:
-        length, cp_size = 1, step_plan.idle_cp_size
-    multiple = int(step_plan.align.pack_multiple(cp_size))  # each sample is a pack of its own
-    return -(-length // multiple) * multiple
+def plan_of(groups: SampleGroups, lengths: npt.NDArray[np.int64], align: Align) -> StepPlan:
+    """The plan that gives samples of these lengths to these ranks: `groups_of`, backwards.
+
+    Raises PlanError for a sample that is not on consecutive ranks of one group.
+    """
+    microbatch, first_rank = np.full((2, lengths.size), -1, np.int32)
+    cp_size = np.zeros(lengths.size, np.int32)
+    for m, of_rank in enumerate(groups):
+        for rank, ids in enumerate(of_rank):
+            for sample in (each for each in ids if each < lengths.size):
+                if cp_size[sample] == 0:
+                    microbatch[sample], first_rank[sample] = m, rank
+                elif (microbatch[sample], first_rank[sample] + cp_size[sample]) != (m, rank):
+                    raise PlanError(
+                        f"sample {sample} is on rank {rank} of group {m}, and not on the rank before"
+                    )
+                cp_size[sample] += 1
+    if (nowhere := np.flatnonzero(cp_size == 0)).size:
+        raise PlanError(f"sample {nowhere[0]} is in no group; give every sample to some rank")
+    return StepPlan(
+        lengths=lengths,
+        microbatch=microbatch,
+        first_rank=first_rank,
+        cp_size=cp_size,
+        num_microbatches=len(groups),
+        num_ranks=len(groups[0]),
+        idle_cp_size=1,
+        align=align,
+    )
 
 
 def _sent(name: str) -> str:

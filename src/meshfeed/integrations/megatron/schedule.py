@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from meshfeed.errors import PlanError, RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
@@ -77,7 +78,7 @@ def packing_of(
     align = align or Align()
     if getattr(config, "sequence_parallel", False):
         align = replace(align, pack=math.lcm(align.pack, layout.tp))
-    quantum = quantum_of(config)
+    quantum = quantum_of(config, layout)
     chosen: dict[str, Any] = {}
     most = getattr(config, "thd_max_packed_sequences", None)
     if most is not None and getattr(config, "pad_packed_seq_alignment", None) == "max":
@@ -159,6 +160,9 @@ class SequencePacking:
     iterators of a Feed it begins the next step and sends nothing. Every rank gets an iterator for
     `get_batch`; the iterators of one call are of the same step and dataset on all ranks.
 
+    Iterators are pulled where `is_reader` is True. One on tp rank 0 of another stage is left alone; one on
+    any other rank raises RoleError. The config needs only what Megatron's `wrap_data_iterator` reads.
+
     Args:
         loading: the value that `is_reader` got when the datasets were built.
         keys: what samples hold; None for tokens, labels and loss_mask, all else unsplit. Declare other keys
@@ -211,29 +215,32 @@ class SequencePacking:
         if num_microbatches < 1:
             raise RecipeError(f"num_microbatches={num_microbatches}: give at least 1")
         keep = scheduler_of(config) in KEEPING
-        self._turn.take(next((each for each in given if each is not None), None), num_microbatches, keep=keep)
-        layout = layout_of(pg_collection)
+        source, layout = next((each for each in given if each is not None), None), layout_of(pg_collection)
         plan = packing_of(config, layout, align=self._align)
         key = (layout, stages_of(config, layout), plan, keep)
         if key not in self._open:
-            self._open[key] = self._new_exchange(config, key, pg_collection)
-        stages = self._open[key].stages
-        if self._turn.source is not None and not self._open[key].pulls:
+            self._open[key] = self._new_exchange(config, key, pg_collection, source is not None)
+        made = self._open[key]
+        if source is not None and not made.pulls and not made.ignores:
             raise RecipeError("this rank had no data iterator before but has one now; pass it in every call")
+        self._turn.take(source if made.pulls else None, num_microbatches, keep=keep)
+        stages = made.stages
         wrapped, step = _wrapped(stages), stages[0].step
         if step is not None and not step.plan.lengths.size:  # on all ranks
             raise StopIteration
         return wrapped
 
-    def _new_exchange(self, config: Any, key: tuple[Any, ...], groups: Any) -> _Scheduled:
+    def _new_exchange(self, config: Any, key: tuple[Any, ...], groups: Any, has_one: bool) -> _Scheduled:
         layout, stages, packing, keeps = key
+        owners, rank = readers(config, loading=self._loading, groups=groups), dist.get_rank()
+        ignores = rank not in owners and layout.coord(rank).tp == 0
         in_runs = getattr(config, "cp_partition_mode", None) == "contiguous"
         made = _Scheduled(
-            self._turn if self._turn.source is not None else None,
+            self._turn if has_one and not ignores else None,
             layout,
             packing=packing,
             keys=self._keys,
-            owners=readers(config, loading=self._loading, groups=groups),
+            owners=owners,
             delivery=delivery_of(self._loading),
             stage_map=stages,
             cp_split="pack_contiguous" if in_runs else "zigzag",
@@ -241,17 +248,18 @@ class SequencePacking:
             timeout_s=self._timeout_s,
             name="keeps packs" if keeps else "",
         )
-        made.keeps, made.pulls = keeps, self._turn.source is not None
+        made.keeps, made.pulls, made.ignores = keeps, has_one and not ignores, ignores
         return made
 
 
 class _Scheduled(Exchange):
     """The exchange of a SequencePacking; its owners are Megatron's readers.
 
-    keeps: see KEEPING. pulls: whether this rank had an iterator when it was made.
+    keeps: see KEEPING. pulls: whether this rank had an iterator when it was made. ignores: whether this rank
+    is tp rank 0 of a stage whose data another rank reads, so that an iterator on it has no use.
     """
 
-    keeps = pulls = False
+    keeps = pulls = ignores = False
 
     @cached_property
     def stages(self) -> list[StageIterator]:

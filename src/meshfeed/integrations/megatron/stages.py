@@ -59,13 +59,14 @@ def device_of(given: str | torch.device | None) -> str | torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def stage_map(config: Any) -> StageMap:
+def stage_map(config: Any, *, pp: int = 1) -> StageMap:
     """What each pipeline stage does, from Megatron's TransformerConfig or anything with its attributes.
 
     It reads pipeline_model_parallel_size, virtual_pipeline_model_parallel_size, mtp_num_layers and
-    pipeline_model_parallel_layout. Without a layout, MTP layers are on the last stage.
+    pipeline_model_parallel_layout. Without a layout, MTP layers are on the last stage. pp: the pipeline
+    ranks of a config that has no pipeline_model_parallel_size.
     """
-    pp = int(getattr(config, "pipeline_model_parallel_size", 1))
+    pp = int(getattr(config, "pipeline_model_parallel_size", pp))
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if isinstance(layout, str):
         return StageMap(pp=pp, layout=layout)
@@ -89,15 +90,15 @@ def stages_of(config: Any, layout: Layout) -> StageMap:
     if config is None:
         vpp = core("parallel_state").get_virtual_pipeline_model_parallel_world_size()
         return StageMap(pp=layout.pp, vpp=vpp or 1)
-    stages = stage_map(config)
+    stages = stage_map(config, pp=layout.pp)
     stages.check(layout)
     return stages
 
 
-def quantum_of(config: Any) -> int | None:
+def quantum_of(config: Any, layout: Layout) -> int | None:
     """Microbatches that an interleaved schedule takes as a group; None without virtual stages."""
     size = getattr(config, "microbatch_group_size_per_vp_stage", None)
-    return int(size) if size and stage_map(config).vpp > 1 else None
+    return int(size) if size and stage_map(config, pp=layout.pp).vpp > 1 else None
 
 
 def scheduler_of(config: Any) -> str | None:
@@ -171,7 +172,7 @@ def feed(
     """
     layout = layout_of(groups)
     if packing is not None and packing.quantum is None and config is not None:
-        packing = replace(packing, quantum=quantum_of(config))
+        packing = replace(packing, quantum=quantum_of(config, layout))
     return Feed(
         recipe,
         layout,
