@@ -76,7 +76,7 @@ def test_concepts() -> None:
 
 
 def test_planner() -> None:
-    run_page("planner.md", 21)
+    run_page("planner.md", 22)
 
 
 def test_choices() -> None:
