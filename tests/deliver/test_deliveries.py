@@ -193,7 +193,7 @@ class WithExtras(mf.Windows):
         built = super().build(recipe, portion, columns, plain, allocate)
         images = list(columns["image"]) if columns else []
         captions = list(columns.get("caption", [b"?"] * len(portion.draws))) if columns else []
-        for m, (fields, draws) in enumerate(zip(built, portion.draws_by_microbatch())):
+        for m, (fields, draws) in enumerate(zip(built, map(portion.draws_of, portion.microbatches))):
             start, count = m * portion.rows, len(draws)
             mine = [images.pop(0) for index in draws.index.tolist() if has_image(index)]
             extras = {

@@ -261,7 +261,7 @@ class Meddling(mf.Windows):
 
     def build(self, recipe: Any, portion: Portion, columns: Any, names: Any, allocate: Any) -> Any:
         made = super().build(recipe, portion, columns, names, allocate)
-        for m, (arrays, draws) in enumerate(zip(made, portion.draws_by_microbatch())):
+        for m, (arrays, draws) in enumerate(zip(made, map(portion.draws_of, portion.microbatches))):
             if self.how == "by cp size" and portion.pack.cp_size > 1 and "tokens" in arrays:
                 arrays["tokens"][0, 0] += 1
             if self.how == "by microbatch" and "position_ids" in arrays and len(draws):

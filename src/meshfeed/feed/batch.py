@@ -14,6 +14,7 @@ from meshfeed.errors import StateError
 from meshfeed.metrics import StepCosts, StepStats
 from meshfeed.order import Draws
 from meshfeed.plan import ModelShape, StepPlan, flops
+from meshfeed.sequence import Portion
 
 Value = torch.Tensor | Sequence[torch.Tensor | None] | Sequence[bytes | None]
 
@@ -24,18 +25,28 @@ class Microbatch(Mapping[str, Any]):
 
     Attributes:
         index: of the microbatch in its step, from 0.
-        draws: the sequences in it, in row order; fewer than the rows, or none, if the batch ran out.
-        cp_ranks: global ranks of the context-parallel group that splits its sequences, in the order of their
-            slices.
-        cp_rank: this rank's index among them.
         fields: the tensors by name.
     """
 
     index: int
-    draws: Draws
-    cp_ranks: tuple[int, ...]
-    cp_rank: int
     fields: Mapping[str, Value]
+    _portion: Portion
+
+    @property
+    def draws(self) -> Draws:
+        """The sequences in it, in row order; fewer than the rows, or none, if the batch ran out."""
+        return self._portion.draws_of(self.index)
+
+    @property
+    def cp_ranks(self) -> tuple[int, ...]:
+        """Global ranks of the context-parallel group that splits its sequences, in the order of their
+        slices."""
+        return self._portion.cp_ranks
+
+    @property
+    def cp_rank(self) -> int:
+        """This rank's index among them."""
+        return self._portion.pack.cp_rank
 
     @property
     def cp_size(self) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
-from meshfeed.columns import Array, Arrays, Constant
+from meshfeed.columns import Array, Arrays, Constant, Stacked
 from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Microbatch, Value
 from meshfeed.sequence import Compact, Portion, widened
@@ -91,17 +91,13 @@ class OnHost:
     def place(self, built: Sequence[Arrays] | Compact) -> tuple[list[dict[str, Value]], Any]:
         if isinstance(built, Compact):
             return _widened(built, lambda array: torch.from_numpy(array.copy()), _tensors), None
-        placed: list[dict[str, Value]] = []
-        for arrays in built:
-            fields: dict[str, Value] = {}
-            for name, value in arrays.items():
-                if isinstance(value, Constant):
-                    # a copy-on-write clone, as writing to a field must not change the next microbatch's
-                    fields[name] = _lazy_clone(self._constants.of(value))
-                else:
-                    fields[name] = _tensors(value)
-            placed.append(fields)
-        return placed, None
+        return _placed(built, self._tensors), None
+
+    def _tensors(self, value: Any) -> Value:
+        if isinstance(value, Constant):
+            # a copy-on-write clone, as writing to a field must not change the next microbatch's
+            return _lazy_clone(self._constants.of(value))
+        return _tensors(value)
 
     def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
         """No copy is in flight."""
@@ -142,7 +138,7 @@ class OnCuda:
             if isinstance(built, Compact):
                 fields = _widened(built, stage, self._copied)
             else:
-                fields = [{name: self._copied(value) for name, value in arrays.items()} for arrays in built]
+                fields = _placed(built, self._copied)
             done = torch.cuda.Event()
             done.record(self._stream)
         while self._in_flight and self._in_flight[0][0].query():
@@ -200,23 +196,33 @@ def microbatches_of(
 ) -> tuple[list[Microbatch], Any]:
     """The microbatches of a portion on their device, and the placer's ticket for them."""
     placed, ticket = placer.place(built)
-    return [
-        Microbatch(m, draws, portion.cp_ranks, portion.pack.cp_rank, fields)
-        for m, draws, fields in zip(portion.microbatches, portion.draws_by_microbatch(), placed)
-    ], ticket
+    return [Microbatch(m, fields, portion) for m, fields in zip(portion.microbatches, placed)], ticket
 
 
 def _widened(
-    compact: Compact, copy: Callable[[Array], torch.Tensor], ready: Callable[[Any], Value]
+    compact: Compact, copy: Callable[[Array], torch.Tensor], tensors: Callable[[Any], Value]
 ) -> list[dict[str, Value]]:
-    """The fields of each microbatch: rows of the widened ones, and those that are `ready`."""
-    wide, num_microbatches = widened(compact, copy), len(compact.ready)
-    rows = compact.shape[0] // num_microbatches
-    return [
-        {name: tensor[m * rows : (m + 1) * rows] for name, tensor in wide.items()}
-        | {name: ready(value) for name, value in arrays.items()}
-        for m, arrays in enumerate(compact.ready)
-    ]
+    """The fields of each microbatch, from their compact form."""
+    return _parted(widened(compact, copy), compact.ready, tensors)
+
+
+def _placed(built: Sequence[Arrays], tensors: Callable[[Any], Value]) -> list[dict[str, Value]]:
+    """The fields of each microbatch."""
+    if isinstance(built, Stacked) and built.is_whole:
+        rows = {name: cast(torch.Tensor, tensors(array)) for name, array in built.rows.items()}
+        return _parted(rows, built.others, tensors)
+    return _parted({}, built, tensors)
+
+
+def _parted(
+    rows: Mapping[str, torch.Tensor], others: Sequence[Arrays], tensors: Callable[[Any], Value]
+) -> list[dict[str, Value]]:
+    """The fields of each microbatch: its share of the rows of all, and its others."""
+    made = [{name: tensors(value) for name, value in arrays.items()} for arrays in others]
+    if not rows:
+        return made
+    parts = zip(*(tensor.split(len(tensor) // len(made)) for tensor in rows.values()))
+    return [dict(zip(rows, part)) | fields for part, fields in zip(parts, made)]
 
 
 def _tensors(value: Any) -> Value:

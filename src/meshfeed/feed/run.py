@@ -34,9 +34,18 @@ class StepStart:
 class Made:
     """The producer has made some microbatches. counted: their cost, by counter."""
 
-    microbatches: Sequence[Microbatch]
+    microbatches: list[Microbatch]
     ticket: Any
     counted: Mapping[str, int]
+
+    def without(self, names: frozenset[str]) -> list[Microbatch]:
+        """The microbatches without some fields."""
+        if not names:
+            return self.microbatches
+        return [
+            replace(each, fields={name: v for name, v in each.fields.items() if name not in names})
+            for each in self.microbatches
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class _View:
     hidden: frozenset[str]
     step: int
     whole: int
-    items: deque[StepStart | Microbatch | None] = field(default_factory=deque)
+    items: deque[StepStart | list[Microbatch] | None] = field(default_factory=deque)
     joined: bool = False
 
 
@@ -189,23 +198,31 @@ class Run:
         )
 
     def _microbatches(self, view: _View, batch: GlobalBatch) -> Generator[Microbatch]:
-        num_microbatches = batch.plan.num_microbatches
-        for taken in range(1, num_microbatches + 1):
-            item = self._take(view) if view.step == batch.step + 1 else None
-            if not isinstance(item, Microbatch):
-                raise StateError(
-                    "these microbatches belong to a finished step; take them before the next step"
-                )
-            if taken == num_microbatches:
-                view.whole = view.step
-            yield item
+        left, after = batch.plan.num_microbatches, batch.step + 1
+        while left:
+            some = self._take(view) if view.step == after else None
+            for microbatch in some if isinstance(some, list) else [None]:
+                if view.step != after or microbatch is None:
+                    raise StateError(
+                        "these microbatches belong to a finished step; take them before the next step"
+                    )
+                if self._stopped:
+                    self._check_running()
+                left -= 1
+                if not left:
+                    view.whole = after
+                yield microbatch
 
-    def _take(self, view: _View) -> StepStart | Microbatch | None:
-        """The view's next item; None at the end of the stream."""
+    def _check_running(self) -> None:
+        """Raise the error that has ended the run, if one has."""
         if self._failure is not None:
             raise self._failure
         if self._stopped:
             raise StateError("load_state_dict, close or a new loop ended this iteration; start a new one")
+
+    def _take(self, view: _View) -> StepStart | list[Microbatch] | None:
+        """The view's next item; None at the end of the stream."""
+        self._check_running()
         while not view.items:
             try:
                 self._pull()
@@ -247,8 +264,8 @@ class Run:
         elif isinstance(item, Made):
             self._recorder.costs.counted(item.counted)
             self._placer.receive(item.microbatches, item.ticket)
-            for microbatch in item.microbatches:
-                self._enqueue(microbatch)
+            for view in self._views:
+                view.items.append(item.without(view.hidden))
             self._left -= len(item.microbatches)
             if self._verifier is not None and self._left == 0:
                 self._verifier.taken(self._due)
@@ -293,13 +310,9 @@ class Run:
                 raise
             self._failures.fail(error, step)
 
-    def _enqueue(self, item: StepStart | Microbatch | None) -> None:
+    def _enqueue(self, item: StepStart | None) -> None:
         for view in self._views:
-            if isinstance(item, Microbatch) and view.hidden:
-                wanted = {name: value for name, value in item.fields.items() if name not in view.hidden}
-                view.items.append(replace(item, fields=wanted))
-            else:
-                view.items.append(item)
+            view.items.append(item)
 
     def _start(self) -> None:
         with self._clock.stage("start"), contextlib.ExitStack() as stack:

@@ -166,7 +166,7 @@ class WithColumns(SequenceRule):
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> list[Arrays]:
+    ) -> Sequence[Arrays]:
         """The named fields; see the class."""
         mine = [name for name in names if name in self.recipes or (name == "loss_mask" and self._masks)]
         built = self.rule.build(recipe, portion, columns, [n for n in names if n not in mine], allocate)

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.columns import Allocate, Array, Columns, Stacked
 from meshfeed.errors import RecipeError
 from meshfeed.files import Cache
 from meshfeed.mixture import Store
@@ -192,7 +192,7 @@ class Masked(DocumentRule):
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> list[Arrays]:
+    ) -> Stacked:
         """The named fields of each microbatch; see the class."""
         cp_size, rows = portion.pack.cp_size, portion.rows * len(portion.microbatches)
         width = int(Align().padded(np.array(self.length), cp_size)) // cp_size
@@ -217,11 +217,7 @@ class Masked(DocumentRule):
         if flat.keys() & {"tokens", "labels", "loss_mask"}:
             raw = np.asarray(columns["tokens"]) if columns else np.zeros(0, np.int64)
             self._fill_documents(recipe, portion, at, raw, flat)
-        made: list[Arrays] = []
-        for m in range(len(portion.microbatches)):
-            mine = slice(m * portion.rows, (m + 1) * portion.rows)
-            made.append({name: array[mine] for name, array in whole.items()})
-        return made
+        return Stacked(whole, [{} for _ in portion.microbatches])
 
     # -- geometry -------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshfeed.columns import Allocate, Array, Arrays, Columns, Constant
+from meshfeed.columns import Allocate, Array, Arrays, Columns, Constant, Stacked
 from meshfeed.errors import RecipeError
 from meshfeed.order import Draws, concatenated
 from meshfeed.plan import Align, Slices
@@ -116,7 +116,7 @@ class Rows(SequenceRule):
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> list[Arrays]:
+    ) -> Stacked:
         """The named fields of each microbatch; see the class for shapes."""
         shape, k = self._shape(portion), len(portion.draws)
         own, held = _edges(portion.own_row), _edges(portion.held_row)
@@ -139,14 +139,7 @@ class Rows(SequenceRule):
                 _fill(self._positions(starts, k), in_row, out, k, field.pad)
             elif columns is not None:
                 _fill(np.asarray(columns["tokens"]), in_read[field.name == "labels"], out, k, field.pad)
-        made: list[Arrays] = []
-        for m in range(len(portion.microbatches)):
-            rows = slice(m * portion.rows, (m + 1) * portion.rows)
-            made.append({name: array[rows] for name, array in whole.items()} | constant)
-        if self.reset_attention_mask and "cu_seqlens" in names:
-            for arrays, lengths in zip(made, self._lengths(starts, portion)):
-                arrays |= lengths
-        return made
+        return Stacked(whole, [constant | each for each in self._others(starts, portion, names)])
 
     def compact(
         self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
@@ -173,9 +166,7 @@ class Rows(SequenceRule):
         stored: dict[str, Array] = {}
         if columns and any(field.stored for field in fields):
             stored["tokens"] = _cut_rows(np.asarray(columns["tokens"]), cut, portion)
-        ready: list[Arrays] = [{} for _ in portion.microbatches]
-        if self.reset_attention_mask and "cu_seqlens" in names:
-            ready = list(self._lengths(starts, portion))
+        ready = self._others(starts, portion, names)
         return Compact(shape, stored, [RunField(field, *runs[field.name]) for field in fields], ready)
 
     # -- defined by the rule ----------------------------------------------------------------------------
@@ -246,11 +237,14 @@ class Rows(SequenceRule):
             mask[row, offset - 1] = 0
         return mask
 
-    def _lengths(self, starts: Starts, portion: Portion) -> Iterator[Arrays]:
-        """cu_seqlens and max_seqlen of each microbatch."""
-        for cu_seqlens in self._cu_seqlens(starts, portion):
-            longest = np.array(np.diff(cu_seqlens).max(initial=0), np.int32)
-            yield {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
+    def _others(self, starts: Starts, portion: Portion, names: Sequence[str]) -> list[Arrays]:
+        """cu_seqlens and max_seqlen of each microbatch, where they are named."""
+        if not (self.reset_attention_mask and "cu_seqlens" in names):
+            return [{} for _ in portion.microbatches]
+        return [
+            {"cu_seqlens": each, "max_seqlen": np.array(np.diff(each).max(initial=0), np.int32)}
+            for each in self._cu_seqlens(starts, portion)
+        ]
 
     def _cu_seqlens(self, starts: Starts, portion: Portion) -> Iterator[Array]:
         """For each microbatch, document starts over its concatenated rows, then their end; int32."""

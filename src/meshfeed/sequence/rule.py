@@ -75,7 +75,7 @@ class SequenceRule(Rule):
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
-    ) -> list[Arrays]:
+    ) -> Sequence[Arrays]:
         """The named fields of this rank, for each microbatch of the portion.
 
         columns: may be None if no stored field is named. They are valid until the call returns: copy what is

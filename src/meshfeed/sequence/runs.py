@@ -168,11 +168,10 @@ class Portion:
         one &= slices.start < length
         return Slices(slices.sequence[one], slices.start[one], np.minimum(slices.stop[one], length))
 
-    def draws_by_microbatch(self) -> list[Draws]:
-        """The draws of each microbatch."""
-        if not self.rows:
-            return [self.draws]
-        return [self.draws.between(m * self.rows, (m + 1) * self.rows) for m in range(len(self.microbatches))]
+    def draws_of(self, microbatch: int) -> Draws:
+        """The draws of one of the microbatches."""
+        first = (microbatch - self.microbatches.start) * self.rows
+        return self.draws.between(first, first + self.rows) if self.rows else self.draws
 
     @cached_property
     def num_tokens(self) -> int:

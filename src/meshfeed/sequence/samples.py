@@ -187,7 +187,7 @@ class Samples(SequenceRule):
                     arrays[field.name] = _copies(column, 0, len(portion.draws))
             return [arrays | fields_of_plan(portion, names, allocate)]
         made: list[Arrays] = []
-        for m, draws in enumerate(portion.draws_by_microbatch()):
+        for m, draws in enumerate(map(portion.draws_of, portion.microbatches)):
             start, stop = m * portion.rows, m * portion.rows + len(draws)
             made.append({f.name: _row_values(held[f.name], start, stop, allocate) for f in wanted})
         return made

@@ -8,6 +8,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from meshfeed.columns import Stacked
+
+_LISTS = (tuple, list, Stacked)
+
 
 def difference(one: Any, other: Any, where: str = "") -> str | None:
     """Where two items differ first, and how; None where they are equal, bit by bit.
@@ -19,7 +23,7 @@ def difference(one: Any, other: Any, where: str = "") -> str | None:
         return _of_mappings(cast(Mapping[Any, Any], one), cast(Mapping[Any, Any], other), where)
     if _is_array(one) and _is_array(other):
         return _of_arrays(one, other, where)
-    if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
+    if isinstance(one, _LISTS) and isinstance(other, _LISTS):
         return _of_sequences(cast(Sequence[Any], one), cast(Sequence[Any], other), where)
     if type(one) is not type(other):
         return f"{_at(where)}: {type(one).__name__} and {type(other).__name__}"
