@@ -190,14 +190,11 @@ class Stepping:
     def _plan(self, step: int, draws: Draws, lengths: npt.NDArray[np.int64]) -> StepPlan:
         dp, cp, pp = self.layout.dp, self.layout.cp, self.layout.pp
         if self.packing is None:
-            return plan_fixed(
-                lengths,
-                dp=dp,
-                cp=cp,
-                micro_batch_size=self.micro_batch_size,
-                align=self._row_align,
-                order=self._by_lanes(step, draws),
-            )
+            order = self._by_lanes(step, draws)
+            if order is None:
+                return _plan_of_rows(lengths.tobytes(), dp, cp, self.micro_batch_size, self._row_align)
+            size, align = self.micro_batch_size, self._row_align
+            return plan_fixed(lengths, dp=dp, cp=cp, micro_batch_size=size, align=align, order=order)
         try:
             return plan_step(lengths, self.packing, dp=dp, cp=cp, pp=pp, vpp=self.vpp, cp_split=self.cp_split)
         except PlanError as error:
@@ -229,13 +226,18 @@ class Stepping:
         served: cp coordinates of the ranks that its reader serves, including its own.
         """
         first = coord.dp * self.layout.cp
+        rank, group = first + coord.cp, tuple(first + cp for cp in served)
+        if self.packing is None:
+            rows, together = self.micro_batch_size, self._together(batch)
+            cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, together, self.layout, coord)
+            return [portion.of(batch.draws) for portion in cut]
         return portions_of(
             batch.plan,
             batch.draws,
             batch.lengths,
-            first + coord.cp,
-            group=[first + cp for cp in served],
-            rows=0 if self.packing else self.micro_batch_size,
+            rank,
+            group=group,
+            rows=0,
             split=self.cp_split,
             together=self._together(batch),
             rank_of_dp_cp=ranks_beside(self.layout, coord),
@@ -262,6 +264,41 @@ def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[
     at, beside = coord.dp * cp + coord.cp, ranks_beside(layout, coord)
     groups = cp_groups(beside.size, sizes)
     return {size: tuple(beside[group[at // size]].tolist()) for size, group in groups.items()}
+
+
+@lru_cache(maxsize=8)  # rows of equal lengths are planned alike in every step
+def _plan_of_rows(lengths: bytes, dp: int, cp: int, micro_batch_size: int, align: Align) -> StepPlan:
+    whole = np.frombuffer(lengths, np.int64)
+    return plan_fixed(whole, dp=dp, cp=cp, micro_batch_size=micro_batch_size, align=align)
+
+
+@lru_cache(maxsize=8)  # and cut alike
+def _cut_rows(
+    plan: StepPlan,
+    rank: int,
+    group: tuple[int, ...],
+    rows: int,
+    split: CpSplit,
+    together: int,
+    layout: Layout,
+    coord: Coord,
+) -> list[Portion]:
+    """The portions of a plan of rows, of numbered draws: see `Portion.of`."""
+    numbers, none = np.arange(plan.lengths.size), np.zeros(plan.lengths.size, np.int64)
+    portions = portions_of(
+        plan,
+        Draws(none.astype(np.int32), none, numbers),
+        plan.lengths,
+        rank,
+        group=group,
+        rows=rows,
+        split=split,
+        together=together,
+        rank_of_dp_cp=ranks_beside(layout, coord),
+    )
+    for portion in portions:
+        _ = portion.own_row, portion.held_row, portion.num_tokens  # once for all portions made of it
+    return portions
 
 
 @lru_cache(maxsize=16)  # called every step, for one layout

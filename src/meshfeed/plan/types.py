@@ -87,9 +87,9 @@ class PackShape:
     max_sequences: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """One step: every sequence's microbatch and ranks.
+    """One step: every sequence's microbatch and ranks. Equal only to itself.
 
     A row is a sequence, in stream order. Where too long ones are split a row is a piece of a sequence: its
     tokens start ... start + length, the pieces of one sequence in consecutive rows.

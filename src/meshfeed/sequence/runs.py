@@ -8,6 +8,7 @@ part of it goes where in a rank's fields.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -167,6 +168,16 @@ class Portion:
         one, length = slices.sequence == 0, int(self.pack.lengths[0]) if len(self.draws) else 0
         one &= slices.start < length
         return Slices(slices.sequence[one], slices.start[one], np.minimum(slices.stop[one], length))
+
+    def of(self, draws: Draws) -> Portion:
+        """The same part of a global batch with the same lengths.
+
+        draws: of that batch, where the draws of this portion are numbers in it. What follows from lengths
+        alone is computed once for all that are made in this way.
+        """
+        made = copy(self)
+        object.__setattr__(made, "draws", draws.take(self.draws.index))
+        return made
 
     def draws_of(self, microbatch: int) -> Draws:
         """The draws of one of the microbatches."""
