@@ -25,7 +25,8 @@ class Stacked(Sequence[Arrays]):
     Then each microbatch has a dictionary of its own, as in a list, which may be changed.
 
     Attributes:
-        rows: name -> the rows of all microbatches, one microbatch after the other.
+        rows: name -> the rows of all microbatches, one microbatch after the other; a Constant has those of
+            each.
         others: the further fields of each microbatch.
     """
 
@@ -47,7 +48,11 @@ class Stacked(Sequence[Arrays]):
     def __getitem__(self, at: slice) -> list[Arrays]: ...
     def __getitem__(self, at: int | slice) -> Arrays | list[Arrays]:
         if self._each is None:
-            parts = [np.split(array, len(self)) for array in self.rows.values()]
+            count = len(self)
+            parts = [
+                [array] * count if isinstance(array, Constant) else np.split(array, count)
+                for array in self.rows.values()
+            ]
             self._each = [dict(zip(self.rows, part)) | more for *part, more in zip(*parts, self.others)]
         return self._each[at]
 

@@ -19,6 +19,53 @@ from meshfeed.sequence import Portion
 Value = torch.Tensor | Sequence[torch.Tensor | None] | Sequence[bytes | None]
 
 
+class Together:
+    """The tensors of several microbatches, cut apart where somebody asks for a field.
+
+    Args:
+        rows: name -> the rows of all microbatches, one microbatch after the other.
+        count: microbatches.
+    """
+
+    __slots__ = ("_count", "_cut", "rows")
+
+    def __init__(self, rows: Mapping[str, torch.Tensor], count: int) -> None:
+        self.rows, self._count = rows, count
+        self._cut: dict[str, Sequence[torch.Tensor]] = {}
+
+    def of(self, name: str, at: int) -> torch.Tensor:
+        """A field of one microbatch."""
+        if name not in self._cut:
+            self._cut[name] = self.rows[name].split(len(self.rows[name]) // self._count)
+        return self._cut[name][at]
+
+
+class Fields(Mapping[str, Value]):
+    """The fields of one microbatch.
+
+    Args:
+        together, at: the microbatch among others.
+        others: its further fields.
+    """
+
+    __slots__ = ("_at", "_others", "_together")
+
+    def __init__(self, together: Together, at: int, others: Mapping[str, Value]) -> None:
+        self._together, self._at, self._others = together, at, others
+
+    def __getitem__(self, name: str) -> Value:
+        return self._others[name] if name in self._others else self._together.of(name, self._at)
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self._together.rows, self._others)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._together.rows or name in self._others
+
+    def __len__(self) -> int:
+        return len(self._together.rows) + len(self._others)
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Microbatch(Mapping[str, Any]):
     """Field name -> tensor (or a list of tensors or of bytes, if shapes vary), for one rank.

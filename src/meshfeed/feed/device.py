@@ -13,7 +13,7 @@ import torch
 
 from meshfeed.columns import Array, Arrays, Constant, Stacked
 from meshfeed.errors import OptionError
-from meshfeed.feed.batch import Microbatch, Value
+from meshfeed.feed.batch import Fields, Microbatch, Together, Value
 from meshfeed.sequence import Compact, Portion, widened
 
 _MOST_KEPT = 128
@@ -35,7 +35,7 @@ class Placer(Protocol):
         """An uninitialised array to build a field in."""
         ...
 
-    def place(self, built: Sequence[Arrays] | Compact) -> tuple[list[dict[str, Value]], Any]:
+    def place(self, built: Sequence[Arrays] | Compact) -> tuple[Sequence[Mapping[str, Value]], Any]:
         """The tensors of some microbatches, and a ticket for `receive`; called on the producer's thread."""
         ...
 
@@ -88,15 +88,15 @@ class OnHost:
                 del made[0]
         return made[-1][:num_bytes].view(dtype).reshape(shape)
 
-    def place(self, built: Sequence[Arrays] | Compact) -> tuple[list[dict[str, Value]], Any]:
+    def place(self, built: Sequence[Arrays] | Compact) -> tuple[Sequence[Mapping[str, Value]], Any]:
         if isinstance(built, Compact):
             return _widened(built, lambda array: torch.from_numpy(array.copy()), _tensors), None
         return _placed(built, self._tensors), None
 
-    def _tensors(self, value: Any) -> Value:
+    def _tensors(self, value: Any, times: int = 1) -> Value:
         if isinstance(value, Constant):
-            # a copy-on-write clone, as writing to a field must not change the next microbatch's
-            return _lazy_clone(self._constants.of(value))
+            # a copy-on-write clone, as writing to a field must not change later microbatches'
+            return _lazy_clone(self._constants.of(value, times))
         return _tensors(value)
 
     def receive(self, microbatches: Sequence[Microbatch], ticket: Any) -> None:
@@ -126,7 +126,7 @@ class OnCuda:
         """Page-locked."""
         return torch.empty(shape, dtype=getattr(torch, dtype), pin_memory=True).numpy()
 
-    def place(self, built: Sequence[Arrays] | Compact) -> tuple[list[dict[str, Value]], Any]:
+    def place(self, built: Sequence[Arrays] | Compact) -> tuple[Sequence[Mapping[str, Value]], Any]:
         staged: list[Any] = [built]
 
         def stage(array: Array) -> torch.Tensor:
@@ -160,8 +160,8 @@ class OnCuda:
         self._stream.synchronize()
         self._in_flight.clear()
 
-    def _copied(self, value: Any) -> Value:
-        host = self._constants.of(value) if isinstance(value, Constant) else _tensors(value)
+    def _copied(self, value: Any, times: int = 1) -> Value:
+        host = self._constants.of(value, times) if isinstance(value, Constant) else _tensors(value)
         if isinstance(host, torch.Tensor):
             return host.to(self._device, non_blocking=True)
         return cast(
@@ -174,15 +174,16 @@ class _Constants:
 
     def __init__(self, make: Callable[[Array], torch.Tensor]) -> None:
         self._make = make
-        self._known: OrderedDict[int, tuple[Constant, torch.Tensor]] = OrderedDict()
+        self._known: OrderedDict[tuple[int, int], tuple[Constant, torch.Tensor]] = OrderedDict()
 
-    def of(self, array: Constant) -> torch.Tensor:
-        """The constant's tensor, made once; do not write to it."""
-        if id(array) not in self._known:
-            self._known[id(array)] = array, self._make(array.view(np.ndarray))
+    def of(self, array: Constant, times: int) -> torch.Tensor:
+        """The constant's rows, so many times, as a tensor that is made once; do not write to it."""
+        key = id(array), times
+        if key not in self._known:
+            self._known[key] = array, self._make(np.concatenate([array.view(np.ndarray)] * times))
             if len(self._known) > _MOST_CONSTANTS:
                 self._known.popitem(last=False)
-        return self._known[id(array)][1]
+        return self._known[key][1]
 
 
 def _room_for(num_bytes: int) -> int:
@@ -201,28 +202,28 @@ def microbatches_of(
 
 def _widened(
     compact: Compact, copy: Callable[[Array], torch.Tensor], tensors: Callable[[Any], Value]
-) -> list[dict[str, Value]]:
+) -> Sequence[Mapping[str, Value]]:
     """The fields of each microbatch, from their compact form."""
-    return _parted(widened(compact, copy), compact.ready, tensors)
+    return _together(widened(compact, copy), compact.ready, tensors)
 
 
-def _placed(built: Sequence[Arrays], tensors: Callable[[Any], Value]) -> list[dict[str, Value]]:
+def _placed(built: Sequence[Arrays], tensors: Callable[[Any, int], Value]) -> Sequence[Mapping[str, Value]]:
     """The fields of each microbatch."""
     if isinstance(built, Stacked) and built.is_whole:
-        rows = {name: cast(torch.Tensor, tensors(array)) for name, array in built.rows.items()}
-        return _parted(rows, built.others, tensors)
-    return _parted({}, built, tensors)
+        rows = {name: cast(torch.Tensor, tensors(array, len(built))) for name, array in built.rows.items()}
+        return _together(rows, built.others, lambda value: tensors(value, 1))
+    return [{name: tensors(value, 1) for name, value in arrays.items()} for arrays in built]
 
 
-def _parted(
+def _together(
     rows: Mapping[str, torch.Tensor], others: Sequence[Arrays], tensors: Callable[[Any], Value]
-) -> list[dict[str, Value]]:
+) -> list[Fields]:
     """The fields of each microbatch: its share of the rows of all, and its others."""
-    made = [{name: tensors(value) for name, value in arrays.items()} for arrays in others]
-    if not rows:
-        return made
-    parts = zip(*(tensor.split(len(tensor) // len(made)) for tensor in rows.values()))
-    return [dict(zip(rows, part)) | fields for part, fields in zip(parts, made)]
+    together = Together(rows, len(others))
+    return [
+        Fields(together, at, {name: tensors(value) for name, value in arrays.items()})
+        for at, arrays in enumerate(others)
+    ]
 
 
 def _tensors(value: Any) -> Value:

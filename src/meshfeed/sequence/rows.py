@@ -123,13 +123,12 @@ class Rows(SequenceRule):
         in_row, *in_read = _runs_of_row(own, held)
         starts = self._document_starts(recipe, portion.draws) if self._minds_documents else _NO_STARTS
         whole: dict[str, Array] = {}
-        constant: Arrays = {}
         fixed = self._fixed(recipe, portion)
         for field in self.fields:
             if field.name not in names or field in _DOCUMENT_FIELDS:
                 continue
             if field.name in fixed:
-                constant[field.name] = _fixed_rows(field, (portion.rows, shape[1]), own, self.length)
+                whole[field.name] = _fixed_rows(field, (portion.rows, shape[1]), own, self.length)
                 continue
             out = whole[field.name] = allocate(shape, field.dtype)
             if field.name == "loss_mask":
@@ -139,7 +138,7 @@ class Rows(SequenceRule):
                 _fill(self._positions(starts, k), in_row, out, k, field.pad)
             elif columns is not None:
                 _fill(np.asarray(columns["tokens"]), in_read[field.name == "labels"], out, k, field.pad)
-        return Stacked(whole, [constant | each for each in self._others(starts, portion, names)])
+        return Stacked(whole, self._others(starts, portion, names))
 
     def compact(
         self, recipe: Recipe, portion: Portion, columns: Columns | None, names: Sequence[str]
