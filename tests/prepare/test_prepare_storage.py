@@ -19,8 +19,8 @@ from meshfeed.errors import (
     StoreError,
     UnavailableError,
 )
-from meshfeed.files.client import Patience
 from meshfeed.files.refusals import options_of_environment
+from meshfeed.files.retries import Patience
 from meshfeed.files.writer import Writer
 from meshfeed.prepare import Text, prepare
 from meshfeed.prepare.storage import step_of

@@ -15,8 +15,9 @@ import numpy as np
 import meshfeed as mf
 from meshfeed.cli.machine import Finding, Times
 from meshfeed.errors import MeshfeedError, MissingError
-from meshfeed.files.client import Client, Patience, Stat
-from meshfeed.files.url import is_remote, local_path, split, without_secrets
+from meshfeed.files.client import Client
+from meshfeed.files.retries import Patience, Stat
+from meshfeed.files.url import is_hub, is_remote, local_path, split, without_secrets
 from meshfeed.report.words import counted
 from meshfeed.store import IndexedWriter
 
@@ -73,7 +74,7 @@ def place(url: str, options: Mapping[str, str], cache: mf.Cache) -> Iterator[Fin
     """Whether a store can be opened and its objects fetched, and how fast storage answers."""
     try:
         remote = is_remote(url)
-        if remote:
+        if remote and not is_hub(url):
             yield _asked(url, options)
         with mf.open(url, cache=cache, options=options) as store:
             told = f"{counted(store.num_documents, 'document')}, {counted(store.num_tokens, 'token')}"

@@ -117,6 +117,11 @@ class ByteFile(ABC):
         """
         return None
 
+    @property
+    def content_id(self) -> str | None:
+        """A hash of all its bytes, where storage keeps one that identifies them; else None."""
+        return None
+
     @abstractmethod
     def peek(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """A few short ranges [begin, end), read at once and exactly; shorter at the end of the file."""

@@ -24,7 +24,7 @@ from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content
 from meshfeed.files.cache import Cache
 from meshfeed.files.local import fill
 from meshfeed.files.objects import Address, Opened
-from meshfeed.files.url import without_secrets
+from meshfeed.files.url import is_hub, without_secrets
 
 _MARKED_S = 10.0
 
@@ -68,6 +68,10 @@ class CachedFile(ByteFile):
     @property
     def guarded_by(self) -> str | None:
         return self._opened.sums
+
+    @property
+    def content_id(self) -> str | None:
+        return self._opened.tag if is_hub(self._given) else None
 
     def look_again(self) -> None:
         self._tell("look_again")

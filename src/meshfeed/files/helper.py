@@ -21,10 +21,13 @@ from meshfeed.errors import CacheError, ChangedError, MeshfeedError, StoreError
 from meshfeed.files.blocks import CacheFolder
 from meshfeed.files.byte_file import Content
 from meshfeed.files.channel import Channel
-from meshfeed.files.client import Client, LocalReader, Reader, Stat
+from meshfeed.files.client import Client, LocalReader, Reader
 from meshfeed.files.fetch import Fetcher
+from meshfeed.files.hub import HubClient
 from meshfeed.files.objects import Address, Opened, StoredObject, sums_at
+from meshfeed.files.retries import Stat
 from meshfeed.files.sums import Sums
+from meshfeed.files.url import is_hub
 
 T = TypeVar("T")
 
@@ -40,7 +43,7 @@ class Helper:
         self._fetcher = Fetcher()
         self._folders: dict[tuple[Path, int], CacheFolder] = {}  # by inode, too: one may be made anew
         self._objects: list[StoredObject] = []
-        self._clients: dict[tuple[Any, ...], Client] = {}
+        self._clients: dict[tuple[Any, ...], Client | HubClient] = {}
         self._of_files = LocalReader()
         self._remembered: dict[tuple[Any, ...], tuple[float, Any]] = {}  # answers of storage, and when
         self._lock = threading.Lock()
@@ -108,7 +111,7 @@ class Helper:
         with self._lock:
             folder = self._folders.setdefault((path, path.stat().st_ino), CacheFolder(path))
             folder.join(limit_bytes)
-        reader = self._reader(address)
+        reader = self._reader(address, path)
         one = StoredObject.of(address, reader, stat, folder, block_bytes, content, own_sums)
         with self._lock:
             self._objects.append(one)
@@ -122,9 +125,13 @@ class Helper:
         self._fetcher.need(one, blocks)
         return self._fetcher.told_bytes(one)
 
-    def list(self, address: Address) -> list[tuple[str, int]]:
+    def list(self, address: Address, cache: Path) -> list[tuple[str, int]]:
         """(path, size) of all objects below it, sorted."""
-        return self._client(address).list(address.path)
+        return self._client(address, cache).list(address.path)
+
+    def commit(self, address: Address, cache: Path) -> str:
+        """The commit of a dataset's revision on the Hub."""
+        return HubClient(address.root, address.options, cache / "hub").commit
 
     def peek(self, of: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Short ranges; storage is asked once for all processes of the node."""
@@ -157,22 +164,27 @@ class Helper:
 
     # -- below --------------------------------------------------------------------------------------------
 
-    def _client(self, address: Address) -> Client:
-        key = address.root, *sorted(address.options.items())
+    def _client(self, address: Address, cache: Path) -> Client | HubClient:
+        hub = cache / "hub" if is_hub(address.root) else None
+        key = address.root, hub, *sorted(address.options.items())
         with self._lock:
             if key not in self._clients:
-                self._clients[key] = Client(address.root, address.options)
+                self._clients[key] = (
+                    Client(address.root, address.options)
+                    if hub is None
+                    else HubClient(address.root, address.options, hub)
+                )
             return self._clients[key]
 
-    def _reader(self, address: Address) -> Reader:
-        return self._client(address) if address.root else self._of_files
+    def _reader(self, address: Address, cache: Path) -> Reader:
+        return self._client(address, cache) if address.root else self._of_files
 
     def _stat(self, address: Address, cache: Path) -> Stat:
-        reader = self._reader(address)
+        reader = self._reader(address, cache)
         return self._remember(("stat", reader, address.path, cache), lambda: reader.stat(address.path))
 
     def _sums_of(self, address: Address, cache: Path) -> Sums:
-        reader = self._reader(address)
+        reader = self._reader(address, cache)
         return self._remember(("sums", reader, address.path, cache), lambda: sums_at(reader, address))
 
     def _remember(self, key: tuple[Any, ...], ask: Callable[[], T]) -> T:

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files.blocks import Blocks, CacheFolder
 from meshfeed.files.byte_file import Content
-from meshfeed.files.client import Reader, Stat
+from meshfeed.files.client import Reader
 from meshfeed.files.codec import check_hashes, decompress
+from meshfeed.files.hub import hub_path
 from meshfeed.files.refusals import options_of_environment
+from meshfeed.files.retries import Stat
 from meshfeed.files.sums import ANEW, FileSums, Sums, parse
-from meshfeed.files.url import credentials_of, is_remote, local_path, split, without_secrets
+from meshfeed.files.url import credentials_of, is_hub, is_remote, local_path, split, without_secrets
 
 T = TypeVar("T")
 
@@ -46,6 +48,9 @@ class Address:
         """That of a URL, with the credentials of this process's environment. Raises StoreError."""
         if not is_remote(url):
             return cls("", str(Path(local_path(url)).absolute()), {})
+        if is_hub(url):
+            hub = hub_path(url)
+            return cls(hub.root, hub.path, options_of_environment(hub.root, os.environ) | dict(options))
         root, path = split(url)
         given = options_of_environment(root, os.environ) | credentials_of(url) | dict(options)
         return cls(root, path, given)

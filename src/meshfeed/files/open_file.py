@@ -81,8 +81,9 @@ class Folder:
         if not self.is_remote:
             return sorted(_below(Path(local_path(self.url))))
         address = Address.of(self.url, self.options)
-        found = retried(lambda: asker().ask("list", address, what=address.url))
-        prefix = f"{address.path.rstrip('/')}/"
+        cache = (self.cache or Cache()).make()
+        found = retried(lambda: asker().ask("list", address, cache, what=address.url))
+        prefix = f"{address.path.rstrip('/')}/".lstrip("/")
         return [(name.removeprefix(prefix), size) for name, size in found]
 
 

@@ -145,6 +145,7 @@ ENVIRONMENT: Mapping[str, tuple[str, ...]] = {
         "AZURE_STORAGE_ENDPOINT",
         "AZURE_FEDERATED_TOKEN_FILE",
     ),
+    "hf": ("HF_ENDPOINT", "HF_TOKEN"),
 }
 """The usual environment variables of each cloud, by scheme. A rank sends their values to its helper with each
 request, so they may change while it runs."""
@@ -152,7 +153,11 @@ request, so they may change while it runs."""
 
 def without_credentials(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a helper, without credentials: its reader sends them with each request."""
-    return {name: value for name, value in environ.items() if not name.startswith(_CLOUDS)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(_CLOUDS) and name not in ENVIRONMENT["hf"]
+    }
 
 
 def options_of_environment(root: str, environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,8 +13,12 @@ if __name__ == "__main__":
     if os.fork():  # the reader need not collect it as a child
         os._exit(0)
     os.setsid()  # Ctrl-C is for the reader, and so ends both
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [
+        each for each in sys.path if Path(each).resolve() != here
+    ]  # no module of ours replaces another's
     package = ModuleType("meshfeed")
-    package.__path__ = [str(Path(__file__).resolve().parents[1])]
+    package.__path__ = [str(here.parent)]
     sys.modules["meshfeed"] = package
     from meshfeed.files.helper import main
 

@@ -11,7 +11,9 @@ from meshfeed.errors import StoreError
 
 AUTHORIZATION = "authorization"
 """Option of the storage client: a header of every request."""
-_SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https")
+HUB = "hf://datasets/"
+"""How the URL of a dataset on the Hugging Face Hub begins."""
+_SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "http", "https", "hf")
 _SCHEME = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]*)://")
 
 
@@ -33,6 +35,11 @@ def is_remote(url: str) -> bool:
 def is_http(url: str) -> bool:
     """Whether a URL belongs to a web server, which has no listing."""
     return url.lower().startswith(("http://", "https://"))
+
+
+def is_hub(url: str) -> bool:
+    """Whether a URL belongs to the Hugging Face Hub."""
+    return url.startswith("hf://")
 
 
 def local_path(url: str) -> str:

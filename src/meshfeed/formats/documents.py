@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import ChangedError, StoreError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
+from meshfeed.files.url import is_hub
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import Column
 from meshfeed.store.base import I64, LengthsIndex, Pieces, StreamStore
@@ -29,6 +31,7 @@ VERSION = 1
 """Of the index: part of its key, so that a change here never meets an old one."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
+_OF_SPLIT = re.compile(r"(.+)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+")
 _BLOCK_BYTES = 1 << 12
 _NUM_BLOCKS = 16
 
@@ -225,9 +228,15 @@ class DocumentFiles(StreamStore):
 
 
 def sampled_digest(head: str, files: Sequence[ByteFile]) -> str:
-    """Hex digest of a text, and of the sizes and sampled blocks of files; the same wherever these lie."""
+    """Hex digest of a text, and of the sizes and sampled blocks of files; the same wherever these lie.
+
+    On the Hub it is of the hashes of all bytes, which take no requests.
+    """
     digest = hashlib.blake2b(head.encode(), digest_size=16)
     for file in files:
+        if file.content_id is not None:
+            digest.update(f"{file.size_bytes} {file.content_id};".encode())
+            continue
         last = max(file.size_bytes - _BLOCK_BYTES, 0)
         places = sorted({last * i // (_NUM_BLOCKS - 1) for i in range(_NUM_BLOCKS)})
         digest.update(file.size_bytes.to_bytes(8, "little"))
@@ -269,6 +278,8 @@ class DocumentFilesFormat(StoreFormat):
                     f"the path of a store{stores_inside(place.beside)}"
                 )
             return [place.beside.file(place.name)]
+        if "*" in place.name:
+            return [place.beside.file(name) for name in place.matches if name.endswith(self.suffix)] or None
         names = [name for name in documents_in(place.within, place.names) if name.endswith(SUFFIXES)]
         kinds = sorted({Path(name).suffix for name in names})
         if self.suffix not in kinds:
@@ -277,4 +288,8 @@ class DocumentFilesFormat(StoreFormat):
             raise StoreError(
                 f"{place.shown}: both {' and '.join(kinds)} files; keep each kind in a folder of its own"
             )
+        splits = sorted({found[1] for name in names if (found := _OF_SPLIT.fullmatch(name))})
+        if is_hub(place.given) and len(splits) > 1:
+            paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{self.suffix}" for split in splits)
+            raise StoreError(f"{place.shown}: several splits in one folder; give one: {paths}")
         return [place.within.file(name) for name in names]

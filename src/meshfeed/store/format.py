@@ -7,6 +7,7 @@ until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 
 
 from __future__ import annotations
 
+import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import ClassVar
 import numpy.typing as npt
 
 from meshfeed.errors import AccessError, OptionError
-from meshfeed.files import Cache, Folder
+from meshfeed.files import Cache, Folder, typed_errors
 from meshfeed.files.url import is_http, join, local_path, without_secrets
 from meshfeed.plugins import STORES, loaded, registered
 from meshfeed.store.base import StreamStore
@@ -113,6 +114,16 @@ class Place:
             self.tried[f"the list of {self.shown}"] = None
             return []
         return [name for name in listed if not any(part[:1] in "._" for part in name.split("/"))]
+
+    @cached_property
+    def matches(self) -> list[str]:
+        """Files beside it whose names it matches as a pattern, such as train-*.parquet."""
+        if self.beside.is_remote:
+            there = [name for name, _ in self.beside.names() if "/" not in name]
+        else:
+            with typed_errors(self.beside.url):
+                there = sorted(each.name for each in Path(self.beside.url).iterdir() if each.is_file())
+        return fnmatch.filter(there, self.name)
 
     def refuse_options(self, form: StoreFormat) -> None:
         """Refuse options that have no effect on a format."""

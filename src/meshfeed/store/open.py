@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import AccessError, MissingError, OptionError, StoreError
 from meshfeed.files import Cache, Folder
+from meshfeed.files.pinned import pinned
 from meshfeed.files.url import is_remote, local_path, parent, without_secrets
 from meshfeed.store.base import StreamStore
 from meshfeed.store.dataset import NAME
@@ -33,7 +34,8 @@ def open_store(
 
     path: of a Megatron store, with or without .bin or .idx; of a folder with dataset.json, with an MDS or
     litdata dataset, or of datasets.save_to_disk; of a .jsonl, .parquet or .arrow file, or a folder of these;
-    or the URL: s3://, gs://, az://, http(s)://.
+    or the URL: s3://, gs://, az://, http(s)://, hf://datasets/OWNER/NAME@REVISION/PATH. Several .jsonl,
+    .parquet or .arrow files of one folder: folder/train-*.parquet.
     column: of MDS, litdata, JSONL, Parquet or Arrow: what holds each document's tokens, "tokens" or
     "input_ids" if there; or its text, "text", if there is a tokenizer.
     dtype: of the tokens in a file of nothing else, such as nanoGPT's train.bin; of MDS: in a column of plain
@@ -53,6 +55,7 @@ def open_store(
     given = os.fspath(path)
     where = cache if isinstance(cache, Cache) else Cache(cache)
     try:
+        given = pinned(given, where, options or {})
         folder, name = parent(given)
         if options and not is_remote(given):
             raise OptionError(

@@ -1,0 +1,331 @@
+"""Datasets on the Hugging Face Hub: hf://datasets/OWNER/NAME@REVISION/PATH, read at one commit.
+
+What the Hub says of a commit never changes, so the processes of a node share it through a folder of the
+cache: the first to need an answer asks, under a lock, and the others read its file.
+
+    revision-KEY    the commit of a branch or tag, and when it was asked
+    tree-KEY        size and hash of every file of a commit
+    url-KEY         where the bytes of a file are, signed for some time; asked again when it has expired
+    pause-KEY       its modification time: no request before it
+
+So requests to the Hub grow with neither ranks nor blocks; blocks come from where the URL points. Used by the
+helper.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote, urlsplit
+
+from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
+from meshfeed.extras import install
+from meshfeed.files.durable import durable_file
+from meshfeed.files.lock import locked
+from meshfeed.files.refusals import REPLACED, reason
+from meshfeed.files.retries import Patience, Retries, Stat
+from meshfeed.files.url import HUB
+
+ENDPOINT = "https://huggingface.co"
+REMEMBERED_S = 30.0
+"""How long the commit of a branch is believed, for a process that starts."""
+_ROOT = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.S)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_MOST_PAUSE_S = 600.0
+
+
+class HubPath(NamedTuple):
+    """The parts of a URL.
+
+    Attributes:
+        repo: owner/name.
+        revision: branch, tag or commit; "main" if the URL names none.
+        path: in the repository.
+    """
+
+    repo: str
+    revision: str
+    path: str
+
+    @property
+    def root(self) -> str:
+        """The URL of the repository at the revision."""
+        return f"{HUB}{self.repo}@{quote(self.revision, safe='')}"
+
+
+def hub_path(url: str) -> HubPath:
+    """The parts of a URL. Raises StoreError for one that names no dataset."""
+    found = _ROOT.fullmatch(url)
+    if found is None:
+        raise StoreError(f"{url}: names no dataset; write hf://datasets/OWNER/NAME@REVISION/PATH")
+    return HubPath(found[1], unquote(found[2] or "main"), found[3] or "")
+
+
+def at_commit(url: str, commit: str) -> str:
+    """The same URL at a commit."""
+    repo, _, path = hub_path(url)
+    return f"{HUB}{repo}@{commit}/{path}".rstrip("/")
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit, which never changes."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
+class HubError(Exception):
+    """An answer of the Hub, or of the storage behind it, that is not what was asked for.
+
+    Attributes:
+        status: of HTTP.
+        wait_s: how long the server asks to wait; 0 if it does not say.
+    """
+
+    def __init__(self, status: int, wait_s: float, text: str) -> None:
+        super().__init__(text)
+        self.status, self.wait_s = status, wait_s
+
+
+class HubClient(Retries):
+    """Reads the files of one dataset at one revision. Threads share one. All methods may raise StoreError.
+
+    Args:
+        root: hf://datasets/OWNER/NAME@REVISION.
+        options: `endpoint` and `token`; HF_ENDPOINT and HF_TOKEN are their defaults.
+        folder: for what the node shares; private to this user, since signed URLs are secrets.
+        patience: timeouts and retries.
+    """
+
+    def __init__(
+        self, root: str, options: Mapping[str, str], folder: Path, patience: Patience | None = None
+    ) -> None:
+        super().__init__(root, patience)
+        lower = {name.lower().removeprefix("hf_"): value for name, value in options.items()}
+        self._repo, self._revision, _ = hub_path(root)
+        self._endpoint = lower.get("endpoint", ENDPOINT).rstrip("/")
+        self._given_token = lower.get("token")
+        self._folder = folder
+
+    @cached_property
+    def commit(self) -> str:
+        """The commit of the revision, the same for all processes of the node that ask at one time."""
+        if is_commit(self._revision):
+            return self._revision
+
+        def ask() -> list[Any]:
+            found = self._asked(
+                lambda: self._api.dataset_info(self._repo, revision=self._revision, expand=["sha"]), ""
+            )
+            return [str(found.sha), time.time()]
+
+        def is_recent(said: Any) -> bool:
+            return 0 <= time.time() - said[1] < REMEMBERED_S
+
+        return str(self._shared("revision", self._revision, ask, is_recent)[0])
+
+    def stat(self, path: str) -> Stat:
+        """Size and hash of a file. Raises MissingError."""
+        found = self._tree.get(path)
+        if found is None:
+            raise MissingError(f"{self._name(path)}: no such object; check the URL")
+        return Stat(found[0], found[1])
+
+    def list(self, prefix: str) -> list[tuple[str, int]]:
+        """(path, size) of all files below a folder, sorted."""
+        below = f"{prefix.rstrip('/')}/" if prefix else ""
+        return sorted((path, size) for path, (size, _) in self._tree.items() if path.startswith(below))
+
+    def read(self, path: str, begin: int, end: int, tag: str) -> Any:
+        """Exactly the bytes [begin, end) of the file with the hash `tag`, as a buffer."""
+        if begin == end:
+            return b""
+        where = f"{self._name(path)}: bytes {begin}..{end}"
+        if self.stat(path).tag != tag:
+            raise ChangedError(f"{where}: {REPLACED}")
+
+        def get() -> Any:
+            url = self._url(path, tag)
+            try:
+                return self._range(url, begin, end)
+            except HubError as error:
+                if error.status not in (401, 403, 404, 410):
+                    raise
+                return self._range(self._url(path, tag, expired=url), begin, end)
+
+        return self._retry(lambda: self._hedged(get, end - begin), path, where)
+
+    # -- the Hub ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _tree(self) -> dict[str, list[Any]]:
+        """Path -> [size, hash] of every file."""
+
+        def ask() -> dict[str, list[Any]]:
+            found: dict[str, list[Any]] = {}
+
+            def listed() -> None:
+                found.clear()
+                files = self._api.list_repo_tree(
+                    self._repo, recursive=True, revision=self.commit, repo_type="dataset"
+                )
+                for each in files:
+                    if hasattr(each, "blob_id"):  # a file; a folder has a tree_id
+                        found[each.path] = [each.size, each.lfs.sha256 if each.lfs else each.blob_id]
+
+            self._asked(listed, "")
+            return found
+
+        return self._shared("tree", self.commit, ask)
+
+    def _url(self, path: str, tag: str, expired: str | None = None) -> str:
+        """Where the bytes of a file are. expired: what was said before, which no longer works."""
+        url = f"{self._endpoint}/datasets/{self._repo}/resolve/{self.commit}/{quote(path)}"
+
+        def ask() -> str:
+            found = self._asked(
+                lambda: self._hub.get_hf_file_metadata(
+                    url, token=self._token or False, timeout=self._patience.timeout_s
+                ),
+                path,
+            )
+            if found.etag != tag or found.commit_hash not in (None, self.commit):
+                raise ChangedError(f"{self._name(path)}: {REPLACED}")
+            return str(found.location)
+
+        return str(self._shared("url", f"{self.commit} {path}", ask, lambda said: said != expired))
+
+    def _asked(self, ask: Callable[[], Any], path: str) -> Any:
+        """The answer of the Hub, asked by huggingface_hub; retried."""
+
+        def one() -> Any:
+            self._wait()
+            try:
+                return ask()
+            except Exception as error:
+                response = getattr(error, "response", None)
+                if response is None:
+                    raise
+                raise self._wrong(response, str(error)) from error
+
+        return self._retry(one, path, self._name(path))
+
+    def _range(self, url: str, begin: int, end: int) -> Any:
+        """Bytes [begin, end) from where the Hub has pointed."""
+        headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
+        if self._token and urlsplit(url)[:2] == urlsplit(self._endpoint)[:2]:
+            headers["Authorization"] = f"Bearer {self._token}"
+        self._wait()
+        answer = self._hub.get_session().get(url, headers=headers, timeout=self._patience.timeout_s)
+        if answer.status_code not in (200, 206):
+            raise self._wrong(answer, answer.text[:300])
+        body = answer.content
+        with self._lock:
+            self.counts.bytes_fetched += len(body)
+        body = body[begin:end] if answer.status_code == 200 else body  # a server that ignores Range
+        if len(body) != end - begin:
+            raise ConnectionError(f"received {len(body)} of {end - begin} bytes")
+        return body
+
+    def _wrong(self, response: Any, text: str) -> HubError:
+        """The error of an answer; if it asks to wait, all processes of the node will."""
+        wait = str(response.headers.get("Retry-After") or "").strip()
+        wait_s = min(float(wait), _MOST_PAUSE_S) if wait.isdecimal() else 0.0
+        if wait_s:
+            until = time.time() + wait_s
+            self._pause.touch(0o600)
+            if self._pause.stat().st_mtime < until:
+                os.utime(self._pause, (until, until))
+        return HubError(int(response.status_code), wait_s, f"status {response.status_code}: {text}")
+
+    def _wait(self) -> None:
+        """Wait as long as the Hub has asked any process of this node to."""
+        try:
+            rest_s = self._pause.stat().st_mtime - time.time()
+        except FileNotFoundError:
+            return
+        if 0 < rest_s <= _MOST_PAUSE_S:
+            time.sleep(rest_s + random.uniform(0, min(rest_s, 1.0)))
+
+    # -- errors -------------------------------------------------------------------------------------------
+
+    def _refuse(self, error: Exception, path: str, where: str) -> None:
+        said = reason(error)
+        if not isinstance(error, HubError):
+            if isinstance(error, (TypeError, ValueError)) or type(error).__name__ == "OfflineModeIsEnabled":
+                raise StoreError(f"{where}: {said}") from error
+        elif error.status in (401, 403):
+            raise AccessError(
+                f"{where}: no permission, or no such dataset; set HF_TOKEN to a token that may read it "
+                f"(status {error.status})"
+            ) from error
+        elif error.status == 404:
+            raise MissingError(f"{where}: no such dataset, revision or file; check the URL") from error
+        elif error.status == 416:
+            raise ChangedError(f"{where}: {REPLACED}") from error
+        elif error.status < 500 and error.status not in (408, 425, 429):
+            raise StoreError(f"{where}: {said}") from error
+
+    def _asked_to_wait_s(self, error: Exception) -> float:
+        return error.wait_s if isinstance(error, HubError) else 0.0
+
+    # -- what the node shares -------------------------------------------------------------------------------
+
+    def _shared(
+        self, kind: str, of: str, ask: Callable[[], Any], is_good: Callable[[Any], bool] = lambda said: True
+    ) -> Any:
+        """What one process of the node has asked, as JSON; asked by this one if there is nothing good."""
+        path = self._file(kind, of)
+        said = _json_of(path)
+        if said is not None and is_good(said):
+            return said
+        with locked(path.with_suffix(".lock")):
+            said = _json_of(path)  # by who held the lock before
+            if said is None or not is_good(said):
+                said = ask()
+                with durable_file(path, 0o600) as stream:
+                    stream.write(json.dumps(said).encode())
+        return said
+
+    def _file(self, kind: str, of: str) -> Path:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        # a token decides what may be read
+        secret = hashlib.blake2b((self._token or "").encode(), digest_size=16).hexdigest()
+        identity = json.dumps([self._endpoint, secret, self._repo, of])
+        return self._folder / f"{kind}-{hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()}"
+
+    @cached_property
+    def _pause(self) -> Path:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        key = hashlib.blake2b(self._endpoint.encode(), digest_size=16).hexdigest()
+        return self._folder / f"pause-{key}"
+
+    @cached_property
+    def _token(self) -> str | None:
+        """The one given, or the one that `hf auth login` has left on this machine."""
+        return self._given_token or self._hub.get_token()
+
+    @cached_property
+    def _api(self) -> Any:
+        return self._hub.HfApi(endpoint=self._endpoint, token=self._token or False)
+
+    @cached_property
+    def _hub(self) -> Any:
+        try:
+            return importlib.import_module("huggingface_hub")
+        except ImportError as missing:
+            raise StoreError(f"{self._root}: hf:// needs huggingface_hub: {install('hub')}") from missing
+
+
+def _json_of(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None

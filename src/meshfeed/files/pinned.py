@@ -1,0 +1,42 @@
+"""The revision of a dataset on the Hugging Face Hub, resolved to a commit once per job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from meshfeed.files.ask import asker, retried
+from meshfeed.files.cache import Cache
+from meshfeed.files.hub import at_commit, hub_path, is_commit
+from meshfeed.files.objects import Address
+from meshfeed.files.url import is_hub
+
+
+def pinned(url: str, cache: Cache, options: Mapping[str, str]) -> str:
+    """A URL on the Hub at the commit of its revision; any other URL or path as it is.
+
+    Processes of a node that ask within half a minute share one request. In a job whose default process group
+    is initialised, all ranks get what the first one found. Raises StoreError.
+    """
+    if not is_hub(url) or is_commit(hub_path(url).revision):
+        return url
+    address = Address.of(url, options)
+
+    def ask() -> str:
+        return retried(lambda: asker().ask("commit", address, cache.make(), what=address.url))
+
+    digest = hashlib.blake2b(f"{os.environ.get('HF_ENDPOINT')} {address.root}".encode(), digest_size=16)
+    return at_commit(url, _first_found(f"meshfeed/hub/{digest.hexdigest()}", ask))
+
+
+def _first_found(key: str, ask: Callable[[], str]) -> str:
+    """What the first rank of the job found; the default process group's store keeps it."""
+    dist = sys.modules.get("torch.distributed")  # not imported: no process group
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return ask()
+    store = dist.distributed_c10d._get_default_store()
+    if store.check([key]):
+        return store.get(key).decode()
+    return store.compare_set(key, "", ask()).decode()

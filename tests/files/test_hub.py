@@ -1,0 +1,216 @@
+"""Datasets on the Hub: the bytes that huggingface_hub downloads, few requests, refusals and expired links."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import meshfeed as mf
+from meshfeed.errors import AccessError, MissingError, StoreError, UnavailableError
+from meshfeed.files import hub as hub_module
+from meshfeed.files.hub import HubClient, hub_path
+from meshfeed.files.pinned import pinned
+from meshfeed.files.retries import Patience
+from services.hub import Hub
+from soak import cases
+
+
+def rows(documents: list[list[int]]) -> bytes:
+    made = io.BytesIO()
+    pq.write_table(pa.table({"input_ids": pa.array(documents, pa.list_(pa.int32()))}), made, row_group_size=3)
+    return made.getvalue()
+
+
+FILES = {
+    "README.md": b"small, and on the Hub itself",
+    "data/train-00000-of-00002.parquet": rows([[1, 2, 3], [4], [], [5, 6]]),
+    "data/train-00001-of-00002.parquet": rows([[7] * 50, [8, 9]]),
+    "data/test-00000-of-00001.parquet": rows([[10]]),
+    "raw/train.bin": np.arange(30_000, dtype=np.uint16).tobytes(),
+}
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with Hub("me/corpus", FILES) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        yield hub
+
+
+def client(hub: Hub, folder: Path, revision: str = "main", **options: str) -> HubClient:
+    return HubClient(hub.url(revision=revision), {"endpoint": hub.endpoint, **options}, folder)
+
+
+def test_a_split_is_what_huggingface_hub_downloads(hub: Hub, tmp_path: Path) -> None:
+    copy = huggingface_hub.snapshot_download(
+        hub.repo, repo_type="dataset", endpoint=hub.endpoint, cache_dir=tmp_path / "theirs"
+    )
+    hub.asked.clear()
+    with mf.open(hub.url("data/train-*.parquet")) as store, mf.open(f"{copy}/data/train-*.parquet") as local:
+        assert store.path == hub.url("data/train-*.parquet", hub.head), "messages name the commit"
+        assert store.num_tokens == local.num_tokens == 58
+        everything = np.array([0]), np.array([58])
+        assert np.array_equal(store.read_stream(*everything), local.read_stream(*everything))
+    files = len([path for path in FILES if "train-" in path])
+    pages = -(-len(FILES) // 3)
+    assert hub.asked == {"revision": 1, "tree": pages, "resolve": files, "bytes": files}
+    with mf.open(hub.url("raw/train.bin"), dtype="uint16", cache=mf.Cache(block_bytes=4096)) as raw:
+        starts = np.array([5, 29_000, 12_000])
+        found = raw.read_stream(starts, starts + 900)
+        assert np.array_equal(found, (starts[:, None] + np.arange(900)).ravel())
+    assert hub.asked["resolve"] == files + 1, "one for a file of many blocks"
+    with pytest.raises(
+        StoreError, match=r"several splits in one folder; give one: \S+/data/test-\*\.parquet, "
+    ):
+        mf.open(hub.url("data"))
+    with pytest.raises(MissingError, match=r"@[0-9a-f]{40}/nowhere\.parquet: no token store"):
+        mf.open(hub.url("nowhere.parquet"))
+
+
+def test_the_fingerprint_is_of_the_commits_content(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, first = "data/test-00000-of-00001.parquet", hub.head
+    before = mf.open(hub.url(path)).fingerprint
+    assert before == mf.open(hub.url(path, first)).fingerprint
+    second = hub.push({**FILES, path: rows([[11]])})
+    old, new = mf.open(hub.url(path, first)), mf.open(hub.url(path, second))
+    assert old.fingerprint == before != new.fingerprint
+    with old, new:
+        assert (old.read(0, 0, 1).tolist(), new.read(0, 0, 1).tolist()) == ([10], [11])
+
+
+def test_a_job_is_at_one_commit(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node asks again after a while; the ranks of a job agree all the same."""
+    store = torch.distributed.HashStore()
+    distributed = torch.distributed.distributed_c10d
+    monkeypatch.setattr(distributed, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    first = pinned(hub.url("x"), mf.Cache(tmp_path / "one"), {})
+    assert first == hub.url("x", hub.head)
+    hub.push({})
+    assert pinned(hub.url("x"), mf.Cache(tmp_path / "two"), {}) == first
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    assert pinned(hub.url("x"), mf.Cache(tmp_path / "two"), {}) == hub.url("x", hub.head)
+    assert pinned(first, mf.Cache(tmp_path / "three"), {}) == first
+    monkeypatch.setattr(hub_module, "REMEMBERED_S", 0)
+    assert client(hub, tmp_path / "own").commit == hub.head
+    commit = hub.push({"a": b"b"})
+    assert client(hub, tmp_path / "own").commit == commit
+
+
+def test_requests_do_not_grow_with_clients_in_a_storm(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 helpers of one node, refused whatever they ask first; nobody asks before the time that the Hub names."""
+    monkeypatch.setattr(hub_module, "REMEMBERED_S", 3600)
+    storm = {"revision": 1, "tree": 1, "resolve": 2, "bytes": 3}
+    hub.refuse = lambda kind, number: (429, {"Retry-After": "1"}) if number <= storm[kind] else None
+    large = [path for path, content in FILES.items() if len(content) > 100]
+    start = threading.Barrier(64)
+
+    def read(number: int) -> bool:
+        start.wait()
+        one = client(hub, tmp_path / "node")
+        path = large[number % len(large)]
+        stat = one.stat(path)
+        found = bytes(one.read(path, 3, 60, stat.tag)) == FILES[path][3:60]
+        one.close()
+        return found
+
+    with ThreadPoolExecutor(64) as pool:
+        assert all(pool.map(read, range(64)))
+    assert hub.asked["revision"] == 2 and hub.asked["tree"] == 1 + 2
+    assert hub.asked["resolve"] == len(large) + storm["resolve"]
+    assert (hub.asked["bytes"], hub.answers.count(("bytes", 206))) == (64 + 3, 64)
+
+
+def test_processes_share_their_nodes_requests(hub: Hub, tmp_path: Path) -> None:
+    path = hub.url("data/train-*.parquet", hub.head)
+    code = f"import meshfeed as mf\nwith mf.open({path!r}) as s: print(s.read(0, 0, 3).tolist())"
+    count = cases(3, 64)
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ, text=True)
+        for _ in range(count)
+    ]
+    assert [each.communicate()[0] for each in started] == ["[1, 2, 3]\n"] * count
+    assert hub.asked == {"tree": 2, "resolve": 2, "bytes": 2}
+
+
+def test_an_expired_link_is_asked_again(hub: Hub, tmp_path: Path) -> None:
+    path = "raw/train.bin"
+    one = client(hub, tmp_path / "node")
+    tag = one.stat(path).tag
+    hub.signed_s = -1
+    with pytest.raises(AccessError, match=r"raw/train\.bin: bytes 0\.\.9: no permission") as failed:
+        one.read(path, 0, 9, tag)
+    assert "s3cret" not in str(failed.value)
+    hub.signed_s = 3600
+    assert bytes(one.read(path, 10, 19, tag)) == FILES[path][10:19]
+    assert bytes(one.read(path, 20, 29, tag)) == FILES[path][20:29]
+    assert hub.asked["resolve"] == 3, "twice in vain"
+    link = next(
+        each for each in (tmp_path / "node").iterdir() if each.name.startswith("url-") and not each.suffix
+    )
+    assert link.stat().st_mode & 0o077 == 0 and (tmp_path / "node").stat().st_mode & 0o077 == 0
+
+
+def test_a_token_goes_to_the_hub_alone(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.token = "hf_secret"
+    with pytest.raises(AccessError, match="no permission, or no such dataset; set HF_TOKEN") as failed:
+        mf.open(hub.url("raw/train.bin"), dtype="uint16")
+    assert "hf_secret" not in str(failed.value)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with mf.open(hub.url("raw/train.bin"), dtype="uint16") as store:  # storage refuses a token
+        assert store.read(0, 7, 9).tolist() == [7, 8]
+    small = client(hub, tmp_path / "node", token="hf_secret")
+    assert bytes(small.read("README.md", 2, 9, small.stat("README.md").tag)) == FILES["README.md"][2:9]
+
+
+def test_what_is_not_there_and_what_fails(hub: Hub, tmp_path: Path) -> None:
+    assert client(hub, tmp_path).list("data") == [
+        (path, len(FILES[path])) for path in sorted(FILES) if "data" in path
+    ]
+    for url, said in (
+        (hub.url("x", "nobranch"), "no such dataset, revision or file"),
+        ("hf://datasets/me/other/x", "no such dataset, revision or file"),
+        (hub.url("x", "0" * 40), r"no such dataset, revision or file|no such object"),
+    ):
+        with pytest.raises(MissingError, match=said):
+            mf.open(url)
+    for url in ("hf://me/corpus/x", "hf://datasets/corpus", "hf://spaces/me/x"):
+        with pytest.raises(
+            StoreError, match="names no dataset; write hf://datasets/OWNER/NAME@REVISION/PATH"
+        ):
+            mf.open(url)
+    hub.refuse = lambda kind, number: (503, {})
+    one = HubClient(hub.url(), {"endpoint": hub.endpoint}, tmp_path / "node", Patience(attempts=2))
+    with pytest.raises(UnavailableError, match=r"failed 2 times .* status 503"):
+        _ = one.commit
+
+
+def test_revisions_in_urls() -> None:
+    for url, expected in (
+        ("hf://datasets/a/b", ("a/b", "main", "")),
+        ("hf://datasets/a/b/c/d", ("a/b", "main", "c/d")),
+        ("hf://datasets/a/b@v1/c", ("a/b", "v1", "c")),
+        ("hf://datasets/a/b@refs/convert/parquet/c/d", ("a/b", "refs/convert/parquet", "c/d")),
+        ("hf://datasets/a/b@refs%2Fpr%2F3/c", ("a/b", "refs/pr/3", "c")),
+    ):
+        found = hub_path(url)
+        assert found == expected
+        assert hub_path(f"{found.root}/{found.path}".rstrip("/")) == expected
