@@ -172,11 +172,23 @@ def karmarkar_karp(lengths: Lengths, ranks: int, extra: int) -> list[list[list[i
     cp = fixed_cp(lengths, ranks)
     dp = ranks // cp
     parts = dp * (math.ceil(lengths.sum() / (ranks * CAPACITY)) + extra)
+    chosen = largest_differencing(COST.work(lengths).tolist(), parts)
+    return [[chosen[m + rank // cp] for rank in range(ranks)] for m in range(0, parts, dp)]
+
+
+def largest_differencing(work: list[float], parts: int, *, equal_size: bool = False) -> list[list[int]]:
+    """The ids of each part, by descending work.
+
+    equal_size: each part has as many ids; parts divides their number.
+    """
     # a state: (minus its spread, tie, [(work, ids)] by descending work)
-    states = [
-        (-work, i, [(work, (i,))] + [(0.0, ())] * (parts - 1))
-        for i, work in enumerate(COST.work(lengths).tolist())
-    ]
+    order = sorted(range(len(work)), key=lambda i: work[i]) if equal_size else list(range(len(work)))
+    at_once = parts if equal_size else 1
+    states = []
+    for tie, first in enumerate(range(0, len(work), at_once)):
+        some = [(work[i], (i,)) for i in reversed(order[first : first + at_once])]
+        some += [(0.0, ())] * (parts - at_once)
+        states.append((some[-1][0] - some[0][0], tie, some))
     heapq.heapify(states)
     tie = len(states)
     while len(states) > 1:
@@ -188,8 +200,7 @@ def karmarkar_karp(lengths: Lengths, ranks: int, extra: int) -> list[list[list[i
         )
         tie += 1
         heapq.heappush(states, (merged[-1][0] - merged[0][0], tie, merged))
-    chosen = [list(ids) for _, ids in states[0][2]]
-    return [[chosen[m + rank // cp] for rank in range(ranks)] for m in range(0, parts, dp)]
+    return [list(ids) for _, ids in states[0][2]]
 
 
 # -- runs ----------------------------------------------------------------------------------------------
