@@ -20,6 +20,7 @@ import meshfeed as mf
 from meshfeed import native
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import local
+from meshfeed.order import permutation
 from meshfeed.plan import CostModel, fill, least_loaded, plan_step
 from meshfeed.sequence import runs as runs_module
 from meshfeed.sequence.runs import Runs
@@ -108,6 +109,26 @@ def test_ranges_are_read_as_python_reads_them(
     finally:
         os.close(fd)
     assert found or np.array_equal(outs[0], outs[1])
+
+
+@LAWS
+@given(st.data(), st.booleans(), st.booleans(), st.integers(0, 40))
+def test_places_are_permuted_as_numpy_permutes_them(
+    data: st.DataObject, one_size: bool, one_key: bool, n: int
+) -> None:
+    """Sizes up to the largest, one for all or one for each, and keys likewise; there and back."""
+    needs_compiled()
+    sizes = st.one_of(st.integers(1, 9), st.integers(1, 2**62))
+    size = np.array([data.draw(sizes) for _ in range(1 if one_size else n)], np.int64)
+    key = np.array([data.draw(st.integers(0, 2**64 - 1)) for _ in range(1 if one_key else n)], np.uint64)
+    of_each = {"size": size[0] if one_size else size, "key": key[0] if one_key else key}
+    places = np.array([data.draw(st.integers(0, most - 1)) for most in np.broadcast_to(size, n).tolist()])
+    places = places.astype(np.int64)
+    there = permutation.permute(places, **of_each)
+    assert np.array_equal(permutation.unpermute(there, **of_each), places)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(permutation, "_permute", None)
+        assert np.array_equal(permutation.permute(places, **of_each), there)
 
 
 @settings(max_examples=cases(40), deadline=None)

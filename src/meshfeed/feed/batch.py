@@ -106,10 +106,12 @@ class Microbatch(Mapping[str, Any]):
         return len(self.draws) == 0
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.fields:
+        try:
+            return self.fields[name]
+        except KeyError:
             has = ", ".join(self.fields) or "none"
-            raise KeyError(f"{name!r} is not among the fields that this rank's stage needs: {has}")
-        return self.fields[name]
+            message = f"{name!r} is not among the fields that this rank's stage needs: {has}"
+            raise KeyError(message) from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.fields)

@@ -72,6 +72,42 @@ int64_t mf_copy_runs(int64_t kind, int64_t num_rows,
     return num_rows * num_runs;
 }
 
+/* -- the order of the stream: see meshfeed/order/permutation.py ------------------------------------------- */
+
+static uint64_t hash(uint64_t x, uint64_t key, uint64_t turn)
+{
+    uint64_t z = x + key + (turn + 1) * 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+/* `permute`, or `unpermute` where `inverse`: each value x below its size goes through the network until it is
+   below it again. A step is the size's (0 for one size, board and key of all, or 1), or the key's. */
+int64_t mf_permute(int64_t num_values, uint64_t *values, int64_t size_step, const uint64_t *sizes,
+                   const uint64_t *rows, const uint64_t *cols, int64_t key_step, const uint64_t *keys,
+                   int64_t num_rounds, int64_t inverse)
+{
+    for (int64_t i = 0; i < num_values; i++) {
+        uint64_t x = values[i], size = sizes[i * size_step], key = keys[i * key_step];
+        uint64_t num_left = rows[i * size_step], num_right = cols[i * size_step];
+        do {
+            uint64_t left = x / num_right, right = x % num_right;
+            for (int64_t turn = 0; turn < num_rounds && !inverse; turn += 2) {
+                left = (left + hash(right, key, (uint64_t)turn) % num_left) % num_left;
+                right = (right + hash(left, key, (uint64_t)turn + 1) % num_right) % num_right;
+            }
+            for (int64_t turn = num_rounds - 2; turn >= 0 && inverse; turn -= 2) {
+                right = (right + num_right - hash(left, key, (uint64_t)turn + 1) % num_right) % num_right;
+                left = (left + num_left - hash(right, key, (uint64_t)turn) % num_left) % num_left;
+            }
+            x = left * num_right + right;
+        } while (x >= size);
+        values[i] = x;
+    }
+    return num_values;
+}
+
 /* -- plans: see meshfeed/plan. The planner makes all of these arrays itself. ------------------------------ */
 
 typedef struct {

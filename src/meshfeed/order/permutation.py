@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
+from meshfeed.native import POINTER, WHOLE, address, compiled
 
 MAX_SIZE = 2**62
 _ROUNDS = 8
@@ -64,6 +65,9 @@ def choose(places: Longs, *, size: npt.ArrayLike, key: npt.ArrayLike) -> Longs:
     return (words % np.asarray(size, np.uint64)).astype(np.int64)
 
 
+_permute = compiled(
+    "mf_permute", *(WHOLE, POINTER), *(WHOLE, POINTER, POINTER, POINTER), *(WHOLE, POINTER), *(WHOLE, WHOLE)
+)
 _Stir = Callable[[_Words, _Words, _Words, _Words], _Words]
 
 
@@ -80,6 +84,10 @@ def _walk(values: npt.ArrayLike, size: npt.ArrayLike, key: npt.ArrayLike, stir: 
     bound, rows, cols, keys = [  # one for all, [], or one for each, [n]
         each if not each.ndim else np.broadcast_to(each, start.shape).ravel() for each in words
     ]
+    if _permute is not None and x.size:
+        each = (address(bound), address(rows), address(cols))
+        _permute(x.size, address(x), bound.ndim, *each, keys.ndim, address(keys), _ROUNDS, stir is _unstir)
+        return x.astype(np.int64).reshape(start.shape)
     x = stir(x, rows, cols, keys)
     outside = np.flatnonzero(x >= bound)
     while outside.size:
