@@ -18,11 +18,13 @@ import quick
 
 STEPS, KILL_AT, TOLERANCE = 9, 6, 1e-6
 SHORT = """
-import sys
+import multiprocessing, sys
+multiprocessing.set_executable(sys.argv.pop())
 from meshfeed.cli import demo, main
 sys.path.insert(0, str(demo._examples()))
 import demo.remote, demo.story
 demo.remote.STEPS = {"local": 3, "remote": 12, "broadcast": 12}
+demo.remote.HEADROOM = 6.0
 demo.remote._OPTIONS |= {"sequences": 8, "micro-batch-size": 4}
 demo.story.PACKED_SIZES |= {"capacity": 512, "window": 256, "steps": 3}
 sys.exit(main.main())
@@ -35,7 +37,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "out"
     layouts = ["--first", "tp2-pp2", "--then", "cp2", "--kill-at", str(KILL_AT), "--steps", str(STEPS)]
     command = [quick.python(), "-c", SHORT, "demo", *layouts, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([*command, quick.python()], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "they agree" in done.stdout
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.forkserver as forkserver
 import os
 import sys
 import time
@@ -34,21 +35,23 @@ _TAIL = 3000
 _EXAMPLES = Path(__file__).parents[1]
 
 
+def begin_server() -> None:
+    """Begin the server that ranks are forked from; it imports torch and the trainer meanwhile."""
+    # a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(_EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    forkserver.set_forkserver_preload(["train_gpt", "torch._dynamo"])  # an optimizer imports the latter
+    forkserver.ensure_running()
+
+
 class Trainer:
     """Starts the trainer under a layout and follows it to its end, or to the step at which it is killed.
 
-    It starts ranks as torchrun does, but forks them from one server that has imported torch and the trainer.
+    It starts ranks as torchrun does, but forks them from the server of `begin_server`.
     """
 
     def __init__(self, out: Path, corpus: Corpus, steps: int, delivery: str, console: Console) -> None:
         self._out, self._corpus, self._steps = out.resolve(), corpus, steps
         self._delivery, self._console = delivery, console
-        # a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(_EXAMPLES), os.environ.get("PYTHONPATH", "")])
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            ["train_gpt", "torch._dynamo"]
-        )  # an optimizer imports the latter
 
     def train(
         self,
@@ -90,7 +93,8 @@ class Trainer:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCHELASTIC_RESTART_COUNT": 0,
         }
-        process = self._context.Process(target=_train, args=(log, environment, arguments), daemon=True)
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=_train, args=(log, environment, arguments), daemon=True)
         process.start()
         return process
 

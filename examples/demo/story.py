@@ -16,13 +16,13 @@ from demo.corpus import make_corpus
 from demo.page import balance_of, page
 from demo.remote import train_from_remote_storage
 from demo.remote_page import Remote
-from demo.runs import Trainer, latest_checkpoint
+from demo.runs import Trainer, begin_server, latest_checkpoint
 from meshfeed.errors import LayoutError, MeshfeedError
 from meshfeed.layout import Layout
 
 TOLERANCE = 1e-6
 PACKED = ("in_order", "balanced")
-PACKED_SIZES = {"capacity": 1024, "window": 512, "sequences": 16, "steps": 5}
+PACKED_SIZES = {"capacity": 1024, "window": 512, "sequences": 16, "steps": 3}
 _MOST_RANKS = 16
 
 
@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
         raise MeshfeedError(f"--kill-at {args.kill_at} must lie between 0 and --steps {args.steps}")
     console, out = Console(), args.out
     _prepare(out)
+    begin_server()
     corpus = make_corpus(out / "corpus", console)
     console.print(
         f"corpus: {corpus.num_files:,} files of the standard library, {corpus.num_tokens:,} tokens, "
