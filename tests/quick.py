@@ -28,12 +28,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _IMPORTED = (
+    "numpy.ma",  # by np.unique
     "torch._dynamo",  # by optimizers
     "torch.distributed.launcher.api",  # by torchrun
     "meshfeed.cli.main",
+    "meshfeed.exchange",
+    "meshfeed.simulation",
     "megatron.core.datasets.blended_megatron_dataset_builder",
     "lightning.pytorch",
-    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "meshfeed.integrations.transformers",
 )
 _SHARED = "MESHFEED_TESTS_PYTHON"
 
