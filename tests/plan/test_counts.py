@@ -164,5 +164,25 @@ def test_a_cap_on_sequences_does_not_multiply_the_microbatches(filled: list[int]
         filled.clear()
         plan = plan_step(lengths, Packing(capacity=4096, policy="dynamic_cp", max_sequences=most), dp=8)
         fewest = max(-(-64 // (8 * most)), -(-int(lengths.sum()) // (8 * 4096)))
-        assert plan.num_microbatches <= fewest + 2
+        assert plan.num_microbatches <= fewest + 3
         assert max(filled) <= fewest + 8
+
+
+def test_long_sequences_and_a_cap_take_the_fewest_microbatches(filled: list[int]) -> None:
+    """Only a group of all ranks holds the long ones: as many to a pack as the cap allows, and nothing beside."""
+    lengths = np.concatenate((np.full(4, 4000), np.random.default_rng(0).integers(100, 500, 96)))
+    for most, fewest in ((1, 4 + 9), (2, 2 + 5)):
+        filled.clear()
+        packing = Packing(capacity=1024, policy="dynamic_cp", max_sequences=most, microbatches="fewest")
+        assert plan_step(lengths, packing, dp=11).num_microbatches == fewest
+        assert filled == [fewest]
+
+
+def test_without_a_tolerance_all_are_filled_that_a_bound_leaves(filled: list[int]) -> None:
+    """Each microbatch more costs its overhead, so a number that loses more to it than the best wastes is out."""
+    lengths = np.clip(np.random.default_rng(0).lognormal(7, 1, 600), 1, 8192).astype(np.int64)
+    packing = Packing(capacity=8192, policy="dynamic_cp", tolerance=0.0)
+    draw = Draw(lengths, packing, {"dp": 32, "pp": 1, "vpp": 1})
+    _, account = draw.plan()
+    assert len(filled) <= 2
+    assert account.objective == min(draw.plan(count)[1].objective for count in range(1, 10))

@@ -1,8 +1,9 @@
 """Lengths -> packs: which sequence goes into which microbatch, on which ranks, split how. Pure.
 
 Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups`,
-`oversize`, `step` (the front door), `assign` (stream order), `balance` with `fill` and `least_loaded` (equal
-work), `account` (how good it is), `split` (context parallelism), `best_fit` (documents into fixed lengths).
+`oversize`, `step` (the front door), `assign` (stream order), `balance` with `forecast`, `fill` and
+`least_loaded` (equal work), `account` (how good it is), `split` (context parallelism), `best_fit` (documents
+into fixed lengths).
 """
 
 from meshfeed.plan.account import Account, account_of, flops

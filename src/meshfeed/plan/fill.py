@@ -220,16 +220,18 @@ def fill_ranks(
     """Groups for so many ranks, each as near the target as it comes, and what is left after them."""
     done: list[Groups] = []
     for tightness in range(MAX_WIDENING + 1):
-        seeds, size_at = seed_groups(sequences, left, ranks, target.load, tightness)
-        groups = Groups.of(sequences, seeds, size_at, target)
-        left = complete(sequences, np.setdiff1d(left, seeds, assume_unique=True), groups)
+        at, size_at = seed_groups(sequences, left, ranks, target.load, tightness)
+        groups = Groups.of(sequences, left[at], size_at, target)
+        left = complete(sequences, np.delete(left, at), groups)
         still_open = groups.open()
         if tightness == MAX_WIDENING or not still_open.any():
             done.append(groups)
             break
         done.append(groups.only(~still_open))
         ranks = int(groups.sizes[still_open].sum())
-        left = np.sort(np.concatenate((left, groups.members[still_open[groups.group]])))
+        free = np.zeros(sequences.lengths.size, bool)
+        free[left] = free[groups.members[still_open[groups.group]]] = True
+        left = np.flatnonzero(free)
     return done, left
 
 
@@ -238,27 +240,27 @@ def seed_groups(
 ) -> tuple[LongArray, LongArray]:
     """Which sequences the groups of so many ranks start with, and on what size.
 
-    Returns (indices in `sequences`, indices in room.sizes), int64 [num_groups] each: the longest that are
-    left, each on the narrowest size that holds 2^tightness of it at `load` or less, if there is one.
+    Returns (indices in `left`, indices in room.sizes), int64 [num_groups] each: the longest that are left,
+    each on the narrowest size that holds 2^tightness of it at `load` or less, if there is one.
     """
-    room = sequences.room
-    sizes, limits = np.array(room.sizes), np.array(room.limits)
+    sizes, limits = np.array(sequences.room.sizes), np.array(sequences.room.limits)
+    most = np.minimum(limits, sequences.cost.reach(load * sizes * EXACT, sizes))
+    ascending = -sequences.lengths[left]
     seeds, size_at = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    end = 0
     while ranks:
         usable = int(np.searchsorted(sizes, ranks, side="right"))
-        most = np.minimum(
-            limits[:usable], sequences.cost.reach(load * sizes[:usable] * EXACT, sizes[:usable])
-        )
-        first = int(np.searchsorted(-sequences.lengths[left], -most[-1]))
-        offered = left[first : first + ranks // room.sizes[0]]
+        # those before `end` are taken, or too long for a size that was wider
+        first = max(end, int(np.searchsorted(ascending, -most[usable - 1])))
+        offered = -ascending[first : first + ranks // int(sizes[0])]
         if not offered.size:
             break
-        narrowest = np.searchsorted(most / 2**tightness, sequences.lengths[offered]).clip(max=usable - 1)
+        narrowest = np.searchsorted(most[:usable] / 2**tightness, offered).clip(max=usable - 1)
         used = np.cumsum(sizes[narrowest])
         count = int(np.searchsorted(used, ranks, side="right"))
-        seeds.append(offered[:count])
+        end = first + count
+        seeds.append(np.arange(first, end))
         size_at.append(narrowest[:count])
-        left = np.delete(left, np.s_[first : first + count])
         ranks -= int(used[count - 1])
     return np.concatenate(seeds), np.concatenate(size_at)
 

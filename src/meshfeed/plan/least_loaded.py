@@ -60,8 +60,7 @@ class Sequences:
         padded = room.align.padded(lengths, sizes)
         load, work = cost.load(lengths, sizes), cost.work(lengths)
         if cost.ring_tokens:
-            narrowest = (padded <= np.array(room.limits)[:, None]).argmax(axis=0)
-            work = (load * sizes)[narrowest, np.arange(lengths.size)]
+            work = (load * sizes)[narrowest_holding(room, padded), np.arange(lengths.size)]
         return cls(room, cost, lengths, padded, load, work)
 
 
@@ -86,6 +85,14 @@ class FilledMicrobatch:
     def left(self) -> LongArray:
         """Members that found no room; int64."""
         return self.members[self.group < 0]
+
+
+def narrowest_holding(room: Room, padded: LongArray) -> LongArray:
+    """Index into room.sizes of the narrowest group that holds each sequence; int64 [n].
+
+    padded: padded tokens on a group of each size; int64 [num_sizes, n].
+    """
+    return (padded <= np.array(room.limits)[:, None]).argmax(axis=0)
 
 
 def narrowest_sizes(sequences: Sequences, members: LongArray, mean_load: float, tightness: int) -> LongArray:
@@ -280,9 +287,25 @@ def fill_evenly(sequences: Sequences, members: LongArray, tolerance: float) -> F
 
 
 def deal(sequences: Sequences, num_microbatches: int) -> list[FilledMicrobatch]:
-    """Deal all sequences out, to each microbatch in turn, and fill each on its narrowest groups.
+    """Deal all sequences out, each to the microbatch with the most ranks free, and fill the narrowest groups.
 
-    So packs are as many as they can be, and hold the most sequences where each holds few.
+    So packs are as many as they can be, and hold the most sequences where each holds few. Sequences that need
+    a wider group than the narrowest are dealt by the group.
     """
-    every = np.arange(sequences.lengths.size)
-    return [fill(sequences, every[m::num_microbatches], 0, narrow=True) for m in range(num_microbatches)]
+    room = sequences.room
+    size_at = narrowest_holding(room, sequences.padded).tolist()
+    hands: list[list[int]] = [[] for _ in range(num_microbatches)]
+    taken = [(0, m) for m in range(num_microbatches)]  # heap of (ranks x places for sequences, microbatch)
+    first = 0
+    while first < len(size_at):
+        index, end, places = size_at[first], first + 1, room.sizes[size_at[first]]
+        if index:
+            most = min(room.max_sequences, room.limits[index] // int(sequences.padded[index, first]))
+            while end < min(first + most, len(size_at)) and size_at[end] == index:
+                end += 1
+            places *= room.max_sequences
+        before, m = taken[0]
+        hands[m].extend(range(first, end))
+        heapq.heapreplace(taken, (before + places, m))
+        first = end
+    return [fill(sequences, np.array(hand), 0, narrow=True) for hand in hands if hand]

@@ -155,6 +155,11 @@ class Room:
         return max(self.limits)
 
     @property
+    def most_tokens(self) -> int:
+        """Padded tokens that a microbatch can hold, on the widest groups."""
+        return self.limits[-1] * (self.num_ranks // self.sizes[-1])
+
+    @property
     def most_sequences(self) -> int:
         """Sequences that a microbatch can hold, on the narrowest groups."""
         return self.max_sequences * (self.num_ranks // self.sizes[0])

@@ -1,0 +1,153 @@
+"""What a step would take in some number of microbatches, without filling it.
+
+More microbatches cost their overhead. Fewer cost balance where ranks are full of tokens, and a longer bubble
+in a pipeline. A bound on the step time costs nothing; a prediction follows how the filler gives each
+microbatch an equal share of the tokens, the longest sequences first, and more beside a sequence that exceeds
+it. The prediction is nearly always met.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from meshfeed.plan.account import least_pile
+from meshfeed.plan.least_loaded import Sequences
+from meshfeed.plan.policy import Packing
+from meshfeed.plan.types import FloatArray
+
+MORE_COUNTS = 8
+"""How many numbers of microbatches beyond the least are considered, one by one. A pipeline whose bubble asks
+for many more has some of those considered too."""
+
+HOPELESS = 1.25
+"""A number of microbatches is not considered if equal work on all ranks would take so much longer with it
+than with the least."""
+
+SLACK, TIGHT = 0.08, 0.06
+"""Where fewer than SLACK of the places for tokens are free, ranks are hard to balance: one microbatch without
+any free place takes some TIGHT longer than predicted, as in the traces of the benchmarks."""
+
+
+class Forecast:
+    """Step times of one batch, by the number of microbatches, in units of load.
+
+    bubble_share: the pipeline idles for so many times the largest microbatch.
+    """
+
+    def __init__(self, sequences: Sequences, packing: Packing, bubble_share: float) -> None:
+        self._sequences, self._packing, self._bubble_share = sequences, packing, bubble_share
+        room = sequences.room
+        self._num_ranks, self._blocks = room.num_ranks, room.num_ranks // room.sizes[-1]
+        self._most_tokens = room.most_tokens
+        self._full = int(sequences.padded[0].sum()) / room.most_tokens
+        self._work_before = np.concatenate(([0.0], np.cumsum(sequences.work)))
+        self._even = float(self._work_before[-1]) / room.num_ranks
+
+    def counts(self, least: int, quantum: int) -> list[int]:
+        """Numbers of microbatches that may be worth filling, from `least` on, ascending."""
+        overhead = self._packing.cost.microbatch_overhead
+        # the derivative of what equal work would take, `(1 + bubble_share / k) even + k overhead`, is 0 here
+        shortest = math.sqrt(self._bubble_share * self._even / overhead) if overhead else 0.0
+        far = [more for more in (12, 16, 24, 32, 48, 64) if least + more * quantum <= shortest]
+        counts = [least + more * quantum for more in (*range(MORE_COUNTS + 1), *far)]
+        most = self.bound(least) * HOPELESS
+        return [count for count in counts if self.bound(count) <= most]
+
+    def bound(self, count: int) -> float:
+        """What equal work on all ranks takes; no step takes less."""
+        bubble = self._bubble_share / count * self._even
+        return self._even + bubble + count * self._packing.cost.microbatch_overhead
+
+    def has_room(self, count: int) -> bool:
+        """Whether so many microbatches have free places for tokens, and no bubble."""
+        return not self._bubble_share and self.penalty(count) == 1
+
+    def penalty(self, count: int) -> float:
+        """How many times its prediction a step is likely to take; 1 where ranks are not full of tokens."""
+        tight = max(0.0, 1 - (1 - self._full / count) / SLACK)
+        return 1 + TIGHT / count * tight
+
+    def predicted(self, count: int) -> float:
+        """The step time that filling so many microbatches is predicted to give."""
+        top, together = self._tops(count)
+        busy = max(self._even, float(self._sequences.load[-1, 0]))
+        if self._packing.objective == "microbatch":
+            busy = together
+        # what piles of whole sequences hold at least
+        if self._blocks > 1:
+            busy = max(busy, least_pile(self._least_loads, self._blocks))
+        if self._bubble_share:
+            top = max(top, least_pile(self._least_loads, self._blocks * count))
+        return busy + self._bubble_share * top + count * self._packing.cost.microbatch_overhead
+
+    def _tops(self, count: int) -> tuple[float, float]:
+        """The largest load of any microbatch, and the sum of the largest of each.
+
+        Each microbatch takes an equal share of the tokens that are left, from the longest sequence on. The
+        work of a share is spread evenly over the ranks, but no microbatch is shorter than its longest
+        sequence on the widest group. Where that exceeds the share, the other ranks take as much.
+        """
+        tokens_before, longest_load = self._tokens_before, self._longest_load
+        total = tokens_before[-1]
+        top = together = start = work_before = 0.0
+        origin, since = (
+            0.0,
+            0,
+        )  # the microbatches from `since` on take equal shares of the tokens from here on
+        for m in range(count):
+            end = origin + (total - origin) * (m + 1 - since) / (count - since)
+            work = self._work_of(end)
+            even = (work - work_before) / self._num_ranks
+            first = bisect_left(tokens_before, start)
+            load = max(even, longest_load[first] if first < len(longest_load) else 0.0)
+            top, together = max(top, load), together + load
+            if load > even:
+                fits = min(
+                    self._tokens_of(work_before + load * self._num_ranks), total, start + self._most_tokens
+                )
+                origin = end = max(end, fits)
+                since = m + 1
+                work = self._work_of(end)
+            start, work_before = end, work
+        return top, together
+
+    def _work_of(self, tokens: float) -> float:
+        """Work of the first tokens; a sequence on the edge counts in part."""
+        at = min(bisect_right(self._tokens_before, tokens), len(self._longest_load)) - 1
+        part = (tokens - self._tokens_before[at]) / self._sequences.lengths.item(at)
+        return self._work_before.item(at) + part * self._sequences.work.item(at)
+
+    def _tokens_of(self, work: float) -> float:
+        """How many of the first tokens make so much work."""
+        at = min(bisect_right(self._work_view, work), len(self._longest_load)) - 1
+        part = (work - self._work_view[at]) / self._sequences.work.item(at)
+        return self._tokens_before[at] + part * self._sequences.lengths.item(at)
+
+    @cached_property
+    def _work_view(self) -> Sequence[float]:
+        return _view(self._work_before)
+
+    @cached_property
+    def _tokens_before(self) -> Sequence[float]:
+        return _view(np.concatenate(([0.0], np.cumsum(self._sequences.lengths))))
+
+    @cached_property
+    def _longest_load(self) -> Sequence[float]:
+        return _view(self._sequences.load[-1])
+
+    @cached_property
+    def _least_loads(self) -> FloatArray:
+        """Load of each sequence on the widest group if it did not communicate, descending; float64 [n]."""
+        widest = self._sequences.room.sizes[-1]
+        return np.sort(self._packing.cost.work(self._sequences.lengths))[::-1] / widest
+
+
+def _view(array: FloatArray) -> Sequence[float]:
+    """Its elements as Python's floats, each converted when it is read."""
+    return cast(Sequence[float], array.data)
