@@ -108,7 +108,7 @@ def test_a_stores_documents_step_by_step(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "says"),
     [
         (("--layout", "dp2", "--capacity", "10"), "either a recipe or --lengths"),
-        (("", "--layout", "dp2", "--capacity", "10"), "no token store"),
+        (("", "--layout", "dp2", "--capacity", "10"), "give a path or a URL"),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10"), "sequence"),
         (("--lengths", "nowhere.txt", "--layout", "dp2", "--capacity", "10"), "nowhere.txt"),
         (
