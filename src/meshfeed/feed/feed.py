@@ -36,6 +36,7 @@ from meshfeed.roles import Field, StageMap
 from meshfeed.sequence import Arrays, Columns, Compact, Portion, has_compact
 from meshfeed.state import State
 from meshfeed.store import Mapped, StreamStore
+from meshfeed.store.vocabulary import check_stores, check_tokens
 
 
 class Feed(StepSource[Delivery]):
@@ -67,6 +68,9 @@ class Feed(StepSource[Delivery]):
             microbatch only after another has trained on it.
         read_ahead_bytes: bytes of later steps to announce to remote storage, in addition to the one step that
             is always announced; per reader. Default 256 MiB.
+        vocab_size: the model's. StoreError for a token that is not below it: when the feed is entered, if the
+            index of a store holds its largest token (JSONL, Parquet, text), else when the token is read.
+            Default None: not checked.
         verify: compare digests across replicas at the end of every step.
         timeout_s: how long to wait for peers to join, and for a batch that the loop asks for; default 1800.
         rendezvous: a torch.distributed Store through which peers meet; None takes that of the default
@@ -98,6 +102,7 @@ class Feed(StepSource[Delivery]):
         self.recipe, self.packing = recipe, given.packing
         self.micro_batch_size = given.micro_batch_size or 1
         self._pads_rows, self._read_ahead_bytes = given.pad_rows, given.read_ahead_bytes
+        self._vocab_size, self._checks_tokens = given.vocab_size, False
         self._stepping = Stepping(
             recipe=recipe,
             layout=layout or Layout(),
@@ -130,6 +135,8 @@ class Feed(StepSource[Delivery]):
         with contextlib.ExitStack() as stack:
             for store in self.recipe.sources:
                 stack.enter_context(store)
+            if self._vocab_size is not None:
+                self._checks_tokens = check_stores(self.recipe.sources, self._vocab_size)
             if not self._pads_rows:
                 replace(self._stepping, layout=self.layout).check_filled()
             self._resources = stack.pop_all()
@@ -257,7 +264,11 @@ class Feed(StepSource[Delivery]):
 
     def _load(self, step: int, portion: Portion, delivery: Delivery, hint: int) -> Columns:
         try:
-            return self._rule.load(self.recipe, portion, self._host.allocate)
+            columns = self._rule.load(self.recipe, portion, self._host.allocate)
+            if self._vocab_size is not None and self._checks_tokens:
+                sources = [self.recipe.sources[s] for s in sorted({*portion.draws.source.tolist()})]
+                check_tokens(columns.get("tokens"), self._vocab_size, sources)
+            return columns
         except Exception as error:
             self._record(error.__cause__ if isinstance(error.__cause__, Exception) else error)
             raise tell(delivery, error, self.rank, step, hint) from error.__cause__ or error

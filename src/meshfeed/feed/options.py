@@ -40,6 +40,7 @@ class FeedKeywords(SharedKeywords, total=False):
     pad_rows: bool
     packing: Packing | None
     read_ahead_bytes: int
+    vocab_size: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +98,11 @@ class FeedOptions(Options):
     micro_batch_size: int | None = None
     pad_rows: bool = False
     read_ahead_bytes: int = 256 << 20
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_counts(1, vocab_size=1 if self.vocab_size is None else self.vocab_size)
         check_counts(0, read_ahead_bytes=self.read_ahead_bytes)
         check_counts(1, micro_batch_size=1 if self.micro_batch_size is None else self.micro_batch_size)
         check_flags(pad_rows=self.pad_rows)

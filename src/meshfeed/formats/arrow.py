@@ -43,6 +43,11 @@ class ArrowStore(DocumentFiles):
         """Where files end, in documents; int64 [num_files]."""
         return self._index["file_ends"]
 
+    @property
+    def largest_token(self) -> int | None:
+        """That of text; lists are not read for the index."""
+        return super().largest_token if self._column.is_text else None
+
     def check(self) -> ArrowStore:
         """Load tokenizer and pyarrow, and look whether the files are there."""
         _ = _arrow(self.path)

@@ -145,6 +145,10 @@ class DocumentFiles(StreamStore):
         """The tokenizer's; of token lists, the least of uint16, int32 and int64 that holds them all."""
         return self._column.dtype(int(self._index["most"][0]))
 
+    @property
+    def largest_token(self) -> int | None:
+        return int(self._index["most"][0])
+
     def check(self) -> Self:
         """Load the tokenizer, and look whether the files are there."""
         self._column.check()

@@ -84,6 +84,11 @@ class StreamStore(Store):
         yield 1.0
 
     @property
+    def largest_token(self) -> int | None:
+        """The largest token, if the index holds it; None if all tokens would have to be read."""
+        return None
+
+    @property
     def is_stream(self) -> bool:
         """Whether stream ranges can be read; if not, only `read` by document."""
         return True

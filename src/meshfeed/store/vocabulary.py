@@ -1,0 +1,51 @@
+"""Whether the tokens of stores are within a model's vocabulary: from the index, or as they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from meshfeed.errors import StoreError
+from meshfeed.store.base import StreamStore
+
+_NAMED = 8
+_REMEDY = "use the model's tokenizer, or give the model's real vocabulary size, padding included"
+
+
+def check_stores(stores: Sequence[Any], vocab_size: int) -> bool:
+    """Whether tokens have to be checked as they are read, because no index holds the largest of some store.
+
+    Reads no tokens. Raises StoreError for a store whose largest token is known and not below `vocab_size`.
+    """
+    is_open = False
+    for store in stores:
+        largest = store.largest_token if isinstance(store, StreamStore) else None
+        if largest is None:
+            narrow = isinstance(store, StreamStore) and store.dtype.kind == "u"
+            is_open |= not narrow or int(np.iinfo(store.dtype).max) >= vocab_size
+        elif largest >= vocab_size:
+            raise StoreError(
+                f"{store.path}: its largest token is {largest}, and vocab_size={vocab_size} allows 0 to "
+                f"{vocab_size - 1}; {_REMEDY}",
+                path=store.path,
+            )
+    return is_open
+
+
+def check_tokens(tokens: Any, vocab_size: int, stores: Sequence[Any]) -> None:
+    """Raises StoreError, naming the stores they are of, for tokens that are not in [0, vocab_size).
+
+    tokens: an array of any shape; what is not an array of whole numbers is not checked.
+    """
+    if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "iu" or not tokens.size:
+        return
+    largest = int(tokens.max())
+    smallest = int(tokens.min()) if tokens.dtype.kind == "i" else 0
+    if largest >= vocab_size or smallest < 0:
+        names = ", ".join(str(getattr(store, "path", store)) for store in stores[:_NAMED])
+        raise StoreError(
+            f"{names}: token {largest if smallest >= 0 else smallest} was read, and vocab_size={vocab_size} "
+            f"allows 0 to {vocab_size - 1}; {_REMEDY}"
+        )

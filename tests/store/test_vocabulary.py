@@ -1,0 +1,98 @@
+"""Tokens that a model does not have: refused at the start where the index knows, else when they are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from save_with_datasets import FOLDER
+
+import meshfeed as mf
+from meshfeed.errors import OptionError, StoreError
+from meshfeed.store.vocabulary import check_stores, check_tokens
+from soak import cases
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
+
+
+def recipe_of(data: Any) -> mf.Recipe:
+    return mf.Recipe(data=data, sequence=mf.Windows(8), batch=mf.Batch(sequences=2), shuffle="none", steps=10)
+
+
+def indexed(path: Path, tokens: np.ndarray[Any, Any]) -> Any:
+    with mf.IndexedWriter(path, tokens.dtype.name) as writer:
+        writer.add_document(tokens)
+    return mf.open(path)
+
+
+def test_an_index_that_holds_the_largest_token_refuses_at_the_start(tmp_path: Path) -> None:
+    lines = [json.dumps({"tokens": [at % 7] * 40}) for at in range(20)] + [json.dumps({"tokens": [999]})]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines))
+    store = mf.open(tmp_path / "c.jsonl")
+    assert not check_stores([store], 1000), "nothing is left to check"
+    with mf.Feed(recipe_of(store), vocab_size=1000) as feed:
+        assert len(list(feed)) == 10
+    with pytest.raises(
+        StoreError, match=r"c\.jsonl: its largest token is 999, and vocab_size=999 allows 0 to 998"
+    ):
+        mf.Feed(recipe_of(store), vocab_size=999).__enter__()
+
+
+def test_other_stores_are_checked_as_they_are_read(tmp_path: Path) -> None:
+    """The step that holds the token is refused, and the steps before it are given."""
+    tokens = np.arange(200, dtype=np.int32) % 50
+    tokens[70] = 500
+    good = indexed(tmp_path / "good", np.zeros(200, np.uint16))
+    mixture = mf.Mixture({"good": good, "bad": indexed(tmp_path / "bad", tokens)})
+    for data, size, said in (
+        (
+            indexed(tmp_path / "alone", tokens),
+            500,
+            r"alone: token 500 was read, and vocab_size=500 allows 0 to 499",
+        ),
+        (mixture, 50, r"good, \S+bad: token 500"),
+        (indexed(tmp_path / "minus", -tokens), 501, r"minus: token -16 was read"),
+        (mf.open(FOLDER / "train"), 65_536, r"train: token 65536 was read"),
+    ):
+        given = 0
+        with (
+            pytest.raises(StoreError, match=said),
+            mf.Feed(recipe_of(data), vocab_size=size, prefetch=0) as feed,
+        ):
+            for step in feed:
+                given += len(list(step.microbatches))
+        if said.startswith("alone"):
+            assert given == 8, "windows of 8, one a microbatch: the token is in the ninth"
+    with mf.Feed(recipe_of(mf.open(tmp_path / "alone")), vocab_size=501) as feed:
+        assert len(list(feed)) == 10
+
+
+def test_a_dtype_may_say_enough(tmp_path: Path) -> None:
+    narrow = indexed(tmp_path / "narrow", np.full(100, 65_535, np.uint16))
+    assert not check_stores([narrow], 65_536) and check_stores([narrow], 65_535)
+    for size in (0, "50304", 1.5):
+        with pytest.raises(OptionError, match="vocab_size="):
+            mf.Feed(recipe_of(narrow), vocab_size=size)  # pyright: ignore[reportArgumentType]
+
+
+@settings(max_examples=cases(50), deadline=None)
+@given(
+    tokens=st.lists(st.integers(-3, 9), max_size=20),
+    size=st.integers(1, 12),
+    dtype=st.sampled_from(["int8", "int64", "uint16"]),
+)
+def test_exactly_the_tokens_outside_are_refused(tokens: list[int], size: int, dtype: str) -> None:
+    array = np.array(tokens, np.int64).clip(0 if dtype == "uint16" else None).astype(dtype)
+    if all(0 <= token < size for token in array.tolist()):
+        check_tokens(array, size, ["s"])
+        return
+    with pytest.raises(StoreError, match=r"s: token -?\d+ was read"):
+        check_tokens(array, size, ["s"])
