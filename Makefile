@@ -54,7 +54,7 @@ frameworks: $(FRAMEWORKS)/.installed
 	$(NEWER_INSTALL) --no-deps --upgrade megatron-core torchtitan lightning transformers accelerate
 	$(FRAMEWORKS)/env/bin/python tests/frameworks.py $(FRAMEWORKS) --rows "$(ROWS)"
 
-$(FRAMEWORKS)/.installed: $(REQUIREMENTS)
+$(FRAMEWORKS)/.installed: pyproject.toml $(REQUIREMENTS)
 	$(if $(NEWER_PYTHON),,$(error no Python >= 3.12 found: make frameworks NEWER_PYTHON=/path/to/python3.12))
 	$(NEWER_PYTHON) -m venv $(FRAMEWORKS)/env
 	$(NEWER_INSTALL) "$(TORCH)"

@@ -48,7 +48,8 @@ FRAMEWORKS = {
 
 
 def test_the_examples_run_as_they_say(tmp_path: Path) -> None:
-    """Every command of their docstrings, resuming included, with the versions that they name."""
+    """Every command of their docstrings, resuming included; the versions that they name are the pinned ones."""
+    pinned = "".join((ROOT / f"requirements-{name}.txt").read_text() for name in ("frameworks", "oracles"))
     corpus = loops.write(tmp_path / "text")
     path = os.pathsep.join([str(ROOT / "tests"), str(EXAMPLES), *sys.path])
     running: dict[str, subprocess.Popen[str]] = {}
@@ -68,5 +69,7 @@ def test_the_examples_run_as_they_say(tmp_path: Path) -> None:
         assert said[name].count(f"4 steps, run with {versions}, torch ") == 2, said[name]
         assert "\n2 commands\n" in said[name]
         shown = (EXAMPLES / f"{name}.py").read_text()
-        assert all(f"{package} {version(package)}" in shown for package in packages)
+        for package in packages:
+            (tested,) = re.findall(rf"^{package}==(\S+)", pinned, re.M)
+            assert f"{package} {tested}" in shown
     assert "step 1: loss 4." in said["torchtitan_loop"]

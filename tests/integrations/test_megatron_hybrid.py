@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.data_schedule import HybridCPDataLoaderWrapper as Theirs
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron_world import Case, example, initialized, plain, run, sample_of
@@ -343,6 +344,17 @@ class All(Cut, Gathering, Backwards, Asking, Marking):
     """Every method that Megatron's class has."""
 
 
+class Scheduled(megatron.HybridCPDataLoaderWrapper):
+    """The groups of Megatron's scheduler."""
+
+    def reroute_samples_to_hdp_ranks(
+        self, batch: Any, own: Any, id_seqlens: Any, groups: Any, offsets: Any
+    ) -> Any:
+        scheduler = BalancedCPScheduler(self.config.max_seqlen_per_dp_cp_rank, self.dp_cp_group)
+        groups[:] = scheduler.get_groups_and_subsamples(id_seqlens, self.config)[1]
+        return super().reroute_samples_to_hdp_ranks(batch, own, id_seqlens, groups, offsets)
+
+
 class Wrong(megatron.HybridCPDataLoaderWrapper):
     def _gid_to_src_rank(self, gid: int, offsets: Any) -> int:
         return -1
@@ -358,7 +370,16 @@ def subclass_job(rank: int) -> list[Any]:
         dp_rank = parallel_state.get_data_parallel_rank()
         lengths = [[100, 20, 30], [60, 7]][dp_rank]
         samples = [sample_of(np.full(n, 10 * dp_rank + at + 1)) for at, n in enumerate(lengths)]
-        for kind in (megatron.HybridCPDataLoaderWrapper, Cut, Gathering, Backwards, Asking, Marking, All):
+        for kind in (
+            megatron.HybridCPDataLoaderWrapper,
+            Cut,
+            Gathering,
+            Backwards,
+            Asking,
+            Marking,
+            All,
+            Scheduled,
+        ):
             wrapper = kind(iter([samples]), config, keys=keys)
             mine, groups = next(wrapper)
             with pytest.raises(StopIteration):
@@ -380,7 +401,7 @@ def test_a_subclass_can_override_what_megatrons_can() -> None:
     results = [each for each in run(subclass_job, 8) if each]
     assert len(results) == 4
     numbers = {0: 1, 1: 2, 2: 3, 3: 11, 4: 12}  # of the tokens of each sample
-    for own, cut, gathering, backwards, asking, marking, every, of_cut in results:
+    for own, cut, gathering, backwards, asking, marking, every, scheduled, of_cut in results:
         assert own == gathering == asking != cut == of_cut
         assert all(
             made.pop("weights")[2] == [2 * n for n in made["tokens"][2]] for made in marking[1].values()
@@ -391,6 +412,9 @@ def test_a_subclass_can_override_what_megatrons_can() -> None:
             assert ids >= set(numbers)
             for sample, made in mine.items():
                 assert sample > 4 or {*made["tokens"][2]} - {0} == {numbers[[2, 1, 0, 4, 3][sample]]}
+        for sample, made in scheduled[1].items():
+            assert {*made["tokens"][2]} - {0} == {numbers[sample]}
+        assert {sample for group in scheduled[0] for of_rank in group for sample in of_rank} == {*numbers}
         assert all("weights" in made for made in every[1].values())
         assert max(sum(made["loss_mask"][2]) for made in every[1].values()) <= 50
     held = [{*own[1]} for own, *_ in results]
