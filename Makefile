@@ -54,12 +54,13 @@ frameworks: $(FRAMEWORKS)/.installed
 	$(NEWER_INSTALL) --no-deps --upgrade megatron-core torchtitan lightning transformers accelerate
 	$(FRAMEWORKS)/env/bin/python tests/frameworks.py $(FRAMEWORKS) --rows "$(ROWS)"
 
-$(FRAMEWORKS)/.installed: pyproject.toml $(REQUIREMENTS)
+$(FRAMEWORKS)/.installed: pyproject.toml $(REQUIREMENTS) requirements-sources.txt
 	$(if $(NEWER_PYTHON),,$(error no Python >= 3.12 found: make frameworks NEWER_PYTHON=/path/to/python3.12))
 	$(NEWER_PYTHON) -m venv $(FRAMEWORKS)/env
 	$(NEWER_INSTALL) "$(TORCH)"
 	$(NEWER_INSTALL) --requirement requirements-test.txt
 	$(NEWER_INSTALL) --no-deps --requirement requirements-oracles.txt --requirement requirements-frameworks.txt
+	$(NEWER_INSTALL) --requirement requirements-sources.txt
 	$(NEWER_INSTALL) --no-deps --target $(FRAMEWORKS)/pinned $(shell grep megatron-core== requirements-oracles.txt)
 	$(NEWER_INSTALL) --editable ".[demo]"
 	touch $@

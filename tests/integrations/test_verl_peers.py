@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from types import ModuleType
 
 import numpy as np
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from meshfeed.integrations import rl
-from services.needs import checkout
+from services.needs import checkout, missing_thing
 
 
 @pytest.fixture
 def balancing(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(checkout("verl")))
-    pytest.importorskip("tensordict", reason="verl needs tensordict")
+    if find_spec("tensordict") is None:
+        missing_thing("verl needs tensordict")
     return importlib.import_module("verl.utils.seqlen_balancing")
 
 
