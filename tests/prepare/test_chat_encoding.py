@@ -437,3 +437,23 @@ def test_made_up_conversations_raise_nothing_but_our_errors(
         assert str(error).startswith("conversation 0: ")
     else:
         assert got["tokens"].size == got["loss_mask"].size and got["loss_mask"].any()
+
+
+def test_a_snapshot_of_the_hub_is_such_a_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Its files are links to blobs whose names have no suffix."""
+    original, snapshot = folders["llama blocks"], tmp_path / "models--a--b/snapshots/0123"
+    (tmp_path / "models--a--b/blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for at, path in enumerate(sorted(original.iterdir())):
+        (tmp_path / f"models--a--b/blobs/{at:040x}").write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{at:040x}")
+    assert {"tokenizer.json", "chat_template.jinja"} <= {path.name for path in snapshot.iterdir()}
+    mine, theirs = ChatEncoder(snapshot), ChatEncoder(original)
+    assert mine.digest == theirs.digest
+    (got,), (wanted,) = mine.encode([[USER, ANSWER]]), theirs.encode([[USER, ANSWER]])
+    assert all(got[name].tolist() == wanted[name].tolist() for name in wanted)
+    (tmp_path / "a.jsonl").write_text('{"text": "some plain words"}\n')
+    stores = [
+        mf.open(tmp_path / "a.jsonl", tokenizer=each, cache=tmp_path / "c") for each in (snapshot, original)
+    ]
+    assert stores[0].fingerprint == stores[1].fingerprint

@@ -16,7 +16,7 @@ from meshfeed.files.hub import HubClient
 from meshfeed.files.local import typed_errors
 from meshfeed.files.refusals import REPLACED, reason, refuses_method
 from meshfeed.files.retries import Patience, Retries, Stat
-from meshfeed.files.url import AUTHORIZATION, HUB, credentials_of, split
+from meshfeed.files.url import AUTHORIZATION, credentials_of, is_hub, split
 
 
 class Client(Retries):
@@ -112,7 +112,7 @@ def store_of(
     root: str, options: Mapping[str, str], patience: Patience, retries: Mapping[str, Any] | None = None
 ) -> Any:
     """obstore's store of a root. retries: obstore's retry_config; None for none. Raises StoreError."""
-    if root.startswith(HUB):
+    if is_hub(root):
         raise StoreError(f"{root}: the Hub can only be read; write to a path or to object storage")
     global _process
     _process = _process or os.getpid()

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import PrepareError
-from meshfeed.files import ByteFile, Folder, LocalFile, typed_errors
+from meshfeed.files import ByteFile, Cache, Folder, LocalFile, typed_errors
+from meshfeed.files.pinned import pinned
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
@@ -161,6 +162,7 @@ def _urls_of(
             passed_over[Path(name).suffix] += 1
         return known
 
+    given = pinned(given, Cache(), {})
     if is_remote(given):
         folder, name = parent(given)
         if is_http(given) or (name and Folder(folder).holds(name)):
