@@ -72,7 +72,8 @@ class Microbatch(Mapping[str, Any]):
 
     Attributes:
         index: of the microbatch in its step, from 0.
-        fields: the tensors by name.
+        fields: the tensors by name. Small microbatches that are read together have one storage for each
+            field. Writing to one changes no other, but `torch.save` writes all: clone it first.
     """
 
     index: int
