@@ -58,6 +58,8 @@ ROWS = (
     Row("lightning", ("integrations/test_lightning_*.py", "integrations/test_loop_pages.py"), "lightning"),
     Row("transformers", ("integrations/test_transformers_*.py",), "transformers"),
     Row("accelerate", ("integrations/test_transformers_*.py",), "accelerate"),
+    Row("datasets", ("store/test_arrow.py",), "datasets"),
+    Row("huggingface_hub", ("files/test_hub.py",), "huggingface_hub"),
     _from("Megatron-LM", "test_megatron_peers.py", name="Megatron-LM's own tests"),
     _from("torchtitan", "test_torchtitan_*.py", name="torchtitan, main"),
     _from("Megatron-Bridge", "test_bridge*.py", path="src"),

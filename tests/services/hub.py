@@ -55,11 +55,8 @@ class Hub:
         return self.head
 
     def __enter__(self) -> Self:
-        self._servers = [
-            ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, kind)) for kind in (_Hub, _Storage)
-        ]
+        self._servers = [_Server(("127.0.0.1", 0), _handler(self, kind)) for kind in (_Hub, _Storage)]
         for server in self._servers:
-            server.daemon_threads = True
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         self.endpoint, self.storage = (f"http://127.0.0.1:{server.server_port}" for server in self._servers)
         return self
@@ -72,6 +69,11 @@ class Hub:
     def url(self, path: str = "", revision: str = "main") -> str:
         """Of a file or folder."""
         return f"hf://datasets/{self.repo}@{revision}/{path}".rstrip("/")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256  # that connect at once
 
 
 def _handler(hub: Hub, kind: type[_Answers]) -> type[_Answers]:

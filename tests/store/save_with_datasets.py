@@ -1,10 +1,12 @@
 """Writes saved_by_datasets/ with the real package: `python save_with_datasets.py`, with `pip install datasets`.
 
-The tests read what lies there, since `datasets` brings pandas. Written by datasets 5.2.0.
+Written by datasets 5.2.0. The tests read what lies there, since `datasets` brings pandas; where it is installed, as
+in `make frameworks`, they read what it saves.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,15 @@ TOKENS = [[7, 8, 9], [], [65_536], list(range(20)), [1], [], [2, 3], [4] * 9]
 TEXTS = ["", "plain words", "ünïcödé ☃", "", "a", "b", 'quote " and \n newline', "x" * 30]
 
 
-def save() -> None:
+def saved(folder: Path) -> Path:
+    """A folder with what `datasets` saves; the one beside this file where it is not installed."""
+    if importlib.util.find_spec("datasets") is None:
+        return FOLDER
+    save(folder)
+    return folder
+
+
+def save(folder: Path) -> None:
     import datasets
 
     rows: dict[str, Any] = {
@@ -41,8 +51,8 @@ def save() -> None:
     )
     whole = datasets.Dataset.from_dict(rows, features)
     split = datasets.DatasetDict(train=whole, test=whole.select([6, 1]))
-    split.save_to_disk(str(FOLDER), num_shards={"train": 2, "test": 1})
+    split.save_to_disk(str(folder), num_shards={"train": 2, "test": 1})
 
 
 if __name__ == "__main__":
-    save()
+    save(FOLDER)

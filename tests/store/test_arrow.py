@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from save_with_datasets import FOLDER, TEXTS, TOKENS
+from save_with_datasets import FOLDER, TEXTS, TOKENS, saved
 
 import meshfeed as mf
 from meshfeed.errors import MeshfeedError, MissingError, StoreError
@@ -37,21 +37,22 @@ def read_all(store: Any) -> list[int]:
         return store.read_stream(np.array([0]), np.array([store.num_tokens])).tolist()
 
 
-def test_a_folder_that_datasets_saved() -> None:
-    store = mf.open(FOLDER / "train")
+def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved")
+    store = mf.open(folder / "train")
     assert store.dtype == np.int32
     assert_store(store, [np.array(each, np.int32) for each in TOKENS])
-    assert_store(mf.open(FOLDER / "test"), [np.array(TOKENS[at], np.int32) for at in (6, 1)])
+    assert_store(mf.open(folder / "test"), [np.array(TOKENS[at], np.int32) for at in (6, 1)])
     texts = [np.frombuffer(text.encode(), np.uint8) for text in TEXTS]
-    assert_store(mf.open(FOLDER / "train", tokenizer="bytes"), texts)
-    pairs = mf.open(FOLDER / "train", column="pairs")
+    assert_store(mf.open(folder / "train", tokenizer="bytes"), texts)
+    pairs = mf.open(folder / "train", column="pairs")
     assert pairs.dtype == np.uint16 and read_all(pairs)[-2:] == [7, 8]
     assert list(store.beside()) == ["meta", "nothing", "picture", "flag", "text", "labels", "pairs"]
-    assert len({each.fingerprint for each in (store, pairs, mf.open(FOLDER / "test"))}) == 3
+    assert len({each.fingerprint for each in (store, pairs, mf.open(folder / "test"))}) == 3
     with pytest.raises(StoreError, match=r"row 0: token -100; tokens are whole numbers from 0"):
-        list(mf.open(FOLDER / "train", column="labels").verify())
+        list(mf.open(folder / "train", column="labels").verify())
     with pytest.raises(StoreError, match=r"'picture' is list<.*where text or lists of whole numbers belong"):
-        _ = mf.open(FOLDER / "train", column="picture").num_tokens
+        _ = mf.open(folder / "train", column="picture").num_tokens
 
 
 def test_folders_that_are_no_dataset_are_refused_by_name(tmp_path: Path) -> None:
