@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -91,24 +90,20 @@ def _versions() -> Finding:
 def _packages() -> Iterator[Finding]:
     """The requirements in meshfeed's metadata: one finding for the core and one for each extra."""
     for extra, packages in extras.requirements().items():
-        missing = [f"{name} from {least}" for name, least in packages if not _is_there(name, least)]
+        missing = [f"{each.name} from {each.least}" for each in packages if not _is_there(each)]
         topic = f"extra [{extra}]" if extra else "packages"
         if not missing:
-            told = ", ".join(f"{name} {extras.version_of(name)}" for name, _ in packages)
-            yield Finding(topic, "ok", told)
+            newer = [says for says, _ in extras.untested(extra)]
+            told = ", ".join(f"{each.name} {extras.version_of(each.name)}" for each in packages)
+            yield Finding(topic, "note" if newer else "ok", "; ".join([told, *newer]))
         else:
             told = f"no {', '.join(missing)}: {extras.install(extra)}"
             yield Finding(topic, "note", f"{told}, if you need it") if extra else Finding(topic, "bad", told)
 
 
-def _is_there(package: str, least: str) -> bool:
-    found = extras.version_of(package)
-    return found is not None and _numbers(found) >= _numbers(least)
-
-
-def _numbers(version: str) -> list[int]:
-    # 2.13.0+cpu -> [2, 13, 0]
-    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+def _is_there(package: extras.Requirement) -> bool:
+    found = extras.version_of(package.name)
+    return found is not None and extras.numbers(found) >= extras.numbers(package.least)
 
 
 def _within_nodes() -> Finding:

@@ -7,14 +7,17 @@ both fetched and trained microbatches, and its state follows the trained ones.
 from __future__ import annotations
 
 import importlib
+import os
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from meshfeed.errors import MeshfeedError, RecipeError, StateError
-from meshfeed.extras import install
+from meshfeed.extras import install, untested
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.order import draws_of_step
@@ -29,11 +32,29 @@ _DONE = "microbatches_done"
 
 
 def framework(module: str, extra: str) -> Any:
-    """A framework's module. Raises MeshfeedError naming the pip extra if it is not installed."""
+    """A framework's module.
+
+    Raises MeshfeedError naming the pip extra if it is not installed. Warns of a version newer than those
+    tested, and raises MeshfeedError for a new major version, unless MESHFEED_UNTESTED=1.
+    """
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ImportError as missing:
-        raise MeshfeedError(f"{module} cannot be imported ({missing}); {install(extra)}") from missing
+        newer = "".join(f"; {says}" for says, _ in untested(extra))
+        raise MeshfeedError(f"{module} cannot be imported ({missing}){newer}; {install(extra)}") from missing
+    check_versions(extra)
+    return found
+
+
+@cache
+def check_versions(extra: str) -> None:
+    """Say once if a package of an extra is newer than those tested; see `framework`."""
+    if os.environ.get("MESHFEED_UNTESTED") == "1":
+        return
+    for says, is_major in untested(extra):
+        if is_major:
+            raise MeshfeedError(f"{says}; {install(extra)}, or set MESHFEED_UNTESTED=1 to use this version")
+        warnings.warn(f"{says}; MESHFEED_UNTESTED=1 silences this", stacklevel=3)
 
 
 def masked_labels(microbatch: Microbatch) -> torch.Tensor:
