@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 
 import quick
-from soak import SOAK, left_out
+from soak import SOAK, cases, left_out
 
 # Each connection to a TCPStore looks up the name of its peer, which takes 5 s where a resolver drops queries.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -32,8 +32,8 @@ LONGEST = (
 
 BUILD = Path(__file__).parents[1] / "hatch_build.py"
 
-settings.register_profile("soak", settings.get_profile("ci"), derandomize=False)
-settings.load_profile("soak" if SOAK else "ci")
+settings.register_profile("tests", settings.get_profile("ci"), max_examples=cases(50), derandomize=not SOAK)
+settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -126,7 +126,7 @@ def rank_of_a_job(rank: int, path: str, port: int, folder: str) -> Any:
     return ending(feed, after)
 
 
-@pytest.mark.parametrize("how", ["stopped", "cut off", "killed"][: cases(2, 3)])
+@pytest.mark.parametrize("how", ["cut off", "stopped", "killed"][: cases(1, 3)])
 def test_every_rank_ends_when_the_store_is_lost(
     tmp_path: Path, host: tuple[subprocess.Popen[str], int], how: str
 ) -> None:

@@ -54,7 +54,7 @@ def test_no_source_is_ever_one_draw_from_its_share(family: str) -> None:
             0,
             cases(10**5, 10**6)
             if len(weights) in (2, 1000) and "Z" not in family
-            else cases(50_000, 200_000),
+            else cases(20_000, 200_000),
         )
         < 1
     )
