@@ -58,13 +58,15 @@ def run(args: argparse.Namespace) -> int:
     _write(out, args, corpus.facts(), runs, packed, remote, found, resumed_at)
     for policy, run_ in packed.items():
         told = balance_of(run_)
-        console.print(f"packed, {policy}: {told.step_ms:.0f} ms a step, {told.efficiency:.1%} of it work")
+        console.print(f"packed {policy}: {told.step_ms:,.0f} ms a step, efficiency {told.efficiency:.1%}")
     for name, told in (("remote", "meshfeed"), ("broadcast", "tp rank 0 broadcasts")):
         fetched = remote.fetched_bytes[name] / remote.consumed_bytes[name]
         waited_ms = remote.exposed_s(name) / remote.num_steps(name) * 1e3
-        late = f"{remote.late[name]} of {remote.requests[name]} requests {remote.late_by:.0f} x slow"
         console.print(
-            f"remote storage, {told}: {fetched:.1f} x the bytes, {late}, waited {waited_ms:,.0f} ms a step"
+            f"remote storage, {told}: {fetched:.2f} bytes fetched for each used, training waited "
+            f"{waited_ms:,.0f} ms a step; {remote.late[name]} of {remote.requests[name]} requests took "
+            f"{remote.late_by:.0f} times as long as usual",
+            soft_wrap=True,
         )
     _tell(console, found, out)
     return 0 if found.agree else 1
@@ -126,7 +128,8 @@ def _write(
 def _tell(console: Console, found: Comparison, out: Path) -> None:
     console.print(
         f"ledger: {found.num_sequences:,} sequences, {len(found.lost)} lost, {len(found.repeated)} repeated "
-        f"or moved, {found.num_redone} read again after the kill"
+        f"or moved, {found.num_redone} read again after the kill",
+        soft_wrap=True,
     )
     console.print(f"losses: largest difference from the uninterrupted run {found.max_difference:.2e}")
     for problem in found.problems:
