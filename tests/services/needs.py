@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Generator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,6 +44,12 @@ def checkout(name: str) -> Path:
     if "FRAMEWORK_SOURCES" not in os.environ or not folder.is_dir():
         pytest.skip(f"it needs a checkout of {name} (make frameworks FRAMEWORK_SOURCES=folder)")
     return folder.resolve()
+
+
+def package(name: str, extra: str) -> None:
+    """Skip the test where a package is missing that is too large for every environment of tests."""
+    if find_spec(name) is None:
+        pytest.skip(f"it needs {name} (pip install '.[{extra}]')")
 
 
 @contextlib.contextmanager

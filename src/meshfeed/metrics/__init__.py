@@ -6,9 +6,11 @@ A Feed or an Exchange takes `metrics=`, a sink or several:
 
 `recorder` times stages and adds up each step. It hands the sums to `background`, which passes them to the
 sinks on its own thread: `RunLog` (lines on disk), `Telemetry` (OpenTelemetry), `ProfilerRanges` (torch's
-profiler), or another subclass of `Sink`. `read_run` reads a log; `RunReader` follows one that grows.
+profiler), `WandB`, `TensorBoard`, or another subclass of `Sink`. `read_run` reads a log; `RunReader` follows
+one that grows.
 """
 
+from meshfeed.metrics.boards import TensorBoard, WandB
 from meshfeed.metrics.history import MixtureHistory, RankHistory, RunHistory, RunReader, Start, read_run
 from meshfeed.metrics.ranges import ProfilerRanges
 from meshfeed.metrics.recorder import Meter, Recorder, Span, StageClock, StepCosts
@@ -36,5 +38,7 @@ __all__ = [
     "StepRecord",
     "StepStats",
     "Telemetry",
+    "TensorBoard",
+    "WandB",
     "read_run",
 ]

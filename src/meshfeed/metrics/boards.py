@@ -1,0 +1,59 @@
+"""Metrics beside the losses: Weights & Biases, and TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from meshfeed.metrics.sink import RunStart, Sink, StepRecord
+
+
+def scalars(record: StepRecord) -> dict[str, float]:
+    """The numbers of a step by name: tokens of the global batch, seconds by stage, and single figures."""
+    stats = record.stats
+    named: dict[str, Any] = {"tokens": record.tokens}
+    named |= {f"wait_s/{stage}": seconds for stage, seconds in stats.exposed_wait_s.items()}
+    named |= {f"work_s/{stage}": seconds for stage, seconds in stats.work_s.items()}
+    named |= {name: value for name, value in stats.items() if isinstance(value, int | float)}
+    return {f"meshfeed/{name}": float(value) for name, value in named.items()}
+
+
+class WandB(Sink):
+    """Logs every step to a Weights & Biases run.
+
+    The numbers have an x-axis of their own, `meshfeed/step`: they come about a second after their step.
+
+    Args:
+        run: what `wandb.init` returned; on the ranks that have one.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
+        """Log the steps, each with its number."""
+        for entry in entries:
+            if isinstance(entry, RunStart):
+                self._run.define_metric("meshfeed/step")
+                self._run.define_metric("meshfeed/*", step_metric="meshfeed/step")
+            else:
+                self._run.log({"meshfeed/step": entry.step, **scalars(entry)})
+
+
+class TensorBoard(Sink):
+    """Writes every step as scalars to a TensorBoard log.
+
+    Args:
+        writer: a `torch.utils.tensorboard.SummaryWriter`; flushed about once a second, and not closed.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
+        """Write the steps, each at its time."""
+        for entry in entries:
+            if isinstance(entry, StepRecord):
+                for name, value in scalars(entry).items():
+                    self._writer.add_scalar(name, value, entry.step, walltime=entry.time_s)
+        self._writer.flush()
