@@ -93,7 +93,7 @@ def test_datasets() -> None:
 
 def test_exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("exchange.md", 8)
+    names = run_page("exchange.md", 9)
     assert names["state"]["step"] == 2 and len(names["packs"]) == 1
 
 

@@ -11,7 +11,7 @@ import torch
 
 import meshfeed as mf
 import world
-from meshfeed.exchange.items import tensor_of, value_of
+from meshfeed.exchange.values import tensor_of, value_of
 from meshfeed.feed import run
 
 

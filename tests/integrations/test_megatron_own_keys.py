@@ -38,6 +38,7 @@ def samples_of(dp_rank: int) -> list[dict[str, Any]]:
         made.append(sample)
     made.append(sample_of(np.full(12, 100 * dp_rank + 50)))
     del made[-1]["position_ids"]
+    made[0]["visual_inputs"] = SimpleNamespace(pixel_values=torch.full((2, 3), dp_rank), grids=[{"t": 1}])
     made[0]["attention_mask"] = torch.ones(
         1, 9, 9, dtype=torch.bool
     )  # as GPTDataset has it: of no use in a pack
@@ -55,6 +56,10 @@ def own_keys_job(rank: int) -> dict[int, tuple[list[int], list[int]]]:
     with initialized(case), megatron.SequencePacking(loading="replicated", timeout_s=60) as wrap:
         own = samples_of(parallel_state.get_data_parallel_rank())
         for batch in batches(wrap(iter([own]), config_of(case), 1)):
+            images = [v for v in batch.get("visual_inputs", ()) if v is not None]
+            assert [v.grids for v in images] == [[{"t": 1}]] * len(images)
+            owners = [int(v.pixel_values[1, 2]) for v in images]
+            assert sorted(owners) == [t // 100 for t in batch["tokens"].unique().tolist() if t % 100 == 10]
             for token in batch["tokens"].unique().tolist():
                 here = batch["tokens"][0] == token
                 mask = batch["attention_mask"][0, here].int().tolist()

@@ -17,11 +17,13 @@ CARRIED = {
 """Types of torch that NumPy lacks -> integers of the same width."""
 
 BYTES = "bytes"
+NESTED = "nested"
+"""A value that holds others, as one byte string; see `values`."""
 
 
 def carrier(dtype: str) -> str:
     """The NumPy type that holds elements of a type."""
-    return "uint8" if dtype == BYTES else CARRIED.get(dtype, dtype)
+    return "uint8" if dtype in (BYTES, NESTED) else CARRIED.get(dtype, dtype)
 
 
 def entry_bytes(dtype: str, shape: tuple[int, ...] = ()) -> int:

@@ -1,4 +1,4 @@
-"""Items of a user's iterator -> bytes; arrays -> tensors of any torch type."""
+"""Items of a user's iterator -> bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from meshfeed.columns import Array
 from meshfeed.deliver import ErrorRecord, wire
 from meshfeed.errors import MeshfeedError, StoreError
-from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier
+from meshfeed.exchange.dtypes import BYTES
 from meshfeed.exchange.keys import ANY, RESERVED, USUAL, Keys
 from meshfeed.exchange.lengths import (
     LENGTH,
@@ -28,20 +28,12 @@ from meshfeed.exchange.lengths import (
     columns_of,
     mixed,
 )
+from meshfeed.exchange.values import NAME_OF_TYPE, num_nonzero, value_of, whole_value_of
 from meshfeed.roles import Field
-from meshfeed.store import NUMBERS, Refused
-from meshfeed.store.mapped import plain
 
 _Rest = tuple[tuple[str, str, int], ...]  # of a Schema
 _NOTHING = np.zeros(0, np.uint8)
 _SAMPLED = 64  # numbers of an item in its digest: all of them would cost as much as a checksum of the batch
-# complex types go through `plain`, which resolves torch's lazy conjugation
-_NAME_OF_TYPE = {
-    getattr(torch, name): name
-    for name in (*NUMBERS, *CARRIED)
-    if hasattr(torch, name) and "complex" not in name
-}
-_CARRIER_OF_TYPE = {name: getattr(torch, carrier(name)) for name in CARRIED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +187,11 @@ class _Items:
             sizes[at] = present
         if lengths is not None and (differs := (sizes != lengths) & (sizes >= 0)).any():
             one = int(differs.argmax())
-            raise self._not_per_token(one, name, f"{sizes[one]} tokens", lengths)
+            shape = np.shape(values[one])
+            has = f"{sizes[one]} tokens"
+            if len(shape) > 1 and shape[-1] == lengths[one]:
+                has += f" (shape {tuple(shape)}: move the last axis to the front, x.movedim(-1, 0))"
+            raise self._not_per_token(one, name, has, lengths)
         return _Column(dtype, sizes, joined)
 
     def _one_by_one(
@@ -230,10 +226,14 @@ class _Items:
             for name in names:
                 if (value := item.get(name)) is None:
                     continue
-                dtype, array = self.value(at, name, value)
+                dtype, array = self.value(at, name, value, whole=name not in USUAL)
                 field = declared.get(name)
                 if name in RESERVED:
-                    raise self.wrong(at, f"key {name!r} is computed from lengths; leave it out or rename it")
+                    raise self.wrong(
+                        at,
+                        f"key {name!r} is computed from lengths; leave it out or rename it"
+                        + (", or declare it in Keys, split" if name == "position_ids" else ""),
+                    )
                 if field is not None and field.dtype not in (ANY, dtype):
                     raise self.wrong(at, f"key {name!r} is {dtype}, declared {field.dtype}; make them equal")
                 if field is None and name in USUAL and array.shape[:1] == np.shape(item[length])[:1]:
@@ -252,10 +252,10 @@ class _Items:
                 kinds[at] = tuple((name, dtype, array.ndim) for name, dtype, array in own)
         return num_bytes, kinds, np.concatenate(pieces)
 
-    def value(self, at: int, name: str, value: Any) -> tuple[str, Array]:
-        """`value_of` a key of an item."""
+    def value(self, at: int, name: str, value: Any, *, whole: bool = False) -> tuple[str, Array]:
+        """`value_of` a key of an item. whole: it is not split, and may be nested."""
         try:
-            return value_of(name, value)
+            return whole_value_of(name, value) if whole else value_of(name, value)
         except StoreError as error:
             raise self.wrong(at, error) from None
 
@@ -278,7 +278,7 @@ def _joined(values: list[Any]) -> tuple[str, Longs, Array] | None:
         return None
     kinds = {(value.dtype, value.dim(), value.layout, value.is_cpu) for value in values}
     (dtype, dimensions, layout, is_cpu), *others = kinds
-    if others or not dimensions or layout != torch.strided or not is_cpu or dtype not in _NAME_OF_TYPE:
+    if others or not dimensions or layout != torch.strided or not is_cpu or dtype not in NAME_OF_TYPE:
         return None
     try:
         joined = torch.cat(values)
@@ -305,23 +305,6 @@ def _bytes_of(array: Array) -> Bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)  # copies a view such as x[::2] or x.T
 
 
-def value_of(name: str, value: Any) -> tuple[str, Array]:
-    """(type, array that holds the bits) of a value. Raises StoreError for values that cannot be sent."""
-    if isinstance(value, torch.Tensor):
-        dtype = _NAME_OF_TYPE.get(value.dtype)
-        if dtype is not None and value.layout == torch.strided:
-            carried = _CARRIER_OF_TYPE.get(dtype)
-            bits = value if carried is None else value.detach().resolve_neg().view(carried)
-            return dtype, bits.numpy(force=True)
-        value = value.detach().cpu()
-    elif isinstance(value, np.ndarray) and value.dtype.name in CARRIED:  # from the ml_dtypes package
-        return value.dtype.name, value.view(carrier(value.dtype.name))
-    made = plain(value)
-    if isinstance(made, Refused):
-        raise StoreError(f"key {name!r} {made.why}")
-    return (BYTES, np.frombuffer(made, np.uint8)) if isinstance(made, bytes) else (made.dtype.name, made)
-
-
 def _some_of_each(tokens: Array, sizes: Longs) -> bytes:
     """Evenly spaced numbers of each item, including its last one.
 
@@ -331,27 +314,3 @@ def _some_of_each(tokens: Array, sizes: Longs) -> bytes:
     counts = -(-sizes // step)
     turn = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return tokens[np.repeat(np.cumsum(sizes) - 1, counts) - turn * np.repeat(step, counts)].tobytes()
-
-
-def num_nonzero(value: Any) -> int:
-    """Number of nonzero entries."""
-    if isinstance(value, np.ndarray):  # torch refuses negative strides
-        return int(np.count_nonzero(value))
-    return int(torch.count_nonzero(torch.as_tensor(value)))
-
-
-def tensor_of(array: Array, dtype: str) -> torch.Tensor:
-    """The tensor of type `dtype` whose bits an array holds."""
-    return viewed_as(torch.from_numpy(array), dtype)
-
-
-def viewed_as(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The same bits viewed as a type that NumPy lacks."""
-    return tensor.view(getattr(torch, dtype)) if dtype in CARRIED else tensor
-
-
-def bits_of(value: float, dtype: str) -> Any:
-    """A NumPy scalar with the bits of a number of type `dtype`."""
-    if dtype not in CARRIED:
-        return np.array(value).astype(dtype)
-    return torch.tensor([value], dtype=getattr(torch, dtype)).view(getattr(torch, carrier(dtype))).numpy()[0]

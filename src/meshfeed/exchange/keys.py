@@ -30,7 +30,11 @@ class Keys:
     number, a str or bytes. None means that the key is absent. Each field is a name or a `Field`. A plain
     name, like an undeclared key, goes to all stages, unsplit, with its own dtype. A split field has one entry
     per token; its other dimensions are equal in all items of a step. The default fields are tokens (first,
-    mtp), labels and loss_mask (last), all split.
+    mtp), labels and loss_mask (last), all split. `position_ids` that are declared replace the computed ones.
+
+    An unsplit value may also be a dict (keys str or int), list, tuple, namedtuple, SimpleNamespace or
+    dataclass of such values, nested at will. It arrives as it is, with tensors for arrays, and numbers, str,
+    bytes and None unchanged. Dataclasses and namedtuples are of a module that all ranks import.
 
     Attributes:
         declared: the fields.
@@ -55,7 +59,7 @@ class Keys:
         names = [field.name for field in declared]
         if len(set(names)) < len(names):
             raise RecipeError(f"Keys({', '.join(names)}): give each name once")
-        if reserved := RESERVED & set(names):
+        if reserved := (RESERVED - {_OWN}) & set(names):
             raise RecipeError(f"Keys: {sorted(reserved)} are computed from lengths; use other names")
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "length", length)
@@ -86,9 +90,16 @@ class Keys:
     @property
     def fields(self) -> tuple[Field, ...]:
         """The fields that roles are assigned for."""
-        return (*self.declared, _LENGTHS, *PLAN_FIELDS)
+        return (*self.declared, _LENGTHS, *self.computed)
+
+    @property
+    def computed(self) -> tuple[Field, ...]:
+        """The fields computed from lengths: all that no declared one replaces."""
+        names = {field.name for field in self.declared}
+        return tuple(field for field in PLAN_FIELDS if field.name not in names)
 
 
+_OWN = "position_ids"  # a multimodal rope's do not count tokens
 USUAL = frozenset(field.name for field in _USUAL)
 """Names that always mean one entry per token."""
 RESERVED = frozenset(field.name for field in PLAN_FIELDS)

@@ -17,12 +17,13 @@ import torch
 from meshfeed.columns import Allocate, Array, Arrays
 from meshfeed.deliver import Digester, EndOfStream, Group, wire
 from meshfeed.errors import PlanError
-from meshfeed.exchange.dtypes import BYTES, CARRIED, carrier, entry_bytes
-from meshfeed.exchange.items import Given, bits_of, tensor_of, viewed_as
+from meshfeed.exchange.dtypes import BYTES, CARRIED, NESTED, carrier, entry_bytes
+from meshfeed.exchange.items import Given
 from meshfeed.exchange.keys import ANY, Keys
 from meshfeed.exchange.lengths import Bytes, GatheredLengths, Report, reports_of
 from meshfeed.exchange.membership import Membership
 from meshfeed.exchange.routing import Longs, Shipment, write_pieces
+from meshfeed.exchange.values import bits_of, nested_bytes, nested_value, tensor_of, viewed_as
 from meshfeed.feed.batch import Microbatch, Value
 from meshfeed.feed.device import OnHost, Placer, microbatches_of
 from meshfeed.feed.stepping import GlobalBatch, ranks_beside, stats_of_packs
@@ -32,7 +33,7 @@ from meshfeed.plan.policy import room_of
 from meshfeed.plan.types import exact_sum
 from meshfeed.roles import Field
 from meshfeed.sequence import Portion, portions_of
-from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_packs, places_of, runs_at
+from meshfeed.sequence.packed import fields_of_packs, places_of, runs_at
 from meshfeed.sequence.runs import Runs
 
 _OTHERS = "(keys that are not declared)"
@@ -163,25 +164,30 @@ class Received:
             for name, bytes_of in before.items()
         }
 
-    def rest(self, piece: int) -> list[tuple[str, str, Array | bytes]]:
-        """(name, type, value) of every unsplit key of a piece; copies."""
+    def rest(self, piece: int) -> list[tuple[str, str, Any]]:
+        """(name, type, value) of every unsplit key of a piece: an array, bytes or a nested value; copies."""
         its, gathered = self.shipment, self.gathered
         schema = gathered.schemas[int(gathered.schema[its.item[piece]])]
         data, at = self.data[int(self.offsets[piece]) :], 8 * sum(ndim for _, _, ndim in schema.rest)
         dims = iter(data[:at].copy().view(np.int64).tolist())
-        found: list[tuple[str, str, Array | bytes]] = []
+        found: list[tuple[str, str, Any]] = []
         for name, dtype, ndim in schema.rest:
             shape = tuple(islice(dims, ndim))
             flat = data[at : at + entry_bytes(dtype, shape)]
             at += flat.size
-            array = flat.copy().view(carrier(dtype)).reshape(shape)
-            found.append((name, dtype, array.tobytes() if dtype == BYTES else array))
+            if dtype == BYTES:
+                value: Any = flat.tobytes()
+            elif dtype == NESTED:
+                value = nested_value(name, flat.copy())
+            else:
+                value = flat.copy().view(carrier(dtype)).reshape(shape)
+            found.append((name, dtype, value))
         return found
 
-    def items(self, microbatch: int) -> list[tuple[int, dict[str, torch.Tensor | bytes]]]:
+    def items(self, microbatch: int) -> list[tuple[int, dict[str, Any]]]:
         """(index in the gathered lengths, item) of a microbatch, with the tokens that were rerouted here."""
         rows, its = self.rows(microbatch), self.shipment
-        found = [(int(its.item[row]), dict[str, torch.Tensor | bytes]()) for row in rows]
+        found = [(int(its.item[row]), dict[str, Any]()) for row in rows]
         tokens = its.num_tokens[rows].tolist()
         for name, (dtype, shape) in self.gathered.split_keys.items():
             entry = entry_bytes(dtype, shape)
@@ -191,7 +197,7 @@ class Received:
                     item[name] = tensor_of(flat.view(carrier(dtype)).reshape(size, *shape), dtype)
         for (_, item), row in zip(found, rows.tolist()):
             for name, dtype, value in self.rest(row):
-                item[name] = value if isinstance(value, bytes) else tensor_of(value, dtype)
+                item[name] = tensor_of(value, dtype) if isinstance(value, np.ndarray) else value
         return found
 
 
@@ -303,7 +309,7 @@ def fields_of(
 ) -> list[Arrays]:
     """The fields of each portion's one pack; see `Keys`."""
     rows = [received.rows(portion.microbatches.start) for portion in portions]
-    made = fields_of_packs(portions, names, allocate)
+    made = fields_of_packs(portions, [f.name for f in keys.computed if f.name in names], allocate)
     wanted = [key for key in keys.declared if key.name in names]
     for arrays, split in zip(made, _split(received, portions, rows, wanted, allocate)):
         arrays |= split
@@ -361,7 +367,7 @@ def _rest(received: Received, rows: Longs, keys: Keys, names: Sequence[str]) -> 
 
 def compared(keys: Keys) -> list[str]:
     """Names for digests: the declared fields, all others together, and the fields computed from lengths."""
-    return [*(field.name for field in keys.declared), _OTHERS, *(field.name for field in PLAN_FIELDS)]
+    return [*(field.name for field in keys.declared), _OTHERS, *(field.name for field in keys.computed)]
 
 
 def _comparable(arrays: Arrays, keys: Keys) -> Arrays:
@@ -369,12 +375,18 @@ def _comparable(arrays: Arrays, keys: Keys) -> Arrays:
     made: dict[str, list[Any]] = {}
     for name, value in sorted(arrays.items()):
         listed: list[Any] = [value] if isinstance(value, np.ndarray) else list(value)
-        pieces = [b"" if each is None else each for each in listed]
+        pieces = [_as_bytes_or_array(name, each) for each in listed]
         if name in names:
             made[name] = pieces
         else:
             made.setdefault(_OTHERS, []).extend([name.encode(), *pieces])
     return cast(Arrays, made)
+
+
+def _as_bytes_or_array(name: str, value: Any) -> Array | bytes:
+    if value is None:
+        return b""
+    return value if isinstance(value, bytes | np.ndarray) else nested_bytes(name, value).tobytes()
 
 
 def _retyped(fields: Any, types: Mapping[str, str]) -> dict[str, Value]:

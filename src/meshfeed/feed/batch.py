@@ -16,7 +16,8 @@ from meshfeed.order import Draws
 from meshfeed.plan import ModelShape, StepPlan, flops
 from meshfeed.sequence import Portion
 
-Value = torch.Tensor | Sequence[torch.Tensor | None] | Sequence[bytes | None]
+Value = torch.Tensor | Sequence[Any]
+"""A tensor, or one value per sequence: a tensor, bytes, whatever holds tensors (see `Keys`), or None."""
 
 
 class Together:
@@ -68,7 +69,7 @@ class Fields(Mapping[str, Value]):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Microbatch(Mapping[str, Any]):
-    """Field name -> tensor (or a list of tensors or of bytes, if shapes vary), for one rank.
+    """Field name -> tensor (or a list of one value per sequence, if shapes vary), for one rank.
 
     Attributes:
         index: of the microbatch in its step, from 0.

@@ -14,6 +14,7 @@ import torch
 from meshfeed.columns import Array, Arrays, Constant, Stacked
 from meshfeed.errors import OptionError
 from meshfeed.feed.batch import Fields, Microbatch, Together, Value
+from meshfeed.feed.nested import changed, leaves_of
 from meshfeed.sequence import Compact, Portion, widened
 
 _MOST_KEPT = 128
@@ -151,7 +152,7 @@ class OnCuda:
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(ticket)
         for value in (value for microbatch in microbatches for value in microbatch.fields.values()):
-            for tensor in [value] if isinstance(value, torch.Tensor) else value:
+            for tensor in leaves_of(value):
                 if isinstance(tensor, torch.Tensor):
                     tensor.record_stream(stream)
 
@@ -161,12 +162,14 @@ class OnCuda:
         self._in_flight.clear()
 
     def _copied(self, value: Any, times: int = 1) -> Value:
-        host = self._constants.of(value, times) if isinstance(value, Constant) else _tensors(value)
-        if isinstance(host, torch.Tensor):
-            return host.to(self._device, non_blocking=True)
-        return cast(
-            Value, [t.to(self._device, non_blocking=True) if isinstance(t, torch.Tensor) else t for t in host]
+        return on_device(
+            self._constants.of(value, times) if isinstance(value, Constant) else _tensors(value), self._device
         )
+
+
+def on_device(value: Any, device: str | torch.device) -> Any:
+    """A value with all tensors in it on a device."""
+    return changed(value, lambda v: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) else v)
 
 
 class _Constants:

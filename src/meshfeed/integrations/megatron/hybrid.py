@@ -19,6 +19,7 @@ from meshfeed.exchange import GatheredLengths, Group, Keys, Membership, encode, 
 from meshfeed.exchange.items import Given, failed
 from meshfeed.exchange.keys import RESERVED
 from meshfeed.exchange.lengths import LENGTH, VALID, Report, Schema
+from meshfeed.feed.device import on_device
 from meshfeed.feed.stepping import ranks_beside
 from meshfeed.integrations.megatron.samples import per_token_of, sequences_of
 from meshfeed.integrations.megatron.schedule import packing_of
@@ -251,12 +252,10 @@ class HybridCPDataLoaderWrapper:
 
     def _placed(self, name: str, value: Any, width: int) -> Any:
         """A value of a sample on its device; keys with one entry per token get zeros up to the width."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        if name in self._per_token:
+        if isinstance(value, torch.Tensor) and name in self._per_token:
             beside = [0, 0] * (value.ndim - 1)
             value = torch.nn.functional.pad(value, [*beside, 0, max(width - len(value), 0)])
-        return value.to(device_of(self._device))
+        return on_device(value, device_of(self._device))
 
     @cached_property
     def _joined(self) -> _Joined:

@@ -1,0 +1,248 @@
+"""Samples of vision-language models: values that hold tensors arrive as they were given, where they are needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import meshfeed as mf
+import world
+from meshfeed.exchange.values import nested_bytes, nested_value
+from soak import cases
+
+LAYOUT = mf.Layout.parse("cp2-dp2-pp2")
+KEYS = mf.exchange.Keys(
+    mf.Field(name="tokens", dtype="int64", stages=("first",), split=True),
+    mf.Field(name="labels", dtype="int64", stages=("last",), split=True),
+    mf.Field(name="position_ids", dtype="int64", split=True),
+    mf.Field(name="visual_inputs", dtype="any", stages=("first",)),
+    "about",
+)
+
+
+@dataclasses.dataclass
+class VisualInputs:
+    """As Megatron-Bridge has them: tensors of any shape, or none."""
+
+    pixel_values: torch.Tensor | None
+    image_grid_thw: torch.Tensor | None = None
+    more: Any = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    patches: torch.Tensor
+    names: tuple[str, ...] = ()
+
+
+class Size(NamedTuple):
+    height: int
+    width: Any
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn)
+
+
+def tensor(rng: np.random.Generator) -> torch.Tensor:
+    shape = rng.integers(0, 5, int(rng.integers(0, 4))).tolist()
+    made = torch.from_numpy(rng.integers(0, 2, shape)).to(DTYPES[int(rng.integers(len(DTYPES)))])
+    return made.T if made.dim() == 2 else made
+
+
+def nested(rng: np.random.Generator, depth: int = 0) -> Any:
+    """Any value that may be held, or a tensor."""
+    kind = int(rng.integers(13 if depth < 3 else 6))
+    parts = [nested(rng, depth + 1) for _ in range(int(rng.integers(0, 4)))] if kind > 5 else []
+    plain = [None, True, -(2**70), float(rng.choice([0.1, -0.0, np.inf])), "ä\n", b"\0\xff"]
+    if kind < 3:
+        return tensor(rng)
+    if kind < 6:
+        return plain[int(rng.integers(len(plain)))]
+    made = {
+        6: parts,
+        7: tuple(parts),
+        8: {f"k{n}": part for n, part in enumerate(parts)},
+        9: dict(enumerate(parts)),
+        10: SimpleNamespace(**{f"a{n}": part for n, part in enumerate(parts)}),
+        11: Size(3, parts),
+        12: VisualInputs(tensor(rng), None, parts),
+    }
+    return made[kind] if rng.random() < 0.9 else Frozen(tensor(rng), ("x",))
+
+
+def sample_of(owner: int, number: int) -> dict[str, Any]:
+    """A sample of random length, some with images; mrope positions are [tokens, 3]."""
+    rng = np.random.default_rng([owner, number])
+    tokens = torch.from_numpy(rng.integers(1, 1 << 40, int(rng.integers(1, 30))))
+    sample: dict[str, Any] = {
+        "tokens": tokens,
+        "labels": tokens + 1,
+        "position_ids": torch.from_numpy(rng.integers(0, 99, (3, tokens.numel()))).movedim(-1, 0),
+        "about": {"held": nested(rng)},
+    }
+    if rng.random() < 0.4:
+        count = int(rng.integers(1, 4))
+        grid = torch.from_numpy(rng.integers(1, 4, (count, 3)))
+        pixels = torch.from_numpy(rng.standard_normal((int(grid.prod(1).sum()), 8))).bfloat16()
+        sample["visual_inputs"] = VisualInputs(
+            pixels, grid, {"deepstack": [tensor(rng) for _ in range(count)]}
+        )
+    for n in range(int(rng.integers(0, 3))):
+        sample[f"key {int(rng.integers(9))}"] = {"held": nested(rng), "n": n}
+    return sample
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether types, structure and bits are equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        bits = [
+            torch.empty(x.shape, dtype=x.dtype).copy_(x).reshape(-1).view(torch.uint8) for x in (one, other)
+        ]
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(*bits)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one)]
+        return all(same(getattr(one, name), getattr(other, name)) for name in names)
+    return same(vars(one), vars(other)) if isinstance(one, SimpleNamespace) else repr(one) == repr(other)
+
+
+def received(rank: int, num_samples: int) -> list[tuple[int, list[tuple[int, int]], set[int]]]:
+    """For each way of loading: images on this rank, samples that it got whole, collectives of a step."""
+    coord, got = LAYOUT.coord(rank), list[Any]()
+    readers = [r for r in range(8) if LAYOUT.coord(r).pp == 0]
+    for owners, delivery in ((None, "auto"), (readers, "broadcast"), (readers, "share")):
+        mine = (
+            (sample_of(coord.dp, n) for n in range(num_samples)) if owners is None or rank in owners else None
+        )
+        images, whole, collectives = 0, list[tuple[int, int]](), set[int]()
+        with mf.Exchange(
+            mine,
+            LAYOUT,
+            packing=mf.Packing(capacity=64),
+            keys=KEYS,
+            owners=owners,
+            delivery=delivery,  # type: ignore[arg-type]
+            pulls=25,
+            timeout_s=600,
+        ) as exchange:
+            for step in exchange:
+                for m in step.microbatches:
+                    assert ("visual_inputs" in m) == ("tokens" in m) == (coord.pp == 0)
+                    assert dict(m).keys() >= {"position_ids", "about", "cu_seqlens"}
+                    ids = m["sequence_ids"][0]
+                    for at, draw in enumerate(zip(m.draws.source.tolist(), m.draws.index.tolist())):
+                        check(sample_of(*draw), m, at, ids == at, coord.pp)
+                        images += coord.pp == 0 and m["visual_inputs"][at] is not None
+                        whole.append(draw)
+                collectives.add(step.stats.collectives)
+        got.append((images, whole, collectives))
+    return got
+
+
+def check(sample: dict[str, Any], m: mf.Microbatch, at: int, here: torch.Tensor, stage: int) -> None:
+    """A sample is in its place of a microbatch: split keys as this cp rank's part, others whole."""
+    split = {"tokens", "labels", "position_ids"}
+    for name in sorted({*sample, *m} - split - {field.name for field in KEYS.computed}):
+        if name != "visual_inputs" or stage == 0:
+            assert same(sample.get(name), m[name][at] if name in m else None), name
+    where = m["position_ids"][0, here]
+    tokens = m["tokens" if stage == 0 else "labels"][0, here]
+    whole = sample["tokens" if stage == 0 else "labels"]
+    assert where.shape == (tokens.numel(), 3)
+    pairs = {(int(token), *ids.tolist()) for token, ids in zip(whole, sample["position_ids"])}
+    assert {(int(token), *ids.tolist()) for token, ids in zip(tokens, where)} <= pairs
+
+
+def test_nested_samples_arrive_as_they_were_given_under_every_way_of_loading() -> None:
+    num_samples = cases(100, 500)  # of each data-parallel rank
+    results = world.run(received, 8, num_samples)
+    given = sorted((dp, n) for dp in range(2) for n in range(num_samples))
+    pictures = sum("visual_inputs" in sample_of(*draw) for draw in given)
+    assert pictures > num_samples // 2
+    for way, collectives in enumerate(({2}, {1, 2, 3, 4}, {0, 2})):
+        for cp in range(2):
+            for pp in range(2):
+                beside = [r for r in range(8) if (LAYOUT.coord(r).cp, LAYOUT.coord(r).pp) == (cp, pp)]
+                assert sorted(draw for rank in beside for draw in results[rank][way][1]) == given
+                assert sum(results[rank][way][0] for rank in beside) == (pictures if pp == 0 else 0)
+        # beside the two of an exchange, a broadcast is one, or two where a message is larger than before
+        assert set.union(*(result[way][2] for result in results)) <= collectives
+
+
+class Other:
+    pass
+
+
+def made_here() -> Any:
+    @dataclasses.dataclass
+    class Local:
+        x: int = 1
+
+    return Local()
+
+
+def itself() -> list[Any]:
+    held: list[Any] = []
+    held.append(held)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"image": [Other()]}, r"item 0: key 'about\.image\[0\]' is a Other; give a tensor.* dataclass"),
+        (OrderedDict(a=1), r"key 'about' is a OrderedDict; give"),
+        ({"a": made_here()}, r"key 'about\.a' is a .*Local, a class made in a function"),
+        ({(1, 2): 3}, r"key 'about' is a dict with the key \(1, 2\)"),
+        (itself(), r"nested more than 32 deep"),
+        ([1, 2.5], r"key 'about' is list; give an array"),
+        ([torch.eye(2).to_sparse()], r"key 'about\[0\]' is a tensor"),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_name(value: Any, text: str) -> None:
+    with pytest.raises(mf.StoreError, match=text):
+        mf.exchange.encode([{"tokens": torch.arange(3), "about": value}], KEYS)
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ({"tokens": torch.ones(1, 5)}, r"key 'tokens' has shape \(1, 5\).*do not collate"),
+        (
+            {"tokens": torch.ones(5), "position_ids": torch.ones(3, 5)},
+            r"'position_ids' has 3 tokens .*movedim\(-1, 0\)",
+        ),
+        ({"tokens": torch.ones(5), "labels": [1, 2, 3, 4, 5]}, r"key 'labels' is list"),
+    ],
+)
+def test_collated_and_transposed_values_are_refused_by_name(item: Any, text: str) -> None:
+    keys = mf.exchange.Keys(*(dataclasses.replace(field, dtype="any") for field in KEYS.declared))
+    with pytest.raises(mf.StoreError, match=text):
+        mf.exchange.encode([item], keys)
+
+
+def test_a_class_that_a_rank_lacks_is_named() -> None:
+    data = nested_bytes("x", [Size(1, torch.ones(2))])
+    broken = np.frombuffer(data.tobytes().replace(b":Size", b":Sizf"), np.uint8).copy()
+    assert same(nested_value("x", data), [Size(1, torch.ones(2))])
+    with pytest.raises(mf.StoreError, match=r"key 'x' holds a Sizf of module .*cannot import"):
+        nested_value("x", broken)
+
+
+def test_digests_cover_nested_values() -> None:
+    items: Iterator[Any] = iter([[sample_of(0, n) for n in range(20)]])
+    with mf.Exchange(items, packing=mf.Packing(capacity=64), keys=KEYS, verify=True) as exchange:
+        (step,) = [list(step.microbatches) for step in exchange]
+    assert sum(len(m.draws) for m in step) == 20
