@@ -60,6 +60,8 @@ ROWS = (
     Row("accelerate", ("integrations/test_transformers_*.py",), "accelerate"),
     Row("datasets", ("store/test_arrow.py",), "datasets"),
     Row("huggingface_hub", ("files/test_hub.py",), "huggingface_hub"),
+    Row("wandb", ("metrics/test_boards.py",), "wandb"),
+    Row("tensorboard", ("metrics/test_boards.py",), "tensorboard"),
     _from("Megatron-LM", "test_megatron_peers.py", name="Megatron-LM's own tests"),
     _from("torchtitan", "test_torchtitan_*.py", name="torchtitan, main"),
     _from("Megatron-Bridge", "test_bridge*.py", path="src"),
