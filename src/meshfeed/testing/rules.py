@@ -79,16 +79,16 @@ def _check_portion(stepping: Stepping, alone: Portion, shared: Portion, where: s
     names = [field.name for field in rule.fields]
     rule.announce(recipe, [shared])
     own, held = (rule.load(recipe, each, np.empty) for each in (alone, shared))
-    made = rule.build(recipe, alone, own, names, np.empty)
+    made = list(rule.build(recipe, alone, own, names, np.empty))
     _equal(len(alone.microbatches), len(made), f"{where}: microbatches")
-    theirs = rule.build(recipe, shared, held, names, np.empty)
+    theirs = list(rule.build(recipe, shared, held, names, np.empty))
     _equal(made, theirs, f"{where}: fields from what one reader holds for all of its cp group")
     _overwrite(own)
     _equal(theirs, made, f"{where}: fields after the columns were overwritten")
     unstored = [field.name for field in rule.fields if not field.stored]
     _equal(
         [{name: each[name] for name in unstored} for each in made],
-        rule.build(recipe, alone, None, unstored, np.empty),
+        list(rule.build(recipe, alone, None, unstored, np.empty)),
         f"{where}: fields that are not stored, built without columns",
     )
     if has_compact(rule) and (compact := rule.compact(recipe, shared, held, names)) is not None:
