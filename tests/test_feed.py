@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -327,6 +328,29 @@ def test_what_was_handed_out_never_changes(corpus: str) -> None:
                 ]
                 held.append((keep, np.array(keep.tolist())))
     assert all(np.array_equal(np.array(keep.tolist()), copy) for keep, copy in held)
+
+
+def test_a_field_may_be_written_to_with_a_gradient(corpus: str) -> None:
+    with mf.Feed(recipe_of(corpus), micro_batch_size=1) as feed:
+        first, second = list(next(iter(feed)).microbatches)[:2]
+    weight, before = torch.full((1,), 3.0, requires_grad=True), second["loss_mask"].clone()
+    first["loss_mask"].mul_(weight).sum().backward()
+    assert weight.grad is not None and torch.equal(second["loss_mask"], before)
+
+
+class InInt32(mf.Windows):
+    """A user's rule whose lengths are of another type."""
+
+    def lengths(self, recipe: mf.Recipe, draws: Any) -> Any:
+        return np.full(len(draws), self.length, np.int32)
+
+
+def test_lengths_of_another_type_are_converted(corpus: str) -> None:
+    plain = recipe_of(corpus)
+    narrow = dataclasses.replace(plain, sequence=InInt32(plain.sequence.length))
+    one, other = (next(mf.simulate(recipe, mf.Layout(), 1)) for recipe in (plain, narrow))
+    for a, b in zip(one.microbatches, other.microbatches, strict=True):
+        assert torch.equal(a["tokens"], b["tokens"])
 
 
 def test_library_code_leaves_the_random_state_alone(corpus: str) -> None:

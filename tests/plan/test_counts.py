@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshfeed.plan import Account, CostModel, Packing, StepPlan, account_of, balance, plan_step
+from meshfeed.plan import Account, Align, CostModel, Packing, StepPlan, account_of, balance, plan_step
 from soak import cases
 
 TRACES = Path(__file__).parents[2] / "benchmarks" / "data"
@@ -186,3 +186,23 @@ def test_without_a_tolerance_all_are_filled_that_a_bound_leaves(filled: list[int
     _, account = draw.plan()
     assert len(filled) <= 2
     assert account.objective == min(draw.plan(count)[1].objective for count in range(1, 10))
+
+
+@pytest.mark.parametrize("seed", range(cases(12, 200)))
+def test_padding_and_windows_of_attention_cost_no_further_microbatches(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    spread = [(1, 40), (1, 300), (1, 2_000), (2_000, 8_193)][seed % 4]
+    lengths = rng.integers(*spread, 400)
+    if seed % 3 == 0:
+        lengths[:40] = rng.integers(2_000, 8_193, 40)
+    align = Align(sequence=int(rng.choice([1, 16, 128])))
+    window = [None, 16, 512, 4096][seed // 4 % 4]
+    packing = Packing(
+        capacity=8192, align=align, cost=CostModel(alpha=25_100, window=window), microbatches="fewest"
+    )
+    dp = int(rng.choice([1, 4]))
+    plan = plan_step(lengths, packing, dp=dp)
+    floor = -(-int(align.padded(lengths, 1).sum()) // (8192 * dp))
+    assert plan.num_microbatches <= 1.15 * floor + 1
+    chosen = plan_step(lengths, replace(packing, microbatches=None), dp=dp)
+    assert chosen.num_microbatches <= 1.15 * floor + 9

@@ -96,3 +96,15 @@ def test_exactly_the_tokens_outside_are_refused(tokens: list[int], size: int, dt
         return
     with pytest.raises(StoreError, match=r"s: token -?\d+ was read"):
         check_tokens(array, size, ["s"])
+
+
+def test_a_rule_without_tokens_has_nothing_to_check_and_says_so() -> None:
+    items = [{"input_ids": np.array([99_999])}] * 4
+    recipe = mf.Recipe(data=mf.Mapped(items), sequence=mf.Samples("input_ids"), batch=mf.Batch(sequences=2))
+    with pytest.raises(OptionError, match=r"vocab_size=100: Samples.* has no field 'tokens' to check"):
+        mf.Feed(recipe, vocab_size=100).__enter__()
+
+
+def test_items_of_several_lengths_are_checked() -> None:
+    with pytest.raises(StoreError, match="token 7 was read"):
+        check_tokens([np.array([1, 2]), np.array([7])], 7, ["items"])

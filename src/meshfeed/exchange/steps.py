@@ -37,7 +37,7 @@ from meshfeed.sequence.packed import fields_of_packs, places_of, runs_at
 from meshfeed.sequence.runs import Runs
 
 _OTHERS = "(keys that are not declared)"
-_TOGETHER = 1 << 16  # tokens whose fields are built in one pass
+_TOGETHER = 1 << 19  # bytes of a field that are built in one pass
 
 
 def gather_reports(given: Given | None, group: Group) -> list[Report]:
@@ -281,7 +281,8 @@ def packed(
     """
     types = {key.name: key.dtype for key in keys.declared} | received.gathered.dtypes
     carried = {name: dtype for name, dtype in types.items() if dtype in CARRIED}
-    for some in _together(portions):
+    entries = (entry_bytes(*kind) for name, kind in received.gathered.split_keys.items() if name in names)
+    for some in _together(portions, max(entries, default=1)):
         for portion, arrays in zip(some, fields_of(received, some, keys, names, placer.allocate)):
             if digester is not None:
                 digester.add([_comparable(arrays, keys)])
@@ -291,11 +292,14 @@ def packed(
             yield made, ticket
 
 
-def _together(portions: Sequence[Portion]) -> Iterator[list[Portion]]:
-    """Consecutive portions whose fields are built in one pass: small ones share its fixed costs."""
+def _together(portions: Sequence[Portion], token_bytes: int) -> Iterator[list[Portion]]:
+    """Consecutive portions whose fields are built in one pass: small ones share its fixed costs.
+
+    token_bytes: of the widest field.
+    """
     some, num_tokens = list[Portion](), 0
     for portion in portions:
-        if some and num_tokens + portion.num_tokens > _TOGETHER:
+        if some and (num_tokens + portion.num_tokens) * token_bytes > _TOGETHER:
             yield some
             some, num_tokens = [], 0
         some.append(portion)

@@ -37,7 +37,8 @@ class Together:
     def of(self, name: str, at: int) -> torch.Tensor:
         """A field of one microbatch."""
         if name not in self._cut:
-            self._cut[name] = self.rows[name].split(len(self.rows[name]) // self._count)
+            parts = self.rows[name].split(len(self.rows[name]) // self._count)
+            self._cut[name] = [part.detach() for part in parts]  # autograd refuses in-place writes to parts
         return self._cut[name][at]
 
 

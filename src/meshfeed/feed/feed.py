@@ -136,6 +136,11 @@ class Feed(StepSource[Delivery]):
             for store in self.recipe.sources:
                 stack.enter_context(store)
             if self._vocab_size is not None:
+                if "tokens" not in {each.name for each in self._rule.fields if each.stored}:
+                    raise OptionError(
+                        f"vocab_size={self._vocab_size}: {self._rule.summary()} has no field 'tokens' to "
+                        f"check; leave it out"
+                    )
                 self._checks_tokens = check_stores(self.recipe.sources, self._vocab_size)
             if not self._pads_rows:
                 replace(self._stepping, layout=self.layout).check_filled()

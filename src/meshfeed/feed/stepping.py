@@ -129,7 +129,7 @@ class Stepping:
         draws = draws_of_step(self.recipe, step)
         if not len(draws):
             return None
-        whole = self.rule.lengths(self.recipe, draws)
+        whole = np.asarray(self.rule.lengths(self.recipe, draws), np.int64)
         plan = self._plan(step, draws, whole)
         kept = np.flatnonzero(plan.microbatch >= 0)
         lengths, starts = plan.lengths[kept], plan.start[kept]
@@ -227,8 +227,11 @@ class Stepping:
         """
         first = coord.dp * self.layout.cp
         rank, group = first + coord.cp, tuple(first + cp for cp in served)
-        if self.packing is None:
-            rows, together = self.micro_batch_size, self._together(batch)
+        rows = self.micro_batch_size if self.packing is None else 0
+        together = self._together(batch)
+        if rows and not isinstance(
+            self.recipe.shuffle, Blocks
+        ):  # with lanes, each step has a plan of its own
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, together, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
         return portions_of(
@@ -237,9 +240,9 @@ class Stepping:
             batch.lengths,
             rank,
             group=group,
-            rows=0,
+            rows=rows,
             split=self.cp_split,
-            together=self._together(batch),
+            together=together,
             rank_of_dp_cp=ranks_beside(self.layout, coord),
         )
 
@@ -302,7 +305,6 @@ def _cut_rows(
 
 
 @lru_cache(maxsize=16)  # called every step, for one layout
-@lru_cache(maxsize=16)  # asked for in every step
 def ranks_beside(layout: Layout, coord: Coord) -> npt.NDArray[np.int64]:
     """Global rank of each dp_cp rank with the same tp and pp; int64 [dp * cp], read-only."""
     beside = layout.group_of(layout.rank_of(coord), "dp-cp")

@@ -207,7 +207,9 @@ static double wanted(const rates *is, double missing, double tokens, int64_t fre
                      int64_t *many)
 {
     double most = smaller((double)free, reach(is, missing, size)), length = most, half = 1;
-    double t = larger(tokens, 1e-9), rho = missing / t - is->alpha;
+    double t = larger(tokens, 1e-9), rho = missing / t - is->alpha, window = is->window;
+    if (window && rho > window)
+        rho = window * window / larger(2 * window - rho, 1e-9);
     if (rho > 0 && rho * (double)slots < t)
         rho = t / (double)slots;
     if (rho > 0 && rho < t)

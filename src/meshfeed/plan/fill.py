@@ -138,6 +138,10 @@ class Groups:
         most = np.minimum(free, sequences.cost.reach(missing, self.sizes[groups]))
         t = np.maximum(self.tokens[groups], 1e-9)
         rho = missing / t - sequences.cost.alpha
+        if window := sequences.cost.window:
+            # tokens past the window cost 2 w: a mean of rho is that of sequences of w^2 / (2 w - rho)
+            long = window * window / np.maximum(2 * window - rho, 1e-9)
+            rho = np.where(rho > window, long, rho)
         rho = np.where((rho > 0) & (rho * slots < t), t / slots, rho)
         two = (t + np.sqrt(np.maximum(2 * rho * t - t * t, 0))) / 2
         length = np.minimum(np.select([rho >= t, rho >= t / 2, rho > 0], [most, two, rho], most), most)
@@ -164,7 +168,7 @@ def fill_step(sequences: Sequences, num_microbatches: int, tolerance: float) -> 
         # one of many microbatches may be uneven by more: the step's time is their sum
         most = sequences.room.most_sequences
         filled.append(fill_evenly(sequences, left[:most], tolerance * min(len(filled) + 1, 3)))
-        if most < sequences.lengths.size:
+        if most < sequences.lengths.size or (len(filled) > 1 and filled[-1].left.size):
             return spread(sequences, filled, left[most:])
     return filled
 

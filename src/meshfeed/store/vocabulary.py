@@ -37,12 +37,12 @@ def check_stores(stores: Sequence[Any], vocab_size: int) -> bool:
 def check_tokens(tokens: Any, vocab_size: int, stores: Sequence[Any]) -> None:
     """Raises StoreError, naming the stores they are of, for tokens that are not in [0, vocab_size).
 
-    tokens: an array of any shape; what is not an array of whole numbers is not checked.
+    tokens: an array, or one for each sequence; what is not an array of whole numbers is not checked.
     """
-    if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "iu" or not tokens.size:
-        return
-    largest = int(tokens.max())
-    smallest = int(tokens.min()) if tokens.dtype.kind == "i" else 0
+    arrays: Sequence[Any] = [tokens] if isinstance(tokens, np.ndarray) else tokens or ()
+    whole = [a for a in arrays if isinstance(a, np.ndarray) and a.dtype.kind in "iu" and a.size]
+    largest = max((int(each.max()) for each in whole), default=0)
+    smallest = min((int(each.min()) for each in whole if each.dtype.kind == "i"), default=0)
     if largest >= vocab_size or smallest < 0:
         names = ", ".join(str(getattr(store, "path", store)) for store in stores[:_NAMED])
         raise StoreError(
