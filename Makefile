@@ -96,4 +96,4 @@ $(VENV)/.tested: $(VENV)/.installed $(REQUIREMENTS)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .frameworks bench-out demo-out dist site
+	rm -rf $(VENV) $(FRAMEWORKS) bench-out demo-out dist site

@@ -32,9 +32,9 @@ class Row:
     """A version of a framework, and its tests.
 
     Attributes:
-        name: what the table calls it; ROWS= selects by what comes before a comma, or by the checkout.
+        name: what the table calls it.
         tests: patterns of files below tests/; or what such files import, after "import ".
-        package: the installed distribution whose version is shown.
+        package: the installed distribution whose version is shown, or several with spaces.
         checkout: its folder in FRAMEWORK_SOURCES, if it is tested from there.
         path: the folder to import from: of the checkout, or of the environment.
     """
@@ -44,6 +44,11 @@ class Row:
     package: str = ""
     checkout: str = ""
     path: str = ""
+
+    @property
+    def selected_by(self) -> set[str]:
+        """What ROWS= may call it."""
+        return {self.name.partition(",")[0], *self.package.split(), *self.checkout.split()}
 
 
 def _from(checkout: str, pattern: str, path: str = "", name: str = "") -> Row:
@@ -60,8 +65,7 @@ ROWS = (
     Row("accelerate", ("integrations/test_transformers_*.py",), "accelerate"),
     Row("datasets", ("store/test_arrow.py",), "datasets"),
     Row("huggingface_hub", ("files/test_hub.py",), "huggingface_hub"),
-    Row("wandb", ("metrics/test_boards.py",), "wandb"),
-    Row("tensorboard", ("metrics/test_boards.py",), "tensorboard"),
+    Row("wandb and tensorboard", ("metrics/test_boards.py",), "wandb tensorboard"),
     _from("Megatron-LM", "test_megatron_peers.py", name="Megatron-LM's own tests"),
     _from("torchtitan", "test_torchtitan_*.py", name="torchtitan, main"),
     _from("Megatron-Bridge", "test_bridge*.py", path="src"),
@@ -81,10 +85,13 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="names of frameworks, with commas; all if empty")
     args = parser.parse_args()
     only = {name.strip() for name in args.rows.split(",") if name.strip()}
+    names = set[str]().union(*(row.selected_by for row in ROWS))
+    if only - names:
+        parser.error(f"no row {', '.join(sorted(only - names))}: choose from {', '.join(sorted(names))}")
     found: dict[str, tuple[str, str]] = {}
     failed: list[str] = []
     for row in ROWS:
-        if only and row.name.partition(",")[0] not in only and row.checkout not in only:
+        if only and not only & row.selected_by:
             continue
         place = _place_of(row, args.folder)
         files = files_of(row)
@@ -100,6 +107,8 @@ def main() -> None:
         found[row.name] = version, f"{counts['passed']}{skipped}"
         print(f"   {counts['passed']} passed{skipped}, {counts['failed']} failed", flush=True)
     print(table(found))
+    if not found:
+        raise SystemExit("nothing ran: set FRAMEWORK_SOURCES to the folder with the checkouts")
     if failed:
         raise SystemExit(f"failed: {'; '.join(failed)}")
     PAGE.write_text(with_table(PAGE.read_text(), found))
@@ -172,7 +181,10 @@ def _version_of(row: Row, place: Path) -> str:
         shown = ["git", "-C", str(place), "log", "-1", "--format=%h of %cs", "--abbrev=10"]
         return subprocess.run(shown, capture_output=True, text=True).stdout.strip() or "without a commit"
     where = [str(place)] if row.path else sys.path
-    return next(found.version for found in distributions(name=row.package, path=where))
+    return ", ".join(
+        next(found.version for found in distributions(name=package, path=where))
+        for package in row.package.split()
+    )
 
 
 def _matching(tests: Iterable[str]) -> set[Path]:

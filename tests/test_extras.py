@@ -74,6 +74,7 @@ def test_every_extra_has_a_bound_above_what_the_tests_use(monkeypatch: pytest.Mo
         ("1.4", "in silence"),
         ("2.6.9", "in silence"),
         ("2.7.0+cpu", "warned"),
+        ("2.7", "warned"),
         ("2.10", "warned"),
         ("3.0", "refused"),
     ],
@@ -81,9 +82,11 @@ def test_every_extra_has_a_bound_above_what_the_tests_use(monkeypatch: pytest.Mo
 def test_a_newer_framework_is_named_with_its_tested_versions(
     version: str, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extras, "_metadata", lambda: ['one<2.7,>=2.4; extra == "x"'])
+    monkeypatch.setattr(extras, "_metadata", lambda: ['one<2.7.0,>=2.4; extra == "x"'])
     monkeypatch.setattr(extras, "version_of", {"one": version}.get)
-    told = rf"one {re.escape(version)} is not tested with meshfeed, 'one>=2\.4,<2\.7' is.*MESHFEED_UNTESTED=1"
+    told = (
+        rf"one {re.escape(version)} is not tested with meshfeed, 'one>=2\.4,<2\.7\.0' is.*MESHFEED_UNTESTED=1"
+    )
     loader.check_versions.cache_clear()
     if ends == "refused":
         with pytest.raises(mf.MeshfeedError, match=told):
@@ -91,13 +94,17 @@ def test_a_newer_framework_is_named_with_its_tested_versions(
     elif ends == "warned":
         with pytest.warns(UserWarning, match=told):
             loader.framework("json", "x")
-    monkeypatch.setenv("MESHFEED_UNTESTED", "1" if ends != "in silence" else "0")
+    monkeypatch.setenv("MESHFEED_UNTESTED", "True" if ends != "in silence" else "off")
     loader.check_versions.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loader.framework("json", "x")
         monkeypatch.delenv("MESHFEED_UNTESTED")
         loader.framework("json", "x")  # it was said, or allowed, once
+    loader.check_versions.cache_clear()
+    monkeypatch.setenv("MESHFEED_UNTESTED", "maybe")
+    with pytest.raises(mf.OptionError, match="MESHFEED_UNTESTED='maybe': set it to one of 1, true"):
+        loader.framework("json", "x")
     loader.check_versions.cache_clear()
 
 

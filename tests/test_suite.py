@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import frameworks
+
 HERE = Path(__file__).parent
 
 
@@ -54,3 +56,17 @@ def test_a_soak_draws_what_its_seed_says(tmp_path: Path, soak: str, drawn: int) 
         said.setdefault(seed, set()).update(line for line in done.stdout.splitlines() if "SEEN" in line)
     assert len(said["1"] | said["2"]) == drawn, said
     assert f"SEEN {60 if soak == '1' else 3} " in next(iter(said["1"]))
+
+
+def test_rows_of_frameworks_that_would_not_run_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("FRAMEWORK_SOURCES", raising=False)
+    monkeypatch.setattr(frameworks, "PAGE", tmp_path / "page.md")
+    for rows, code in (("torchtitan,verll", 2), ("verl", "nothing ran: set FRAMEWORK_SOURCES")):
+        monkeypatch.setattr(sys, "argv", ["frameworks.py", str(tmp_path), "--rows", rows])
+        with pytest.raises(SystemExit) as ended:
+            frameworks.main()
+        assert str(ended.value.code).startswith(str(code))
+    assert "no row verll: choose from Automodel, " in capsys.readouterr().err
+    assert {"wandb", "tensorboard"} <= next(row for row in frameworks.ROWS if "wandb" in row.name).selected_by

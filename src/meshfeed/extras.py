@@ -57,8 +57,11 @@ def untested(extra: str) -> list[tuple[str, bool]]:
 
 
 def numbers(version: str) -> list[int]:
-    """The numbers of a version, which compare as versions do: 2.13.0+cpu -> [2, 13, 0]."""
-    return [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+    """The numbers of a version, which compare as versions do: 2.13.0+cpu -> [2, 13], as 2.13 is the same."""
+    found = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+    while len(found) > 1 and found[-1] == 0:
+        found.pop()
+    return found
 
 
 def version_of(package: str) -> str | None:

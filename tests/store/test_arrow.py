@@ -66,6 +66,7 @@ def test_folders_that_are_no_dataset_are_refused_by_name(tmp_path: Path) -> None
             "reordered by an index; .*flatten_indices",
         ),
         ({"_data_files": None}, r"state\.json: does not say its data files"),
+        ({"_data_files": []}, r"state\.json: names no data files"),
         ({"_data_files": [{"filename": "../test/data-00000-of-00001.arrow"}]}, r"without '\.\.'"),
     ):
         (folder / "state.json").write_text(json.dumps(state | change))
@@ -156,6 +157,16 @@ def test_damage_is_a_store_error_or_another_token(
         assert isinstance(error, StoreError) and "c.arrow" in str(error)
     else:
         assert not cut, "a file that is cut short must not pass for a shorter one"
+
+
+def test_more_rows_than_the_file_has_bytes_for_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.arrow", pa.table({"tokens": [[i, i] for i in range(150)]}))
+    told, wrong = (count.to_bytes(8, "little") for count in (150, 10**6))
+    raw = path.read_bytes()
+    assert raw.count(told) == 2  # of the batch, and of the column
+    path.write_bytes(raw.replace(told, wrong))
+    with pytest.raises(StoreError, match=r"c\.arrow: not readable"):
+        read_all(mf.open(path))
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,12 @@ def test_a_folder_of_files_is_one_store(tmp_path: Path, documents: list[list[int
     write(folder / "deeper" / "c", "tokens", [])
     write(folder / "aa", "tokens", documents[3:7])
     write(folder / "_meta" / "x", "tokens", documents)
-    write(folder / ".hidden", "tokens", documents)
+    suffix = write(folder / ".hidden", "tokens", documents).suffix
     store = open_store(folder)
     assert_same(store, write_indexed(tmp_path / "d", documents))
     assert {3, 7, len(documents)} <= set(store.shard_ends.tolist())
     assert open_store(f"{folder}/").fingerprint == store.fingerprint
+    assert open_store(f"{folder}/*{suffix}").num_documents == len(documents)
     (other := "c.parquet" if write is write_jsonl else "c.jsonl")
     (folder / other).write_text("")
     with pytest.raises(StoreError, match=r"many/?: both \.\w+ and \.\w+ files"):

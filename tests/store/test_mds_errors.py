@@ -21,7 +21,7 @@ import xxhash
 import meshfeed as mf
 import mosaic
 import quick
-from meshfeed.errors import ChecksumError, StoreError
+from meshfeed.errors import ChecksumError, OptionError, StoreError
 from meshfeed.files.codec import check_hashes, decompress
 from soak import some
 
@@ -137,6 +137,8 @@ def test_which_column_holds_tokens_must_be_plain(tmp_path: Path) -> None:
         _ = mf.open(tmp_path).dtype
     with pytest.raises(StoreError, match="'text' is str; tokens are an ndarray"):
         _ = mf.open(tmp_path, column="text").dtype
+    with pytest.raises(OptionError, match="dtype='>u4': MDS tokens are little-endian"):
+        mf.open(tmp_path, column="raw", dtype=">u4")
     with mf.open(tmp_path, column="raw", dtype=np.uint32) as store:
         assert store.read(0, 0, 3).tolist() == [1, 1, 1]
 

@@ -44,9 +44,18 @@ def test_what_cannot_be_tokens_is_refused(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(bytes(7))
     with pytest.raises(StoreError, match=r"odd\.bin: 7 bytes are not a whole number of uint16 tokens"):
         mf.open(tmp_path / "odd.bin", dtype="uint16")
-    for dtype in ("float32", "nonsense", "int16"):
+    for dtype in ("float32", "nonsense", "int16", ">u2"):
         with pytest.raises(OptionError, match=f"dtype='{dtype}': choose one of uint8, uint16"):
             mf.open(tmp_path / "odd.bin", dtype=dtype)
+    (tmp_path / "empty.bin").touch()
+    with pytest.raises(StoreError, match=r"empty\.bin: an empty file holds no tokens"):
+        mf.open(tmp_path / "empty.bin", dtype="uint16")
+    for dtype in ("int32", "int64"):
+        np.array([1, 2, -7, 3], dtype).tofile(tmp_path / "minus.bin")
+        with mf.open(tmp_path / "minus.bin", dtype=dtype) as store:
+            assert store.read(0, 0, 2).tolist() == [1, 2] and store.read(0, 3, 3).size == 0
+            with pytest.raises(StoreError, match=r"minus\.bin: token 2, counted from 0, is -7; tokens are"):
+                store.read_stream(np.array([3, 0, 1]), np.array([4, 1, 4]))
     with mf.IndexedWriter(tmp_path / "pair", "uint16") as writer:
         writer.add_document(np.arange(5))
     with pytest.raises(OptionError, match="dtype='uint16' says nothing about a Megatron store"):

@@ -202,7 +202,7 @@ class ArrowFormat(DocumentFilesFormat):
     def files(self, place: Place) -> list[ByteFile] | None:
         """Those that state.json names, in its order; without one, as other formats.
 
-        Raises StoreError for several splits, or rows that are reordered by an index.
+        Raises StoreError for several splits, rows that are reordered by an index, or no data file.
         """
         if place.is_file or not any(name.endswith(self.suffix) for name in place.names):
             return super().files(place)
@@ -222,6 +222,8 @@ class ArrowFormat(DocumentFilesFormat):
             raise StoreError(
                 f"{file.url}: its rows are reordered by an index; save it again after flatten_indices()"
             )
+        if not names:
+            raise StoreError(f"{file.url}: names no data files, so it holds no documents; save it again")
         return [place.within.file(name) for name in names]
 
 

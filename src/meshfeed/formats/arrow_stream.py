@@ -89,6 +89,7 @@ def batches_of(arrow: Any, file: ByteFile, column: ArrowColumn) -> Iterator[Batc
                 kind = f"a {message.type}-encoded column" if body else "no record batch"
                 raise StoreError(f"{file.url}: {kind} before byte {end}; save it as plain text")
             values = arrow.ipc.read_record_batch(message, schema).column(column.index)
+            values.validate()  # that its buffers hold its length, which read_record_batch takes on trust
             values = getattr(values, "storage", values)
             found = _located(values, column, first, body, end - body.size, file.url)
             yield found

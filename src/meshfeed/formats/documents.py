@@ -283,7 +283,8 @@ class DocumentFilesFormat(StoreFormat):
                 )
             return [place.beside.file(place.name)]
         if "*" in place.name:
-            return [place.beside.file(name) for name in place.matches if name.endswith(self.suffix)] or None
+            names = [name for name in place.matches if name.endswith(self.suffix)]
+            return [place.beside.file(name) for name in names if not is_report(place.beside, name)] or None
         names = [name for name in documents_in(place.within, place.names) if name.endswith(SUFFIXES)]
         kinds = sorted({Path(name).suffix for name in names})
         if self.suffix not in kinds:

@@ -37,6 +37,8 @@ class RawStore(StreamStore):
 
     def check(self) -> RawStore:
         """Look whether the file holds whole tokens. Raises StoreError."""
+        if not self._file.size_bytes:
+            raise StoreError(f"{self.path}: an empty file holds no tokens; write it or copy it again")
         if self._file.size_bytes % self._dtype.itemsize:
             raise StoreError(
                 f"{self.path}: {self._file.size_bytes} bytes are not a whole number of {self._dtype.name} "
@@ -77,6 +79,17 @@ class RawStore(StreamStore):
     def read_into(self, out: npt.NDArray[Any], starts: I64, stops: I64) -> None:
         width = self._dtype.itemsize
         self._file.read_into(out.view(np.uint8), starts * width, (stops - starts) * width)
+        if self._dtype.kind == "i" and out.min(initial=0) < 0:
+            raise self._negative(out, starts, stops)
+
+    def _negative(self, tokens: npt.NDArray[Any], starts: I64, stops: I64) -> StoreError:
+        bad = int((tokens < 0).argmax())
+        ends = (stops - starts).cumsum()
+        i = int(ends.searchsorted(bad, side="right"))
+        return StoreError(
+            f"{self.path}: token {stops[i] - ends[i] + bad}, counted from 0, is {tokens[bad]}; tokens are "
+            f"whole numbers from 0; give the dtype that it was written with, or copy it again"
+        )
 
     def will_need(self, starts: I64, stops: I64) -> None:
         starts, stops = self._ranges(starts, stops)
@@ -106,13 +119,15 @@ class RawFormat(StoreFormat):
     options = ("dtype",)
 
     def open(self, place: Place) -> RawStore | None:
-        """The store, if there is a dtype and such a file. Raises OptionError for a dtype without tokens."""
+        """The store, if there is a dtype and such a file. Raises OptionError for another dtype."""
         if place.dtype is None or not place.name or not place.holds(place.beside, place.name):
             return None
         try:
             dtype = np.dtype(place.dtype)
         except TypeError:
             dtype = np.dtype(object)
-        if dtype.name not in DTYPES:
-            raise OptionError(f"{place.shown}: dtype={place.dtype!r}: choose one of {', '.join(DTYPES)}")
+        if dtype.name not in DTYPES or dtype.byteorder == ">":
+            raise OptionError(
+                f"{place.shown}: dtype={place.dtype!r}: choose one of {', '.join(DTYPES)}, little-endian"
+            )
         return RawStore(place.beside.file(place.name), dtype.newbyteorder("<")).check()

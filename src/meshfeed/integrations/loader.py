@@ -7,7 +7,6 @@ both fetched and trained microbatches, and its state follows the trained ones.
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.extras import install, untested
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
+from meshfeed.native import switch
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.state import State, sealed
@@ -49,7 +49,7 @@ def framework(module: str, extra: str) -> Any:
 @cache
 def check_versions(extra: str) -> None:
     """Say once if a package of an extra is newer than those tested; see `framework`."""
-    if os.environ.get("MESHFEED_UNTESTED") == "1":
+    if switch("MESHFEED_UNTESTED", unset=False):
         return
     for says, is_major in untested(extra):
         if is_major:

@@ -24,7 +24,7 @@ WHOLE = ctypes.c_int64
 POINTER = ctypes.c_void_p
 _BYTE = ctypes.c_char
 _INT64 = np.dtype(np.int64)
-_YES, _NO = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
+_YES, _NO = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 _SOURCE = Path(__file__).with_name("loops.c")
 
@@ -64,15 +64,21 @@ def is_compiled() -> bool:
     return _LIBRARY is not None
 
 
-def _is_wanted(asked: str) -> bool:
-    """Whether a value of MESHFEED_NATIVE asks for the loops; the empty one does."""
-    if asked.lower() not in (*_YES, *_NO):
-        raise OptionError(f"MESHFEED_NATIVE={asked!r}: set it to one of {', '.join(_NO)}, or unset it")
-    return asked.lower() in _YES
+def switch(name: str, *, unset: bool) -> bool:
+    """Whether an environment variable says yes, in any case; `unset` where it is missing or empty.
+
+    Raises OptionError for a word that is neither yes nor no.
+    """
+    asked = os.environ.get(name, "")
+    if asked and asked.lower() not in (*_YES, *_NO):
+        raise OptionError(
+            f"{name}={asked!r}: set it to one of {', '.join(_NO if unset else _YES)}, or unset it"
+        )
+    return asked.lower() in _YES if asked else unset
 
 
 def _loaded() -> ctypes.CDLL | None:
-    if not _is_wanted(os.environ.get("MESHFEED_NATIVE", "")):
+    if not switch("MESHFEED_NATIVE", unset=True):
         return None
     try:
         digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]

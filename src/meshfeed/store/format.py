@@ -117,13 +117,13 @@ class Place:
 
     @cached_property
     def matches(self) -> list[str]:
-        """Files beside it whose names it matches as a pattern, such as train-*.parquet."""
+        """Files beside it, without hidden ones, that it matches as a pattern, such as train-*.parquet."""
         if self.beside.is_remote:
             there = [name for name, _ in self.beside.names() if "/" not in name]
         else:
             with typed_errors(self.beside.url):
                 there = sorted(each.name for each in Path(self.beside.url).iterdir() if each.is_file())
-        return fnmatch.filter(there, self.name)
+        return [name for name in fnmatch.filter(there, self.name) if name[:1] not in "._"]
 
     def refuse_options(self, form: StoreFormat) -> None:
         """Refuse options that have no effect on a format."""
