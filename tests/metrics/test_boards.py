@@ -1,10 +1,12 @@
 """Weights & Biases and TensorBoard show what the stats say. Their packages are large: both tests run where they are
-installed, and the one before them with a writer that remembers.
+installed, and the ones before them with a writer and a run in memory.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
-from meshfeed.metrics import Sink, TensorBoard, WandB
+from meshfeed.metrics import RunStart, Sink, StepRecord, TensorBoard, WandB
 from services import needs
 
 
@@ -30,33 +32,91 @@ def fed(tmp_path: Path, sink: Sink) -> dict[int, dict[str, float]]:
     return told
 
 
-class Remembers:
-    """A SummaryWriter, and a run of Weights & Biases, in memory."""
+class Keeps(Sink):
+    """Every entry."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, dict[str, float]] = {}
-        self.defined: list[str] = []
+        self.entries: list[RunStart | StepRecord] = []
+
+    def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
+        self.entries += entries
+
+
+class Writer:
+    """A SummaryWriter in memory, which fails once."""
+
+    def __init__(self, fails_at: int) -> None:
+        self.seen: list[tuple[int, str, float]] = []
+        self.fails_at = fails_at
 
     def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
-        self.seen.setdefault(step, {})[name] = value
-
-    def log(self, values: dict[str, float]) -> None:
-        self.seen[int(values["meshfeed/step"])] = values
-
-    def define_metric(self, name: str, step_metric: str = "") -> None:
-        self.defined.append(name)
+        if len(self.seen) == self.fails_at:
+            self.fails_at = -1
+            raise OSError("disk full")
+        self.seen.append((step, name, value))
 
     def flush(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", [TensorBoard, WandB])
-def test_every_step_is_written_once(kind: Any, tmp_path: Path) -> None:
-    kept = Remembers()
-    for step, told in fed(tmp_path, kind(kept)).items():
-        assert {name: kept.seen[step][name] for name in told} == told
-    assert set(kept.seen) == set(range(5))
-    assert kept.defined == (["meshfeed/step", "meshfeed/*"] if kind is WandB else [])
+class Run:
+    """A run of Weights & Biases in memory: what is logged for an earlier step than the current one is dropped."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+        self.defined: list[str] = []
+        self.step = 0
+
+    def log(self, values: dict[str, float], step: int | None = None, commit: bool | None = None) -> None:
+        if step is not None and step < self.step:
+            return
+        self.step = self.step if step is None else step
+        self.rows.setdefault(self.step, {}).update(values)
+        if commit or (commit is None and step is None):
+            self.step += 1
+
+    def define_metric(self, name: str, step_metric: str = "") -> None:
+        self.defined.append(name)
+
+
+def test_every_step_is_written_once_whatever_fails(tmp_path: Path) -> None:
+    kept = Keeps()
+    told = fed(tmp_path, kept)
+    writer = Writer(fails_at=40)  # within a step
+    sink = TensorBoard(writer)
+    with pytest.raises(OSError, match="disk full"):
+        sink.take(kept.entries[:5])
+    sink.take(kept.entries)
+    assert len({(step, name) for step, name, _ in writer.seen}) == len(writer.seen) > 40
+    by_step: dict[int, dict[str, float]] = {}
+    for step, name, value in writer.seen:
+        by_step.setdefault(step, {})[name] = value
+    assert {step: {name: by_step[step][name] for name in told[step]} for step in by_step} == told
+    sink.take([replace(kept.entries[0], time_s=0.0), kept.entries[1]])  # another run begins at the first step
+    assert [step for step, *_ in writer.seen].count(0) == 2 * len(by_step[0])
+
+
+def log_both(run: Any, entries: Sequence[RunStart | StepRecord]) -> None:
+    """A trainer's loss at each of six steps, and the sink's numbers after the second step and the fifth."""
+    sink = WandB(run)
+    for step in range(6):
+        run.log({f"loss/{step}": 10.0 + step}, step=step)
+        if step in (1, 4):
+            sink.take(entries[:3] if step == 1 else entries[3:])
+
+
+LOSSES = {f"loss/{step}": 10.0 + step for step in range(6)}
+
+
+def test_a_run_keeps_the_trainers_losses(tmp_path: Path) -> None:
+    kept, run = Keeps(), Run()
+    told = fed(tmp_path, kept)
+    log_both(run, kept.entries)
+    assert run.defined == ["meshfeed/step", "meshfeed/*"]
+    assert {name: run.rows[step].get(name) for step, name in enumerate(LOSSES)} == LOSSES
+    points = {step: row for step, row in run.rows.items() if "meshfeed/step" in row}
+    assert [(step, row["meshfeed/step"]) for step, row in points.items()] == [(1, 1), (4, 4)]
+    assert all({name: row[name] for name in told[step]} == told[step] for step, row in points.items())
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
@@ -74,9 +134,13 @@ def test_wandb_keeps_what_was_logged(tmp_path: Path) -> None:
     needs.package("wandb", "wandb")
     import wandb
 
+    kept = Keeps()
+    told = fed(tmp_path, kept)
     quiet = wandb.Settings(silent=True)
     with wandb.init(mode="offline", dir=tmp_path, project="meshfeed", settings=quiet) as run:
-        told = fed(tmp_path, WandB(run))
+        log_both(run, kept.entries)
+        run.log({}, step=6)
+        assert {name: run.summary.get(name) for name in LOSSES} == LOSSES
         assert run.summary["meshfeed/step"] == 4
         assert run.summary["meshfeed/tokens"] == told[4]["meshfeed/tokens"]
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

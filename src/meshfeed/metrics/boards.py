@@ -19,9 +19,11 @@ def scalars(record: StepRecord) -> dict[str, float]:
 
 
 class WandB(Sink):
-    """Logs every step to a Weights & Biases run.
+    """Adds the newest step, about once a second, to what the trainer logs next to a Weights & Biases run.
 
-    The numbers have an x-axis of their own, `meshfeed/step`: they come about a second after their step.
+    Nothing is committed here: each commit advances the run's step, and wandb drops what a trainer then logs
+    for an earlier one. So steps between two points are left out; `RunLog` keeps all of them. The numbers have
+    an x-axis of their own, `meshfeed/step`.
 
     Args:
         run: what `wandb.init` returned; on the ranks that have one.
@@ -31,13 +33,13 @@ class WandB(Sink):
         self._run = run
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
-        """Log the steps, each with its number."""
-        for entry in entries:
-            if isinstance(entry, RunStart):
-                self._run.define_metric("meshfeed/step")
-                self._run.define_metric("meshfeed/*", step_metric="meshfeed/step")
-            else:
-                self._run.log({"meshfeed/step": entry.step, **scalars(entry)})
+        """Log the newest step, with its number."""
+        if any(isinstance(entry, RunStart) for entry in entries):
+            self._run.define_metric("meshfeed/step")
+            self._run.define_metric("meshfeed/*", step_metric="meshfeed/step")
+        if records := [entry for entry in entries if isinstance(entry, StepRecord)]:
+            newest = records[-1]
+            self._run.log({"meshfeed/step": newest.step, **scalars(newest)}, commit=False)
 
 
 class TensorBoard(Sink):
@@ -49,11 +51,17 @@ class TensorBoard(Sink):
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
+        self._start: RunStart | None = None
+        self._last_step: dict[str, int] = {}  # by scalar, of this run: after an error, the rest is written
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
         """Write the steps, each at its time."""
         for entry in entries:
             if isinstance(entry, StepRecord):
                 for name, value in scalars(entry).items():
-                    self._writer.add_scalar(name, value, entry.step, walltime=entry.time_s)
+                    if entry.step > self._last_step.get(name, -1):
+                        self._writer.add_scalar(name, value, entry.step, walltime=entry.time_s)
+                        self._last_step[name] = entry.step
+            elif entry != self._start:
+                self._start, self._last_step = entry, {}
         self._writer.flush()
