@@ -140,9 +140,11 @@ def test_ranks_of_verl_agree_on_the_number_of_microbatches(monkeypatch: pytest.M
     batch = rows([30, 30, 5, 30, 30, 5, 5, 7, 20])
     own = len(rl.rearrange_micro_batches(batch, 60)[0])
 
-    def all_gather_object(counts: list[int], count: int, group: object) -> None:
-        assert (counts, count, group) == ([0, 0], own, "dp")
-        counts[:] = [count, own + 3]
+    def all_gather_object(told: list[Any], mine: Any, group: object) -> None:
+        assert group == "dp"
+        told[:] = [mine, *others]
+
+    others: list[tuple[int, int, str | None]] = [(own + 3, 20, None)]
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
@@ -152,10 +154,20 @@ def test_ranks_of_verl_agree_on_the_number_of_microbatches(monkeypatch: pytest.M
     assert sorted(row for pack in taken for row in pack) == list(range(9))
     alone, _ = rl.rearrange_micro_batches(batch, 60, dp_group="dp", same_micro_num_in_dp=False)  # type: ignore[arg-type]
     assert len(alone) == own
+    for others[0], told in (
+        ((0, 20, "sequence 5: too long"), "^rank 1 of the group: sequence 5: too long$"),
+        ((own + 3, own + 2, None), f"^rank 1 of the group: {own + 2} rows for {own + 3} microbatches"),
+        ((10, 20, None), "^rank 0 of the group: 9 rows for 10 microbatches"),
+    ):
+        with pytest.raises(PlanError, match=told):
+            rl.rearrange_micro_batches(batch, 60, dp_group="dp")  # type: ignore[arg-type]
+    others[0] = (2, 20, None)
+    with pytest.raises(PlanError, match=r"^rank 0 of the group: sequence 0"):  # after all have been told
+        rl.rearrange_micro_batches(batch, 29, dp_group="dp")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="9 rows for 12 microbatches"):
         rl.rearrange_micro_batches(batch, 60, same_micro_num_in_dp=False, min_num_micro_batch=12)
-    with pytest.raises(PlanError, match="sequence 0"):
-        rl.rearrange_micro_batches(batch, 29)
+    with pytest.raises(PlanError, match=r"^sequence 0"):
+        rl.rearrange_micro_batches(batch, 29, same_micro_num_in_dp=False)
 
 
 @settings(max_examples=cases(12), deadline=None)
@@ -174,6 +186,8 @@ def test_parts_of_equal_sums(amounts: list[int], parts: int) -> None:
     assert all(part == sorted(part) for part in found)
     with pytest.raises(PlanError, match="equal size"):
         rl.get_seqlen_balanced_partitions([1] * (parts + 1), parts + 2, equal_size=True)
+    with pytest.raises(PlanError, match="k_partitions=0"):
+        rl.get_seqlen_balanced_partitions(amounts, 0, equal_size=True)
 
 
 @pytest.mark.parametrize("trace", ["longtail", "mixed", "short"])

@@ -7,14 +7,15 @@ Each has the arguments and results of the function that it replaces, so a user c
     slime      build_dp_schedule of slime/utils/dp_schedule.py
     NeMo-RL    get_packer of nemo_rl/data/packing, which BatchedDataDict.shard_by_batch_size calls
 
-No microbatch is empty, none has more tokens than its cap, and all ranks have equally many. The frameworks
-move rows and results themselves, by the indices that they get.
+No microbatch is empty, none of several rows has more tokens than its cap, and all ranks have equally many. A
+row that exceeds the cap by itself is refused, or is alone under slime. The frameworks move rows and results
+themselves, by the indices that they get.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,7 +55,8 @@ def rearrange_micro_batches(
     use_dynamic_bsz_balance: the least work comes first and last, where a pipeline fills and drains.
     cost: what a row costs.
     Returns the microbatches, and the rows of each. `get_reverse_idx` of all rows restores their order.
-    Raises PlanError for a row longer than max_token_len, or fewer rows than microbatches.
+    Raises PlanError for a row longer than max_token_len, or fewer rows than microbatches; where ranks agree
+    on the number, all of them raise it.
     """
     select_rows = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
     ids = batch["input_ids"]
@@ -62,19 +64,45 @@ def rearrange_micro_batches(
     lengths = _at_least_one(tokens.tolist())
     packing = Packing(capacity=int(max_token_len), cost=cost)
     quantum = num_batches_divided_by or 1
-    packs = packs_of_ranks(lengths, packing, at_least=min_num_micro_batch or 1, quantum=quantum)
+    plan = partial(packs_of_ranks, lengths, packing, quantum=quantum)
+    least = min_num_micro_batch or 1
     if same_micro_num_in_dp and dist.is_initialized():
-        counts: list[int] = [0] * dist.get_world_size(dp_group)
-        dist.all_gather_object(counts, len(packs), group=dp_group)
-        if missing := max(counts) - len(packs):
-            as_many = packs_of_ranks(lengths, packing, at_least=max(counts), quantum=quantum, more=0)
-            added = [list[int]() for _ in range(missing)]
-            packs = as_many if len(as_many) == max(counts) else without_empty(packs + added, lengths)
+        packs = _as_many_on_each(plan, least, lengths, dp_group)
+    else:
+        packs = plan(at_least=least)
     if use_dynamic_bsz_balance:
         work = np.array([cost.work(lengths[pack]).sum() for pack in packs])
         order = np.argsort(work, kind="stable").tolist()
         packs = [packs[at] for at in order[::2] + order[1::2][::-1]]
     return [select_rows(batch, pack) for pack in packs], packs
+
+
+def _as_many_on_each(
+    plan: Callable[..., list[list[int]]], least: int, lengths: LongArray, group: dist.ProcessGroup | None
+) -> list[list[int]]:
+    """This rank's packs, as many as the rank that needs most has. All ranks raise the PlanError of one."""
+    packs: list[list[int]] = []
+    refusal = None
+    try:
+        packs = plan(at_least=least)
+    except PlanError as error:
+        refusal = str(error)
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (len(packs), lengths.size, refusal), group=group)
+    most = max(count for count, _, _ in told)
+    for rank, (_, num_rows, refused) in enumerate(told):
+        if refused is not None:
+            raise PlanError(f"rank {rank} of the group: {refused}")
+        if num_rows < most:
+            raise PlanError(
+                f"rank {rank} of the group: {num_rows} rows for {most} microbatches, which another rank "
+                f"needs; give each rank more rows, or a larger max_token_len"
+            )
+    if missing := most - len(packs):
+        as_many = plan(at_least=most, more=0)
+        added = [list[int]() for _ in range(missing)]
+        packs = as_many if len(as_many) == most else without_empty(packs + added, lengths)
+    return packs
 
 
 def get_seqlen_balanced_partitions(
@@ -83,9 +111,11 @@ def get_seqlen_balanced_partitions(
     """verl: rows in parts of equal sums, for the ranks of a step.
 
     seqlen_list: what each row counts: tokens or work. equal_size: each part has equally many rows.
-    Returns the rows of each part, ascending. Raises PlanError for fewer rows than parts, or a number of rows
-    that equal sizes do not divide.
+    Returns the rows of each part, ascending. Raises PlanError for no part, fewer rows than parts, or a number
+    of rows that equal sizes do not divide.
     """
+    if k_partitions < 1:
+        raise PlanError(f"k_partitions={k_partitions}: give a whole number from 1")
     num_rows = len(seqlen_list)
     if equal_size and num_rows % k_partitions:
         raise PlanError(
