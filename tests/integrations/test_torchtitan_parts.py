@@ -165,6 +165,7 @@ def test_a_line_is_exactly_so_many_tokens_and_each_document_is_whole(tmp_path: P
     batch = mf.Batch(sequences=20, last="keep")
     once = recipe(str(tmp_path / "text"), mf.Documents(), batch=batch, epochs=1)
     roomy, tight = fed.line(once, 64, 64), fed.line(once, 16, 64)
+    padding_wrapped = 0
     seen: list[tuple[int, ...]] = []
     for step in mf.simulate(once, mf.Layout(dp=2), 4, packing=roomy.options["packing"]):
         for microbatch in step.microbatches:
@@ -174,8 +175,25 @@ def test_a_line_is_exactly_so_many_tokens_and_each_document_is_whole(tmp_path: P
             for tensor in (*fields.values(), labels, *cut.values()):
                 assert (tensor.shape, tensor.dtype) == ((64,), torch.int64)
             assert torch.equal(same, labels) and torch.equal(cut["input"], fields["input"])
-            assert torch.equal(cut["positions"], fields["positions"] % 16)
+            real = ~microbatch["padding_mask"].flatten()
+            assert torch.equal(cut["positions"][real], fields["positions"][real])
+            assert torch.equal(cut["positions"][~real], fields["positions"][~real] % 16)
+            padding_wrapped += int((fields["positions"][~real] >= 16).sum())
+    assert padding_wrapped
     assert sorted(seen) == sorted(tuple(document.tolist()) for document in documents if document.size > 1)
+
+
+def test_a_document_that_is_longer_than_the_context_is_refused(corpus: str) -> None:
+    sizes = {**IN_LINE, "max_context_length": 64}
+    told = r"step 0: sequence 0 of the batch: 100 tokens > 64, training.max_context_length; .*max_len=64"
+    with pytest.raises(mf.RecipeError, match=told):
+        next(iter(fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents())).build(**sizes)))
+    config = fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents(max_len=64), steps=1))
+    assert {int(fields["positions"].max()) for fields, _ in config.build(**sizes)} == {63}
+    packing = mf.Packing(capacity=64, fixed_shapes=True, max_sequences=8, oversize="split")
+    config = fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents(), steps=1), packing=packing)
+    lines = list(config.build(**{**sizes, "num_tokens_per_batch": 64}))
+    assert sum(int((labels != -100).sum()) for _, labels in lines) == 8 * 99  # every label of each document
 
 
 def test_windows_stand_end_to_end_in_a_line(corpus: str) -> None:
@@ -204,6 +222,13 @@ def test_what_does_not_fill_a_line_is_refused(corpus: str, sequence: Any, packin
         fed.DataLoader.Config(recipe=recipe(corpus, sequence), packing=packing).build(**IN_LINE)
     with pytest.raises(mf.RecipeError, match=r"Documents\(\) needs packs, and this trainer takes rows of 32"):
         fed.DataLoader.Config(recipe=recipe(corpus, mf.Documents())).build(**PLACE)
+
+
+@pytest.mark.parametrize("sizes", [PLACE, IN_LINE])
+def test_a_packing_of_windows_is_refused(corpus: str, sizes: Any) -> None:
+    packing = mf.Packing(capacity=256, fixed_shapes=True, max_sequences=8)
+    with pytest.raises(mf.RecipeError, match=r"Windows\(\) has sequences of one length, .*\(packing=\) out"):
+        fed.DataLoader.Config(recipe=recipe(corpus), packing=packing).build(**sizes)
 
 
 def test_packs_that_a_step_cannot_take_are_refused(corpus: str) -> None:

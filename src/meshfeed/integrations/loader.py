@@ -110,6 +110,7 @@ class TrainLoader:
     trained: returns how many microbatches the loop has trained, counted from any start; None if the loop
         trains everything it has fetched before it takes a state.
     settings: the loop's names of these numbers.
+    check_step: raises an error for a step that the loop cannot train, on every rank, before its microbatches.
 
     Iterating raises RecipeError if recipe and loop disagree about a step's microbatches.
     """
@@ -123,12 +124,13 @@ class TrainLoader:
         accumulated: Callable[[], int | None] = lambda: None,
         trained: Callable[[], int] | None = None,
         settings: Settings | None = None,
+        check_step: Callable[[Step], None] = lambda step: None,
     ) -> None:
         if steps_per_epoch is not None and steps_per_epoch < 1:
             raise RecipeError(f"steps_per_epoch={steps_per_epoch}: a whole number from 1, or None")
         self._feed, self._batch_of, self._steps_per_epoch = feed, batch_of, steps_per_epoch
         self._accumulated, self._trained = accumulated, trained or (lambda: self._num_fetched)
-        self._settings = settings or Settings()
+        self._settings, self._check_step = settings or Settings(), check_step
         self._steps: Iterator[Step] | None = None  # of the feed, kept from epoch to epoch
         self._out: deque[Step] = deque()  # fetched, perhaps not trained
         self._num_fetched = 0
@@ -143,6 +145,7 @@ class TrainLoader:
         last = None if size is None else (self._position() // size + 1) * size
         for step in steps:
             self._check(step.index, step.num_microbatches)
+            self._check_step(step)
             self._settle()
             self._out.append(step)
             for microbatch in step.microbatches:

@@ -23,12 +23,13 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from meshfeed.errors import LayoutError, RecipeError, StateError
 from meshfeed.feed import Feed
-from meshfeed.feed.batch import Microbatch
+from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.integrations.loader import (
     BatchOf,
     Settings,
@@ -84,11 +85,13 @@ class Shape:
         batch_of: ({"input", "positions"}, labels) from a microbatch, int64; labels are -100 where there is no
             loss.
         setting: what the trainer calls the size of a whole step.
+        longest: most tokens of a packed sequence; None for any number.
     """
 
     options: Mapping[str, Any]
     batch_of: BatchOf
     setting: str
+    longest: int | None = None
 
 
 def rows(recipe: Recipe, seq_len: int, local_batch_size: int) -> Shape:
@@ -112,23 +115,29 @@ def line(
 ) -> Shape:
     """Batches of torchtitan's main branch: [num_tokens_per_batch], packs of constant shape or windows.
 
-    Positions begin again after max_context_length tokens, in padding too: rotary tables end there.
+    In padding, positions begin again after max_context_length tokens: rotary tables end there. No sequence is
+    cut: a longer window is refused here, a longer packed sequence when its step begins, by `DataLoader`.
 
     packing: of packed sequences; None for `balanced` packs of num_tokens_per_batch.
-    Raises RecipeError for packs or windows that do not fill a batch exactly, and for longer windows than
-    max_context_length.
+    Raises RecipeError for packs or windows that do not fill a batch exactly, for longer windows than
+    max_context_length, and for a packing of windows.
     """
+    packed = rule_of(recipe).packed
 
     def batch_of_line(microbatch: Microbatch) -> Batch:
         fields, labels = batch_of(microbatch)
-        fields = {"input": fields["input"], "positions": fields["positions"] % max_context_length}
+        if packed:
+            positions = fields["positions"]
+            restarted = torch.where(microbatch["padding_mask"], positions % max_context_length, positions)
+            fields = {**fields, "positions": restarted}
         return {name: field.flatten() for name, field in fields.items()}, labels.flatten()
 
     def shape(**options: Any) -> Shape:
-        return Shape(options, batch_of_line, "training.num_tokens_per_train_step")
+        longest = max_context_length if packed else None
+        return Shape(options, batch_of_line, "training.num_tokens_per_train_step", longest)
 
     size = num_tokens_per_batch
-    if rule_of(recipe).packed:
+    if packed:
         fitting = Packing(capacity=size, fixed_shapes=True, max_sequences=size)
         packing = packing or fitting
         has = int(packing.align.limit(packing.capacity, 1))
@@ -139,6 +148,7 @@ def line(
                 f"'in_order'"
             )
         return shape(packing=packing)
+    refuse_packing(recipe, packing)
     length = int(getattr(recipe.sequence, "length", size))
     if length > max_context_length or size % length:
         raise RecipeError(
@@ -146,6 +156,15 @@ def line(
             f"{max_context_length}, and a divisor of the {size} tokens of a batch ({_BATCH_TOKENS})"
         )
     return shape(micro_batch_size=size // length)
+
+
+def refuse_packing(recipe: Recipe, packing: Packing | None) -> None:
+    """Raises RecipeError for a packing of sequences of one length, which would have no effect."""
+    if packing is not None and not rule_of(recipe).packed:
+        raise RecipeError(
+            f"{type(recipe.sequence).__name__}() has sequences of one length, which are not packed; leave "
+            f"DataLoader.Config(packing=) out"
+        )
 
 
 def batch_of(microbatch: Microbatch) -> Batch:
@@ -213,6 +232,7 @@ class DataLoader(_Base):
             context, size = sizes["max_context_length"], sizes["num_tokens_per_batch"]
             self._shape = line(self._recipe, context, size, config.packing)
         else:
+            refuse_packing(self._recipe, config.packing)
             self._shape = rows(self._recipe, sizes["seq_len"], sizes["local_batch_size"])
 
     def __iter__(self) -> Iterator[Batch]:
@@ -269,7 +289,21 @@ class DataLoader(_Base):
             self._shape.batch_of,
             accumulated=lambda: config.microbatches,
             settings=Settings(accumulated="DataLoader.Config(microbatches=)"),
+            check_step=self._check_lengths,
         )
+
+    def _check_lengths(self, step: Step) -> None:
+        """Raises RecipeError if a sequence is longer than the trainer's context; the plan is every rank's."""
+        most, plan = self._shape.longest, step.plan
+        if most is None:
+            return
+        for row in np.flatnonzero((plan.microbatch >= 0) & (plan.lengths > most)).tolist():
+            raise RecipeError(
+                f"step {step.index}: sequence {plan.sequence[row]} of the batch: {plan.lengths[row]} tokens "
+                f"> {most}, training.max_context_length; raise that, keep the first tokens with "
+                f"mf.Documents(max_len={most}), or split: {_BATCH_TOKENS}={most} and a packing with "
+                f"oversize='split'"
+            )
 
     def _layout(self) -> Layout:
         if self._given_layout is not None:
