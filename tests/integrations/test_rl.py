@@ -140,29 +140,30 @@ def test_ranks_of_verl_agree_on_the_number_of_microbatches(monkeypatch: pytest.M
     batch = rows([30, 30, 5, 30, 30, 5, 5, 7, 20])
     own = len(rl.rearrange_micro_batches(batch, 60)[0])
 
-    def all_gather_object(told: list[Any], mine: Any, group: object) -> None:
+    def all_gather(told: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
         assert group == "dp"
-        told[:] = [mine, *others]
+        told[:] = [mine, torch.tensor(others[0])]
 
-    others: list[tuple[int, int, str | None]] = [(own + 3, 20, None)]
+    others = [(own + 3, 20, False)]
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(dist, "all_gather", all_gather)
     made, taken = rl.rearrange_micro_batches(batch, 60, dp_group="dp")  # type: ignore[arg-type]
     assert len(made) == own + 3 and all(taken)
     assert sorted(row for pack in taken for row in pack) == list(range(9))
     alone, _ = rl.rearrange_micro_batches(batch, 60, dp_group="dp", same_micro_num_in_dp=False)  # type: ignore[arg-type]
     assert len(alone) == own
     for others[0], told in (
-        ((0, 20, "sequence 5: too long"), "^rank 1 of the group: sequence 5: too long$"),
-        ((own + 3, own + 2, None), f"^rank 1 of the group: {own + 2} rows for {own + 3} microbatches"),
-        ((10, 20, None), "^rank 0 of the group: 9 rows for 10 microbatches"),
+        ((0, 20, True), "^rank 1 of the group cannot pack its rows"),
+        ((own + 3, own + 2, False), f"^rank 1 of the group: {own + 2} rows for {own + 3} microbatches"),
+        ((10, 20, False), "^rank 0 of the group: 9 rows for 10 microbatches"),
     ):
         with pytest.raises(PlanError, match=told):
             rl.rearrange_micro_batches(batch, 60, dp_group="dp")  # type: ignore[arg-type]
-    others[0] = (2, 20, None)
-    with pytest.raises(PlanError, match=r"^rank 0 of the group: sequence 0"):  # after all have been told
+    others[0] = (2, 20, False)
+    with pytest.raises(PlanError, match=r"^sequence 0"):  # after all have been told
         rl.rearrange_micro_batches(batch, 29, dp_group="dp")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="9 rows for 12 microbatches"):
         rl.rearrange_micro_batches(batch, 60, same_micro_num_in_dp=False, min_num_micro_batch=12)

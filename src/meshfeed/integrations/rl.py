@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from meshfeed.errors import PlanError
@@ -80,19 +81,24 @@ def rearrange_micro_batches(
 def _as_many_on_each(
     plan: Callable[..., list[list[int]]], least: int, lengths: LongArray, group: dist.ProcessGroup | None
 ) -> list[list[int]]:
-    """This rank's packs, as many as the rank that needs most has. All ranks raise the PlanError of one."""
+    """This rank's packs, as many as the rank that needs most has. If one raises PlanError, all do."""
     packs: list[list[int]] = []
     refusal = None
     try:
         packs = plan(at_least=least)
     except PlanError as error:
-        refusal = str(error)
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (len(packs), lengths.size, refusal), group=group)
-    most = max(count for count, _, _ in told)
-    for rank, (_, num_rows, refused) in enumerate(told):
-        if refused is not None:
-            raise PlanError(f"rank {rank} of the group: {refused}")
+        refusal = error
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    mine = torch.tensor([len(packs), lengths.size, refusal is not None], device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    if refusal is not None:
+        raise refusal
+    counts = [tensor.tolist() for tensor in gathered]
+    most = max(count for count, _, _ in counts)
+    for rank, (_, num_rows, refused) in enumerate(counts):
+        if refused:
+            raise PlanError(f"rank {rank} of the group cannot pack its rows; it says why")
         if num_rows < most:
             raise PlanError(
                 f"rank {rank} of the group: {num_rows} rows for {most} microbatches, which another rank "
