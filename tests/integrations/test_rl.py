@@ -200,3 +200,12 @@ def test_a_step_is_near_the_ideal(trace: str) -> None:
     assert max(lengths[pack].sum() for pack in packs) <= 16_384
     busy = np.array([work[pack].sum() for pack in packs]).reshape(-1, 8)
     assert busy.max(axis=1).sum() <= 1.011 * work.sum() / 8
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [([], "no rows"), ([5, -300], "row 1: -300 tokens"), ([4, 5.9], r"row 1: 5\.9 tokens; .* whole number")],
+)
+def test_what_is_no_length_is_refused(lengths: list[Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        rl.get_packer("any", 10).pack(lengths)

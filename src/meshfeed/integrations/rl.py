@@ -62,7 +62,7 @@ def rearrange_micro_batches(
     select_rows = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
     ids = batch["input_ids"]
     tokens = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
-    lengths = _at_least_one(tokens.tolist())
+    lengths = _lengths_of(tokens.tolist())
     packing = Packing(capacity=int(max_token_len), cost=cost)
     quantum = num_batches_divided_by or 1
     plan = partial(packs_of_ranks, lengths, packing, quantum=quantum)
@@ -128,7 +128,7 @@ def get_seqlen_balanced_partitions(
             f"{num_rows} rows in {k_partitions} parts of equal size; give a multiple of the parts"
         )
     unit = sum(seqlen_list) // _MOST_TOKENS + 1  # sums of work exceed what a pack can count
-    amounts = _at_least_one([amount // unit for amount in seqlen_list])
+    amounts = _lengths_of([int(amount // unit) for amount in seqlen_list])
     packing = Packing(
         capacity=_MOST_TOKENS,
         cost=CostModel(alpha=1e15),  # an amount, not its square
@@ -179,6 +179,8 @@ def build_dp_schedule(
     for sample, rollout in enumerate(rollout_indices):
         samples_of.setdefault(rollout, []).append(sample)
     rollouts = list(samples_of)
+    if global_batch_size < 1:
+        raise PlanError(f"global_batch_size={global_batch_size}: a step has at least one rollout")
     num_steps = len(rollouts) // global_batch_size
     if not num_steps:
         raise PlanError(
@@ -198,7 +200,7 @@ def build_dp_schedule(
                     f"step {step}: {len(samples)} samples in microbatches of {size} do not divide among {dp} "
                     f"ranks, {quantum} at a time; change the sizes, or set use_dynamic_batch_size"
                 )
-        lengths = _at_least_one([total_lengths[sample] for sample in samples])
+        lengths = _lengths_of([total_lengths[sample] for sample in samples])
         packs = packs_of_ranks(lengths, packing, dp=dp, cp=cp, pp=pp, vpp=vpp, quantum=quantum, **fixed)
         counts.append(len(packs) // dp)
         for at, pack in enumerate(packs):
@@ -243,7 +245,7 @@ class Packer:
         sequence_lengths: tokens of each row. Raises PlanError for a row longer than bin_capacity, or fewer
         rows than microbatches.
         """
-        lengths = _at_least_one(sequence_lengths)
+        lengths = _lengths_of(sequence_lengths)
         packing = Packing(capacity=self.bin_capacity, cost=self.cost)
         at_least = -(-self.min_bin_count // self.num_ranks)
         return packs_of_ranks(lengths, packing, dp=self.num_ranks, at_least=at_least)
@@ -312,6 +314,13 @@ def without_empty(packs: list[list[int]], lengths: LongArray) -> list[list[int]]
     return packs
 
 
-def _at_least_one(lengths: Sequence[int]) -> LongArray:
+def _lengths_of(lengths: Sequence[int]) -> LongArray:
+    """Tokens of each row, at least 1; int64 [n]. Raises PlanError for no rows, and for what is no length."""
+    whole = np.array(lengths)
+    if not whole.size:
+        raise PlanError("there are no rows; give at least one for each microbatch")
+    wrong = np.flatnonzero((whole < 0) | (whole != np.floor(whole)))
+    if wrong.size:
+        raise PlanError(f"row {wrong[0]}: {whole[wrong[0]]} tokens; a length is a whole number from 0")
     # the planner leaves empty rows out, and these frameworks want every row back
-    return np.maximum(np.array(lengths, np.int64), 1)
+    return np.maximum(whole.astype(np.int64), 1)
