@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -21,6 +24,7 @@ import torch
 import meshfeed as mf
 from meshfeed.errors import AccessError, MissingError, StoreError, UnavailableError
 from meshfeed.files import hub as hub_module
+from meshfeed.files import retries
 from meshfeed.files.hub import HubClient, hub_path
 from meshfeed.files.pinned import pinned
 from meshfeed.files.retries import Patience
@@ -106,6 +110,9 @@ def test_a_job_is_at_one_commit(hub: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     assert first == hub.url("x", hub.head)
     hub.push({})
     assert pinned(hub.url("x"), mf.Cache(tmp_path / "two"), {}) == first
+    with Hub("me/corpus", {"other": b"x"}) as mirror:
+        of_mirror = pinned(hub.url("x"), mf.Cache(tmp_path / "two"), {"endpoint": mirror.endpoint})
+        assert of_mirror == hub.url("x", mirror.head) != first
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     assert pinned(hub.url("x"), mf.Cache(tmp_path / "two"), {}) == hub.url("x", hub.head)
     assert pinned(first, mf.Cache(tmp_path / "three"), {}) == first
@@ -203,6 +210,116 @@ def test_what_is_not_there_and_what_fails(hub: Hub, tmp_path: Path) -> None:
     one = HubClient(hub.url(), {"endpoint": hub.endpoint}, tmp_path / "node", Patience(attempts=2))
     with pytest.raises(UnavailableError, match=r"failed 2 times .* status 503"):
         _ = one.commit
+
+
+def test_unknown_options_are_refused(hub: Hub) -> None:
+    for option in ("revision", "tokne"):
+        for revision in ("main", hub.head):
+            with pytest.raises(StoreError, match=rf"unknown options \['{option}'\]; the Hub has endpoint"):
+                mf.open(hub.url("README.md", revision), dtype="uint8", options={option: "v2"})
+
+
+def test_a_silent_hub_is_given_up(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the node's lock with it: the second client would wait for that."""
+    monkeypatch.setattr(hub_module, "_MOST_PAUSE_S", 0.0)
+    over = threading.Event()
+    hub.refuse = lambda kind, number: (404, {}) if over.wait(600) else None
+    patience = Patience(timeout_s=0.1, give_up_s=0.1)
+    try:
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match=r"failed 1 times"):
+                _ = HubClient(hub.url(), {"endpoint": hub.endpoint}, tmp_path, patience).commit
+            with pytest.raises(UnavailableError, match=r"failed 1 times .* TimeoutError"):
+                HubClient(hub.url(revision=hub.head), {"endpoint": hub.endpoint}, tmp_path, patience).stat(
+                    "x"
+                )
+    finally:
+        over.set()
+
+
+def test_processes_that_waited_for_a_failure_do_not_repeat_it(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.refuse = lambda kind, number: (503, {})
+    all_came, lock = threading.Barrier(8), hub_module.locked
+
+    def locked(path: Path) -> Any:
+        all_came.wait()
+        return lock(path)
+
+    def commit(_: int) -> str:
+        with pytest.raises(UnavailableError, match=r"failed 2 times .* status 503") as failed:
+            _ = HubClient(hub.url(), {"endpoint": hub.endpoint}, tmp_path, Patience(attempts=2)).commit
+        return str(failed.value)
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(8) as pool:
+        patched.setattr(hub_module, "locked", locked)
+        assert len(set(pool.map(commit, range(8)))) == 1
+    assert hub.asked == {"revision": 2}
+    hub.refuse = lambda kind, number: None
+    assert client(hub, tmp_path).commit == hub.head, "who comes later asks"
+
+
+def test_the_longest_pause_holds_and_is_no_failure(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two answers ask for 300 s and then for 1 s; a third client waits, and one 503 is not its end."""
+    clock = SimpleNamespace(now=time.time())
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    leaps = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now, sleep=sleep)
+    for module in (hub_module, retries):
+        monkeypatch.setattr(module, "time", leaps)
+
+    def refused(revision: str) -> HubClient:
+        return HubClient(
+            hub.url(revision=revision), {"endpoint": hub.endpoint}, tmp_path, Patience(attempts=1)
+        )
+
+    other, path = refused(hub.head), "raw/train.bin"
+    tag = other.stat(path).tag
+
+    def refuse(kind: str, number: int) -> tuple[int, dict[str, str]] | None:
+        if kind == "bytes":
+            return 429, {"Retry-After": "300"}
+        if kind != "revision":
+            return None
+        if number == 1:  # meanwhile another process is asked to wait longer
+            with contextlib.suppress(UnavailableError):
+                other.read(path, 0, 9, tag)
+            return 429, {"Retry-After": "1"}
+        return (503, {}) if number == 2 else None
+
+    hub.refuse, began = refuse, clock.now
+    with pytest.raises(UnavailableError, match="status 429"):
+        _ = refused("main").commit
+    assert clock.now == began
+    assert client(hub, tmp_path).commit == hub.head
+    assert clock.now >= began + 300
+    assert (hub.asked["revision"], hub.asked["bytes"]) == (3, 1)
+
+
+def test_answers_that_are_cut_or_of_other_bytes_are_asked_again(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.refuse = lambda kind, number: (200, {}) if (kind, number) == ("revision", 1) else None
+    one, path = client(hub, tmp_path), "raw/train.bin"
+    assert (one.commit, hub.asked["revision"]) == (hub.head, 2)
+    session = huggingface_hub.get_session()
+
+    class Misled:
+        def get(self, url: str, headers: dict[str, str], timeout: float) -> Any:
+            first = {"Range": "bytes=0-8"} if hub.asked["bytes"] == 0 else {}
+            return session.get(url, headers=headers | first, timeout=timeout)
+
+    tag = one.stat(path).tag
+    _ = one._url(path, tag)
+    with monkeypatch.context() as patched:
+        patched.setattr(huggingface_hub, "get_session", Misled)
+        assert bytes(one.read(path, 10, 19, tag)) == FILES[path][10:19]
+    assert hub.asked["bytes"] == 2
 
 
 def test_what_is_prepared_is_at_one_commit(hub: Hub) -> None:

@@ -7,6 +7,7 @@ cache: the first to need an answer asks, under a lock, and the others read its f
     tree-KEY        size and hash of every file of a commit
     url-KEY         where the bytes of a file are, signed for some time; asked again when it has expired
     pause-KEY       its modification time: no request before it
+    *.failed        when the Hub last failed to answer one of these, and how: those who waited raise it too
 
 So requests to the Hub grow with neither ranks nor blocks; blocks come from where the URL points. Used by the
 helper.
@@ -21,13 +22,14 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
-from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError
+from meshfeed.errors import AccessError, ChangedError, MissingError, StoreError, UnavailableError
 from meshfeed.extras import install
 from meshfeed.files.durable import durable_file
 from meshfeed.files.lock import locked
@@ -41,6 +43,7 @@ REMEMBERED_S = 30.0
 _ROOT = re.compile(rf"{HUB}([^/@]+/[^/@]+)(?:@(refs/(?:convert|pr)/[^/]+|[^/]+))?(?:/(.*))?", re.S)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MOST_PAUSE_S = 600.0
+_PAGE = 1000  # files in a page of the Hub's listing
 
 
 class HubPath(NamedTuple):
@@ -81,6 +84,18 @@ def is_commit(revision: str) -> bool:
     return _COMMIT.fullmatch(revision) is not None
 
 
+def hub_options(root: str, options: Mapping[str, str]) -> dict[str, str]:
+    """`endpoint` and `token`, in any case, with or without HF_ before. Raises StoreError for others."""
+    lower = {name.lower().removeprefix("hf_"): value for name, value in options.items()}
+    unknown = sorted(lower.keys() - {"endpoint", "token"})
+    if unknown:
+        raise StoreError(
+            f"{root}: unknown options {unknown}; the Hub has endpoint and token; a revision is written in "
+            f"the URL, as in hf://datasets/OWNER/NAME@REVISION/PATH"
+        )
+    return lower
+
+
 class HubError(Exception):
     """An answer of the Hub, or of the storage behind it, that is not what was asked for.
 
@@ -108,21 +123,29 @@ class HubClient(Retries):
         self, root: str, options: Mapping[str, str], folder: Path, patience: Patience | None = None
     ) -> None:
         super().__init__(root, patience)
-        lower = {name.lower().removeprefix("hf_"): value for name, value in options.items()}
+        given = hub_options(root, options)
         self._repo, self._revision, _ = hub_path(root)
-        self._endpoint = lower.get("endpoint", ENDPOINT).rstrip("/")
-        self._given_token = lower.get("token")
+        self._endpoint = given.get("endpoint", ENDPOINT).rstrip("/")
+        self._given_token = given.get("token")
         self._folder = folder
+        # no cached_property: in Python 3.11, it holds a lock of the class while it asks
+        self._commit = self._revision if is_commit(self._revision) else None
+        self._listing: dict[str, list[Any]] | None = None
 
-    @cached_property
+    @property
     def commit(self) -> str:
         """The commit of the revision, the same for all processes of the node that ask at one time."""
-        if is_commit(self._revision):
-            return self._revision
+        if self._commit is None:
+            self._commit = self._resolved()
+        return self._commit
 
+    def _resolved(self) -> str:
         def ask() -> list[Any]:
             found = self._asked(
-                lambda: self._api.dataset_info(self._repo, revision=self._revision, expand=["sha"]), ""
+                lambda: self._api.dataset_info(
+                    self._repo, revision=self._revision, expand=["sha"], timeout=self._patience.timeout_s
+                ),
+                "",
             )
             return [str(found.sha), time.time()]
 
@@ -151,37 +174,47 @@ class HubClient(Retries):
         if self.stat(path).tag != tag:
             raise ChangedError(f"{where}: {REPLACED}")
 
-        def get() -> Any:
-            url = self._url(path, tag)
-            try:
-                return self._range(url, begin, end)
-            except HubError as error:
-                if error.status not in (401, 403, 404, 410):
-                    raise
-                return self._range(self._url(path, tag, expired=url), begin, end)
+        def get(url: str) -> Any:
+            return self._retry(
+                lambda: self._hedged(lambda: self._range(url, begin, end), end - begin), path, where
+            )
 
-        return self._retry(lambda: self._hedged(get, end - begin), path, where)
+        url = self._url(path, tag)
+        try:
+            return get(url)
+        except (AccessError, MissingError):
+            return get(self._url(path, tag, expired=url))
 
     # -- the Hub ------------------------------------------------------------------------------------------
 
-    @cached_property
+    @property
     def _tree(self) -> dict[str, list[Any]]:
         """Path -> [size, hash] of every file."""
+        if self._listing is None:
+            self._listing = self._listed()
+        return self._listing
 
+    def _listed(self) -> dict[str, list[Any]]:
         def ask() -> dict[str, list[Any]]:
-            found: dict[str, list[Any]] = {}
+            found = self._asked(listed, "")
+            files = (each for each in found if hasattr(each, "blob_id"))  # a folder has a tree_id
+            return {each.path: [each.size, each.lfs.sha256 if each.lfs else each.blob_id] for each in files}
 
-            def listed() -> None:
-                found.clear()
-                files = self._api.list_repo_tree(
+        def listed() -> list[Any]:
+            entries = iter(
+                self._api.list_repo_tree(
                     self._repo, recursive=True, revision=self.commit, repo_type="dataset"
                 )
-                for each in files:
-                    if hasattr(each, "blob_id"):  # a file; a folder has a tree_id
-                        found[each.path] = [each.size, each.lfs.sha256 if each.lfs else each.blob_id]
-
-            self._asked(listed, "")
+            )
+            found: list[Any] = []
+            # huggingface_hub waits out a 429 itself, and waits for a silent Hub without limit
+            limit_s = _MOST_PAUSE_S + self._patience.give_up_s
+            while page := self._pool.submit(some, entries).result(limit_s):
+                found += page
             return found
+
+        def some(entries: Iterator[Any]) -> list[Any]:
+            return list(islice(entries, _PAGE))
 
         return self._shared("tree", self.commit, ask)
 
@@ -206,7 +239,6 @@ class HubClient(Retries):
         """The answer of the Hub, asked by huggingface_hub; retried."""
 
         def one() -> Any:
-            self._wait()
             try:
                 return ask()
             except Exception as error:
@@ -222,10 +254,13 @@ class HubClient(Retries):
         headers = {"Range": f"bytes={begin}-{end - 1}", "Accept-Encoding": "identity"}
         if self._token and urlsplit(url)[:2] == urlsplit(self._endpoint)[:2]:
             headers["Authorization"] = f"Bearer {self._token}"
-        self._wait()
         answer = self._hub.get_session().get(url, headers=headers, timeout=self._patience.timeout_s)
         if answer.status_code not in (200, 206):
             raise self._wrong(answer, answer.text[:300])
+        if answer.status_code == 206:
+            sent = str(answer.headers.get("Content-Range"))
+            if not sent.startswith(f"bytes {begin}-{end - 1}/"):
+                raise ConnectionError(f"asked for bytes {begin}-{end - 1}, received {sent}")
         body = answer.content
         with self._lock:
             self.counts.bytes_fetched += len(body)
@@ -240,24 +275,29 @@ class HubClient(Retries):
         wait_s = min(float(wait), _MOST_PAUSE_S) if wait.isdecimal() else 0.0
         if wait_s:
             until = time.time() + wait_s
-            self._pause.touch(0o600)
+            os.close(os.open(self._pause, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))  # its time stays
             if self._pause.stat().st_mtime < until:
                 os.utime(self._pause, (until, until))
         return HubError(int(response.status_code), wait_s, f"status {response.status_code}: {text}")
 
-    def _wait(self) -> None:
+    def _wait(self) -> float:
         """Wait as long as the Hub has asked any process of this node to."""
         try:
             rest_s = self._pause.stat().st_mtime - time.time()
         except FileNotFoundError:
-            return
-        if 0 < rest_s <= _MOST_PAUSE_S:
-            time.sleep(rest_s + random.uniform(0, min(rest_s, 1.0)))
+            return 0.0
+        if not 0 < rest_s <= _MOST_PAUSE_S:
+            return 0.0
+        began = time.monotonic()
+        time.sleep(rest_s + random.uniform(0, min(rest_s, 1.0)))
+        return time.monotonic() - began
 
     # -- errors -------------------------------------------------------------------------------------------
 
     def _refuse(self, error: Exception, path: str, where: str) -> None:
         said = reason(error)
+        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
+            return  # a truncated answer
         if not isinstance(error, HubError):
             if isinstance(error, (TypeError, ValueError)) or type(error).__name__ == "OfflineModeIsEnabled":
                 raise StoreError(f"{where}: {said}") from error
@@ -266,7 +306,7 @@ class HubClient(Retries):
                 f"{where}: no permission, or no such dataset; set HF_TOKEN to a token that may read it "
                 f"(status {error.status})"
             ) from error
-        elif error.status == 404:
+        elif error.status in (404, 410):
             raise MissingError(f"{where}: no such dataset, revision or file; check the URL") from error
         elif error.status == 416:
             raise ChangedError(f"{where}: {REPLACED}") from error
@@ -286,12 +326,20 @@ class HubClient(Retries):
         said = _json_of(path)
         if said is not None and is_good(said):
             return said
+        came, failed = time.time(), path.with_suffix(".failed")
         with locked(path.with_suffix(".lock")):
             said = _json_of(path)  # by who held the lock before
-            if said is None or not is_good(said):
+            if said is not None and is_good(said):
+                return said
+            when, text = _json_of(failed) or (0, "")
+            if came < when <= time.time():
+                raise UnavailableError(text)
+            try:
                 said = ask()
-                with durable_file(path, 0o600) as stream:
-                    stream.write(json.dumps(said).encode())
+            except UnavailableError as error:
+                _write_json(failed, [time.time(), str(error)])
+                raise
+            _write_json(path, said)
         return said
 
     def _file(self, kind: str, of: str) -> Path:
@@ -322,6 +370,11 @@ class HubClient(Retries):
             return importlib.import_module("huggingface_hub")
         except ImportError as missing:
             raise StoreError(f"{self._root}: hf:// needs huggingface_hub: {install('hub')}") from missing
+
+
+def _write_json(path: Path, said: Any) -> None:
+    with durable_file(path, 0o600) as stream:
+        stream.write(json.dumps(said).encode())
 
 
 def _json_of(path: Path) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Callable, Mapping
 
 from meshfeed.files.ask import asker, retried
 from meshfeed.files.cache import Cache
-from meshfeed.files.hub import at_commit, hub_path, is_commit
+from meshfeed.files.hub import at_commit, hub_options, hub_path, is_commit
 from meshfeed.files.objects import Address
 from meshfeed.files.url import is_hub
 
@@ -27,7 +26,8 @@ def pinned(url: str, cache: Cache, options: Mapping[str, str]) -> str:
     def ask() -> str:
         return retried(lambda: asker().ask("commit", address, cache.make(), what=address.url))
 
-    digest = hashlib.blake2b(f"{os.environ.get('HF_ENDPOINT')} {address.root}".encode(), digest_size=16)
+    endpoint = hub_options(address.root, address.options).get("endpoint")
+    digest = hashlib.blake2b(f"{endpoint} {address.root}".encode(), digest_size=16)
     return at_commit(url, _first_found(f"meshfeed/hub/{digest.hexdigest()}", ask))
 
 

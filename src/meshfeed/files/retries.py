@@ -55,7 +55,7 @@ class Patience:
     """Timeouts and retries of storage requests.
 
     Attributes:
-        timeout_s: of one request, including its body.
+        timeout_s: of one request, including its body; on the Hub, of each wait for more of it.
         give_up_s: of all attempts of a request together.
         attempts: the most attempts; None for as many as fit into that time.
         hedge: whether slow requests are sent a second time.
@@ -103,6 +103,8 @@ class Retries:
         began, pause_s, attempt, waited_s = time.monotonic(), _PAUSE_S, 0, 0.0
         while True:
             attempt += 1
+            rested_s = self._wait()  # nor is one that has named a time to another process
+            began, waited_s = began + rested_s, waited_s + rested_s
             with self._lock:
                 self.counts.requests += 1
                 self.counts.retries += attempt > 1
@@ -113,7 +115,7 @@ class Retries:
             except Exception as error:
                 self._refuse(error, path, where)
                 # a server that names a time is not failing
-                asked_s = min(self._asked_to_wait_s(error), _MOST_ASKED_S - waited_s)
+                asked_s = min(self._asked_to_wait_s(error), max(_MOST_ASKED_S - waited_s, 0))
                 began, waited_s = began + asked_s, waited_s + asked_s
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
                 rest_s = self._patience.give_up_s - (time.monotonic() - began) - pause_s
@@ -125,6 +127,10 @@ class Retries:
                         f"{reason(error)}; check the URL, the network and the storage service"
                     ) from error
                 time.sleep(max(asked_s, random.uniform(pause_s / 2, pause_s)))
+
+    def _wait(self) -> float:
+        """Wait as long as the server has asked others to; returns for how many seconds."""
+        return 0.0
 
     def _refuse(self, error: Exception, path: str, where: str) -> None:
         """Raise permanent errors; return for transient ones."""

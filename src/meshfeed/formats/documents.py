@@ -110,7 +110,8 @@ class DocumentFiles(StreamStore):
     def fingerprint(self) -> str:
         """Hex digest of what decides the tokens: sizes and sampled blocks of the files, column, tokenizer.
 
-        The same wherever the files lie. It tells two corpora apart, not a single changed token.
+        On the Hub, it has the Hub's hashes instead of blocks; elsewhere, it is the same wherever the files
+        lie. It tells two corpora apart, not a single changed token.
         """
         return self._fingerprint
 
@@ -232,9 +233,10 @@ class DocumentFiles(StreamStore):
 
 
 def sampled_digest(head: str, files: Sequence[ByteFile]) -> str:
-    """Hex digest of a text, and of the sizes and sampled blocks of files; the same wherever these lie.
+    """Hex digest of a text, and of the sizes and sampled blocks of files.
 
-    On the Hub it is of the hashes of all bytes, which take no requests.
+    On the Hub it is of its hashes of all bytes, which take no requests, so that a copy has another digest.
+    Anywhere else it is the same wherever the files lie.
     """
     digest = hashlib.blake2b(head.encode(), digest_size=16)
     for file in files:

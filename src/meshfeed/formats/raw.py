@@ -57,7 +57,10 @@ class RawStore(StreamStore):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the dtype, the size and sampled blocks; the same wherever the file lies."""
+        """Hex digest of the dtype, the size and sampled blocks; on the Hub, of its hash instead of blocks.
+
+        The same wherever else the file lies.
+        """
         return self._fingerprint
 
     @cached_property
