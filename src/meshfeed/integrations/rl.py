@@ -315,7 +315,7 @@ def without_empty(packs: list[list[int]], lengths: LongArray) -> list[list[int]]
 
 
 def _lengths_of(lengths: Sequence[int]) -> LongArray:
-    """Tokens of each row, at least 1; int64 [n]. Raises PlanError for no rows, and for what is no length."""
+    """Tokens of each row, at least 1; int64 [n]. Raises PlanError without rows, or for another value."""
     whole = np.array(lengths)
     if not whole.size:
         raise PlanError("there are no rows; give at least one for each microbatch")
