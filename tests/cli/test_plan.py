@@ -116,6 +116,13 @@ def test_a_stores_documents_step_by_step(tmp_path: Path, capsys: pytest.CaptureF
             "--capacity: '0': write a whole number from 1",
         ),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10", "--alpha", "0"), "alpha"),
+        *(
+            (
+                ("--lengths", "FILE", "--layout", "dp2", "--capacity", "10", "--tolerance", wrong),
+                f"'{wrong}': write a share from 0 to below 1",
+            )
+            for wrong in ("-1", "5")
+        ),
         (("--lengths", "FILE", "--layout", "dp2", "--capacity", "10"), "'drop' (--oversize)"),
     ],
 )

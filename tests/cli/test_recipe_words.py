@@ -137,9 +137,17 @@ def test_a_document_without_a_token_and_one_that_is_dropped(
 
 
 def test_lengths_that_are_none_name_file_and_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "lengths.txt").write_text("12\n\n7 8\nmany\n")
-    words = ["plan", "--layout", "dp2", "--capacity", "64", "--lengths"]
-    assert main([*words, "lengths.txt"]) == 2
-    assert "lengths.txt:4: invalid literal for int() with base 10: 'many'; write" in capsys.readouterr().err
-    assert main([*words, "nowhere.txt"]) == 2
-    assert "nowhere.txt: No such file or directory; write one whole number" in capsys.readouterr().err
+    words = ["plan", "--layout", "dp2", "--capacity", "64", "--lengths", "lengths.txt"]
+    assert main(words) == 2
+    assert capsys.readouterr().err.endswith("lengths.txt: No such file or directory\n")
+    for text, says in {
+        "12\n\n7 8\nmany\n": "lengths.txt:4: 'many' is not a whole number; write one per line",
+        "4.5\n3\n": "lengths.txt:1: '4.5' is not a whole number",
+        "3\n-4\n": "lengths.txt:2: -4; a length is 0 or more",
+        f"{2**63}\n": f"lengths.txt:1: {2**63}; a length is below",
+        "": "lengths.txt holds no lengths; write",
+        "length\n \n": "lengths.txt holds no lengths; write",
+    }.items():
+        (folder / "lengths.txt").write_text(text)
+        assert main(words) == 2
+        assert says in capsys.readouterr().err

@@ -207,7 +207,7 @@ def itself() -> list[Any]:
         ({"a": made_here()}, r"key 'about\.a' is a .*Local, a class made in a function"),
         ({(1, 2): 3}, r"key 'about' is a dict with the key \(1, 2\)"),
         (itself(), r"nested more than 32 deep"),
-        ([1, 2.5], r"key 'about' is list; give an array"),
+        ([1, 2.5], r"key 'about' is a list of numbers; give np.array\(...\)"),
         ([torch.eye(2).to_sparse()], r"key 'about\[0\]' is a tensor"),
     ],
 )
@@ -224,13 +224,21 @@ def test_what_cannot_travel_is_refused_by_name(value: Any, text: str) -> None:
             {"tokens": torch.ones(5), "position_ids": torch.ones(3, 5)},
             r"'position_ids' has 3 tokens .*movedim\(-1, 0\)",
         ),
-        ({"tokens": torch.ones(5), "labels": [1, 2, 3, 4, 5]}, r"key 'labels' is list"),
+        ({"tokens": torch.ones(5), "labels": [1, 2, 3, 4, 5]}, r"key 'labels' is a list of numbers"),
     ],
 )
 def test_collated_and_transposed_values_are_refused_by_name(item: Any, text: str) -> None:
     keys = mf.exchange.Keys(*(dataclasses.replace(field, dtype="any") for field in KEYS.declared))
     with pytest.raises(mf.StoreError, match=text):
         mf.exchange.encode([item], keys)
+    with pytest.raises(mf.StoreError, match=text):  # not that it differs from another item
+        mf.exchange.encode([item, {name: torch.ones(*np.shape(x)[:-1], 6) for name, x in item.items()}], keys)
+
+
+def test_a_misspelt_declaration_is_named() -> None:
+    keys = mf.exchange.Keys("tokens", mf.Field(name="positon_ids", dtype="any", split=True))
+    with pytest.raises(mf.StoreError, match=r"'position_ids' is computed .*\(Keys has 'positon_ids'\)"):
+        mf.exchange.encode([{"tokens": torch.ones(5), "position_ids": torch.ones(5, 3)}], keys)
 
 
 def test_a_class_that_a_rank_lacks_is_named() -> None:

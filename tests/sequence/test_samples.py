@@ -351,7 +351,7 @@ def spoiled(value: dict[str, Any], at: mf.EpochIndex) -> dict[str, Any]:
         ({"x": 2**80}, "array of Python objects"),
         ({"x": torch.zeros(2, dtype=torch.bfloat16)}, "tensor of torch.bfloat16, a type that NumPy lacks"),
         ({"x": torch.zeros(2, device="meta")}, "tensor on meta"),
-        ({"x": [1.0]}, "'x' is list; give an array"),
+        ({"x": [1.0]}, r"'x' is a list of numbers; give np.array\(...\)"),
         ({"x": None}, "'x' is NoneType"),
     ],
 )

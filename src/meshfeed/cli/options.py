@@ -21,7 +21,7 @@ from meshfeed.errors import MeshfeedError
 
 
 def option(help: str, default: Any = None, **how: Any) -> Any:
-    """An option, as a field's default. how: `metavar`; `names`, if not the field's; `least` of numbers."""
+    """An option, a field's default. how: `metavar`, `type`, `names`, `least` of integers; see `_add`."""
     return field(default=default, metadata={"help": help, **how})
 
 
@@ -161,11 +161,20 @@ def _number(text: str, least: int) -> int:
     return number
 
 
-def _amount(text: str, least: int) -> float:
-    """Above 0, or from 0 on where that is the least."""
-    if not 0 <= (number := float(text)) < float("inf") or (least and not number):
+def _amount(text: str) -> float:
+    if not 0 < (number := float(text)) < float("inf"):
         raise ValueError
     return number
+
+
+def _share(text: str) -> float:
+    if not 0 <= (number := float(text)) < 1:
+        raise ValueError
+    return number
+
+
+read_share = _reads(_share, "write a share from 0 to below 1")
+"""The `type` of an option that is a share."""
 
 
 def _span(text: str) -> range:
@@ -192,12 +201,7 @@ _KINDS: Mapping[Any, tuple[str, Callable[[int], Callable[[str], Any]]]] = {
             f"write whole numbers from {least}, several joined by commas, such as 4,6",
         ),
     ),
-    float: (
-        "X",
-        lambda least: _reads(
-            lambda text: _amount(text, least), f"write a number {'above' if least else 'from'} 0"
-        ),
-    ),
+    float: ("X", lambda least: _reads(_amount, "write a number above 0")),
     range: ("A:B", lambda least: _reads(_span, "write first:stop, such as 0:4, or one number")),
     datetime.date: (
         "DATE",

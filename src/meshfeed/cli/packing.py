@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import meshfeed as mf
-from meshfeed.cli.options import given, option, refuse_given
+from meshfeed.cli.options import given, option, read_share, refuse_given
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import Stepping
 from meshfeed.plan import CpSplit, Packing
@@ -42,7 +42,8 @@ class JobOptions:
     cp_sizes: tuple[int, ...] | None = option("sizes of cp groups for dynamic_cp (divisors of dp x cp)")
     cp_split: CpSplit = option("how cp ranks split a sequence or a pack", default="zigzag")
     tolerance: float | None = option(
-        f"how far above the ideal a step may be, as a share of it ({_DEFAULT.tolerance})", least=0
+        f"how far above the ideal a step may be: a share of it, from 0 to below 1 ({_DEFAULT.tolerance})",
+        type=read_share,
     )
     align_sequence: int | None = option("pad sequences to multiples of N (1)")
     align_pack: int | None = option("pad a rank's packs to multiples of N (1)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -187,11 +188,7 @@ class _Items:
             sizes[at] = present
         if lengths is not None and (differs := (sizes != lengths) & (sizes >= 0)).any():
             one = int(differs.argmax())
-            shape = np.shape(values[one])
-            has = f"{sizes[one]} tokens"
-            if len(shape) > 1 and shape[-1] == lengths[one]:
-                has += f" (shape {tuple(shape)}: move the last axis to the front, x.movedim(-1, 0))"
-            raise self._not_per_token(one, name, has, lengths)
+            raise self._other_length(one, name, np.shape(values[one]), lengths)
         return _Column(dtype, sizes, joined)
 
     def _one_by_one(
@@ -208,6 +205,8 @@ class _Items:
                 raise self._not_per_token(
                     index, name, "bytes" if dtype == BYTES else "a single number", lengths
                 )
+            if lengths is not None and array.shape[0] != lengths[index]:
+                raise self._other_length(index, name, array.shape, lengths)
             arrays.append(array)
             kinds.append((dtype, list(array.shape[1:])))
             if kinds[-1] != kinds[0]:
@@ -229,10 +228,12 @@ class _Items:
                 dtype, array = self.value(at, name, value, whole=name not in USUAL)
                 field = declared.get(name)
                 if name in RESERVED:
+                    near = difflib.get_close_matches(name, declared, 1)
                     raise self.wrong(
                         at,
                         f"key {name!r} is computed from lengths; leave it out or rename it"
-                        + (", or declare it in Keys, split" if name == "position_ids" else ""),
+                        + (", or declare it in Keys, split" if name == "position_ids" else "")
+                        + (f" (Keys has {near[0]!r})" if near else ""),
                     )
                 if field is not None and field.dtype not in (ANY, dtype):
                     raise self.wrong(at, f"key {name!r} is {dtype}, declared {field.dtype}; make them equal")
@@ -266,6 +267,12 @@ class _Items:
             f"dimension; give a dict for each sequence (do not collate), or name a key with one number per "
             f"token as Keys(..., length=...)",
         )
+
+    def _other_length(self, at: int, name: str, shape: tuple[int, ...], lengths: Longs) -> StoreError:
+        has = f"{shape[0]} tokens"
+        if len(shape) > 1 and shape[-1] == lengths[at]:
+            has += f" (shape {tuple(shape)}: move the last axis to the front, x.movedim(-1, 0))"
+        return self._not_per_token(at, name, has, lengths)
 
     def _not_per_token(self, at: int, name: str, has: str, lengths: Longs | None) -> StoreError:
         needs = "numbers" if lengths is None else f"{lengths[at]} tokens"

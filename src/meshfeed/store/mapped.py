@@ -242,6 +242,8 @@ def plain(value: Any) -> Array | bytes | Refused:
             value = value.detach().resolve_conj().resolve_neg().numpy()
         except TypeError:
             return Refused(f"is a tensor of {value.dtype}, a type that NumPy lacks; give value.float()")
+    if isinstance(value, list) and value and all(type(v) in (bool, int, float) for v in value):
+        return Refused("is a list of numbers; give np.array(...)")
     if not isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
         return Refused(f"is {_kind(value)}; give an array, a tensor, a number, a str or bytes")
     array = np.asarray(value, order="C")

@@ -44,21 +44,27 @@ class Lengths(StreamStore):
     def from_file(cls, path: str | os.PathLike[str]) -> Self:
         """From a text file of lengths: one per line, or several between commas or spaces.
 
-        A first line that holds no number is the header of a CSV. Raises StoreError for anything else.
+        A first line that holds no number is the header of a CSV. Raises StoreError for anything else, and for
+        a file without a length.
         """
         where, lengths = os.fspath(path), list[int]()
         try:
             lines = Path(path).read_text().splitlines()
-            for number, line in enumerate(lines, 1):
-                where = f"{os.fspath(path)}:{number}"
-                values = line.replace(",", " ").split()
-                if number > 1 or len(lines) == 1 or any(map(str.isdigit, values)):
-                    lengths += map(int, values)
-            where = os.fspath(path)
-            return cls(np.array(lengths, np.int64))
-        except (OSError, ValueError, OverflowError) as bad:
-            why = bad.strerror if isinstance(bad, OSError) else bad
-            raise StoreError(f"{where}: {why}; write one whole number per line") from bad
+        except OSError as bad:
+            raise StoreError(f"{where}: {bad.strerror}") from bad
+        except ValueError as bad:
+            raise StoreError(f"{where} is not a text file; write one whole number per line") from bad
+        for number, line in enumerate(lines, 1):
+            values = line.replace(",", " ").split()
+            numbers = (value.lstrip("+-.")[:1].isdigit() for value in values)
+            if number > 1 or len(lines) == 1 or any(numbers):
+                try:
+                    lengths += map(_length_of, values)
+                except ValueError as bad:
+                    raise StoreError(f"{where}:{number}: {bad}") from None
+        if not lengths:
+            raise StoreError(f"{where} holds no lengths; write one whole number per line")
+        return cls(np.array(lengths, np.int64))
 
     @classmethod
     def lognormal(
@@ -119,3 +125,16 @@ class Lengths(StreamStore):
 
     def __repr__(self) -> str:
         return f"Lengths({self.num_documents} documents, {self.num_tokens} tokens)"
+
+
+def _length_of(text: str) -> int:
+    """Raises ValueError saying what is wrong with the text."""
+    try:
+        length = int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a whole number; write one per line") from None
+    if length < 0:
+        raise ValueError(f"{length}; a length is 0 or more")
+    if length >= 2**63:
+        raise ValueError(f"{length}; a length is below 2**63")
+    return length
