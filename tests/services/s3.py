@@ -13,7 +13,8 @@ from typing import Self
 from services.needs import program_path
 from services.processes import answers, free_port, server
 
-_ATTEMPTS, _UP_S = 4, 45  # a monitor and a store that start at the same time sometimes miss each other
+_ATTEMPTS, _UP_S = 4, 45
+_STARTS = 20  # a store that speaks to its monitor before it knows the cluster's id ends: "wrong fsid"
 KEY, SECRET = "meshfeedtests", "a-secret-of-the-tests"
 
 _CONF = """
@@ -28,6 +29,8 @@ osd pool default min size = 1
 osd pool default pg num = 8
 mon allow pool size one = true
 mon warn on pool no redundancy = false
+mon tick interval = 1
+paxos propose interval = 0.1
 osd crush chooseleaf type = 0
 osd objectstore = memstore
 memstore device bytes = 3221225472
@@ -88,7 +91,7 @@ class S3:
             osd = str(uuid.uuid4())
             self._do("ceph", "osd", "new", osd)
             self._do("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd)
-            stack.enter_context(server(self._command("ceph-osd", "-i", "0", "-f"), lambda: True, log))
+            self._start_store(stack, log)
             self._do(
                 "radosgw-admin",
                 "-n",
@@ -104,6 +107,17 @@ class S3:
             stack.enter_context(server(gateway, lambda: answers(self._port), log))
             self._stack = stack.pop_all()
         return self
+
+    def _start_store(self, stack: contextlib.ExitStack, log: Path) -> None:
+        """Run a store until the stack closes; return once the monitor knows it."""
+        command, events = self._command("ceph-osd", "-i", "0", "-f"), self._home / "log" / "cluster.log"
+        for left in reversed(range(_STARTS)):
+            try:
+                stack.enter_context(server(command, lambda: " boot" in events.read_text(), log))
+                return
+            except RuntimeError:
+                if not left:
+                    raise
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
