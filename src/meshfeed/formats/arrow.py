@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -12,12 +11,11 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
-from meshfeed.extras import install
 from meshfeed.files import ByteFile
 from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
-from meshfeed.formats.parquet import name_among, typed_arrow
-from meshfeed.formats.tokens import Column
+from meshfeed.formats.parquet import arrow_for, name_in, typed_arrow
+from meshfeed.formats.tokens import Column, refuse_unfit
 from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.format import Place
 from meshfeed.store.index_cache import joined
@@ -50,16 +48,16 @@ class ArrowStore(DocumentFiles):
 
     def check(self) -> ArrowStore:
         """Load tokenizer and pyarrow, and look whether the files are there."""
-        _ = _arrow(self.path)
+        _ = arrow_for(self.path, "Arrow")
         super().check()
         return self
 
     def beside(self) -> Mapping[str, ArrowStore]:
         """Every other column of the first file, as a store whose tokens it is."""
         with self._files[0] as file, typed_arrow(file.url):
-            names = schema_of(_arrow(file.url), file).names
-        mine = name_among(names, self._column.names, file.url)
-        others = [name for name in names if name != mine]
+            schema = schema_of(arrow_for(file.url, "Arrow"), file)
+        mine = name_in(schema, self._column.names, file.url)
+        others = [name for name in schema.names if name != mine]
         return {name: ArrowStore(self.path, self._files, Column(name), self._cache) for name in others}
 
     # -- the index --------------------------------------------------------------------------------------
@@ -72,7 +70,7 @@ class ArrowStore(DocumentFiles):
         file = self._files[span.file]
         with typed_arrow(file.url):
             column = self._found(file)
-            batches = list(batches_of(_arrow(file.url), file, column))
+            batches = list(batches_of(arrow_for(file.url, "Arrow"), file, column))
         width = column.dtype.itemsize
         at = [batch.at + batch.ends[:-1] * width for batch in batches]
         sizes = [np.diff(batch.ends) * width for batch in batches]
@@ -94,9 +92,9 @@ class ArrowStore(DocumentFiles):
 
     def _found(self, file: ByteFile) -> ArrowColumn:
         """The column of an entered file."""
-        arrow = _arrow(file.url)
+        arrow = arrow_for(file.url, "Arrow")
         schema = schema_of(arrow, file)
-        name = name_among(schema.names, self._column.names, file.url, text_in=schema)
+        name = name_in(schema, self._column.names, file.url)
         column = column_of(arrow, schema, name, file.url)
         if column.is_text != self._column.is_text:
             belongs = "text" if self._column.is_text else "lists of whole numbers"
@@ -162,15 +160,12 @@ class ArrowStore(DocumentFiles):
         out = np.empty(int(sizes.sum()), np.uint8)
         self._files[f].read_into(out, begins, sizes)
         numbers = out.view(self._dtype_of(f))
-        unfit = numbers.view(f"<i{numbers.itemsize}") < 0 if numbers.itemsize == 8 else numbers < 0
-        if numbers.size and unfit.any():
-            bad = int(unfit.argmax())
-            at = int((sizes.cumsum() // numbers.itemsize).searchsorted(bad, side="right"))
-            row = int(documents[at]) - int(np.append(0, self._index["file_ends"])[f])
-            raise StoreError(
-                f"{self._files[f].url}: row {row}: token {numbers[bad]}; tokens are whole numbers from 0 "
-                f"below 2**63"
-            )
+
+        def where(i: int) -> str:
+            first = self._index["file_ends"][f - 1] if f else 0
+            return f"{self._files[f].url}: row {documents[i] - first}"
+
+        refuse_unfit(numbers, sizes.cumsum() // numbers.itemsize, where)
         return numbers
 
     def _encoded(self, file: ByteFile, begins: I64, sizes: I64) -> list[Array]:
@@ -229,11 +224,3 @@ class ArrowFormat(DocumentFilesFormat):
 
 def _end_to_end(arrays: Sequence[I64]) -> I64:
     return np.concatenate([*arrays, np.zeros(0, np.int64)])
-
-
-def _arrow(path: str) -> Any:
-    try:
-        importlib.import_module("pyarrow.ipc")
-        return importlib.import_module("pyarrow")
-    except ImportError as missing:
-        raise StoreError(f"{path}: Arrow needs pyarrow: {install('tables')}") from missing

@@ -16,6 +16,7 @@ import numpy as np
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.parquet import RawStream
+from meshfeed.formats.tokens import refuse_null_row, refuse_null_token
 from meshfeed.store.base import I64
 
 _FILE_MAGIC = b"ARROW1\0\0"
@@ -123,12 +124,10 @@ def _next(arrow: Any, file: ByteFile, stream: Any) -> Any:
 def _located(values: Any, column: ArrowColumn, first: int, body: Any, at: int, url: str) -> Batch:
     """The rows of a record batch, from row `first` on. body: its bytes, from byte `at` of the file on."""
 
-    def refuse(row: int, why: str) -> StoreError:
-        return StoreError(f"{url}: row {first + row} (column {column.name!r}): {why}")
+    def where(row: int) -> str:
+        return f"{url}: row {first + row} (column {column.name!r})"
 
-    if values.null_count:
-        belongs = "text" if column.is_text else "a list of tokens"
-        raise refuse(_first_null(values), f"null where {belongs} belongs")
+    refuse_null_row(values, where, is_text=column.is_text)
     if column.is_text:
         _, offsets, data = values.buffers()
         dtype = np.dtype("<i8" if "large" in str(values.type) else "<i4")
@@ -140,14 +139,9 @@ def _located(values: Any, column: ArrowColumn, first: int, body: Any, at: int, u
     ends = ends.astype(np.int64)
     if ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] * column.dtype.itemsize > data.size:
         raise StoreError(f"{url}: byte {at}: lists that end before they begin; copy the file again")
-    if not column.is_text and values.values.null_count:
-        row = int(ends.searchsorted(_first_null(values.values), side="right")) - 1
-        raise refuse(row, "a null among its tokens; leave it out")
+    if not column.is_text:
+        refuse_null_token(values.values, ends[1:], where)
     begin = data.address - body.address if data.size else 0
     if not 0 <= begin <= body.size:
         raise StoreError(f"{url}: byte {at}: compressed record batches; save them uncompressed")
     return Batch(at + begin, ends)
-
-
-def _first_null(values: Any) -> int:
-    return int(values.is_null().to_numpy(zero_copy_only=False).argmax())

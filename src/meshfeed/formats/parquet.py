@@ -18,7 +18,14 @@ from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Cache
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
-from meshfeed.formats.tokens import Column, Where, hint_for
+from meshfeed.formats.tokens import (
+    Column,
+    Where,
+    hint_for,
+    refuse_null_row,
+    refuse_null_token,
+    refuse_unfit,
+)
 from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.index_cache import joined
 
@@ -47,7 +54,7 @@ class ParquetStore(DocumentFiles):
 
     def check(self) -> Self:
         """Load tokenizer and pyarrow, and look whether the files are there."""
-        _ = _arrow(self.path)
+        _ = arrow_for(self.path)
         return super().check()
 
     def __exit__(self, *exc: object) -> None:
@@ -176,7 +183,7 @@ class ParquetStore(DocumentFiles):
         return self._open[f]
 
     def _name(self, f: int) -> str:
-        return name_in(self._parquet(f), self._column.names, self._files[f].url)
+        return name_in(self._parquet(f).schema_arrow, self._column.names, self._files[f].url)
 
 
 class ParquetFormat(DocumentFilesFormat):
@@ -220,7 +227,7 @@ def _is_text(kind: Any) -> bool:
 
 
 def _rows_of(column: Any, where: Where, name: str, is_text: bool) -> _Rows:
-    arrow = _arrow(name)
+    arrow = arrow_for(name)
     if arrow.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     element = getattr(column.type, "value_type", None)  # of any kind of list
@@ -232,47 +239,32 @@ def _rows_of(column: Any, where: Where, name: str, is_text: bool) -> _Rows:
     # Text in chunks of less than 2 GiB cannot always be one array of 32-bit offsets.
     wide = column.cast(arrow.large_string() if is_text else arrow.large_list(element))
     array = arrow.concat_arrays(wide.chunks) if wide.num_chunks else arrow.array([], wide.type)
-    for row in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)) if array.null_count else ():
-        raise StoreError(f"{where(int(row))}: null where {'text' if is_text else 'a list of tokens'} belongs")
+    refuse_null_row(array, where, is_text=is_text)
     if is_text:
         return _Rows(where, len(array), array.nbytes, None, array)
     offsets = array.offsets.to_numpy()
     ends, values = offsets[1:] - offsets[0], array.flatten()
-    at = ends.searchsorted
-    if values.null_count:
-        bad = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        raise StoreError(f"{where(int(at(bad, side='right')))}: a null among its tokens; leave it out")
+    refuse_null_token(values, ends, where)
     numbers = values.to_numpy()
-    unfit = (numbers < 0) | (numbers > np.iinfo(np.int64).max)
-    if unfit.any():
-        bad = int(unfit.argmax())
-        raise StoreError(
-            f"{where(int(at(bad, side='right')))}: token {numbers[bad]}; tokens are whole numbers from 0 "
-            f"below 2**63"
-        )
+    refuse_unfit(numbers, ends, where)
     return _Rows(where, len(array), array.nbytes, ends, numbers)
 
 
 def parquet_of(file: ByteFile) -> Any:
     """An entered file as pyarrow's ParquetFile, its footer read. Raises StoreError."""
-    arrow = _arrow(file.url)
+    arrow = arrow_for(file.url)
     parquet = importlib.import_module("pyarrow.parquet")
     with typed_arrow(file.url):
         return parquet.ParquetFile(arrow.PythonFile(RawStream(file), mode="r"))
 
 
-def name_in(parquet: Any, names: Sequence[str], url: str) -> str:
-    """The first of some columns that a file has. Raises StoreError."""
-    schema = parquet.schema_arrow
-    return name_among(schema.names, names, url, text_in=schema)
-
-
-def name_among(there: Sequence[str], names: Sequence[str], url: str, text_in: Any = None) -> str:
-    """The first of `names` that is there. text_in: the Arrow schema, for advice. Raises StoreError."""
+def name_in(schema: Any, names: Sequence[str], url: str) -> str:
+    """The first of some columns that an Arrow schema has. Raises StoreError."""
+    there = schema.names
     for name in names:
         if name in there:
             return name
-    has_text = text_in is not None and "text" in there and _is_text(text_in.field("text").type)
+    has_text = "text" in there and _is_text(schema.field("text").type)
     raise StoreError(
         f"{url}: no column {' or '.join(map(repr, names))}, found "
         f"{', '.join(map(repr, there[:8])) or 'nothing'}; {hint_for(names, has_text=has_text)}"
@@ -320,11 +312,12 @@ def extent_of(parquet: Any, group: int, name: str) -> tuple[int, int]:
     return min(begin for begin, _ in spans), max(begin + size for begin, size in spans)
 
 
-def _arrow(path: str) -> Any:
+def arrow_for(path: str, kind: str = "Parquet") -> Any:
+    """pyarrow, to read a file of some kind. Raises StoreError if it is not installed."""
     try:
         return importlib.import_module("pyarrow")
     except ImportError as missing:
-        raise StoreError(f"{path}: Parquet needs pyarrow: {install('tables')}") from missing
+        raise StoreError(f"{path}: {kind} needs pyarrow: {install('tables')}") from missing
 
 
 @contextlib.contextmanager

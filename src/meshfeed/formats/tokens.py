@@ -13,6 +13,7 @@ import numpy as np
 from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.formats.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenizer_file
+from meshfeed.store.base import I64
 from meshfeed.store.indexed_writer import best_dtype
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
@@ -95,6 +96,40 @@ def hint_for(names: Sequence[str], *, has_text: bool) -> str:
     return "name it by column= (--column)"
 
 
+def refuse_null_row(rows: Any, where: Where, *, is_text: bool) -> None:
+    """Raises StoreError for a null among the rows of an Arrow array of text or of token lists."""
+    if rows.null_count:
+        belongs = "text" if is_text else "a list of tokens"
+        raise StoreError(f"{where(_first_null(rows))}: null where {belongs} belongs; {_NULL_HINT}")
+
+
+def refuse_null_token(values: Any, ends: I64, where: Where) -> None:
+    """Raises StoreError for a null in an Arrow array of tokens.
+
+    ends: where each row's tokens end; int64 [rows]. where: of a row.
+    """
+    if values.null_count:
+        row = int(ends.searchsorted(_first_null(values), side="right"))
+        raise StoreError(f"{where(row)}: a null among its tokens; leave it out")
+
+
+def refuse_unfit(numbers: Array, ends: I64, where: Where) -> None:
+    """Raises StoreError for whole numbers that are not tokens.
+
+    ends: where each row's numbers end; int64 [rows]. where: of a row.
+    """
+    wide = numbers.itemsize == 8  # unsigned numbers from 2**63 on are negative then
+    unfit = (numbers.view(numbers.dtype.str.replace("u", "i")) if wide else numbers) < 0
+    if unfit.any():
+        bad = int(unfit.argmax())
+        row = int(ends.searchsorted(bad, side="right"))
+        raise StoreError(f"{where(row)}: token {numbers[bad]}; {_TOKENS_ARE}")
+
+
+def _first_null(array: Any) -> int:
+    return int(array.is_null().to_numpy(zero_copy_only=False).argmax())
+
+
 def _text(value: Any, where: Where, i: int) -> str:
     if not isinstance(value, str):
         raise StoreError(f"{where(i)}: {_called(value)} where text belongs; {_HINT}")
@@ -115,10 +150,12 @@ def _whole_numbers(value: Any, where: Where, i: int) -> Array:
             if not array.size or array.min() >= 0:
                 return array
     at, token = next((at, t) for at, t in enumerate(tokens) if type(t) is not int or not 0 <= t < 1 << 63)
-    raise StoreError(f"{where(i)}: token {at} is {token!r}; tokens are whole numbers from 0 below 2**63")
+    raise StoreError(f"{where(i)}: token {at} is {token!r}; {_TOKENS_ARE}")
 
 
 _HINT = "name the right column= (--column) and, for text, a tokenizer=, or fix the file"
+_NULL_HINT = "leave the row out, or name another column= (--column)"
+_TOKENS_ARE = "tokens are whole numbers from 0 below 2**63"
 
 
 def _called(value: Any) -> str:

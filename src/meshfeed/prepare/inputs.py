@@ -126,7 +126,7 @@ def _pieces(each: Input, names: Sequence[str], part_bytes: int) -> Iterator[tupl
 def _rows(each: Input, names: Sequence[str], part_bytes: int) -> Iterator[tuple[int, int, int]]:
     with each.file() as file:
         parquet = parquet_of(file)
-        name, first = name_in(parquet, names, each.url), 0
+        name, first = name_in(parquet.schema_arrow, names, each.url), 0
         for group in range(parquet.num_row_groups):
             count = int(parquet.metadata.row_group(group).num_rows)
             begin, end = extent_of(parquet, group, name)

@@ -185,8 +185,9 @@ def encodings_of(given: str, inputs: Sequence[Input]) -> str:
 
 def _rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record]:
     parquet, row = parquet_of(file), 0
-    columns, there = how.columns, parquet.schema_arrow.names
-    wanted = [name_in(parquet, columns.names, file.url), *(each for each in columns.beside if each in there)]
+    columns, schema = how.columns, parquet.schema_arrow
+    beside = (each for each in columns.beside if each in schema.names)
+    wanted = [name_in(schema, columns.names, file.url), *beside]
     for group in range(parquet.num_row_groups):
         count = int(parquet.metadata.row_group(group).num_rows)
         if row + count <= begin or row >= end:
