@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from meshfeed.errors import StoreError
 from meshfeed.exchange.dtypes import BYTES, CARRIED, NESTED, carrier
 from meshfeed.feed.nested import children_of, made_of
 from meshfeed.store import NUMBERS, Refused
-from meshfeed.store.mapped import plain
+from meshfeed.store.mapped import are_numbers, plain
 
 # complex types go through `plain`, which resolves torch's lazy conjugation
 NAME_OF_TYPE = {
@@ -54,14 +55,9 @@ def value_of(name: str, value: Any) -> tuple[str, Array]:
 
 def whole_value_of(name: str, value: Any) -> tuple[str, Array]:
     """`value_of` a value of a key that is not split, which may be nested."""
-    children = children_of(value)
-    if (
-        children
-        and isinstance(value, list | tuple)
-        and all(type(v) in (int, float, bool) for _, v in children)
-    ):
-        return value_of(name, value)  # which refuses it: an array tells its type
-    if children is not None:
+    if isinstance(value, list | tuple) and are_numbers(cast(Sequence[Any], value)):
+        return value_of(name, value)  # which refuses it
+    if children_of(value) is not None:
         return NESTED, nested_bytes(name, value)
     if not isinstance(value, _LEAVES):
         raise StoreError(

@@ -229,6 +229,11 @@ def item_of(dataset: EpochDataset, at: EpochIndex) -> Item:
     return {str(name): plain(value) for name, value in given.items()}
 
 
+def are_numbers(values: Sequence[Any]) -> bool:
+    """Whether there are values, and each is a plain number: an array would tell their type."""
+    return len(values) > 0 and all(type(each) in (bool, int, float) for each in values)
+
+
 def plain(value: Any) -> Array | bytes | Refused:
     """A value as an array of numbers or as bytes; see `Mapped` for what may come."""
     if isinstance(value, str):
@@ -242,7 +247,7 @@ def plain(value: Any) -> Array | bytes | Refused:
             value = value.detach().resolve_conj().resolve_neg().numpy()
         except TypeError:
             return Refused(f"is a tensor of {value.dtype}, a type that NumPy lacks; give value.float()")
-    if isinstance(value, list) and value and all(type(v) in (bool, int, float) for v in value):
+    if isinstance(value, list) and are_numbers(cast(list[Any], value)):
         return Refused("is a list of numbers; give np.array(...)")
     if not isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
         return Refused(f"is {_kind(value)}; give an array, a tensor, a number, a str or bytes")
