@@ -229,9 +229,8 @@ class Stepping:
         rank, group = first + coord.cp, tuple(first + cp for cp in served)
         rows = self.micro_batch_size if self.packing is None else 0
         together = self._together(batch)
-        if rows and not isinstance(
-            self.recipe.shuffle, Blocks
-        ):  # with lanes, each step has a plan of its own
+        has_lanes = isinstance(self.recipe.shuffle, Blocks)  # then each step has a plan of its own
+        if rows and not has_lanes:
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, together, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
         return portions_of(

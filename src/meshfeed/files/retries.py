@@ -103,7 +103,8 @@ class Retries:
         began, pause_s, attempt, waited_s = time.monotonic(), _PAUSE_S, 0, 0.0
         while True:
             attempt += 1
-            rested_s = self._wait()  # nor is one that has named a time to another process
+            # a server that names a time, here or to another process, is not failing: that time does not count
+            rested_s = self._wait()
             began, waited_s = began + rested_s, waited_s + rested_s
             with self._lock:
                 self.counts.requests += 1
@@ -114,7 +115,6 @@ class Retries:
                 raise
             except Exception as error:
                 self._refuse(error, path, where)
-                # a server that names a time is not failing
                 asked_s = min(self._asked_to_wait_s(error), max(_MOST_ASKED_S - waited_s, 0))
                 began, waited_s = began + asked_s, waited_s + asked_s
                 pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)

@@ -96,10 +96,8 @@ class Forecast:
         tokens_before, longest_load = self._tokens_before, self._longest_load
         total = tokens_before[-1]
         top = together = start = work_before = 0.0
-        origin, since = (
-            0.0,
-            0,
-        )  # the microbatches from `since` on take equal shares of the tokens from here on
+        # the microbatches from `since` on take equal shares of the tokens from `origin` on
+        origin, since = 0.0, 0
         for m in range(count):
             end = origin + (total - origin) * (m + 1 - since) / (count - since)
             work = self._work_of(end)

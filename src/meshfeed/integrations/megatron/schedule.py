@@ -234,9 +234,10 @@ class SequencePacking:
         layout, stages, packing, keeps = key
         owners, rank = readers(config, loading=self._loading, groups=groups), dist.get_rank()
         ignores = rank not in owners and layout.coord(rank).tp == 0
+        pulls = has_one and not ignores
         in_runs = getattr(config, "cp_partition_mode", None) == "contiguous"
         made = _Scheduled(
-            self._turn if has_one and not ignores else None,
+            self._turn if pulls else None,
             layout,
             packing=packing,
             keys=self._keys,
@@ -248,7 +249,7 @@ class SequencePacking:
             timeout_s=self._timeout_s,
             name="keeps packs" if keeps else "",
         )
-        made.keeps, made.pulls, made.ignores = keeps, has_one and not ignores, ignores
+        made.keeps, made.pulls, made.ignores = keeps, pulls, ignores
         return made
 
 
