@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from gpt import Shape, Stage
-from parallel import Place, summed
+from parallel import Place, backward, summed
 from torch.nn import functional as F
 
 import meshfeed as mf
@@ -219,17 +219,7 @@ def update(
         elif place.is_last:
             y = 0 * y.sum()
         passed.append((received, y))
-    for received, y in passed:
-        if place.is_last:
-            y.backward()
-        else:
-            gradient = torch.empty_like(y)
-            dist.recv(gradient, place.neighbour(+1))
-            y.backward(gradient)
-        if received is not None and received.grad is not None:
-            dist.send(received.grad, place.neighbour(-1))
-    for parameter in stage.parameters():
-        parameter.grad = summed(parameter.grad, place.replicas) if parameter.grad is not None else None
+    backward(stage, passed, place)
     optimizer.step()
     if not place.is_last:
         return 0.0

@@ -1,11 +1,12 @@
-"""The few collectives that tensor, context and pipeline parallelism take, with their gradients.
+"""What tensor, context and pipeline parallelism send, with its gradients.
 
 Plain torch.distributed calls, so that nothing about the parallelism is hidden from a reader. A group of
-one is None, and every function here is then the identity.
+one is None, and a collective over it is the identity.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,27 @@ class Place:
 
 def _group(ranks: list[int]) -> Group:
     return dist.new_group(ranks, use_local_synchronization=True) if len(ranks) > 1 else None
+
+
+def backward(
+    stage: torch.nn.Module, passed: Sequence[tuple[torch.Tensor | None, torch.Tensor]], place: Place
+) -> None:
+    """Backward through the pipeline, then the sum of the gradients over the replicas.
+
+    passed: for each microbatch, what came from the stage before (None on the first), and what went to the
+    next; on the last stage, the loss.
+    """
+    for received, y in passed:
+        if place.is_last:
+            y.backward()
+        else:
+            gradient = torch.empty_like(y)
+            dist.recv(gradient, place.neighbour(+1))
+            y.backward(gradient)
+        if received is not None and received.grad is not None:
+            dist.send(received.grad, place.neighbour(-1))
+    for parameter in stage.parameters():
+        parameter.grad = summed(parameter.grad, place.replicas) if parameter.grad is not None else None
 
 
 class EnterSplit(torch.autograd.Function):

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from gpt import Shape, Stage
-from parallel import Place, gathered, summed
+from parallel import Place, backward, gathered, summed
 
 import meshfeed as mf
 
@@ -97,30 +97,18 @@ def train_step(
 ) -> float | None:
     """One step: all microbatches forward, then all backward (GPipe); the loss on the last stage."""
     optimizer.zero_grad()
-    inputs: list[torch.Tensor | None] = []
-    outputs: list[torch.Tensor] = []
+    passed: list[tuple[torch.Tensor | None, torch.Tensor]] = []
     for microbatch in step.microbatches:
         journal.sequences(step, microbatch)
         x, y = forward(stage, microbatch, place)
-        inputs.append(x)
-        outputs.append(y / step.valid_tokens if place.is_last else y)
+        passed.append((x, y / step.valid_tokens if place.is_last else y))
         if not place.is_last:
             dist.send(y.detach(), place.neighbour(+1))
-    for x, y in zip(inputs, outputs):
-        if place.is_last:
-            y.backward()
-        else:
-            grad = torch.empty_like(y)
-            dist.recv(grad, place.neighbour(+1))
-            y.backward(grad)
-        if x is not None and x.grad is not None:
-            dist.send(x.grad, place.neighbour(-1))
-    for parameter in stage.parameters():
-        parameter.grad = summed(parameter.grad, place.replicas) if parameter.grad is not None else None
+    backward(stage, passed, place)
     optimizer.step()
     if not place.is_last:
         return None
-    return float(summed(torch.stack([y.detach() for y in outputs]).sum(), place.replicas))
+    return float(summed(torch.stack([y.detach() for _, y in passed]).sum(), place.replicas))
 
 
 def forward(

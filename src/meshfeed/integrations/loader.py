@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from meshfeed.environment import switch
 from meshfeed.errors import MeshfeedError, RecipeError, StateError
 from meshfeed.extras import install, untested
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
-from meshfeed.native import switch
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
 from meshfeed.state import State, sealed

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -18,13 +17,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import OptionError
+from meshfeed.environment import switch
 
 WHOLE = ctypes.c_int64
 POINTER = ctypes.c_void_p
 _BYTE = ctypes.c_char
 _INT64 = np.dtype(np.int64)
-_YES, _NO = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 _SOURCE = Path(__file__).with_name("loops.c")
 
@@ -62,19 +60,6 @@ def addresses(*arrays: npt.NDArray[np.int64]) -> list[int]:
 def is_compiled() -> bool:
     """Whether this process runs the compiled loops."""
     return _LIBRARY is not None
-
-
-def switch(name: str, *, unset: bool) -> bool:
-    """Whether an environment variable says yes, in any case; `unset` where it is missing or empty.
-
-    Raises OptionError for a word that is neither yes nor no.
-    """
-    asked = os.environ.get(name, "")
-    if asked and asked.lower() not in (*_YES, *_NO):
-        raise OptionError(
-            f"{name}={asked!r}: set it to one of {', '.join(_NO if unset else _YES)}, or unset it"
-        )
-    return asked.lower() in _YES if asked else unset
 
 
 def _loaded() -> ctypes.CDLL | None:
