@@ -1,6 +1,6 @@
 """Columns -> the ranks: four deliveries of the same bytes."""
 
-from meshfeed.deliver.choose import make_delivery, tell
+from meshfeed.deliver.choose import levels_of, make_delivery, tell
 from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic
 from meshfeed.deliver.error_codec import ErrorRecord, ranks_in_words
 from meshfeed.deliver.failure import Failures
@@ -23,6 +23,7 @@ __all__ = [
     "Verifier",
     "can_share",
     "default_store",
+    "levels_of",
     "make_delivery",
     "ranks_in_words",
     "tell",

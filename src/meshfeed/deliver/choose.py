@@ -27,6 +27,13 @@ def tell(delivery: Delivery, error: Exception, rank: int, step: int, num_bytes: 
     return named
 
 
+def levels_of(name: DeliveryName, role: Role) -> tuple[Role | None, Role | None]:
+    """Its roles across nodes and within its node; None for a level that it is not in."""
+    if name == "direct" or not role.peers or role.source is None:
+        return None, None
+    return {"broadcast": (role, None), "share": (None, role)}.get(name, role.levels)
+
+
 def make_delivery(
     name: DeliveryName,
     role: Role,
@@ -34,18 +41,22 @@ def make_delivery(
     *,
     num_slots: int,
     patience_s: float | None = None,
+    across_nodes: bool = True,
 ) -> Delivery:
     """The delivery for a role that needs stored columns.
 
     meeting: where its peers meet; may be None if it has no peers. num_slots: microbatches in flight.
     patience_s: how long `deliver` waits for a live peer; None waits without limit, as a producer thread does.
+    across_nodes: False if the columns reach each node's leader by other means.
     """
-    if name == "direct" or not role.peers or role.source is None:
+    across, within = levels_of(name, role)
+    if not across_nodes:
+        across = None
+    if across is None and within is None:
         return Direct()
     meeting = required(meeting, f"delivery {name!r}", role.rank, role.peers)
     if name in ("share", "tree") and (missing := can_share()):
         raise DeliveryError(f"delivery {name!r}: {missing}; choose 'broadcast' or 'auto'")
-    across, within = {"broadcast": (role, None), "share": (None, role)}.get(name, role.levels)
     network = across and Broadcast(across, meeting, patience_s)
     if within is None:
         return network or Direct()

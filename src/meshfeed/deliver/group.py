@@ -25,6 +25,8 @@ Bytes = npt.NDArray[np.uint8]
 _NO_TIMEOUT = timedelta(days=30)
 _SIZE = 8  # bytes of the length in front of each gathered message
 _ROOM = 4096
+_FIRST_ROOM = 1 << 16  # of the first gathering, when nothing is known of the messages
+_FIRST_BYTES = 1 << 22  # that it sends at most, however many the members
 
 
 class Group:
@@ -55,7 +57,7 @@ class Group:
         self._purpose = purpose
         self._timeout = _NO_TIMEOUT if patience_s is None else timedelta(seconds=patience_s)
         self._links: Links | None = None
-        self._room = _ROOM
+        self._room, self._largest = max(_ROOM, min(_FIRST_ROOM, _FIRST_BYTES // self.size)), 0
         self._kept = np.zeros(0, np.uint8)
 
     @classmethod
@@ -116,7 +118,7 @@ class Group:
             self._group.broadcast([torch.from_numpy(buffer)], options).wait(self._timeout)
 
     def all_gather(self, message: bytes | npt.NDArray[Any]) -> list[Bytes]:
-        """Every member's message, in order; one collective unless a message is much longer than before.
+        """Every member's message, in order; one collective unless one is over twice as long as any before.
 
         The results own their memory. Raises PeerError if a member is lost.
         """
@@ -126,10 +128,12 @@ class Group:
         framed = np.concatenate([np.array([content.size]).view(np.uint8), content])
         rows = self._gather_room(framed)
         sizes = rows[:, :_SIZE].copy().view(np.int64)[:, 0]
-        if _SIZE + int(sizes.max()) > self._room:
-            # all members see the same sizes, so all enlarge the buffer equally and gather again
-            self._room = -(-(_SIZE + int(sizes.max()) * 5 // 4) // _ROOM) * _ROOM
+        longest = _SIZE + int(sizes.max())
+        if longest > self._room:  # all members see the same sizes, so all gather again
+            self._room = _rounded(longest)
             rows = self._gather_room(framed)
+        self._largest = max(self._largest, longest)
+        self._room = _rounded(2 * self._largest)
         return [row[_SIZE : _SIZE + size].copy() for row, size in zip(rows, sizes.tolist())]
 
     def all_to_all(self, outgoing: Bytes, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> Bytes:
@@ -149,6 +153,42 @@ class Group:
         self.traffic.messages += 1
         self.traffic.collectives += 1
         self.traffic.num_bytes += outgoing.size + incoming.size - 2 * out_sizes[self.member]
+        return incoming
+
+    def all_to_many(
+        self,
+        outgoing: Bytes,
+        out_sizes: Sequence[int],
+        in_sizes: Sequence[int],
+        receivers: Sequence[Sequence[int]],
+    ) -> Bytes:
+        """`all_to_all` in which several members get the same bytes, from the one copy in `outgoing`.
+
+        receivers: the members that get each part of `outgoing`. out_sizes: bytes of each part. in_sizes:
+        bytes from each of the first members.
+        """
+        incoming = np.empty(sum(in_sizes), np.uint8)
+        sent, got = torch.from_numpy(outgoing), torch.from_numpy(incoming)
+        parts, places = sent.split(list(out_sizes)), got.split(list(in_sizes))
+        waiting: list[Any] = []
+        with self._naming_lost([rank for rank in self._ranks if rank != self._ranks[self.member]]):
+            for sender, place in enumerate(places):
+                if sender != self.member and place.numel():
+                    waiting.append(self._group.recv([place], sender, 0))
+            for part, to in zip(parts, receivers):
+                for receiver in to if part.numel() else ():
+                    if receiver == self.member:
+                        places[self.member].copy_(part)
+                    else:
+                        waiting.append(self._group.send([part], receiver, 0))
+                        self.traffic.num_bytes += part.numel()
+            for work in waiting:
+                work.wait(self._timeout)
+        self.traffic.messages += 1
+        self.traffic.collectives += 1
+        self.traffic.num_bytes += sum(
+            place.numel() for sender, place in enumerate(places) if sender != self.member
+        )
         return incoming
 
     def _gather_room(self, framed: Bytes) -> Bytes:
@@ -182,3 +222,7 @@ class Group:
                 f"closed ({broken}); it {ended}",
                 lost,
             ) from broken
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // _ROOM) * _ROOM

@@ -17,15 +17,15 @@ from meshfeed.exchange.steps import gather_reports
 
 
 class ExchangeDelivery(Delivery):
-    """A Delivery that, on a member of an exchange, first meets the other members.
+    """A Delivery that, on the ranks of an exchange's group, first meets the others of the group.
 
-    All members leave together: an interrupted member announces the end in the next gathering of lengths. So
+    All of them leave together: an interrupted one announces the end in the next gathering of lengths. So
     no collective is left half-done.
 
     Attributes:
         traffic: counters of the delivery; those of the exchange are `group.traffic`.
         interrupted: whether `interrupt` was called.
-        is_over: whether the members have finished their last collective.
+        is_over: whether the group has finished their last collective.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ExchangeDelivery(Delivery):
         self.group = Group()
 
     def _connect(self, stack: contextlib.ExitStack) -> None:
-        ranks = self._membership.ranks
+        ranks = self._membership.group
         if self._rank in ranks and len(ranks) > 1:
             meeting = required(self._meeting, "exchange", self._rank, ranks)
             self.group = meeting.group("exchange", ranks, self._patience_s)
@@ -74,13 +74,13 @@ class ExchangeDelivery(Delivery):
         check_agreement(self._meeting, self._rank, self._membership, step, gathered, reports)
 
     def leave(self) -> None:
-        """Tell the other members that this one ends. Raises EndOfStream."""
+        """Tell the other ranks of the group that this one ends. Raises EndOfStream."""
         self.is_over = True
         gather_reports(None, self.group)
 
     def end(self, end: EndOfStream) -> NoReturn:
-        """Members leave: end the delivery to the peers that this rank serves. Raises EndOfStream."""
+        """Ranks of the group leave: end the delivery to this rank's peers. Raises EndOfStream."""
         self._delivery.interrupt()
         with contextlib.suppress(EndOfStream):
             self._delivery.deliver({}, 0)
-        raise EndOfStream(*(self._membership.ranks[member] for member in end.args))
+        raise EndOfStream(*(self._membership.group[member] for member in end.args))

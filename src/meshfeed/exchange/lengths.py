@@ -49,7 +49,9 @@ class Schema:
 # usually equal for all members and steps
 @lru_cache(maxsize=64)
 def _text_of(schemas: tuple[Schema, ...]) -> bytes:
-    return json.dumps([[schema.split, schema.rest] for schema in schemas], separators=(",", ":")).encode()
+    text = json.dumps([[schema.split, schema.rest] for schema in schemas], separators=(",", ":"))
+    # so that many different schemas take little beside the 32 bytes of each item
+    return zlib.compress(text.encode(), 1)
 
 
 @lru_cache(maxsize=64)
@@ -59,7 +61,7 @@ def _schemas_of(text: bytes) -> tuple[Schema, ...]:
             tuple((name, dtype, tuple(shape)) for name, dtype, shape in split),
             tuple((name, dtype, ndim) for name, dtype, ndim in rest),
         )
-        for split, rest in json.loads(text)
+        for split, rest in json.loads(zlib.decompress(text))
     )
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, Unpack, cast, get_args
 
 import numpy as np
 
 from meshfeed.columns import Columns
-from meshfeed.deliver import Digester, Digests, EndOfStream, Meeting, make_delivery
+from meshfeed.deliver import Digester, Digests, EndOfStream, Meeting, levels_of, make_delivery
 from meshfeed.errors import DeliveryError, OptionError, RecipeError, RoleError, StateError
 from meshfeed.exchange.delivery import ExchangeDelivery
 from meshfeed.exchange.item_source import ItemSource
+from meshfeed.exchange.items import Given, nothing
 from meshfeed.exchange.keys import Keys
 from meshfeed.exchange.lengths import Bytes, GatheredLengths, columns_of, reports_of
 from meshfeed.exchange.membership import Membership
@@ -167,7 +169,17 @@ class Exchange(StepSource[ExchangeDelivery]):
     def _membership(self) -> Membership:
         """The exchange that this rank is a member of, or gets its items from."""
         source = self.role.source
-        return Membership.of(self.layout, self.roles, self.rank if source is None else source)
+        membership = Membership.of(self.layout, self.roles, self.rank if source is None else source)
+        if len(membership.ranks) == 1:  # its broadcast is the only collective
+            return membership
+        across = [levels_of(self.delivery, self.roles[rank])[0] for rank in membership.ranks]
+        further = (set(role.peers if role else ()) - {rank} for role, rank in zip(across, membership.ranks))
+        return replace(membership, served_directly=tuple(tuple(sorted(ranks)) for ranks in further))
+
+    @cached_property
+    def _in_group(self) -> bool:
+        """Whether this rank takes part in the exchange's collectives."""
+        return self.role.reads or self.rank in self._membership.group
 
     @cached_property
     def _wanted(self) -> frozenset[str]:
@@ -214,7 +226,14 @@ class Exchange(StepSource[ExchangeDelivery]):
     # -- the producer's side --------------------------------------------------------------------------
 
     def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> ExchangeDelivery:
-        delivery = make_delivery(self.delivery, self.role, meeting, num_slots=2, patience_s=patience_s)
+        delivery = make_delivery(
+            self.delivery,
+            self.role,
+            meeting,
+            num_slots=2,
+            patience_s=patience_s,
+            across_nodes=not any(self._membership.served_directly),
+        )
         return ExchangeDelivery(self.rank, self._membership, delivery, meeting, patience_s)
 
     def _items(
@@ -231,7 +250,7 @@ class Exchange(StepSource[ExchangeDelivery]):
         meter, step, ended = Meter([], delivery.group.traffic, delivery.traffic), start, False
         while not ended:
             message, planned = None, None
-            if self.role.reads:
+            if self._in_group:
                 message, planned = self._exchanged(step, delivery, clock)
             with clock.stage("deliver"):
                 columns = delivery.deliver(message, 0)
@@ -257,17 +276,16 @@ class Exchange(StepSource[ExchangeDelivery]):
     def _exchanged(
         self, step: int, delivery: ExchangeDelivery, clock: StageClock
     ) -> tuple[Columns, tuple[GlobalBatch, Received] | None]:
-        """A step among the members: the message for the peers; the plan and the bytes, None at the end."""
+        """A step in the group: the message for the peers; the plan and the bytes, None at the end."""
         try:
             if delivery.interrupted:
                 delivery.leave()
             with clock.stage("read"):
-                pulled = self._puller.pull(
-                    step, self.rank, self._wanted, self._run.step if self._run else step
-                )
+                pulled = self._pull(step)
                 self._record(pulled.error and cast(Exception, pulled.error.__cause__))
             with clock.stage("exchange"):
-                reports = gather_reports(pulled, delivery.group)
+                # those served directly give nothing
+                reports = gather_reports(pulled, delivery.group)[: len(self._membership.ranks)]
             with clock.stage("plan"):
                 gathered = GatheredLengths.of(reports, self._membership)
             message = columns_of(reports if self.role.peers else ())
@@ -295,6 +313,12 @@ class Exchange(StepSource[ExchangeDelivery]):
             delivery.fail(error, 0)
             raise
         return {**message, "data": received.data}, (batch, received)
+
+    def _pull(self, step: int) -> Given:
+        """The items that this rank gives to a step."""
+        if not self.role.reads:
+            return nothing()
+        return self._puller.pull(step, self.rank, self._wanted, self._run.step if self._run else step)
 
     def _received(self, step: int, columns: Columns) -> tuple[GlobalBatch, Received] | None:
         """The same on a rank that another one serves, from the message that was delivered."""

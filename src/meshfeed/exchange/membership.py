@@ -25,12 +25,15 @@ class Membership:
         cp: the layout's context-parallel size.
         speakers: the first member of each exchange of the same items, including this one. Different stages
             or tp ranks are in different exchanges.
+        served_directly: for each member, further ranks that get what it gets, in the same collectives; ()
+            if there are none. They give no items.
     """
 
     ranks: tuple[int, ...]
     served: tuple[tuple[int, ...], ...]
     cp: int
     speakers: tuple[int, ...] = ()
+    served_directly: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def all_of(cls, ranks: Sequence[int], *, cp: int = 1) -> Self:
@@ -65,6 +68,19 @@ class Membership:
         turn = readers_of[tuple(sorted(served[rank]))].index(rank)
         ranks = tuple(readers_of[each][turn] for each in groups)
         return cls(ranks, tuple(groups), layout.cp, tuple(readers_of[groups[0]]))
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The ranks of the exchange's collectives: the members, then those served directly."""
+        return (*self.ranks, *(rank for ranks in self.served_directly for rank in ranks))
+
+    def receivers(self) -> list[list[int]]:
+        """For each member, the ranks that get what it gets, as indices into `group`."""
+        found, next_index = [[member] for member in range(len(self.ranks))], len(self.ranks)
+        for indices, ranks in zip(found, self.served_directly):
+            indices += range(next_index, next_index + len(ranks))
+            next_index += len(ranks)
+        return found
 
     def dp_rank(self, member: int) -> int:
         """The data-parallel rank of a member."""

@@ -37,13 +37,15 @@ from meshfeed.sequence.packed import fields_of_packs, places_of, runs_at
 from meshfeed.sequence.runs import Runs
 
 _OTHERS = "(keys that are not declared)"
+_NO_BYTES = np.zeros(0, np.uint8)
 _TOGETHER = 1 << 19  # bytes of a field that are built in one pass
 
 
 def gather_reports(given: Given | None, group: Group) -> list[Report]:
-    """Every member's report; one collective. given: this member's items; None if its loop has ended.
+    """Every rank's report; one collective. given: this rank's items; None if its loop has ended.
 
-    Raises the error of a member that could not give its items, or EndOfStream with the members that ended.
+    Raises the error of a rank that could not give its items, or EndOfStream with those that ended, as indices
+    into the group.
     """
     own = wire.end_message() if given is None else given.message()
     reports, ended, error = list[Report](), list[int](), given and given.error
@@ -214,16 +216,21 @@ def reroute(
 
     split: how context parallelism splits rows; None sends whole rows to each rank of a cp group.
     """
-    member = group.member
+    receivers, num_members = membership.receivers(), len(membership.ranks)
+    member = next(at for at, indices in enumerate(receivers) if group.member in indices)
     coming = Shipment.of(gathered, step_plan, membership, split, member=member)
     if not gathered.rest_bytes.any() and not (gathered.token_bytes * gathered.lengths).any():
-        return Received(gathered, coming, np.zeros(0, np.uint8))  # no member needs a byte, and all know it
+        return Received(gathered, coming, _NO_BYTES)  # no member needs a byte, and all know it
+    in_sizes = coming.sizes(coming.source, num_members)
+    if group.member >= num_members:
+        return Received(gathered, coming, group.all_to_many(_NO_BYTES, [], in_sizes, []))
     going = Shipment.of(gathered, step_plan, membership, split, source=member)
-    out_sizes = going.sizes(going.member, group.size)
+    out_sizes = going.sizes(going.member, num_members)
     outgoing = group.buffer(sum(out_sizes))
     mine = np.flatnonzero(gathered.held_by(member))
     write_pieces(outgoing, going, given.columns, given.report, np.searchsorted(mine, going.item))
-    in_sizes = coming.sizes(coming.source, group.size)
+    if group.size > num_members:
+        return Received(gathered, coming, group.all_to_many(outgoing, out_sizes, in_sizes, receivers))
     return Received(gathered, coming, group.all_to_all(outgoing, out_sizes, in_sizes))
 
 
