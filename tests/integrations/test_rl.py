@@ -163,11 +163,13 @@ def test_ranks_of_verl_agree_on_the_number_of_microbatches(monkeypatch: pytest.M
         with pytest.raises(PlanError, match=told):
             rl.rearrange_micro_batches(batch, 60, dp_group="dp")  # type: ignore[arg-type]
     others[0] = (2, 20, False)
-    with pytest.raises(PlanError, match=r"^sequence 0"):  # after all have been told
+    with pytest.raises(
+        PlanError, match=r"^row 0: 30 tokens, and max_token_len=29 \(4 such rows\)"
+    ):  # after all have been told
         rl.rearrange_micro_batches(batch, 29, dp_group="dp")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="9 rows for 12 microbatches"):
         rl.rearrange_micro_batches(batch, 60, same_micro_num_in_dp=False, min_num_micro_batch=12)
-    with pytest.raises(PlanError, match=r"^sequence 0"):
+    with pytest.raises(PlanError, match=r"^row 0: 30 tokens, and max_token_len=29"):
         rl.rearrange_micro_batches(batch, 29, same_micro_num_in_dp=False)
 
 
@@ -209,3 +211,27 @@ def test_a_step_is_near_the_ideal(trace: str) -> None:
 def test_what_is_no_length_is_refused(lengths: list[Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         rl.get_packer("any", 10).pack(lengths)
+
+
+@pytest.mark.usefixtures("verl")
+def test_arguments_are_named_as_the_framework_names_them() -> None:
+    def slime(args: dict[str, Any], **config: int) -> None:
+        given = {"global_batch_size": config.pop("global_batch_size", 2), "rollout_indices": range(4)}
+        rl.build_dp_schedule(slime_args(**args), parallel() | config, [5] * 4, **given)
+
+    fixed = {"use_dynamic_batch_size": False}
+    for said, call in (
+        ("max_token_len=0:", lambda: rl.rearrange_micro_batches(rows([5]), 0)),
+        ("num_batches_divided_by=-2:", lambda: rl.rearrange_micro_batches(rows([5]), 9, None, -2)),
+        ("k_partitions=1.5:", lambda: rl.get_seqlen_balanced_partitions([5], 1.5, False)),  # type: ignore[arg-type]
+        ("max_tokens_per_gpu=None:", lambda: slime({})),
+        ("max_tokens_per_gpu=1: .* from 2", lambda: slime({"max_tokens_per_gpu": 1}, cp_size=2)),
+        ("micro_batch_size=None:", lambda: slime(fixed)),
+        ("dp_size=0:", lambda: slime({"max_tokens_per_gpu": 9}, dp_size=0)),
+        ("global_batch_size=0:", lambda: slime({"max_tokens_per_gpu": 9}, global_batch_size=0)),
+        ("bin_capacity=nan:", lambda: rl.get_packer("any", float("nan"))),  # type: ignore[arg-type]
+        ("bin_count_multiple=-1:", lambda: rl.get_packer("any", 9, bin_count_multiple=-1)),
+        ("row 1: 7 tokens, and bin_capacity=6", lambda: rl.get_packer("any", 6).pack([6, 7])),
+    ):
+        with pytest.raises(PlanError, match=f"^{said}"):
+            call()

@@ -63,10 +63,14 @@ def rearrange_micro_batches(
     ids = batch["input_ids"]
     tokens = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
     lengths = _lengths_of(tokens.tolist())
-    packing = Packing(capacity=int(max_token_len), cost=cost)
-    quantum = num_batches_divided_by or 1
-    plan = partial(packs_of_ranks, lengths, packing, quantum=quantum)
-    least = min_num_micro_batch or 1
+    cap = _count("max_token_len", max_token_len)
+    quantum = _count("num_batches_divided_by", num_batches_divided_by or 1)
+    least = _count("min_num_micro_batch", min_num_micro_batch or 1)
+
+    def plan(**asked: int) -> list[list[int]]:
+        _check_fit(lengths, "max_token_len", cap)
+        return packs_of_ranks(lengths, Packing(capacity=cap, cost=cost), quantum=quantum, **asked)
+
     if same_micro_num_in_dp and dist.is_initialized():
         packs = _as_many_on_each(plan, least, lengths, dp_group)
     else:
@@ -120,8 +124,7 @@ def get_seqlen_balanced_partitions(
     Returns the rows of each part, ascending. Raises PlanError for no part, fewer rows than parts, or a number
     of rows that equal sizes do not divide.
     """
-    if k_partitions < 1:
-        raise PlanError(f"k_partitions={k_partitions}: give a whole number from 1")
+    k_partitions = _count("k_partitions", k_partitions)
     num_rows = len(seqlen_list)
     if equal_size and num_rows % k_partitions:
         raise PlanError(
@@ -166,21 +169,24 @@ def build_dp_schedule(
     Raises PlanError for fewer rollouts than a step has, fewer samples than microbatches, or microbatches of
     micro_batch_size samples that do not divide among the ranks.
     """
-    dp, cp, vpp = (train_parallel_config[f"{name}_size"] for name in ("dp", "cp", "vpp"))
-    quantum = train_parallel_config["microbatch_group_size_per_vp_stage"] if vpp > 1 else 1
-    size = None if args.use_dynamic_batch_size else args.micro_batch_size
+    sizes = ("dp_size", "cp_size", "vpp_size")
+    dp, cp, vpp = (_count(name, train_parallel_config[name]) for name in sizes)
+    group = "microbatch_group_size_per_vp_stage"
+    quantum = _count(group, train_parallel_config[group]) if vpp > 1 else 1
+    size = None if args.use_dynamic_batch_size else _count("micro_batch_size", args.micro_batch_size)
     if size is None:
-        packing = Packing(capacity=args.max_tokens_per_gpu, cost=cost, oversize="truncate")
+        # the least that context parallelism cuts is 2 tokens for each rank
+        cap = _count("max_tokens_per_gpu", args.max_tokens_per_gpu, least=2 if cp > 1 else 1)
+        packing = Packing(capacity=cap, cost=cost, oversize="truncate")
     else:
         policy = "balanced" if args.balance_data else "in_order"
         packing = Packing(capacity=_MOST_TOKENS, policy=policy, cost=cost, max_sequences=size)
-    pp = getattr(args, "pipeline_model_parallel_size", 1)
+    pp = _count("pipeline_model_parallel_size", getattr(args, "pipeline_model_parallel_size", 1))
+    global_batch_size = _count("global_batch_size", global_batch_size)
     samples_of: dict[int, list[int]] = {}
     for sample, rollout in enumerate(rollout_indices):
         samples_of.setdefault(rollout, []).append(sample)
     rollouts = list(samples_of)
-    if global_batch_size < 1:
-        raise PlanError(f"global_batch_size={global_batch_size}: a step has at least one rollout")
     num_steps = len(rollouts) // global_batch_size
     if not num_steps:
         raise PlanError(
@@ -227,7 +233,12 @@ def get_packer(
     bin_count_multiple: the ranks; microbatch i goes to rank i modulo this. None for one rank.
     cost: what a row costs.
     """
-    return Packer(bin_capacity, bin_count_multiple or 1, min_bin_count or 1, cost)
+    return Packer(
+        bin_capacity=_count("bin_capacity", bin_capacity),
+        num_ranks=_count("bin_count_multiple", bin_count_multiple or 1),
+        min_bin_count=_count("min_bin_count", min_bin_count or 1),
+        cost=cost,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +257,7 @@ class Packer:
         rows than microbatches.
         """
         lengths = _lengths_of(sequence_lengths)
+        _check_fit(lengths, "bin_capacity", self.bin_capacity)
         packing = Packing(capacity=self.bin_capacity, cost=self.cost)
         at_least = -(-self.min_bin_count // self.num_ranks)
         return packs_of_ranks(lengths, packing, dp=self.num_ranks, at_least=at_least)
@@ -312,6 +324,22 @@ def without_empty(packs: list[list[int]], lengths: LongArray) -> list[list[int]]
         donor.remove(row)
         empty.append(row)
     return packs
+
+
+def _count(name: str, given: Any, least: int = 1) -> int:
+    """A framework's argument. Raises PlanError, by its name there, for what is not a number from `least`."""
+    if not isinstance(given, int | float | np.integer) or not float(given).is_integer() or given < least:
+        raise PlanError(f"{name}={given!r}: give a whole number from {least}")
+    return int(given)
+
+
+def _check_fit(lengths: LongArray, name: str, most: int) -> None:
+    """Raises PlanError for a row that is longer than a microbatch. name: the framework's, of `most`."""
+    if (over := np.flatnonzero(lengths > most)).size:
+        raise PlanError(
+            f"row {over[0]}: {lengths[over[0]]} tokens, and {name}={most} ({over.size} such rows); "
+            f"raise it, or truncate the rows"
+        )
 
 
 def _lengths_of(lengths: Sequence[int]) -> LongArray:
