@@ -134,6 +134,17 @@ def test_what_cannot_be_planned_is_refused(
     assert says in err
 
 
+def test_microbatches_without_a_sequence_are_told(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("plan", "--lengths", str(lengths), "--layout", "dp4", "--capacity", "65536", "--quantum", "400")
+    status, out, _ = told(capsys, *given)
+    facts = json.loads(told(capsys, *given, "--json")[1])
+    assert (status, facts["microbatches"]) == (0, 400)
+    assert 100 <= facts["empty_microbatches"] < 400  # of 300 sequences
+    assert f"step 0: {facts['empty_microbatches']} of 400 microbatches hold no sequence" in out
+    status, out, _ = told(capsys, *given[:-2])
+    assert "hold no sequence" not in out
+
+
 LENGTHS = ["--lengths", "FILE"]
 
 

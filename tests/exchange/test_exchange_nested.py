@@ -208,6 +208,7 @@ def itself() -> list[Any]:
         (itself(), r"nested more than 32 deep"),
         ([1, 2.5], r"key 'about' is a list of numbers; give np.array\(...\)"),
         ([torch.eye(2).to_sparse()], r"key 'about\[0\]' is a tensor"),
+        ([torch.ones(2, device="meta")], r"key 'about\[0\]' is a tensor on the meta device"),
     ],
 )
 def test_what_cannot_travel_is_refused_by_name(value: Any, text: str) -> None:

@@ -96,6 +96,15 @@ def test_every_step_is_written_once_whatever_fails(tmp_path: Path) -> None:
     assert [step for step, *_ in writer.seen].count(0) == 2 * len(by_step[0])
 
 
+def test_what_is_no_board_is_refused_by_name() -> None:
+    for path in ("runs/1", Path("runs/1")):
+        with pytest.raises(mf.OptionError, match=r"^TensorBoard\(.*runs/1.*SummaryWriter"):
+            TensorBoard(path)
+    for run in ("project", None):
+        with pytest.raises(mf.OptionError, match=r"^WandB\(.*wandb\.init\(\)"):
+            WandB(run)
+
+
 def log_both(run: Any, entries: Sequence[RunStart | StepRecord]) -> None:
     """A trainer's loss at each of six steps, and the sink's numbers after the second step and the fifth."""
     sink = WandB(run)

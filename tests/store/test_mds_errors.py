@@ -137,8 +137,9 @@ def test_which_column_holds_tokens_must_be_plain(tmp_path: Path) -> None:
         _ = mf.open(tmp_path).dtype
     with pytest.raises(StoreError, match="'text' is str; tokens are an ndarray"):
         _ = mf.open(tmp_path, column="text").dtype
-    with pytest.raises(OptionError, match="dtype='>u4': MDS tokens are little-endian"):
-        mf.open(tmp_path, column="raw", dtype=">u4")
+    for dtype in (">u4", "nonsense", "object"):
+        with pytest.raises(OptionError, match=f"dtype='{dtype}': choose one of uint8, .*, little-endian"):
+            mf.open(tmp_path, column="raw", dtype=dtype)
     with mf.open(tmp_path, column="raw", dtype=np.uint32) as store:
         assert store.read(0, 0, 3).tolist() == [1, 1, 1]
 

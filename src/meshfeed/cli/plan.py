@@ -47,6 +47,7 @@ class Plan(Command, JobOptions, RecipeOptions):
         "objective, lower_bound, objective_over_bound": "time of the step, and the least of any plan",
         "largest_load, largest_rank_tokens": "largest of one rank in one microbatch",
         "oversize, empty": "indices of sequences that are too long; number of sequences without a token",
+        "empty_microbatches": "number of microbatches without a sequence on any rank",
         "planning_s": "seconds that planning took",
         "sources": "name -> sequences and epochs that a mixture has given when the step is done",
     }
@@ -141,6 +142,7 @@ class _Planned:
             "pairs": account.pairs,
             "oversize": plan.oversize.tolist(),
             "empty": int(plan.empty.size),
+            "empty_microbatches": int((~account.loads.any(axis=1)).sum()),
             "planning_s": seconds,
             "sources": sources,
         }
@@ -187,6 +189,9 @@ def _print(steps: list[dict[str, Any]]) -> None:
         if facts["oversize"] or facts["empty"]:
             step, too_long = facts["step"], len(facts["oversize"])
             console.print(f"step {step}: {too_long} too long, {facts['empty']} without a token")
+        if facts["empty_microbatches"]:
+            of_all = f"{facts['empty_microbatches']:,} of {facts['microbatches']:,}"
+            console.print(f"step {facts['step']}: {of_all} microbatches hold no sequence")
     for name, drawn in steps[-1]["sources"].items():
         console.print(
             f"{name}: {counted(int(drawn['sequences']), 'sequence')}, {drawn['epochs']:.3f} epochs "

@@ -39,6 +39,10 @@ _STRUCTURE = "structure"
 def value_of(name: str, value: Any) -> tuple[str, Array]:
     """(type, array that holds the bits) of a value. Raises StoreError for values that cannot be sent."""
     if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            raise StoreError(
+                f"key {name!r} is a tensor on the meta device, which has no data; give a real one"
+            )
         dtype = NAME_OF_TYPE.get(value.dtype)
         if dtype is not None and value.layout == torch.strided:
             carried = _CARRIER_OF_TYPE.get(dtype)

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import OptionError, StoreError
+from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.items import Column, Head, Items, ItemsFile
@@ -239,10 +239,9 @@ class MDSFormat(StoreFormat):
     def open(self, place: Place) -> MDSStore | None:
         """The store, if there is an index.json: that of litdata is recognised before.
 
-        Raises OptionError for a big-endian dtype.
+        Raises OptionError for a dtype that MDS does not have.
         """
         if place.is_file or not place.holds(place.within, INDEX):
             return None
-        if place.dtype is not None and np.dtype(place.dtype).byteorder == ">":
-            raise OptionError(f"{place.shown}: dtype={place.dtype!r}: MDS tokens are little-endian")
+        _ = place.dtype_among(tuple(DTYPE_CODES.values()))
         return MDSStore(place.within, column=place.column, dtype=place.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import OptionError, StoreError
+from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile, FileStats
 from meshfeed.formats.documents import sampled_digest
 from meshfeed.store.base import I64, LengthsIndex, StreamStore
@@ -125,12 +125,5 @@ class RawFormat(StoreFormat):
         """The store, if there is a dtype and such a file. Raises OptionError for another dtype."""
         if place.dtype is None or not place.name or not place.holds(place.beside, place.name):
             return None
-        try:
-            dtype = np.dtype(place.dtype)
-        except TypeError:
-            dtype = np.dtype(object)
-        if dtype.name not in DTYPES or dtype.byteorder == ">":
-            raise OptionError(
-                f"{place.shown}: dtype={place.dtype!r}: choose one of {', '.join(DTYPES)}, little-endian"
-            )
-        return RawStore(place.beside.file(place.name), dtype.newbyteorder("<")).check()
+        dtype = place.dtype_among(DTYPES)
+        return None if dtype is None else RawStore(place.beside.file(place.name), dtype).check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from meshfeed.errors import OptionError
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 
 
@@ -27,9 +28,13 @@ class WandB(Sink):
 
     Args:
         run: what `wandb.init` returned; on the ranks that have one.
+
+    Raises OptionError for anything else.
     """
 
     def __init__(self, run: Any) -> None:
+        if not callable(getattr(run, "define_metric", None)):
+            raise OptionError(f"WandB({run!r}): give the run that wandb.init() returns")
         self._run = run
 
     def take(self, entries: Sequence[RunStart | StepRecord]) -> None:
@@ -47,9 +52,16 @@ class TensorBoard(Sink):
 
     Args:
         writer: a `torch.utils.tensorboard.SummaryWriter`; flushed about once a second, and not closed.
+
+    Raises OptionError for anything else, such as a path: only some ranks should write to one folder.
     """
 
     def __init__(self, writer: Any) -> None:
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise OptionError(
+                f"TensorBoard({writer!r}): give a torch.utils.tensorboard.SummaryWriter, on the ranks that "
+                f"write; TensorBoard(SummaryWriter('runs/1'))"
+            )
         self._writer = writer
         self._start: RunStart | None = None
         self._last_step: dict[str, int] = {}  # by scalar, of this run: after an error, the rest is written

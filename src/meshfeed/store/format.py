@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import numpy.typing as npt
 
 from meshfeed.errors import AccessError, OptionError
@@ -124,6 +125,20 @@ class Place:
             with typed_errors(self.beside.url):
                 there = sorted(each.name for each in Path(self.beside.url).iterdir() if each.is_file())
         return [name for name in fnmatch.filter(there, self.name) if name[:1] not in "._"]
+
+    def dtype_among(self, choices: Sequence[str]) -> np.dtype[Any] | None:
+        """The given dtype, little-endian; None without one. Raises OptionError for any but the choices."""
+        if self.dtype is None:
+            return None
+        try:
+            found = np.dtype(self.dtype)
+        except (TypeError, ValueError):
+            found = np.dtype(object)
+        if found.name not in choices or found.byteorder == ">":
+            raise OptionError(
+                f"{self.shown}: dtype={self.dtype!r}: choose one of {', '.join(choices)}, little-endian"
+            )
+        return found.newbyteorder("<")
 
     def refuse_options(self, form: StoreFormat) -> None:
         """Refuse options that have no effect on a format."""
