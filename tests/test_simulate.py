@@ -149,6 +149,17 @@ def test_a_simulated_batch_can_be_pickled(corpus: Path) -> None:
     assert again.stats() == simulated.batch.stats() and again.tokens == simulated.batch.tokens
 
 
+def test_a_pickled_microbatch_leaves_the_others_behind(corpus: Path) -> None:
+    (step,) = mf.simulate(recipe_of(corpus, sequences=8), mf.Layout(), 1, micro_batch_size=1)
+    one = step.microbatches[3]
+    assert one["tokens"].untyped_storage().nbytes() == 8 * one["tokens"].nbytes
+    again = pickle.loads(pickle.dumps(one))
+    assert list(again) == list(one) and repr(again) == repr(one) and again.cp_ranks == one.cp_ranks
+    assert again.draws.index.tolist() == one.draws.index.tolist()
+    for name, value in again.items():
+        assert torch.equal(value, one[name]) and value.untyped_storage().nbytes() == value.nbytes
+
+
 def test_a_stage_map_of_another_pipeline_is_refused(corpus: Path) -> None:
     for pp in (1, 2, 8):
         with pytest.raises(mf.RoleError, match=f"stage map has pp={pp}, layout pp4 has pp=4"):

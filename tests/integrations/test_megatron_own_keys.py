@@ -39,9 +39,7 @@ def samples_of(dp_rank: int) -> list[dict[str, Any]]:
     made.append(sample_of(np.full(12, 100 * dp_rank + 50)))
     del made[-1]["position_ids"]
     made[0]["visual_inputs"] = SimpleNamespace(pixel_values=torch.full((2, 3), dp_rank), grids=[{"t": 1}])
-    made[0]["attention_mask"] = torch.ones(
-        1, 9, 9, dtype=torch.bool
-    )  # as GPTDataset has it: of no use in a pack
+    made[0]["attention_mask"] = torch.ones(1, len(made[0]["tokens"]), len(made[0]["tokens"])).tril() < 0.5
     return made
 
 

@@ -383,7 +383,7 @@ def test_samples_are_taken_apart_however_they_come(lengths: list[int], multiple:
 
 def test_every_row_is_a_sequence_and_no_shape_says_what_is_per_token() -> None:
     tokens, loss = torch.arange(8).reshape(2, 4), torch.ones(2, 4)
-    rows = {"tokens": tokens, "loss_mask": loss, "attention_mask": torch.ones(2, 1, 4, 4)}
+    rows = {"tokens": tokens, "loss_mask": loss, "attention_mask": torch.ones(2, 1, 4, 4).tril()}
     assert [plain(each["tokens"]) for each in sequences_of(rows)] == [plain(row) for row in tokens]
     cut = sequences_of(rows | {"original_seq_len": torch.tensor([3, 1])})
     assert [each["tokens"].tolist() for each in cut] == [[0, 1, 2], [4]]

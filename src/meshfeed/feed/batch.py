@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from meshfeed.errors import StateError
+from meshfeed.feed.nested import changed
 from meshfeed.metrics import StepCosts, StepStats
 from meshfeed.order import Draws
 from meshfeed.plan import ModelShape, StepPlan, flops
@@ -75,7 +76,8 @@ class Microbatch(Mapping[str, Any]):
     Attributes:
         index: of the microbatch in its step, from 0.
         fields: the tensors by name. Small microbatches that are read together have one storage for each
-            field. Writing to one changes no other, but `torch.save` writes all: clone it first.
+            field. Writing to one changes no other, but `torch.save` of a tensor writes all: clone it first.
+            A microbatch is pickled, or saved, without the others.
     """
 
     index: int
@@ -122,12 +124,23 @@ class Microbatch(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self.fields)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {name: changed(value, _apart) for name, value in self.fields.items()}
+        return Microbatch, (self.index, fields, self._portion)
+
     def __repr__(self) -> str:
         shapes = {
             name: tuple(value.shape) if isinstance(value, torch.Tensor) else len(value)
             for name, value in self.fields.items()
         }
         return f"Microbatch({self.index}, {len(self.draws)} sequences, {shapes})"
+
+
+def _apart(value: Any) -> Any:
+    """A tensor in storage of its own."""
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()
+    return value
 
 
 class Microbatches(Iterator[Microbatch]):

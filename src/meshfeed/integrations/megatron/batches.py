@@ -12,6 +12,7 @@ from meshfeed.errors import LayoutError, RecipeError
 from meshfeed.exchange import Exchange
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Step
+from meshfeed.integrations.megatron.samples import AXES_FIRST
 from meshfeed.integrations.megatron.stages import core
 from meshfeed.plan import Pack, StepPlan, packs_of
 from meshfeed.roles import Field
@@ -21,6 +22,7 @@ MODEL_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 OWN_FIELDS = (
     Field(name="(position_ids)", dtype="any", stages=("first", "mtp"), split=True, pad=-1),
+    Field(name=AXES_FIRST, dtype="any", stages=("first", "mtp"), split=True, pad=-1),
     Field(name="(attention_mask)", dtype="any", split=True),
 )
 """What a sample may bring in place of what packs have, as it travels; one entry per token."""
@@ -173,6 +175,9 @@ def _with_own(made: dict[str, Any]) -> dict[str, Any]:
         made["attention_mask"] = mask
     if ids is not None:
         made["position_ids"] = ids.clamp(min=0) if ids.ndim > 2 else ids.where(ids >= 0, made["position_ids"])
+    if (ids := made.pop(AXES_FIRST, None)) is not None:
+        ids = ids.movedim(-1, 0)  # [axes, 1, T]
+        made["position_ids"] = ids.where(ids >= 0, made["position_ids"])
     return made
 
 

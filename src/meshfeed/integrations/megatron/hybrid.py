@@ -21,7 +21,7 @@ from meshfeed.exchange.keys import RESERVED
 from meshfeed.exchange.lengths import LENGTH, VALID, Report, Schema
 from meshfeed.feed.device import on_device
 from meshfeed.feed.stepping import ranks_beside
-from meshfeed.integrations.megatron.samples import per_token_of, sequences_of
+from meshfeed.integrations.megatron.samples import AXES_FIRST, as_sent, per_token_of, sequences_of
 from meshfeed.integrations.megatron.schedule import packing_of
 from meshfeed.integrations.megatron.stages import core, device_of, layout_of
 from meshfeed.layout import Layout
@@ -80,7 +80,8 @@ class HybridCPDataLoaderWrapper:
         self.data_iterator, self.config = data_iterator, config
         self._groups, self._device, self._timeout_s = pg_collection, device, timeout_s
         self._given_keys = keys or Keys()
-        self._per_token, self._keys = per_token_of(self._given_keys), _sent_keys(self._given_keys)
+        self._keys = _sent_keys(self._given_keys)
+        self._split = {field.name for field in self._keys.declared if field.split}
         self._taken = self._step = 0
         self._error: Exception | None = None
 
@@ -198,8 +199,10 @@ class HybridCPDataLoaderWrapper:
                 length = int(lengths[sample]) if sample < lengths.size else 1
                 multiple = int(align.pack_multiple(cp_sizes[sample]))  # each sample is a pack of its own
                 width = -(-length // multiple) * multiple
-                values = ((name.strip("()"), value) for name, value in item.items())
-                mine[sample] = {name: self._placed(name, value, width) for name, value in values}
+                placed = {name: self._placed(name, value, width) for name, value in item.items()}
+                if AXES_FIRST in placed:
+                    placed["position_ids"] = placed.pop(AXES_FIRST).movedim(-1, 0)
+                mine[sample] = {name.strip("()"): value for name, value in placed.items()}
         return mine
 
     def _pull(self) -> list[dict[str, Any]]:
@@ -232,7 +235,8 @@ class HybridCPDataLoaderWrapper:
                 f"global_ids_this_rank begins with {ids.tolist()[:8]} for {len(batch)} samples; by offsets, "
                 f"this rank has the ids {first} to {first + len(batch) - 1}"
             )
-        samples = [{_sent(name): value for name, value in batch[at].items()} for at in order.tolist()]
+        sent = (as_sent(batch[at], self._given_keys) for at in order.tolist())
+        samples = [{_sent(name): value for name, value in each.items()} for each in sent]
         return encode(samples, self._keys, first=self._taken, rank=dist.get_rank())
 
     def _planned(self, id_seqlens: Sequence[tuple[int, int]]) -> SampleGroups:
@@ -252,7 +256,7 @@ class HybridCPDataLoaderWrapper:
 
     def _placed(self, name: str, value: Any, width: int) -> Any:
         """A value of a sample on its device; keys with one entry per token get zeros up to the width."""
-        if isinstance(value, torch.Tensor) and name in self._per_token:
+        if isinstance(value, torch.Tensor) and name in self._split:
             beside = [0, 0] * (value.ndim - 1)
             value = torch.nn.functional.pad(value, [*beside, 0, max(width - len(value), 0)])
         return on_device(value, device_of(self._device))
@@ -330,7 +334,7 @@ def _sent(name: str) -> str:
 
 def _sent_keys(keys: Keys) -> Keys:
     """The declared keys, and Megatron's own keys with one entry per token, under the names sent."""
-    more = sorted(per_token_of(keys) - {field.name for field in keys.declared})
+    more = sorted((per_token_of(keys) | {AXES_FIRST}) - {field.name for field in keys.declared})
     fields = (Field(name=_sent(name), dtype="any", split=True) for name in more)
     return Keys(*keys.declared, *fields, length=keys.length)
 

@@ -11,6 +11,7 @@ import torch
 
 from meshfeed.errors import RecipeError
 from meshfeed.exchange import Keys
+from meshfeed.feed.nested import children_of
 
 # every pack has these
 OVERWRITTEN = ("padding_mask", "local_cp_size")
@@ -25,6 +26,9 @@ _LENGTHS = (
 )
 _PER_TOKEN = frozenset({"tokens", "labels", "loss_mask", "position_ids", "padding_mask"})
 
+AXES_FIRST = "(position_ids, axes first)"
+"""The name under which position ids [axes, T] travel, as [T, axes]."""
+
 
 def per_token_of(keys: Keys) -> frozenset[str]:
     """The keys with one entry per token: Megatron's own, and those that `keys` splits."""
@@ -35,24 +39,49 @@ def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]
     """The sequences in an element of a trainer's iterator: a sample, a list of samples, or packed samples.
 
     Tokens of shape [b, T] are b sequences; any other key then has one entry for each. A sample with
-    original_seq_len is cut to it, and one with cu_seqlens is split. An attention_mask of the shape of the
-    tokens has one entry per token; any other, such as [1, T, T], has no meaning in a pack and is dropped.
-    keys: further keys with one entry per token. Raises RecipeError for anything else.
+    original_seq_len is cut to it, and one with cu_seqlens is split. position_ids may be [axes, T], beside
+    rows [axes, b, T] or [b, axes, T]; a sequence has [axes, T]. An attention_mask of the shape of the tokens
+    has one entry per token; a causal one, [..., T, T], says what packs do and is left out.
+    keys: further keys with one entry per token; position_ids and attention_mask are taken as declared.
+    Raises RecipeError for anything else, naming the key.
     """
     samples = [element] if isinstance(element, Mapping) else element
     if not isinstance(samples, Sequence) or not all(isinstance(each, Mapping) for each in samples):
         raise RecipeError(f"the data iterator gave {type(element).__name__}; give dicts, or lists of dicts")
     keys = keys or Keys()
-    return [sequence for sample in samples for sequence in _apart(sample, keys.length, per_token_of(keys))]
+    made = [sequence for sample in samples for sequence in _apart(sample, keys)]
+    for each in made:
+        if (ids := each.pop(AXES_FIRST, None)) is not None:
+            each["position_ids"] = ids.movedim(-1, 0)
+    return made
 
 
-def _apart(sample: Mapping[str, Any], length: str, per_token: Set[str]) -> Iterator[dict[str, Any]]:
+def as_sent(sequence: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """A sequence in which all that is split has the tokens first. keys: the user's."""
+    return _with_axes_last(sequence, keys, tuple(np.shape(sequence.get(keys.length, ()))))
+
+
+def _with_axes_last(sample: Mapping[str, Any], keys: Keys, shape: tuple[int, ...]) -> dict[str, Any]:
+    """A sample whose position ids have the tokens first. shape: of the tokens."""
+    made, ids = dict(sample), sample.get("position_ids")
+    if ids is None or not shape or "position_ids" in keys.by_name():
+        return made
+    if (moved := _axes_last(ids, shape)) is not None:
+        del made["position_ids"]
+        made[AXES_FIRST] = moved
+    return made
+
+
+def _apart(sample: Mapping[str, Any], keys: Keys) -> Iterator[dict[str, Any]]:
+    length, per_token, declared = keys.length, per_token_of(keys), keys.by_name()
     values = {name: value for name, value in sample.items() if name not in _LENGTHS and value is not None}
-    if "attention_mask" in values and "attention_mask" not in per_token:
-        if np.shape(values["attention_mask"]) == np.shape(values.get(length, ())):
+    shape = tuple(np.shape(values.get(length, ())))
+    if "attention_mask" in values and "attention_mask" not in declared and shape:
+        if np.shape(values["attention_mask"]) == shape:
             per_token = per_token | {"attention_mask"}
         else:
-            del values["attention_mask"]
+            _refuse_unless_causal(values.pop("attention_mask"), shape[-1])
+    values, per_token = _with_axes_last(values, keys, shape), per_token | {AXES_FIRST}
     rows = _rows(values, length, per_token)
     if sample.get("cu_seqlens") is not None:
         if len(rows) != 1:
@@ -62,7 +91,10 @@ def _apart(sample: Mapping[str, Any], length: str, per_token: Set[str]) -> Itera
         starts = torch.as_tensor(sample["cu_seqlens"]).reshape(-1).tolist()
         padded = torch.as_tensor(sample.get("cu_seqlens_padded", sample["cu_seqlens"])).reshape(-1).tolist()
         sizes = [stop - start for start, stop in pairwise(starts)]
-        yield from (_cut(rows[0], per_token, start, size) for start, size in zip(padded, sizes) if size > 0)
+        cuts = [(start, size) for start, size in zip(padded, sizes) if size > 0]
+        beside = rows[0].keys() - per_token - {*OVERWRITTEN}
+        _refuse_shared({name: rows[0][name] for name in beside}, len(cuts))
+        yield from (_cut(rows[0], per_token, start, size) for start, size in cuts)
     elif sample.get("original_seq_len") is not None:
         sizes = torch.as_tensor(sample["original_seq_len"]).reshape(-1).tolist()
         if len(sizes) != len(rows):
@@ -104,9 +136,61 @@ def _rows(values: Mapping[str, Any], length: str, per_token: Set[str]) -> list[d
 
 
 def _num_entries(value: Any) -> int:
-    """Entries of a collated value; 0 for text and plain numbers."""
-    shape = (len(value),) if isinstance(value, list | tuple) else np.shape(value)
+    """Entries of a collated value; 0 for what has none: text, a plain number, an object or a namedtuple."""
+    if children_of(value) is not None:
+        return len(value) if type(value) in (list, tuple) else 0
+    shape = np.shape(value)
     return shape[0] if shape else 0
+
+
+def _refuse_shared(values: Mapping[str, Any], num_sequences: int) -> None:
+    """Refuse images and the like of a packed sample: each of its sequences would get all of them."""
+    if num_sequences > 1 and (
+        held := sorted(name for name, value in values.items() if children_of(value) or np.shape(value))
+    ):
+        raise RecipeError(
+            f"{held} beside {num_sequences} sequences of cu_seqlens cannot be assigned to them; give a dict "
+            f"for each sequence; declare keys with one entry per token in Keys, split"
+        )
+
+
+def _axes_last(ids: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Position ids with axes before their tokens, [axes, ...], as [..., axes]; None for all others.
+
+    shape: of the tokens, [T] or [b, T]. Raises RecipeError if it is unclear which dimension is which.
+    """
+    own, (*rows, size) = tuple(np.shape(ids)), shape
+    if own in (shape, (1, *shape)) or len(own) not in (2, 3) or (len(own) == 3 and not rows):
+        return None
+    plain = own[: len(shape)] == shape or (len(own) == 2 and own[0] == size)  # [..., T, axes]
+    by_axis = own[1:] in (shape, (size,)) if rows in ([], [1]) else own[1:] == shape  # [axes, (b,) T]
+    by_row = bool(rows) and len(own) == 3 and (own[0], own[2]) == shape  # [b, axes, T]
+    if plain + by_axis + by_row > 1 and not (by_axis and by_row and own[0] == own[1] == 1):
+        raise RecipeError(
+            f"position_ids have shape {own}, {shape} tokens: it is unclear which dimension is which; give "
+            f"a dict for each sequence and declare position_ids in Keys, split, as [tokens, axes]"
+        )
+    if not (by_axis or by_row):
+        return None
+    ids = torch.as_tensor(ids)
+    return ids.movedim(0, -1) if by_axis else ids.movedim(1, -1)
+
+
+def _refuse_unless_causal(mask: Any, size: int) -> None:
+    """Raises RecipeError for a mask that says something else than packs do. size: tokens of a row."""
+    mask = torch.as_tensor(mask)
+    if mask.numel() <= 1:  # stands for none
+        return
+    if size > 1 and mask.shape[-2:] == (size, size):
+        seen, hidden = mask.reshape(-1)[[0, 1]]
+        causal = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
+        if seen != hidden and bool((mask == torch.where(causal, seen, hidden)).all()):
+            return
+    raise RecipeError(
+        f"attention_mask has shape {tuple(mask.shape)} for {size} tokens and is not causal, but in a pack "
+        f"each sequence attends to itself, causally; leave it out, give one entry per token, or declare it "
+        f"in Keys, not split, to get it as it is"
+    )
 
 
 def _cut(values: Mapping[str, Any], per_token: Set[str], start: int, size: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from meshfeed.errors import PlanError, RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
 from meshfeed.exchange.lengths import GatheredLengths
 from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator, begin, data_iterators
-from meshfeed.integrations.megatron.samples import OVERWRITTEN, sequences_of
+from meshfeed.integrations.megatron.samples import AXES_FIRST, OVERWRITTEN, as_sent, sequences_of
 from meshfeed.integrations.megatron.stages import (
     Loading,
     core,
@@ -100,6 +100,8 @@ def packing_of(
 def _with_own(keys: Keys) -> Keys:
     """The keys, and the fields of a sample that replace those of packs."""
     names = {f"({field.name})" for field in keys.declared}
+    if "(position_ids)" in names:
+        names.add(AXES_FIRST)
     more = (field for field in OWN_FIELDS if field.name not in names)
     return Keys(*keys.declared, *more, length=keys.length, valid=keys.valid)
 
@@ -145,7 +147,8 @@ class _Turn:
                     raise RecipeError(f"element {taken} is an empty pack; give each pack a sequence")
                 made[first] = {**made[first], _BEGINS: b""}
         self._num_elements = 0
-        return [{self._sent_as(k): v for k, v in each.items() if k not in OVERWRITTEN} for each in made]
+        sent = (as_sent(each, self._keys) for each in made)
+        return [{self._sent_as(k): v for k, v in each.items() if k not in OVERWRITTEN} for each in sent]
 
     def _sent_as(self, name: str) -> str:
         """Another name for a key that packs already have."""
