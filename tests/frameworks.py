@@ -56,13 +56,16 @@ def _from(checkout: str, pattern: str, path: str = "", name: str = "") -> Row:
 
 
 MEGATRON = ("import megatron",)
+LIGHTNING = ("integrations/test_lightning_*.py", "integrations/test_loop_pages.py")
+TRANSFORMERS = ("integrations/test_transformers_*.py",)
+IMAGES = ("integrations/test_vlm_trainers.py",)
 ROWS = (
     Row("megatron-core, pinned", MEGATRON, "megatron-core", path="pinned"),
     Row("megatron-core", MEGATRON, "megatron-core"),
     Row("torchtitan", ("integrations/test_torchtitan_*.py",), "torchtitan"),
-    Row("lightning", ("integrations/test_lightning_*.py", "integrations/test_loop_pages.py"), "lightning"),
-    Row("transformers", ("integrations/test_transformers_*.py",), "transformers"),
-    Row("accelerate", ("integrations/test_transformers_*.py",), "accelerate"),
+    Row("lightning", LIGHTNING + IMAGES, "lightning"),
+    Row("transformers", TRANSFORMERS + IMAGES, "transformers"),
+    Row("accelerate", TRANSFORMERS + IMAGES, "accelerate"),
     Row("datasets", ("store/test_arrow.py",), "datasets"),
     Row("huggingface_hub", ("files/test_hub.py",), "huggingface_hub"),
     Row("wandb and tensorboard", ("metrics/test_boards.py",), "wandb tensorboard"),

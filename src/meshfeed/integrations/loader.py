@@ -58,8 +58,10 @@ def check_versions(extra: str) -> None:
 
 
 def masked_labels(microbatch: Microbatch) -> torch.Tensor:
-    """The labels, int64 [rows, tokens], with -100 where there is no loss."""
+    """The labels, int64 [rows, tokens], with -100 where there is no loss; as they are without a loss_mask."""
     labels: torch.Tensor = microbatch["labels"]
+    if "loss_mask" not in microbatch:
+        return labels
     return labels.masked_fill(microbatch["loss_mask"] == 0, _IGNORED)
 
 

@@ -31,7 +31,10 @@ from meshfeed.integrations.loader import (
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.packed import PLAN_FIELDS, RUN_FIELDS
 
+_CAUSAL = frozenset({"tokens", "labels", "loss_mask", *RUN_FIELDS, *(field.name for field in PLAN_FIELDS)})
+"""The fields that `causal_batch` uses, or has no use for."""
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
 _SETTINGS = Settings(
@@ -52,10 +55,11 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
     labels = masked_labels(microbatch)
     made: dict[str, Any] = {
         "input_ids": microbatch["tokens"],
-        "position_ids": microbatch["position_ids"],
         "labels": labels,  # the Trainer requires it; the loss uses shift_labels
         "shift_labels": labels,
     }
+    if "position_ids" in microbatch:
+        made["position_ids"] = microbatch["position_ids"]
     if "cu_seqlens_padded" in microbatch:
         starts: torch.Tensor = microbatch["cu_seqlens_padded"]
         widths = starts.diff()
@@ -78,7 +82,9 @@ class FeedTrainer(_Base):
     layout: of all ranks; None takes accelerate's device mesh, or plain data parallelism.
     feed_options: other arguments of `Feed`: packing, delivery, verify, ... A training step is packed into
         gradient_accumulation_steps microbatches; a step that needs more is refused.
-    batch_of: the model's inputs from a microbatch; override it for models with other inputs.
+    batch_of: the model's inputs from a microbatch: those of `causal_batch`, and further fields of the recipe,
+        such as pixel_values, that the model's forward names. A recipe without a field named tokens gives its
+        fields alone, by the model's own names. Override it for models with other inputs.
 
     The stream is one epoch of the Trainer, at most `max_steps` long. The state is saved in the checkpoint's
     trainer_state.json; resuming reads and skips no data. Evaluation counts sequences, not the rows that
@@ -127,8 +133,15 @@ class FeedTrainer(_Base):
                 self._train_loader.close()
 
     def batch_of(self, microbatch: Microbatch) -> Any:
-        """The model's inputs from a microbatch."""
-        return causal_batch(microbatch)
+        """The model's inputs from a microbatch; see the class."""
+        made, used = dict[str, Any](), frozenset[str]()
+        if "tokens" in microbatch:
+            made, used = causal_batch(microbatch), _CAUSAL
+        further = {name: value for name, value in microbatch.items() if name not in used}
+        if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
+            self._set_signature_columns_if_needed()
+            further = {name: value for name, value in further.items() if name in self._signature_columns}
+        return made | further
 
     def get_train_dataloader(self) -> Any:
         """The training stream, from the checkpoint on."""

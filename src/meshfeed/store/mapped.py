@@ -250,7 +250,9 @@ def plain(value: Any) -> Array | bytes | Refused:
     if isinstance(value, list) and are_numbers(cast(list[Any], value)):
         return Refused("is a list of numbers; give np.array(...)")
     if not isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)):
-        return Refused(f"is {_kind(value)}; give an array, a tensor, a number, a str or bytes")
+        return Refused(
+            f"is {_kind(value)}; give arrays, tensors, numbers, str or bytes, each under its own key"
+        )
     array = np.asarray(value, order="C")
     if array.dtype.hasobject:
         return Refused("is an array of Python objects; give an array of numbers, or a str or bytes")
