@@ -3,25 +3,31 @@
 Peers: Megatron-core's BalancedCPScheduler, out of the installed megatron-core; the rule of its
 DpBalancedScheduler, which no published version has yet (0.16.1 has not; written here from its description:
 next-fit in stream order, then packs split from the tail); and a Karmarkar-Karp partition, at the smallest
-fixed cp that holds the longest sequence.
+fixed cp that holds the longest sequence. With a checkout of Megatron-LM's dev branch, its schedulers too: see
+newest_megatron.py.
 
 E = (sum of work / ranks) / sum over microbatches of the largest load of a rank, with work = 25,100 s + s^2,
 split evenly over a cp group. A peer fails where it raises, loses a sequence or puts more tokens on a rank
 than the cap. Mean cp is weighed by tokens: E counts no communication, so of two plans with equal E the one
-with the smaller mean cp is better.
+with the smaller mean cp is better. Beside the dev branch, step times also count keys and values that pass
+between nodes.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import measure
+import newest_megatron
 import numpy as np
 import numpy.typing as npt
 from measure import Row
@@ -34,9 +40,14 @@ Lengths = npt.NDArray[np.int64]
 CAPACITY = 16_384
 COST = CostModel(alpha=25_100)
 SIZES = ((8, 256), (32, 1024), (256, 4096))
+NO_POWERS = ((3, 96), (5, 160), (6, 200), (7, 224), (12, 384), (24, 768), (56, 1500))
 OTHER_SIZES = ((8, 200), (10, 300), (64, 1500), (1024, 16_384))
 TRACES = Path(__file__).parent / "data"
 BALANCED, DP_BALANCED = "Megatron-core's BalancedCPScheduler", "the rule of DpBalancedScheduler"
+NEWEST, NEWEST_IN_ORDER = (
+    f"Megatron-LM dev's {name}" for name in ("DefaultDynamicCPScheduler", "DpBalancedScheduler")
+)
+ACROSS_NODES = CostModel(alpha=25_100, ring_tokens=6_000)
 
 
 @dataclass
@@ -51,6 +62,11 @@ class Outcome:
     mean_cp: float = math.nan
     failure: str = ""
 
+    @property
+    def count(self) -> int:
+        """Microbatches; 0 where it gave none."""
+        return 0 if self.work is None else len(self.work)
+
     def efficiency(self) -> float:
         return (
             math.nan
@@ -60,12 +76,12 @@ class Outcome:
 
 
 def placed(
-    lengths: Lengths, groups: list[list[list[int]]], ranks: int
+    lengths: Lengths, groups: list[list[list[int]]], ranks: int, cost: CostModel
 ) -> tuple[npt.NDArray, npt.NDArray, float, str]:
     """Work and tokens per rank from the sequence ids that each microbatch gives to each rank, and what is
     wrong."""
     work, tokens = np.zeros((len(groups), ranks)), np.zeros((len(groups), ranks))
-    each = COST.work(lengths)
+    loads: dict[int, npt.NDArray[np.float64]] = {}
     seen = np.zeros(lengths.size, bool)
     token_ranks = 0
     for m, of_rank in enumerate(groups):
@@ -75,8 +91,11 @@ def placed(
                 spread[i] = spread.get(i, 0) + 1
         for rank, ids in enumerate(of_rank):
             for i in ids:
-                work[m, rank] += each[i] / spread[i]
-                tokens[m, rank] += lengths[i] / spread[i]
+                size = spread[i]
+                if size not in loads:
+                    loads[size] = cost.load(lengths, size)
+                work[m, rank] += loads[size][i]
+                tokens[m, rank] += lengths[i] / size
         for i, ranks_of_it in spread.items():
             seen[i] = True
             token_ranks += int(lengths[i]) * ranks_of_it
@@ -86,7 +105,13 @@ def placed(
     return work, tokens, token_ranks / lengths.sum(), wrong
 
 
-def timed(name: str, lengths: Lengths, ranks: int, schedule: Callable[[], list[list[list[int]]]]) -> Outcome:
+def timed(
+    name: str,
+    lengths: Lengths,
+    ranks: int,
+    schedule: Callable[[], list[list[list[int]]]],
+    cost: CostModel = COST,
+) -> Outcome:
     """Run a scheduler that returns sequence ids per microbatch and rank."""
     start = time.perf_counter()
     try:
@@ -96,7 +121,7 @@ def timed(name: str, lengths: Lengths, ranks: int, schedule: Callable[[], list[l
             name, (time.perf_counter() - start) * 1e3, failure=f"{type(error).__name__}: {error}"[:60]
         )
     spent = (time.perf_counter() - start) * 1e3
-    work, tokens, mean_cp, wrong = placed(lengths, groups, ranks)
+    work, tokens, mean_cp, wrong = placed(lengths, groups, ranks, cost)
     return Outcome(name, spent, work, tokens, mean_cp, wrong)
 
 
@@ -106,7 +131,7 @@ def timed(name: str, lengths: Lengths, ranks: int, schedule: Callable[[], list[l
 def ours(name: str, lengths: Lengths, ranks: int, policy: str, **choices: Any) -> Outcome:
     """A plan of meshfeed; the best time of three."""
     cp = 1 if policy == "dynamic_cp" else fixed_cp(lengths, ranks)
-    packing = Packing(capacity=CAPACITY, policy=policy, cost=COST, **choices)
+    packing = Packing(**{"capacity": CAPACITY, "policy": policy, "cost": COST, **choices})
     best = math.inf
     for _ in range(3):
         start = time.perf_counter()
@@ -118,7 +143,7 @@ def ours(name: str, lengths: Lengths, ranks: int, policy: str, **choices: Any) -
     ):
         for rank in range(first, first + size):
             groups[m][rank].append(i)
-    work, tokens, mean_cp, wrong = placed(lengths, groups, ranks)
+    work, tokens, mean_cp, wrong = placed(lengths, groups, ranks, packing.cost)
     return Outcome(name, best, work, tokens, mean_cp, wrong)
 
 
@@ -235,9 +260,8 @@ def compare(traces: dict[str, Lengths], sizes: tuple[tuple[int, int], ...]) -> I
             planning.append(planning_ratio(trace[:n], ranks))
             for out in outcomes:
                 by_name.setdefault(out.name, []).append(out)
-                count = "-" if out.work is None else str(len(out.work))
                 print(
-                    f"{name:<13}{ranks:>5} ranks{n:>6} sequences  {out.name:<28}{count:>3} microbatches, "
+                    f"{name:<13}{ranks:>5} ranks{n:>6} sequences  {out.name:<28}{out.count:>3} microbatches, "
                     f"E {out.efficiency():.4f}, mean cp {out.mean_cp:.1f}, {out.time_ms:.1f} ms "
                     f"{out.failure}"
                 )
@@ -349,13 +373,111 @@ def constant_shapes(traces: dict[str, Lengths], ranks: int, n: int) -> Iterator[
         lengths = trace[:n]
         peer = timed(DP_BALANCED, lengths, ranks, lambda: megatron_dp_balanced(lengths, ranks, 32))  # noqa: B023
         for out in (peer, *(ours(p, lengths, ranks, p, **caps) for p in ("balanced", "dynamic_cp"))):
-            what = f"{out.name}, 32 sequences a pack, {ranks} ranks, {name}"
+            what = f"{out.name}, 32 sequences a pack, {SIZES[1][0]} ranks, {name}"
             if out.work is None:
                 continue
             yield Row(name=f"E of constant shapes, {what}", value=out.efficiency(), unit="")
             held = len(out.work) * ranks * CAPACITY
             padding = 100 * float(1 - lengths.sum() / held)
             yield Row(name=f"padding of constant shapes, {what}", value=padding, unit="%")
+
+
+# -- Megatron-LM's dev branch --------------------------------------------------------------------------
+
+
+def beside_newest(traces: dict[str, Lengths], *, short: bool) -> Iterator[Row]:
+    """Ours beside the branch's schedulers: any number of ranks, virtual stages, few sequences a pack.
+
+    Sequences are cut to what all ranks hold.
+    """
+    folder = newest_megatron.checkout()
+    if folder is None:
+        print("no Megatron-LM-dev in FRAMEWORK_SOURCES: its rows are left out", file=sys.stderr)
+        return
+    module = newest_megatron.schedule_module(folder)
+
+    def cut(trace: str, ranks: int, n: int) -> Lengths:
+        return np.minimum(traces[trace][:n], ranks * CAPACITY)
+
+    @cache  # its time counts where it is called first
+    def dynamic(trace: str, ranks: int, n: int, quantum: int | None = None) -> list[list[list[int]]]:
+        scheduler = module.DefaultDynamicCPScheduler(CAPACITY, 1, ranks, quantum)
+        return scheduler.get_groups_and_subsamples(list(enumerate(cut(trace, ranks, n).tolist())))
+
+    def in_order(trace: str, ranks: int, n: int) -> list[list[list[int]]]:
+        lengths = cut(trace, ranks, n)
+        cp = fixed_cp(lengths, ranks)
+        scheduler = module.DpBalancedScheduler(CAPACITY, cp, ranks // cp, None, max_num_seqs=31)
+        return scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())))
+
+    def compared(
+        sizes: tuple[tuple[int, int], ...],
+        schedule: Callable[..., list[list[list[int]]]],
+        own: Callable[[Lengths, int], Outcome],
+        cost: CostModel = COST,
+    ) -> Iterator[tuple[str, int, Outcome, Outcome]]:
+        peer = NEWEST_IN_ORDER if schedule is in_order else NEWEST
+        for trace, (ranks, n) in product(traces, sizes):
+            if traces[trace].size >= n:
+                lengths = cut(trace, ranks, n)
+                theirs = timed(peer, lengths, ranks, partial(schedule, trace, ranks, n), cost)
+                yield trace, ranks, own(lengths, ranks), theirs
+
+    def dynamic_cp(lengths: Lengths, ranks: int, **choices: Any) -> Outcome:
+        return ours("dynamic_cp", lengths, ranks, "dynamic_cp", **choices)
+
+    powers, others = (SIZES[:1], NO_POWERS[:3]) if short else (SIZES, NO_POWERS)
+    for sizes, what in ((powers, "8, 32 and 256 ranks"), (others, "3, 5, 6, 7, 12, 24 and 56 ranks")):
+        found = list(compared(sizes, dynamic, dynamic_cp))
+        yield from ratios(found, what)
+        for trace, ranks, own, peer in found:
+            if ranks == 256:
+                name = f"speed of dynamic_cp, 256 ranks, 4,096 sequences, {trace}"
+                speed = peer.time_ms / own.time_ms
+                yield Row(name=name, against=NEWEST, value=speed, aim=50.0, at_least=True)
+        found = list(compared(sizes, dynamic, partial(dynamic_cp, cost=ACROSS_NODES), ACROSS_NODES))
+        yield from ratios(found, f"{what}, keys and values across nodes", steps_only=True)
+    found = list(compared(powers[:2], partial(dynamic, quantum=4), partial(dynamic_cp, quantum=4)))
+    yield from ratios(found, "8 and 32 ranks, microbatches by four")
+    for trace, (ranks, n) in product(traces, powers[:2]):
+        rule = megatron_dp_balanced(cut(trace, ranks, n), ranks, 31)
+        assert in_order(trace, ranks, n) == rule, "its rule is not what is written here"
+    few = {"max_sequences": 31, "fixed_shapes": True}
+    found = list(compared(powers[:2], in_order, lambda *of: ours("balanced", *of, "balanced", **few)))
+    yield from ratios(found, "8 and 32 ranks, 31 sequences and a dummy")
+
+
+def ratios(
+    found: list[tuple[str, int, Outcome, Outcome]], what: str, *, steps_only: bool = False
+) -> Iterator[Row]:
+    """Ours over the peer's, where both gave a plan; and how often each failed.
+
+    found: trace, ranks, our outcome and the peer's.
+    """
+    for trace, ranks, *both in found:
+        for out in both:
+            print(
+                f"{trace}, {ranks} ranks: {what:<60}{out.name:<44}{out.count:>3} microbatches, "
+                f"E {out.efficiency():.4f}, mean cp {out.mean_cp:.1f}, {out.time_ms:.1f} ms {out.failure}"
+            )
+    own, peer = found[0][2].name, found[0][3].name
+    pairs = [(ours, theirs) for _, _, ours, theirs in found]
+    sound = [(ours, theirs) for ours, theirs in pairs if not theirs.failure]
+    steps = [step_time(ours) / step_time(theirs) for ours, theirs in sound]
+    yield Row(name=f"step time of {own}, the worst, {what}", against=peer, value=max(steps), aim=1.01)
+    yield Row(name=f"step time of {own}, mean, {what}", against=peer, value=float(np.mean(steps)), aim=1.0)
+    if steps_only:
+        return
+    for name, quotients in (
+        ("microbatches", [ours.count / theirs.count for ours, theirs in sound]),
+        ("mean cp", [ours.mean_cp / theirs.mean_cp for ours, theirs in sound]),
+    ):
+        yield Row(name=f"{name} of {own}, mean, {what}", against=peer, value=float(np.mean(quotients)))
+    for at, name in enumerate((own, peer)):
+        efficient = [both[at].efficiency() for both in pairs if not both[at].failure]
+        failed = 100 * (1 - len(efficient) / len(pairs))
+        yield Row(name=f"mean E, {name}, {what}", value=float(np.mean(efficient)), unit="")
+        yield Row(name=f"plans that fail, {name}, {what}", value=failed, unit="%", aim=None if at else 0)
 
 
 # -- documents into packs of one length ----------------------------------------------------------------
@@ -422,6 +544,7 @@ def measured(short: bool) -> Iterator[Row]:
     yield from compare(traces, SIZES[:1] if short else SIZES)
     yield from elsewhere(OTHER_SIZES[:1] if short else OTHER_SIZES)
     yield from constant_shapes(traces, *SIZES[0 if short else 1])
+    yield from beside_newest(traces, short=short)
     yield from pack_documents(10_000 if short else 1_000_000)
 
 

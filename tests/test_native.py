@@ -139,9 +139,11 @@ def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) ->
     rng = np.random.default_rng(seed)
     lengths = np.exp(rng.normal(rng.uniform(4, 8), rng.uniform(0, 2), n)).astype(np.int64).clip(1, 20_000)
     lengths[rng.random(n) < rng.choice([0, 0.5, 1])] = lengths[0]  # equal ones, where ties decide
+    policy = str(rng.choice(["dynamic_cp", "balanced"]))
     packing = mf.Packing(
         capacity=4096,
-        policy=str(rng.choice(["dynamic_cp", "balanced"])),
+        policy=policy,
+        cp_sizes=(1, 2, 4, ranks) if policy == "dynamic_cp" and ranks > 4 and rng.integers(2) else None,
         cost=CostModel(
             alpha=float(rng.choice([300, 25_100])),
             window=[None, 700][rng.integers(2)],

@@ -76,7 +76,7 @@ def test_concepts() -> None:
 
 
 def test_planner() -> None:
-    run_page("planner.md", 22)
+    run_page("planner.md", 23)
 
 
 def test_choices() -> None:

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 from meshfeed.plan import Packing, StepPlan, account_of, packs_of
+from meshfeed.plan.groups import cp_sizes
 
 
 def check_plan(plan: StepPlan, lengths, packing: Packing, *, dp: int, cp: int, quantum: int = 1) -> None:
@@ -17,10 +18,12 @@ def check_plan(plan: StepPlan, lengths, packing: Packing, *, dp: int, cp: int, q
     # each sequence with a token exactly once, the others nowhere
     np.testing.assert_array_equal(plan.microbatch >= 0, lengths > 0)
     assert (plan.microbatch < plan.num_microbatches).all()
-    # groups are aligned blocks of a chain of divisors
-    assert (ranks % plan.cp_size == 0).all() and (plan.first_rank % plan.cp_size == 0).all()
-    sizes = np.unique(plan.cp_size)
+    # groups are aligned blocks; sizes are a chain of divisors, but for that of all ranks
+    assert (plan.first_rank % plan.cp_size == 0).all() and (plan.first_rank + plan.cp_size <= ranks).all()
+    sizes = np.unique(plan.cp_size[plan.cp_size < ranks])
     assert (sizes[1:] % sizes[:-1] == 0).all()
+    if packing.policy == "dynamic_cp" and packing.cp_sizes is None:
+        assert set(sizes) <= set(cp_sizes(ranks, powers=packing.cost.ring_tokens > 0))
     if packing.policy != "dynamic_cp":
         assert set(plan.cp_size.tolist()) <= {cp}
     # no rank is in two groups of a microbatch

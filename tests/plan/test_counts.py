@@ -113,6 +113,16 @@ def test_a_number_that_is_hard_to_fill_is_not_tried(filled: list[int]) -> None:
     assert account.objective < fewest.objective * 0.95
 
 
+@pytest.mark.parametrize("ranks", [12, 32])
+def test_equal_sequences_on_full_ranks_take_the_fewest(ranks: int, filled: list[int]) -> None:
+    """Four fill a rank, and all ranks are even without any context parallelism."""
+    draw = Draw(np.full(ranks * 32, 4096), Packing(capacity=16_384, policy="dynamic_cp"), {"dp": ranks})
+    plan = plan_step(draw.lengths, draw.packing, **draw.layout)
+    assert filled == [plan.num_microbatches] == [8]
+    assert set(plan.cp_size) == {1}
+    assert account_of(plan, draw.packing).efficiency == 1.0
+
+
 def test_each_part_of_the_cost_moves_the_number_as_it_should() -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(7, 1, 600), 1, 8192).astype(np.int64)
 

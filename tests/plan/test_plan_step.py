@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from planning import check_packs, check_plan, least_objective
 
 from meshfeed.errors import PlanError
+from meshfeed.feed.stepping import cp_groups_of
+from meshfeed.layout import Layout
 from meshfeed.plan import Align, CostModel, Packing, account_of, cp_groups, packs_of, plan_step
 from meshfeed.plan.groups import cp_sizes
 from soak import cases, some
@@ -48,14 +50,24 @@ ranks_small = st.integers(1, 50)
     window=st.sampled_from((None, 64, 1024)),
     ring=st.sampled_from((0.0, 700.0)),
     most=st.sampled_from((None, None, 1, 2, 5, 32)),
+    powers=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_any_batch_on_any_ranks(ranks, n, kind, policy, objective, quantum, align, window, ring, most, seed):
+def test_any_batch_on_any_ranks(
+    ranks, n, kind, policy, objective, quantum, align, window, ring, most, powers, seed
+):
     cp = next(d for d in (4, 3, 2, 1) if ranks % d == 0) if policy != "dynamic_cp" else 1
     widest = ranks if policy == "dynamic_cp" else cp
     cost = CostModel(alpha=25_100, window=window, ring_tokens=ring, overhead=1e6)
+    sizes = cp_sizes(ranks, powers=True) if powers and policy == "dynamic_cp" else None
     packing = Packing(
-        capacity=4096, policy=policy, cost=cost, align=align, objective=objective, max_sequences=most
+        capacity=4096,
+        policy=policy,
+        cost=cost,
+        align=align,
+        objective=objective,
+        max_sequences=most,
+        cp_sizes=sizes,
     )
     longest = 4096 * widest // align.pack_multiple(widest) * align.pack_multiple(widest)
     lengths = batch(seed, n, min(longest, 100_000), kind)
@@ -199,6 +211,22 @@ def test_cp_groups_nest(ranks, sizes):
         np.testing.assert_array_equal(blocks, np.arange(ranks).reshape(-1, size))
 
 
+def test_all_ranks_are_a_size_that_others_need_not_divide():
+    groups = cp_groups(7, (1, 2, 4, 7))
+    assert {size: blocks.tolist() for size, blocks in groups.items() if size > 1} == {
+        2: [[0, 1], [2, 3], [4, 5]],
+        4: [[0, 1, 2, 3]],
+        7: [[0, 1, 2, 3, 4, 5, 6]],
+    }
+    layout, packing = Layout.parse("dp7"), Packing(capacity=64, policy="dynamic_cp", cp_sizes=(1, 2, 4, 7))
+    of_last = cp_groups_of(layout, packing, layout.coord(6))
+    priced = Packing(capacity=64, policy="dynamic_cp", cost=CostModel(alpha=300, ring_tokens=670))
+    assert cp_groups_of(layout, priced, layout.coord(6)) == of_last, (
+        "by default, where ring_tokens has a price"
+    )
+    assert of_last == {1: (6,), 7: (0, 1, 2, 3, 4, 5, 6)}, "no block of 2 or 4 has rank 6"
+
+
 class TestOversize:
     LENGTHS = (100, 5000, 0, 2050, 7)
 
@@ -265,6 +293,9 @@ class TestOversize:
             lambda: plan_step([1], Packing(capacity=8, policy="dynamic_cp", cp_sizes=(1, 3)), dp=8),
             "3 does not divide 8",
         ),
+        (lambda: cp_groups(6, (1, 2, 4)), "4 does not divide 6; give .* or 6 itself after them"),
+        (lambda: cp_groups(7, (2, 4, 7)), "2 does not divide 7"),
+        (lambda: cp_groups(12, (1, 4, 6, 12)), "4 does not divide 6"),
         (lambda: plan_step([1], Packing(capacity=31, align=Align(pack=32)), dp=2), "raise capacity to 32"),
         (lambda: plan_step([1], Packing(capacity=8), dp=0), "dp=0"),
         (lambda: plan_step([1], Packing(capacity=8), dp=2.0), "dp=2.0, .* each is a whole number"),

@@ -1,14 +1,18 @@
 """How good the plans are, on distributions of several kinds."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from least_microbatches import microbatch_bound
-from meshfeed.plan import Packing, account_of, plan_step
+from meshfeed.plan import CostModel, Packing, account_of, plan_step
 from meshfeed.plan.policy import room_of
 from soak import some
 
 CAPACITY = 16_384
+TRACES = Path(__file__).parents[2] / "benchmarks" / "data"
 
 
 def traces(ranks):
@@ -53,6 +57,19 @@ def test_sequences_are_not_spread_more_than_they_need():
     plan = plan_step(lengths, Packing(capacity=CAPACITY, policy="dynamic_cp"), dp=32)
     mean_cp = float((lengths * plan.cp_size).sum() / lengths.sum())
     assert mean_cp < 12  # all ranks, always even, would be 32
+
+
+@pytest.mark.parametrize("ranks", [32, 56])
+def test_keys_and_values_between_nodes_cost_little_where_their_price_is_known(ranks):
+    """Beside the plan that does not know the price: its loads are counted again with it."""
+    trace = np.loadtxt(TRACES / "longtail.txt", dtype=np.int64)[: 27 * ranks]
+    priced = Packing(capacity=CAPACITY, policy="dynamic_cp", cost=CostModel(alpha=25_100, ring_tokens=6000))
+    told, untold = (
+        account_of(plan_step(trace, packing, dp=ranks), priced)
+        for packing in (priced, replace(priced, cost=CostModel(alpha=25_100)))
+    )
+    assert told.objective < 1.06 * priced.cost.work(trace).sum() / ranks
+    assert told.objective < 0.92 * untold.objective
 
 
 def test_no_tolerance_is_never_worse():

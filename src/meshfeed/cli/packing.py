@@ -39,7 +39,7 @@ class JobOptions:
     )
     quantum: int | None = option("make the number of microbatches a multiple of N (pp with --vpp, else 1)")
     objective: Objective | None = option(f"where ranks wait for each other ({_DEFAULT.objective})")
-    cp_sizes: tuple[int, ...] | None = option("sizes of cp groups for dynamic_cp (divisors of dp x cp)")
+    cp_sizes: tuple[int, ...] | None = option("sizes of cp groups for dynamic_cp (such as 1,2,4,8)")
     cp_split: CpSplit = option("how cp ranks split a sequence or a pack", default="zigzag")
     tolerance: float | None = option(
         f"how far above the ideal a step may be: a share of it, from 0 to below 1 ({_DEFAULT.tolerance})",

@@ -32,6 +32,7 @@ from meshfeed.plan import (
     plan_fixed,
     plan_step,
 )
+from meshfeed.plan.policy import sizes_of
 from meshfeed.plan.split import cuts_packs
 from meshfeed.plan.types import exact_sum
 from meshfeed.recipe import Blocks, Recipe
@@ -260,12 +261,13 @@ class Stepping:
 def cp_groups_of(layout: Layout, packing: Packing | None, coord: Coord) -> dict[int, tuple[int, ...]]:
     """The cp groups that the rank at a coordinate can be in: size -> global ranks."""
     cp = layout.cp
-    sizes = None if packing is not None and packing.policy == "dynamic_cp" else (cp,)
-    if packing is not None and packing.cp_sizes is not None:
-        sizes = packing.cp_sizes
+    sizes: tuple[int, ...] = (cp,)
+    if packing is not None and packing.policy == "dynamic_cp":
+        sizes = sizes_of(packing, layout.dp * cp)
     at, beside = coord.dp * cp + coord.cp, ranks_beside(layout, coord)
     groups = cp_groups(beside.size, sizes)
-    return {size: tuple(beside[group[at // size]].tolist()) for size, group in groups.items()}
+    own = ((size, group[at // size : at // size + 1].ravel()) for size, group in groups.items())
+    return {size: tuple(beside[group].tolist()) for size, group in own if group.size}
 
 
 @lru_cache(maxsize=8)  # rows of equal lengths are planned alike in every step

@@ -232,12 +232,13 @@ def first_ranks_of(filled: list[FilledMicrobatch], room: Room, *, exchange: bool
             free = np.ones(room.num_ranks, bool)
             for size in np.unique(sizes)[::-1].tolist():
                 own = np.flatnonzero(sizes == size)
-                open_ranges = np.flatnonzero(free.reshape(-1, size).all(axis=1))
-                so_far = done.reshape(-1, size).max(axis=1)[open_ranges]
+                end = room.num_ranks // size * size
+                open_ranges = np.flatnonzero(free[:end].reshape(-1, size).all(axis=1))
+                so_far = done[:end].reshape(-1, size).max(axis=1)[open_ranges]
                 least_done = open_ranges[np.argsort(so_far, kind="stable")[: own.size]]
                 heaviest = own[np.argsort(-microbatch.loads[own], kind="stable")]
                 first[heaviest] = least_done * size
-                free.reshape(-1, size)[least_done] = False
+                free[:end].reshape(-1, size)[least_done] = False
             done += loads_by_rank(microbatch, first, room.num_ranks)
         first_ranks.append(first)
     return first_ranks

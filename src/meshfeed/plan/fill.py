@@ -44,7 +44,7 @@ FULL = 0.998
 """Part of its load at which a group is complete. More takes wider groups and the shortest sequences."""
 
 MAX_WIDENING = 3
-"""How many times the groups that stay incomplete are widened."""
+"""How many times the groups that stay incomplete are widened, where communication costs nothing."""
 
 _complete = compiled(
     "mf_complete",
@@ -156,13 +156,27 @@ def fill_step(sequences: Sequences, num_microbatches: int, tolerance: float) -> 
     """Fill the microbatches of a step; fewer where fewer suffice.
 
     What finds no room is `left` of the last one. tolerance: see `Packing.tolerance`.
+    Where communication has a price, groups are also left as narrow as they start; the better of both wins.
     """
+    ways = (MAX_WIDENING, 0) if sequences.cost.ring_tokens else (MAX_WIDENING,)
+    steps = [_filled_step(sequences, num_microbatches, tolerance, widenings) for widenings in ways]
+
+    def score(filled: list[FilledMicrobatch]) -> tuple[int, float]:
+        tops = np.array([one.loads.max(initial=0.0) for one in filled])
+        return int(sequences.lengths[filled[-1].left].sum()), float(tops.sum())
+
+    return min(steps, key=score) if len(steps) > 1 else steps[0]
+
+
+def _filled_step(
+    sequences: Sequences, num_microbatches: int, tolerance: float, widenings: int
+) -> list[FilledMicrobatch]:
     left = np.arange(sequences.lengths.size)
     filled: list[FilledMicrobatch] = []
     for remaining in range(num_microbatches, 1, -1):
         if not left.size:
             return filled
-        groups, left = fill_microbatch(sequences, left, target_of(sequences, left, remaining))
+        groups, left = fill_microbatch(sequences, left, target_of(sequences, left, remaining), widenings)
         filled.append(filled_microbatch(sequences, groups))
     if left.size:
         # one of many microbatches may be uneven by more: the step's time is their sum
@@ -185,13 +199,15 @@ def target_of(sequences: Sequences, left: LongArray, num_microbatches: int) -> T
     return Target(share / sequences.room.num_ranks * work_per_token, work_per_token)
 
 
-def fill_microbatch(sequences: Sequences, left: LongArray, target: Target) -> tuple[list[Groups], LongArray]:
-    """The groups of one microbatch, and what is left after them."""
+def fill_microbatch(
+    sequences: Sequences, left: LongArray, target: Target, widenings: int
+) -> tuple[list[Groups], LongArray]:
+    """The groups of one microbatch, and what is left after them. widenings: see `fill_ranks`."""
     first, left = first_group(sequences, left, target)
     size = int(first.sizes[0])
     load = float(first.goal[0] - first.missing[0]) / size
     others, left = fill_ranks(
-        sequences, left, sequences.room.num_ranks - size, Target(load, target.work_per_token)
+        sequences, left, sequences.room.num_ranks - size, Target(load, target.work_per_token), widenings
     )
     return [first, *others], left
 
@@ -219,16 +235,19 @@ def first_group(sequences: Sequences, left: LongArray, target: Target) -> tuple[
 
 
 def fill_ranks(
-    sequences: Sequences, left: LongArray, ranks: int, target: Target
+    sequences: Sequences, left: LongArray, ranks: int, target: Target, widenings: int
 ) -> tuple[list[Groups], LongArray]:
-    """Groups for so many ranks, each as near the target as it comes, and what is left after them."""
+    """Groups for so many ranks, each as near the target as it comes, and what is left after them.
+
+    widenings: how many times the groups that stay incomplete are widened.
+    """
     done: list[Groups] = []
-    for tightness in range(MAX_WIDENING + 1):
+    for tightness in range(widenings + 1):
         at, size_at = seed_groups(sequences, left, ranks, target.load, tightness)
         groups = Groups.of(sequences, left[at], size_at, target)
         left = complete(sequences, np.delete(left, at), groups)
         still_open = groups.open()
-        if tightness == MAX_WIDENING or not still_open.any():
+        if tightness == widenings or not still_open.any():
             done.append(groups)
             break
         done.append(groups.only(~still_open))

@@ -46,6 +46,8 @@ class Forecast:
         self._num_ranks, self._blocks = room.num_ranks, room.num_ranks // room.sizes[-1]
         self._most_tokens = room.most_tokens
         self._full = int(sequences.padded[0].sum()) / room.most_tokens
+        # equal sequences are as easy to balance on full ranks
+        self._unlike = min(1.0, int(sequences.lengths[0]) / int(sequences.lengths[-1]) - 1)
         self._work_before = np.concatenate(([0.0], np.cumsum(sequences.work)))
         self._even = float(self._work_before[-1]) / room.num_ranks
 
@@ -69,9 +71,10 @@ class Forecast:
         return not self._bubble_share and self.penalty(count) == 1
 
     def penalty(self, count: int) -> float:
-        """How many times its prediction a step is likely to take; 1 where ranks are not full of tokens."""
+        """How many times its prediction a step is likely to take; 1 where ranks are not full of tokens, or
+        sequences are equal."""
         tight = max(0.0, 1 - (1 - self._full / count) / SLACK)
-        return 1 + TIGHT / count * tight
+        return 1 + TIGHT / count * tight * self._unlike
 
     def predicted(self, count: int) -> float:
         """The step time that filling so many microbatches is predicted to give."""

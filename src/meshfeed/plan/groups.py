@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -11,16 +12,19 @@ from meshfeed.errors import PlanError
 from meshfeed.plan.types import is_count
 
 
-def cp_sizes(num_ranks: int) -> tuple[int, ...]:
+def cp_sizes(num_ranks: int, *, powers: bool = False) -> tuple[int, ...]:
     """The cp group sizes that a plan may use on `num_ranks` dp_cp ranks, ascending, each a divisor of the
     next.
 
     12 -> (1, 2, 4, 12): multiply by the prime factors of num_ranks, smallest first. A chain of divisors
     nests: blocks laid side by side, widest first, are then aligned whatever their number.
+    powers: 12 -> (1, 2, 4, 8, 12), powers of two and all ranks: narrower groups for long sequences.
     Raises PlanError for num_ranks < 1.
     """
     if num_ranks < 1:
         raise PlanError(f"num_ranks={num_ranks}: a step is planned for at least one rank")
+    if powers:
+        return (*(1 << i for i in range((num_ranks - 1).bit_length())), num_ranks)
     sizes, left, prime = [1], num_ranks, 2
     while left > 1:
         while left % prime == 0:
@@ -34,15 +38,19 @@ def cp_sizes(num_ranks: int) -> tuple[int, ...]:
 def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
     """The sizes in ascending order, once each.
 
-    Raises PlanError unless each divides the next and the last divides num_ranks.
+    Each divides the next, and the first and the last divide num_ranks. All ranks together are a size that no
+    other needs to divide but the first: no other block is beside theirs.
+    Raises PlanError for other sizes.
     """
     ordered = tuple(sorted(set(sizes)))
     if not ordered or not all(map(is_count, ordered)):
         raise PlanError(f"cp_sizes={tuple(sizes)}: give at least one size, each a whole number from 1 on")
-    for size, wider in zip(ordered, (*ordered[1:], num_ranks)):
+    beside = [pair for pair in pairwise(ordered) if pair[1] != num_ranks]
+    for size, wider in (*beside, (ordered[0], num_ranks), (ordered[-1], num_ranks)):
         if wider % size:
             raise PlanError(
-                f"cp_sizes={tuple(sizes)}: {size} does not divide {wider}, so blocks would overlap"
+                f"cp_sizes={tuple(sizes)}: {size} does not divide {wider}; give sizes of which each divides "
+                f"the next and the last divides {num_ranks}, or {num_ranks} itself after them"
             )
     return ordered
 
@@ -50,8 +58,9 @@ def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
 def cp_groups(num_ranks: int, sizes: Sequence[int] | None = None) -> dict[int, npt.NDArray[np.int64]]:
     """Every cp group that a plan can ask for, so that all are made once, at the start.
 
-    Returns size -> dp_cp ranks of its aligned blocks, int64 [num_ranks // size, size]; sizes ascending.
+    Returns size -> dp_cp ranks of its aligned blocks, int64 [num_ranks // size, size]; sizes ascending. Where
+    a size does not divide num_ranks, the last ranks are in none of its blocks.
     sizes: those allowed; None for `cp_sizes(num_ranks)`.
     """
     allowed = cp_sizes(num_ranks) if sizes is None else check_sizes(sizes, num_ranks)
-    return {size: np.arange(num_ranks).reshape(-1, size) for size in allowed}
+    return {size: np.arange(num_ranks // size * size).reshape(-1, size) for size in allowed}

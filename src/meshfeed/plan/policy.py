@@ -59,8 +59,9 @@ class Packing:
             fixed_shapes take the fewest unless given a number; a pack of fixed shape costs its capacity.
         quantum: the number of microbatches is a multiple of this; None for pp where there are virtual stages,
             else 1. An interleaved pipeline takes them in groups of this size.
-        cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp; None for
-            `groups.cp_sizes(dp * cp)`. (1, 2, 4, 8) keeps every group within a node of eight.
+        cp_sizes: group sizes for dynamic_cp, each a divisor of the next and the last of dp * cp: (1, 2, 4, 8)
+            keeps every group within a node of eight. All ranks are a size that only the first need divide.
+            None for `groups.cp_sizes(dp * cp)`, powers of two and all ranks if the cost has ring_tokens.
         tolerance: how far above the ideal a step may be before wider cp groups, or other numbers of
             microbatches, are tried for it, relative.
     """
@@ -136,7 +137,7 @@ class Room:
 
     Attributes:
         num_ranks: dp_cp ranks.
-        sizes: cp group sizes, ascending, each a divisor of the next and the last of num_ranks.
+        sizes: cp group sizes, ascending; see `groups.check_sizes`.
         limits: padded tokens that a whole group of each size can hold: the capacity of its ranks, rounded
             down to what alignment lets a pack have.
         align: padding multiples.
@@ -165,6 +166,16 @@ class Room:
         return self.max_sequences * (self.num_ranks // self.sizes[0])
 
 
+def sizes_of(packing: Packing, num_ranks: int) -> tuple[int, ...]:
+    """The cp group sizes that dynamic_cp may use; see `Packing.cp_sizes`.
+
+    Raises PlanError for cp_sizes that do not nest.
+    """
+    if packing.cp_sizes is not None:
+        return check_sizes(packing.cp_sizes, num_ranks)
+    return cp_sizes(num_ranks, powers=packing.cost.ring_tokens > 0)
+
+
 def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") -> Room:
     """The room that a packing leaves on dp x cp ranks, which split packs so.
 
@@ -173,8 +184,7 @@ def room_of(packing: Packing, *, dp: int, cp: int, split: CpSplit = "zigzag") ->
     check_split(split)
     sizes: tuple[int, ...] = (cp,)
     if packing.policy == "dynamic_cp":
-        ranks = dp * cp
-        sizes = cp_sizes(ranks) if packing.cp_sizes is None else check_sizes(packing.cp_sizes, ranks)
+        sizes = sizes_of(packing, dp * cp)
     align = replace(packing.align, in_runs=True) if split == "pack_contiguous" else packing.align
     limits = tuple(align.limit(packing.capacity, np.array(sizes, np.int32)).tolist())
     if min(limits) == 0:
