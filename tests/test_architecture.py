@@ -17,7 +17,7 @@ import pytest
 import meshfeed
 
 SOURCE = Path(meshfeed.__file__).parent
-FRAMEWORKS = {"megatron", "lightning", "torchtitan", "transformers", "accelerate"}
+FRAMEWORKS = {"megatron", "lightning", "torchtitan", "transformers", "accelerate", "nemo_automodel"}
 OPTIONAL = {"rich", "tokenizers", "pyarrow", "obstore", "opentelemetry", "hypothesis", "pytest"} | FRAMEWORKS
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_examples" not in path.parts)
 

@@ -10,7 +10,7 @@ from meshfeed.extras import install
 # Each line is one way into an integration, in a process where no framework can be imported.
 CODE = """
 import sys
-for name in ("megatron", "lightning", "torchtitan", "transformers"):
+for name in ("megatron", "lightning", "torchtitan", "transformers", "nemo_automodel"):
     sys.modules[name] = None
 import importlib
 import meshfeed as mf
@@ -30,6 +30,7 @@ for call in (
     lambda: importlib.import_module("meshfeed.integrations.lightning"),
     lambda: importlib.import_module("meshfeed.integrations.torchtitan"),
     lambda: importlib.import_module("meshfeed.integrations.transformers"),
+    lambda: importlib.import_module("meshfeed.integrations.automodel"),
 ):
     try:
         call()
@@ -42,5 +43,5 @@ def test_a_missing_framework_is_named() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120
     )
-    extras = ["megatron"] * 7 + ["lightning", "torchtitan", "transformers"]
+    extras = ["megatron"] * 7 + ["lightning", "torchtitan", "transformers", "automodel"]
     assert done.stdout.splitlines() == [f"MeshfeedError {install(extra)}" for extra in extras]

@@ -21,6 +21,7 @@ import loops
 import meshfeed as mf
 import world
 from meshfeed.integrations import torchtitan as fed
+from meshfeed.integrations.config import layout_of_ranks
 from meshfeed.store import IndexedWriter
 
 PLACE = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": None, "seq_len": 32, "local_batch_size": 2}
@@ -61,7 +62,7 @@ def meshes(rank: int) -> list[list[mf.Layout]]:
         batch = dims.get_optional_mesh("batch")
         told: list[Any] = [None] * 4
         dist.all_gather_object(told, 0 if batch is None else batch.get_local_rank())
-        found.append([*layouts, fed.layout_of_ranks(told)])
+        found.append([*layouts, layout_of_ranks(told)])
     return found
 
 
@@ -314,12 +315,12 @@ def test_states_that_fit_nowhere_are_refused(corpus: str) -> None:
 
 
 def test_replicas_of_unequal_size_are_no_layout(corpus: str) -> None:
-    assert fed.layout_of_ranks([1, 0, 1, 0]) == mf.Layout(tp=2, dp=2, order="tp-dp", table=(1, 3, 0, 2))
+    assert layout_of_ranks([1, 0, 1, 0]) == mf.Layout(tp=2, dp=2, order="tp-dp", table=(1, 3, 0, 2))
     loader = fed.DataLoader(fed.DataLoader.Config(recipe=recipe(corpus)), **{**PLACE, "dp_world_size": 2})
     with pytest.raises(mf.LayoutError, match=r"dp_world_size=2.*init_process_group first, or pass layout"):
         loader._layout()
     with pytest.raises(mf.LayoutError, match=r"replicas have \[2, 1\] ranks"):
-        fed.layout_of_ranks([0, 0, 1])
+        layout_of_ranks([0, 0, 1])
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ class Settings(NamedTuple):
     accumulated: str = "the number of microbatches that the loop accumulates"
     micro_batch_size: str = "micro_batch_size"
     epoch: str = "by steps_per_epoch, say"
+    capacity: str = ""  # of packs, where the framework's config sets it
 
 
 class EvalLoader:
@@ -255,10 +256,10 @@ def disagreement(feed: Feed, step: int, num_microbatches: int, wanted: int, name
     """Why a step does not have the number of microbatches that the loop accumulates, and what to set."""
     ranks = f"each of {feed.layout.dp} data-parallel ranks"
     if feed.packing is not None:
+        capacity = name.capacity or f"Packing(microbatches={wanted}), and a capacity"
         return (
             f"step {step} is packed into {num_microbatches} microbatches on {ranks}, but {name.accumulated} "
-            f"is {wanted}; set Packing(microbatches={wanted}), and a capacity, now {feed.packing.capacity}, "
-            f"at which no step needs more"
+            f"is {wanted}; set {capacity}, now {feed.packing.capacity}, at which no step needs more"
         )
     num, whole = len(draws_of_step(feed.recipe, step)), feed.micro_batch_size * feed.layout.dp * wanted
     told = (

@@ -14,8 +14,6 @@ holds this difference. The sizes that the trainer gives tell which one applies.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -25,11 +23,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from meshfeed.errors import LayoutError, RecipeError, StateError
+from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
+from meshfeed.integrations.config import gathered_layout, recipe_at
 from meshfeed.integrations.loader import (
     BatchOf,
     Settings,
@@ -48,7 +46,6 @@ from meshfeed.sequence.columns import rule_of
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 _KEY = "feed"
-_WANTED = "give 'package.module:name' of a mf.Recipe, or of a function without arguments that makes one"
 _BATCH_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
 _BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
 
@@ -61,19 +58,6 @@ def layout_of(mesh: Any) -> Layout:
     """
     dims = mesh.mesh_dim_names or ()
     return Layout.from_device_mesh(mesh, names={d: "dp" if d in _BATCH_DIMS else "tp" for d in dims})
-
-
-def layout_of_ranks(dp_rank_of_rank: list[int]) -> Layout:
-    """The same from each global rank's coordinate in the batch dimension.
-
-    Raises LayoutError if replicas differ in size.
-    """
-    world_size, dp = len(dp_rank_of_rank), max(dp_rank_of_rank) + 1
-    held = [dp_rank_of_rank.count(replica) for replica in range(dp)]
-    if len(set(held)) > 1:
-        raise LayoutError(f"dp ranks {dp_rank_of_rank}: replicas have {held} ranks; make all equal")
-    table = sorted(range(world_size), key=lambda rank: (dp_rank_of_rank[rank], rank))
-    return Layout(tp=world_size // dp, dp=dp, order="tp-dp", table=tuple(table))
 
 
 @dataclass(frozen=True)
@@ -306,45 +290,4 @@ class DataLoader(_Base):
             )
 
     def _layout(self) -> Layout:
-        if self._given_layout is not None:
-            return self._given_layout
-        if not dist.is_initialized():
-            if self._dp_world_size > 1:
-                raise LayoutError(
-                    f"dp_world_size={self._dp_world_size}, but no process group can gather every dp_rank; "
-                    f"call init_process_group first, or pass layout=layout_of(mesh)"
-                )
-            return Layout()
-        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-        mine = torch.tensor([self._dp_rank], dtype=torch.int64, device=device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        layout = layout_of_ranks([int(rank) for rank in gathered])
-        if layout.dp != self._dp_world_size:
-            raise LayoutError(f"dp_world_size={self._dp_world_size}, and dp ranks are 0 to {layout.dp - 1}")
-        return layout
-
-
-def recipe_at(place: object) -> Recipe:
-    """The recipe named by "package.module:name"; a function without arguments is called.
-
-    Raises RecipeError if there is none.
-    """
-    if isinstance(place, Recipe):
-        return place
-    if not isinstance(place, str):
-        raise RecipeError(f"recipe={place!r} is a {type(place).__name__}; {_WANTED}")
-    module, _, name = place.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name or "recipe")
-    except (ImportError, AttributeError, ValueError) as missing:
-        raise RecipeError(f"recipe={place!r}: {missing}; {_WANTED}") from missing
-    if callable(found):
-        try:
-            inspect.signature(found).bind()
-        except (TypeError, ValueError) as wanting:
-            raise RecipeError(f"recipe={place!r} cannot be called: {wanting}; {_WANTED}") from wanting
-        found = found()
-    if not isinstance(found, Recipe):
-        raise RecipeError(f"recipe={place!r} is a {type(found).__name__}, not a mf.Recipe; {_WANTED}")
-    return found
+        return self._given_layout or gathered_layout(self._dp_rank, self._dp_world_size)

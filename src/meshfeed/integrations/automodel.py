@@ -1,0 +1,292 @@
+"""NeMo Automodel: a feed in the place of its recipe's data loaders.
+
+The `dataset` section names a mf.Recipe, and `FeedRecipe` is Automodel's recipe that trains on it. Automodel
+splits sequences for context parallelism itself, and all pipeline stages count labels. So all ranks of a
+replica get the same whole sequences.
+
+    recipe: meshfeed.integrations.automodel.FeedRecipe
+    dataset:
+      _target_: meshfeed.integrations.automodel.FeedDataset
+      recipe: my_data:train
+      delivery: share
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+
+from meshfeed.errors import RecipeError
+from meshfeed.feed import Feed
+from meshfeed.feed.batch import Microbatch
+from meshfeed.integrations.config import gathered_layout, recipe_at
+from meshfeed.integrations.loader import EvalLoader, Settings, TrainLoader, framework, masked_labels
+from meshfeed.plan import Align, Packing
+from meshfeed.plan.policy import Oversize
+from meshfeed.recipe import Recipe
+from meshfeed.sequence.columns import rule_of
+
+Batch = dict[str, Any]
+Collate = Callable[[list[Microbatch]], Batch]
+
+_HERE = "meshfeed.integrations.automodel"
+_ROWS = Settings(
+    accumulated="step_scheduler.global_batch_size / (local_batch_size x data-parallel ranks)",
+    micro_batch_size="step_scheduler.local_batch_size",
+)
+_PACKS = Settings(
+    accumulated="step_scheduler.global_batch_size / data-parallel ranks",
+    capacity="packed_sequence.packed_sequence_size",
+)
+
+
+@dataclass(kw_only=True)
+class FeedDataset:
+    """The `dataset` section, or `validation_dataset`, of a config for `FeedRecipe`.
+
+    Attributes:
+        recipe: "package.module:name" of a mf.Recipe, or of a function that makes one; or a mf.Recipe.
+        delivery: who reads: "direct" on every rank that needs data, "broadcast" from one rank of each
+            replica, "share" within each node, ...; as for `Feed`.
+        verify: compare what ranks received; as for `Feed`.
+        oversize: what happens to sequences that are longer than a pack; as for `Packing`.
+    """
+
+    recipe: str | Recipe
+    delivery: str = "auto"
+    verify: bool = False
+    oversize: Oversize = "error"
+
+    def build(self, **given: Any) -> object:
+        """Raises RecipeError: `FeedRecipe` never calls it, other recipes of Automodel do."""
+        raise RecipeError(f"this recipe makes its own data loaders; set recipe: {_HERE}.FeedRecipe")
+
+
+_loader: Any = framework("nemo_automodel.components.datasets.loader", "automodel")
+_train: Any = framework("nemo_automodel.recipes.llm.train_ft", "automodel")
+
+
+class FeedRecipe(_train.TrainFinetuneRecipeForNextTokenPrediction):
+    """Automodel's recipe for training language models, with data sets that are mf.Recipes.
+
+    For another recipe with this loop, list that second: `class MyRecipe(FeedRecipe, OtherRecipe)`. The state
+    of the data is one small file for all ranks, and loads under another number of replicas.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg if isinstance(cfg, _Config) else _Config(cfg))
+
+    def run_train_validation_loop(self) -> None:
+        """As Automodel's; closes files and connections at the end."""
+        try:
+            super().run_train_validation_loop()
+        except BaseException as error:
+            self._close(error)
+            raise
+        self._close()
+
+    def _close(self, during: BaseException | None = None) -> None:
+        if isinstance(self.dataloader, TrainLoader):
+            self.dataloader.close(during)
+
+
+class _Config(_train.RecipeConfig):
+    """Automodel's view of the YAML file, in which a `FeedDataset` gets a feed."""
+
+    def _resolve_dataloader(self, dataset_node: Any, dataloader_node: Any) -> Any:
+        made = super()._resolve_dataloader(dataset_node, dataloader_node)
+        if not isinstance(made.dataset_config, FeedDataset):
+            return made
+        if unused := sorted(set(dataloader_node) - {"_target_"}):
+            raise RecipeError(
+                f"dataloader: {', '.join(unused)} would have no effect; remove that: the mf.Recipe sets "
+                f"order and batches, and a feed needs no workers"
+            )
+        return _FeedConfig(
+            dataset_config=made.dataset_config,
+            seed=made.seed,
+            packs=made.packing,
+            scheduler=self.step_scheduler,
+            local_batch_size=self.get("step_scheduler.local_batch_size", 1),
+        )
+
+    @cached_property
+    def validation_dataloaders(self) -> dict[str, Any]:
+        """By name; see Automodel's."""
+        return {
+            name: replace(made, trains=False) if isinstance(made, _FeedConfig) else made
+            for name, made in super().validation_dataloaders.items()
+        }
+
+
+@dataclass
+class _FeedConfig(_loader.DataloaderConfig):
+    """What Automodel builds a data loader from; its `packing` is None, so that it never strips `packs`."""
+
+    packs: Any = None
+    scheduler: Any = None
+    local_batch_size: int = 1
+    trains: bool = True
+
+    @property
+    def emits_thd(self) -> bool:
+        """Whether batches have Automodel's keys for packs, "thd"."""
+        return isinstance(self.packs, _loader.ThdPackingConfig)
+
+    def build(
+        self, *, dp_rank: int, dp_world_size: int, collate_wrapper: Any = None, **runtime: Any
+    ) -> TrainLoader | EvalLoader:
+        """The loader of this rank. All ranks call it together."""
+        given = self.dataset_config
+        recipe = recipe_at(given.recipe)
+        accumulated = self.scheduler.global_batch_size // (self.local_batch_size * dp_world_size)
+        together, collate = 1, _rows
+        if rule_of(recipe).packed:
+            together, collate = self.local_batch_size, self._collater(recipe, runtime)
+            packing = self._packing(runtime.get("cp_size", 1), accumulated * together)
+            options: dict[str, Any] = {"packing": packing}
+        elif self.packs is not None and self.trains:
+            raise RecipeError(
+                f"{type(recipe.sequence).__name__}() has sequences of one length, which are not packed; "
+                f"remove packed_sequence, or use mf.Documents()"
+            )
+        else:
+            options = {"micro_batch_size": self.local_batch_size, "pad_rows": not self.trains}
+        options |= {"delivery": given.delivery, "verify": given.verify}
+        feed = Feed(recipe, gathered_layout(dp_rank, dp_world_size), **options)
+        self._check_end(feed)
+        collate = collate_wrapper(collate) if collate_wrapper is not None else collate
+        if self.trains:
+            return _Training(feed, collate, together, accumulated)
+        return _Validation(feed, collate, together)
+
+    def _packing(self, cp_size: int, num_microbatches: int) -> Packing:
+        """Packs of constant shape, with the padding that context parallelism needs."""
+        size, multiple = int(self.packs.packed_sequence_size), 2 * cp_size if cp_size > 1 else 1
+        if size % multiple:
+            raise RecipeError(
+                f"packed_sequence.packed_sequence_size={size}: cp_size={cp_size} needs a multiple of "
+                f"{multiple}"
+            )
+        return Packing(
+            capacity=size,
+            align=Align(sequence=multiple),
+            max_sequences=size,
+            fixed_shapes=True,
+            oversize=self.dataset_config.oversize,
+            microbatches=num_microbatches if self.trains else None,
+        )
+
+    def _collater(self, recipe: Recipe, runtime: Mapping[str, Any]) -> Collate:
+        """Automodel's own function from packs to a batch, for its packing strategy and the model."""
+        if self.packs is None:
+            raise RecipeError(
+                f"{type(recipe.sequence).__name__}() needs packs; set packed_sequence.packed_sequence_size"
+            )
+        defaults = type(self.packs)(packed_sequence_size=self.packs.packed_sequence_size)
+        unused = {name for name, value in vars(self.packs).items() if value != getattr(defaults, name)}
+        if unused:
+            raise RecipeError(
+                f"packed_sequence: {', '.join(sorted(unused))} would have no effect on a feed; remove that"
+            )
+        known = ("supports_seq_lens", "cp_size", "attn_implementation", "packing_contract")
+        sample = {"input_ids": [0], "labels": [0]}
+        told = {name: runtime[name] for name in known if name in runtime}
+        _, theirs = self.packs.build([sample], split="train", **told)
+        if theirs is None:
+            raise RecipeError(
+                "packed_sequence.packing_strategy=thd: this model does not take seq_lens; choose neat"
+            )
+        return lambda microbatches: theirs([_pack(microbatch) for microbatch in microbatches])
+
+    def _check_end(self, feed: Feed) -> None:
+        """Raises RecipeError if Automodel would count steps, or epochs, that the stream does not have."""
+        end, scheduler = feed.num_steps, self.scheduler
+        if not self.trains:
+            if end is None:
+                raise RecipeError("validation_dataset never ends; give its mf.Recipe epochs=1 or steps=")
+        elif scheduler.max_steps is None and (end is None or feed.packing is not None):
+            raise RecipeError("set step_scheduler.max_steps: an endless or packed stream has no length")
+        elif end is not None and (
+            scheduler.max_steps > end if scheduler.max_steps is not None else scheduler.num_epochs != 1
+        ):
+            raise RecipeError(
+                f"the stream ends after {end} steps, and step_scheduler asks for "
+                f"max_steps={scheduler.max_steps}, num_epochs={scheduler.num_epochs}; set max_steps to at "
+                f"most {end}, or give the mf.Recipe more epochs"
+            )
+
+
+class _Training(TrainLoader):
+    """The training stream; some microbatches together are a batch."""
+
+    def __init__(self, feed: Feed, collate: Collate, together: int, accumulated: int) -> None:
+        wanted, settings = accumulated * together, _ROWS if feed.packing is None else _PACKS
+        super().__init__(feed, _same, accumulated=lambda: wanted, settings=settings)
+        self._collate, self._together = collate, together
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _batches(super().__iter__(), self._collate, self._together)
+
+    def __len__(self) -> int:
+        return super().__len__() // self._together
+
+
+class _Validation(EvalLoader):
+    """A validation set; some microbatches together are a batch."""
+
+    def __init__(self, feed: Feed, collate: Collate, together: int) -> None:
+        super().__init__(feed, _same)
+        self._collate, self._together = collate, together
+
+    def __iter__(self) -> Iterator[Batch]:
+        return _batches(super().__iter__(), self._collate, self._together)
+
+
+def _same(microbatch: Microbatch) -> Microbatch:
+    return microbatch
+
+
+def _batches(microbatches: Iterator[Microbatch], collate: Collate, together: int) -> Iterator[Batch]:
+    while group := list(islice(microbatches, together)):
+        yield collate(group)
+
+
+def _rows(microbatches: list[Microbatch]) -> Batch:
+    """input_ids, labels, position_ids: int64 [rows, tokens]; padding_mask (bool) if the sequences have it."""
+    (microbatch,) = microbatches
+    made: Batch = {
+        "input_ids": microbatch["tokens"],
+        "labels": masked_labels(microbatch),
+        "position_ids": microbatch["position_ids"],
+    }
+    return made | {name: microbatch[name] for name in ("padding_mask",) if name in microbatch}
+
+
+def _pack(microbatch: Microbatch) -> Batch:
+    """One pack as Automodel's packers make it: [tokens], and its sequences.
+
+    input_ids, labels, position_ids: int64 arrays. attention_mask: int64, the number of each token's sequence
+    from 1, 0 for padding. seq_lens, seq_lens_padded: lists; what the pack has left pads its last sequence.
+    """
+    ids: torch.Tensor = microbatch["sequence_ids"][0]
+    size, num = len(ids), int(ids.max()) + 1
+    lengths = microbatch["cu_seqlens"].diff()[:num].tolist()
+    padded = microbatch["cu_seqlens_padded"].diff()[:num].tolist()
+    if num:
+        padded[-1] += size - sum(padded)
+    else:  # a pack without a sequence: all padding, as one sequence without a label
+        lengths, padded, ids = [size], [size], torch.zeros_like(ids)
+    return {
+        "input_ids": microbatch["tokens"][0].numpy(),
+        "labels": masked_labels(microbatch)[0].numpy(),
+        "position_ids": microbatch["position_ids"][0].numpy(),
+        "attention_mask": (ids.long() + 1).numpy(),
+        "seq_lens": lengths,
+        "seq_lens_padded": padded,
+    }
