@@ -3,12 +3,13 @@
     subprocess.run([quick.python(), "-m", "meshfeed", "roles", "tp2"])
 
 For tests of what a command does, not of how it starts. It takes `-m MODULE`, `-c CODE` or a script, ignores other
-options of Python, and inherits every descriptor that it is given. Where xdist runs the tests, its processes are such
-forks too (see conftest.py), and all share one server.
+options of Python, inherits every descriptor that it is given, and is in the network of whoever asks. Where xdist runs
+the tests, its processes are such forks too (see conftest.py), and all share one server.
 """
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import importlib
@@ -39,6 +40,7 @@ _IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "meshfeed.integrations.transformers",
 )
+_SPACES = ("mnt", "net", "uts")
 _SHARED = "MESHFEED_TESTS_PYTHON"
 
 
@@ -75,7 +77,8 @@ def _ask(address: str, words: list[str]) -> NoReturn:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(address)
         asked = json.dumps([words, dict(os.environ), os.getcwd(), given]).encode()
-        socket.send_fds(server, [asked], given)
+        spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in _SPACES]
+        socket.send_fds(server, [asked], spaces + given)
         status = int(server.recv(64))
     if status < 0:
         with contextlib.suppress(OSError):
@@ -110,6 +113,8 @@ def _serve(address: str) -> None:
         _attend(client, child)
     client.close()
     words, environment, folder, numbers = json.loads(message)
+    for name in _SPACES:
+        _enter(name, files.pop(0))
     away = max(numbers) + 1  # each file gets the number that it has there
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, away) for file in files]
     for file in files:
@@ -140,6 +145,15 @@ def _serve(address: str) -> None:
     with contextlib.suppress(ValueError):  # it is closed already
         sys.stdout.flush()
     os._exit(status)
+
+
+def _enter(name: str, space: int) -> None:
+    """Go into a namespace, given as a file, from a process of one thread."""
+    if not os.path.samestat(os.fstat(space), os.stat(f"/proc/self/ns/{name}")):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(space, 0):
+            raise OSError(ctypes.get_errno(), f"setns {name}")
+    os.close(space)
 
 
 def _attend(client: socket.socket, child: int) -> NoReturn:

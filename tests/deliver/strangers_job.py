@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import meshfeed as mf
+import quick
 import world
 from corpus import recipe_of
 from observe import take
@@ -130,4 +131,5 @@ def main(folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    world.python = quick.python()
     (Path(sys.argv[1]) / "found.json").write_text(json.dumps(main(sys.argv[1])))

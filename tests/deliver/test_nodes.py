@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from node_job import LAYOUT, NUM_TOKENS, PER_NODE, STEP_BYTES, STEPS
 
+import quick
 from observe import simulated
 from services.nodes import DEVICE, nodes
 
@@ -32,7 +33,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with nodes(2) as made:
         running = []
         for at, node in enumerate(made):
-            command = [sys.executable, str(here / "node_job.py"), str(at), str(disks[at]), made[0].address]
+            command = [quick.python(), str(here / "node_job.py"), str(at), str(disks[at]), made[0].address]
             running.append(node.start(command, environment))
         outputs = [process.communicate(timeout=600) for process in running]
     failed = {at: outputs[at][1] for at, process in enumerate(running) if process.returncode}

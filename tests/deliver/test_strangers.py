@@ -19,6 +19,7 @@ import strangers_job
 from strangers_job import LAYOUT, MANY, NOBODY, RANKS, STEPS
 
 import meshfeed as mf
+import quick
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.deliver.local import Listener, connect
@@ -39,7 +40,7 @@ def test_attacks_on_a_job_that_joins_change_nothing_and_get_nothing(corpus: str)
     needs_root()
     needs("unshare", "ip")
     here = Path(__file__).parent
-    script = f"ip link set lo up && exec {sys.executable} {here / 'strangers_job.py'} {corpus}"
+    script = f"ip link set lo up && exec {quick.share()} {here / 'strangers_job.py'} {corpus}"
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", script],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(here), str(here.parent)])},

@@ -271,7 +271,7 @@ def test_a_body_shorter_than_what_was_asked_for_is_asked_again() -> None:
     """To the HTTP client such an answer is whole."""
     Short.num_short = 2
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Short) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         client = Client(f"http://127.0.0.1:{server.server_port}", {}, SHORT)
         tag = client.stat("x").tag
         assert bytes(client.read("x", 100, 5_000, tag)) == DATA[100:5_000]

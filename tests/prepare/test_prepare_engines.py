@@ -10,13 +10,13 @@ import random
 import re
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import quick
 from meshfeed.errors import PrepareError
 from meshfeed.prepare import Local, OnRay, OnSlurm, Text, prepare
 from services.needs import needs, needs_root
@@ -53,7 +53,9 @@ ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level
          object_store_memory=80 << 20, _node_ip_address="127.0.0.1")
 run_task = on_ray._run_task
 on_ray._run_task = lambda folder, task: os.kill(os.getpid(), signal.SIGKILL)
+os.environ["RAY_TASK_MAX_RETRIES"] = "0"
 print(run(lambda progress: None), flush=True)
+os.environ["RAY_TASK_MAX_RETRIES"] = "3"  # Ray's default
 on_ray._run_task, killed = run_task, []
 def workers():
     for each in Path("/proc").glob("[0-9]*"):
@@ -95,7 +97,7 @@ def expected(corpus: Path) -> Path:
 
 def start(engine: str, corpus: Path, out: Path, *more: str, env: dict[str, str] | None = None):
     script = RUN + DYING * ("workers die" in more)
-    command = [sys.executable, "-c", script, engine, str(corpus), str(out), *more]
+    command = [quick.python(), "-c", script, engine, str(corpus), str(out), *more]
     if engine == "ray":  # Ray binds every address; a network of its own keeps it from others
         needs("unshare", "ip")
         needs_root()

@@ -57,6 +57,8 @@ class Fault:
 
 NOTHING = Fault()
 
+_POLL_S = 0.02  # how soon a server notices that it ends
+
 Plan = Callable[[int, str, str], Fault]
 """(number of the request, method, path) -> what happens to it."""
 
@@ -88,7 +90,7 @@ class Faults:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True)
         self._thread.start()
         return self
 
