@@ -212,7 +212,9 @@ def failing(rank: int, layout: mf.Layout, what: str, owned: bool, prefetch: int)
 
     mine = items() if not owned or rank in owners else None
     steps = 0
-    with exchange_of(rank, layout, mine, owners=owners if owned else None, prefetch=prefetch) as exchange:
+    # owners broadcast, or share
+    options = {"owners": owners, "delivery": "auto" if prefetch else "broadcast"} if owned else {}
+    with exchange_of(rank, layout, mine, prefetch=prefetch, **options) as exchange:
         try:
             for step in exchange:
                 list(step.microbatches)
@@ -292,8 +294,12 @@ def test_a_killed_rank_ends_all_and_is_named() -> None:
 
 
 def leaving(rank: int, prefetch: int) -> str:
-    """Rank 1 leaves after two steps, the others want more."""
-    with exchange_of(rank, mf.Layout(dp=3), Numbered(rank, 9), prefetch=prefetch) as exchange:
+    """Rank 1 leaves after two steps, the others want more. It has an iterator, or is served by rank 0."""
+    layout, options = mf.Layout(dp=4), dict[str, Any]()
+    if prefetch:
+        layout, options = mf.Layout(tp=2, dp=2), {"owners": [0, 2], "delivery": "broadcast"}
+    mine = None if prefetch and rank % 2 else Numbered(rank, 9)
+    with exchange_of(rank, layout, mine, prefetch=prefetch, **options) as exchange:
         num_steps = 0
         try:
             for step in exchange:
@@ -307,9 +313,9 @@ def leaving(rank: int, prefetch: int) -> str:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_rank_that_leaves_is_named(prefetch: int) -> None:
-    first, gone, last = world.run(leaving, 3, prefetch)
+    first, gone, *others = world.run(leaving, 4, prefetch)
     assert gone == ""
-    for told in (first, last):
+    for told in (first, *others):
         assert re.match(r"[0-9] \(1,\) rank 1 has closed its feed", told), told
 
 
