@@ -105,7 +105,7 @@ def test_no_longer_step_than_with_the_fewest_microbatches_beyond_the_tolerance(
     made, least = (plan_step(lengths, p, dp=dp, pp=pp, vpp=vpp, quantum=quantum) for p in (chosen, fewest))
     assert made.num_microbatches >= least.num_microbatches
     times = [account_of(plan, fewest, pp=pp, vpp=vpp).objective for plan in (made, least)]
-    assert times[0] <= times[1] * (1 + tolerance)
+    assert times[0] <= times[1] * (1 + tolerance + 1e-12)  # sums of loads in another order
     if tolerance == 0.0:  # no number of microbatches near the fewest makes it shorter
         step = quantum or (pp if vpp > 1 else 1)
         for more in range(1, 4):
