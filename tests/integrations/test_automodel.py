@@ -175,8 +175,8 @@ def losses(log: Path, name: str = "loss") -> dict[int, float]:
     return {line["step"]: line[name] for line in map(json.loads, log.read_text().splitlines())}
 
 
-def trained(cfg: Any, *, ours: bool = True, kill_at: int | None = None) -> tuple[int, Any]:
-    """(times that this rank opened the data to train on, the loader's state) after the recipe has run."""
+def trained(cfg: Any, *, ours: bool = True, kill_at: int | None = None) -> tuple[int, Any, int]:
+    """(times that this rank opened the data to train on, the loader's last state, the first step)."""
     from nemo_automodel.recipes.llm.train_ft import TrainFinetuneRecipeForNextTokenPrediction as Theirs
 
     from meshfeed.integrations.automodel import FeedRecipe
@@ -190,8 +190,10 @@ def trained(cfg: Any, *, ours: bool = True, kill_at: int | None = None) -> tuple
     opened().clear()
     recipe = (Killed if ours else Theirs)(cfg)
     recipe.setup()
+    begun = recipe.step_scheduler.step
     recipe.run_train_validation_loop()
-    return opened().count(str(folder() / "text.bin")), recipe.dataloader.state_dict() if ours else None
+    state = recipe.dataloader.state_dict() if ours else None
+    return opened().count(str(folder() / "text.bin")), state, begun
 
 
 def first(rank: int, out: Path) -> None:
@@ -270,7 +272,9 @@ def test_its_loop_trains_the_same_killed_and_resumed_under_another_dp(place: Pat
         assert (tmp_path / name / "LATEST/dataloader.pt").is_file()
     assert runs[0]["killed"][1] == runs[0]["share"][1] and runs[0]["share"][1]["step"] == STEPS
     # killed in step 4 at dp 2, resumed at dp 4 from the checkpoint of step 3
-    assert logs["killed"] == pytest.approx({step: logs["share"][step] for step in (4, 5)}, rel=1e-5)
+    assert [run["killed"][2] for run in runs] == [4] * 4
+    again, whole = ([logs[name][step] for step in (4, 5)] for name in ("killed", "share"))
+    assert again == pytest.approx(whole, rel=1e-5)
     # its own packers, with the same documents, come to the same loss
     assert logs["packs"] == pytest.approx(logs["their packs"], rel=1e-6) and len(logs["packs"]) == 3
     assert len(logs["page"]) == 4
@@ -338,9 +342,16 @@ def test_padding_of_a_validation_set_bears_no_loss(place: Path, tmp_path: Path) 
     from meshfeed.integrations.automodel import FeedRecipe
 
     cfg = config(tmp_path, dataset=fed("windows"), validation_dataset=fed("five"))
-    made = FeedRecipe(cfg).cfg.validation_dataloaders["default"].build(dp_rank=0, dp_world_size=1)
+    config_of_it = FeedRecipe(cfg).cfg.validation_dataloaders["default"]
+    # the wrapper by which Automodel adds masks for pipelines
+    made = config_of_it.build(
+        dp_rank=0,
+        dp_world_size=1,
+        collate_wrapper=lambda ours: lambda each: ours(each) | {"added": len(each)},
+    )
     for _ in range(2):
         batches = list(made)
+        assert [batch["added"] for batch in batches] == [1, 1, 1]
         assert [len(batch["labels"]) for batch in batches] == [2, 2, 2]
         assert int(sum((batch["labels"] != -100).sum() for batch in batches)) == 5 * WINDOW
 
