@@ -167,6 +167,11 @@ def test_ranks_of_verl_agree_on_the_number_of_microbatches(monkeypatch: pytest.M
         PlanError, match=r"^row 0: 30 tokens, and max_token_len=29 \(4 such rows\)"
     ):  # after all have been told
         rl.rearrange_micro_batches(batch, 29, dp_group="dp")  # type: ignore[arg-type]
+    told_of: list[list[int]] = []
+    monkeypatch.setattr(dist, "all_gather", lambda told, mine, group: told_of.append(mine.tolist()))
+    with pytest.raises(PlanError, match="there are no rows"):
+        rl.rearrange_micro_batches(rows([]), 60, dp_group="dp")  # type: ignore[arg-type]
+    assert told_of == [[0, 0, 1]], "the others do not wait in vain"
     with pytest.raises(PlanError, match="9 rows for 12 microbatches"):
         rl.rearrange_micro_batches(batch, 60, same_micro_num_in_dp=False, min_num_micro_batch=12)
     with pytest.raises(PlanError, match=r"^row 0: 30 tokens, and max_token_len=29"):

@@ -61,21 +61,22 @@ def rearrange_micro_batches(
     """
     select_rows = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
     ids = batch["input_ids"]
-    tokens = ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)
-    lengths = _lengths_of(tokens.tolist())
+    tokens = (ids.offsets().diff() if ids.is_nested else batch["attention_mask"].sum(dim=1)).tolist()
     cap = _count("max_token_len", max_token_len)
     quantum = _count("num_batches_divided_by", num_batches_divided_by or 1)
     least = _count("min_num_micro_batch", min_num_micro_batch or 1)
 
     def plan(**asked: int) -> list[list[int]]:
+        lengths = _lengths_of(tokens)
         _check_fit(lengths, "max_token_len", cap)
         return packs_of_ranks(lengths, Packing(capacity=cap, cost=cost), quantum=quantum, **asked)
 
     if same_micro_num_in_dp and dist.is_initialized():
-        packs = _as_many_on_each(plan, least, lengths, dp_group)
+        packs = _as_many_on_each(plan, least, tokens, dp_group)
     else:
         packs = plan(at_least=least)
     if use_dynamic_bsz_balance:
+        lengths = _lengths_of(tokens)
         work = np.array([cost.work(lengths[pack]).sum() for pack in packs])
         order = np.argsort(work, kind="stable").tolist()
         packs = [packs[at] for at in order[::2] + order[1::2][::-1]]
@@ -83,7 +84,7 @@ def rearrange_micro_batches(
 
 
 def _as_many_on_each(
-    plan: Callable[..., list[list[int]]], least: int, lengths: LongArray, group: dist.ProcessGroup | None
+    plan: Callable[..., list[list[int]]], least: int, tokens: list[int], group: dist.ProcessGroup | None
 ) -> list[list[int]]:
     """This rank's packs, as many as the rank that needs most has. If one raises PlanError, all do."""
     packs: list[list[int]] = []
@@ -93,7 +94,7 @@ def _as_many_on_each(
     except PlanError as error:
         refusal = error
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.tensor([len(packs), lengths.size, refusal is not None], device=device)
+    mine = torch.tensor([len(packs), len(tokens), refusal is not None], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     if refusal is not None:
@@ -111,7 +112,7 @@ def _as_many_on_each(
     if missing := most - len(packs):
         as_many = plan(at_least=most, more=0)
         added = [list[int]() for _ in range(missing)]
-        packs = as_many if len(as_many) == most else without_empty(packs + added, lengths)
+        packs = as_many if len(as_many) == most else without_empty(packs + added, _lengths_of(tokens))
     return packs
 
 
