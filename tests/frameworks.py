@@ -37,6 +37,7 @@ class Row:
         package: the installed distribution whose version is shown, or several with spaces.
         checkout: its folder in FRAMEWORK_SOURCES, if it is tested from there.
         path: the folder to import from: of the checkout, or of the environment.
+        beside: another checkout that it imports, if its tests do.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Row:
     package: str = ""
     checkout: str = ""
     path: str = ""
+    beside: str = ""
 
     @property
     def selected_by(self) -> set[str]:
@@ -51,8 +53,8 @@ class Row:
         return {self.name.partition(",")[0], *self.package.split(), *self.checkout.split()}
 
 
-def _from(checkout: str, pattern: str, path: str = "", name: str = "") -> Row:
-    return Row(name or checkout, (f"integrations/{pattern}",), checkout=checkout, path=path)
+def _from(checkout: str, pattern: str, path: str = "", name: str = "", beside: str = "") -> Row:
+    return Row(name or checkout, (f"integrations/{pattern}",), checkout=checkout, path=path, beside=beside)
 
 
 MEGATRON = ("import megatron",)
@@ -71,7 +73,7 @@ ROWS = (
     Row("wandb and tensorboard", ("metrics/test_boards.py",), "wandb tensorboard"),
     _from("Megatron-LM", "test_megatron_peers.py", name="Megatron-LM's own tests"),
     _from("torchtitan", "test_torchtitan_*.py", name="torchtitan, main"),
-    _from("Megatron-Bridge", "test_bridge*.py", path="src"),
+    _from("Megatron-Bridge", "test_bridge*.py", path="src", beside="Megatron-LM"),
     _from("Automodel", "test_automodel*.py", name="NeMo Automodel"),
     _from("verl", "test_verl*.py"),
     _from("slime", "test_slime*.py"),
@@ -103,7 +105,7 @@ def main() -> None:
             continue
         version = _version_of(row, place)
         print(f"== {row.name} {version}: {len(files)} files", flush=True)
-        counts = run(files, place if row.path or row.checkout else None, args.folder)
+        counts = run(files, _imports_of(row, place), args.folder)
         if counts["failed"] or not counts["passed"]:
             failed.append(row.name)
         skipped = f", {counts['skipped']} skipped" if counts["skipped"] else ""
@@ -123,11 +125,11 @@ def files_of(row: Row) -> list[Path]:
     return [path for path in found if row.checkout or "import checkout" not in path.read_text()]
 
 
-def run(files: Sequence[Path], first: Path | None, folder: Path) -> dict[str, int]:
-    """How many tests passed, failed and were skipped. first: the folder to import from before all others."""
+def run(files: Sequence[Path], first: Sequence[Path], folder: Path) -> dict[str, int]:
+    """How many tests passed, failed and were skipped. first: folders to import from before all others."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
-    paths = [str(path) for path in (first, ROOT / "src", os.environ.get("PYTHONPATH")) if path]
+    paths = [str(path) for path in (*first, ROOT / "src", os.environ.get("PYTHONPATH")) if path]
     command = [
         sys.executable,
         "-m",
@@ -170,12 +172,19 @@ def with_table(page: str, found: dict[str, tuple[str, str]]) -> str:
 
 
 def _place_of(row: Row, folder: Path) -> Path | None:
-    """The folder that a row imports from; None if its checkout is missing."""
+    """The folder that a row imports from; None if a checkout is missing."""
     if not row.checkout:
         return folder / row.path
     sources = os.environ.get("FRAMEWORK_SOURCES")
-    checkout = Path(sources or "", row.checkout)
-    return (checkout / row.path).resolve() if sources and checkout.is_dir() else None
+    checkouts = [Path(sources or "", name) for name in (row.checkout, row.beside) if name]
+    there = sources and all(checkout.is_dir() for checkout in checkouts)
+    return (checkouts[0] / row.path).resolve() if there else None
+
+
+def _imports_of(row: Row, place: Path) -> list[Path]:
+    """The folders that a row imports from before all others."""
+    beside = [Path(os.environ["FRAMEWORK_SOURCES"], row.beside).resolve()] if row.beside else []
+    return [place, *beside] if row.path or row.checkout else []
 
 
 def _version_of(row: Row, place: Path) -> str:

@@ -34,6 +34,11 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["world_preload"])
 
 
+def preload(module: str) -> None:
+    """Have all ranks forked from a process that has imported this; call it before the first world."""
+    _context.set_forkserver_preload(["world_preload", module])
+
+
 @dataclass
 class Outcome:
     """How one rank ended: its result, its error (type name, message), or its exit code alone."""

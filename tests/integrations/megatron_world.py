@@ -85,10 +85,10 @@ def write_documents(path: Path, *, seed: int = 0, count: int = 120, vocab: int =
     return path
 
 
-def page_snippets() -> list[str]:
-    """What docs/frameworks.md shows for Megatron-core, in its order."""
+def page_snippets(framework: str = "Megatron-core") -> list[str]:
+    """What docs/frameworks.md shows for a framework, in its order."""
     page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
-    (section,) = re.findall(r"^## Megatron-core\n(.*?)(?=^## |\Z)", page, re.S | re.M)
+    (section,) = re.findall(rf"^## {framework}\n(.*?)(?=^## |\Z)", page, re.S | re.M)
     return re.findall(r"```python\n(.*?)```", section, re.S)
 
 

@@ -31,6 +31,7 @@ for call in (
     lambda: importlib.import_module("meshfeed.integrations.torchtitan"),
     lambda: importlib.import_module("meshfeed.integrations.transformers"),
     lambda: importlib.import_module("meshfeed.integrations.automodel"),
+    lambda: importlib.import_module("meshfeed.integrations.bridge"),
 ):
     try:
         call()
@@ -44,4 +45,5 @@ def test_a_missing_framework_is_named() -> None:
         [sys.executable, "-c", CODE], capture_output=True, text=True, check=True, timeout=120
     )
     extras = ["megatron"] * 7 + ["lightning", "torchtitan", "transformers", "automodel"]
-    assert done.stdout.splitlines() == [f"MeshfeedError {install(extra)}" for extra in extras]
+    told = [*map(install, extras), "install Megatron-Bridge from its repository"]
+    assert done.stdout.splitlines() == [f"MeshfeedError {each}" for each in told]

@@ -1,0 +1,267 @@
+"""Megatron-Bridge: a dataset config for its `pretrain`, which is also its callback, and a forward step.
+
+    config.dataset = data = bridge.DatasetConfig(recipe=recipe, loading="shared")
+    pretrain(config, bridge.forward_step, callbacks=[data])
+
+A checkpoint's step determines where the data resumes, under any layout. So a checkpoint needs no state of the
+data; the file meshfeed.json in it only says which recipe it was trained with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from meshfeed.errors import MeshfeedError, RecipeError, StateError
+from meshfeed.feed import Feed
+from meshfeed.files.durable import durable_file
+from meshfeed.integrations import megatron
+from meshfeed.integrations.loader import state_at
+from meshfeed.plan import Packing
+from meshfeed.recipe import Recipe
+from meshfeed.sequence.columns import rule_of
+from meshfeed.state import State
+
+
+def _module(name: str) -> Any:
+    """megatron.NAME. Raises MeshfeedError if Megatron-Bridge, or a Megatron-core that fits it, is missing."""
+    try:
+        return importlib.import_module(f"megatron.{name}")
+    except ImportError as missing:
+        raise MeshfeedError(
+            f"megatron.{name} cannot be imported ({missing}); install Megatron-Bridge from its repository"
+        ) from missing
+
+
+_Provider: Any = _module("bridge.data.base").DatasetProvider
+_Callback: Any = _module("bridge.training.callbacks").Callback
+
+_PACKED = (
+    *(f"cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
+    *("max_seqlen_q", "max_seqlen_kv", "total_tokens", "cp_partition_mode"),
+)
+_FILE = "meshfeed.json"
+
+
+class _Stage(Iterator[dict[str, Any]]):
+    """A virtual stage's microbatches; Bridge takes it before the feed is open, and keeps it."""
+
+    microbatches: megatron.StageIterator | None = None
+
+    def __next__(self) -> dict[str, Any]:
+        if self.microbatches is None:
+            raise RecipeError(
+                "the data is not open outside training and evaluation; is the DatasetConfig among the "
+                "callbacks of pretrain?"
+            )
+        return next(self.microbatches)
+
+
+class _Stream:
+    """A feed that can begin at any step, and its stages."""
+
+    def __init__(self, feed: Feed, num_microbatches: Callable[[], int]) -> None:
+        self.stages = [_Stage() for _ in range(feed.stage_map.vpp)]
+        self._feed, self._num_microbatches = feed, num_microbatches
+
+    @property
+    def iterators(self) -> _Stage | list[_Stage]:
+        """As Bridge takes external iterators."""
+        return self.stages if len(self.stages) > 1 else self.stages[0]
+
+    def open(self, step: int) -> None:
+        self._feed.load_state_dict(state_at(self._feed.recipe, step))
+        self._feed.__enter__()
+        made = megatron.data_iterators(self._feed, num_microbatches=self._num_microbatches)
+        for stage, microbatches in zip(self.stages, made if isinstance(made, list) else [made]):
+            stage.microbatches = microbatches
+
+    def advance(self, step: int) -> None:
+        """Begin a step, on pipeline ranks too whose stages Bridge left alone while it skipped some."""
+        for stage in self.stages:
+            at = stage.microbatches
+            while at is not None and (at.step is None or at.step.index < step):
+                at.begin()
+
+    def close(self) -> None:
+        self._feed.close()
+        for stage in self.stages:
+            stage.microbatches = None
+
+
+@dataclass(kw_only=True)
+class DatasetConfig(_Provider, _Callback):
+    """What Bridge trains on: for `config.dataset`, and for the callbacks of `pretrain`.
+
+    Training begins at the checkpoint's step. Every evaluation and every test begins at the first step of its
+    recipe. Batch sizes and numbers of microbatches are those of Bridge's config: a step of another size
+    raises RecipeError. Tokens are checked against the model's vocabulary. Fields that are not described here
+    have no effect.
+
+    Attributes:
+        recipe: to train on.
+        valid, test: to evaluate on; None for no evaluation.
+        loading: who reads; see `megatron.Loading`.
+        packing: of packed sequences. `microbatches` makes each step have as many as Bridge takes.
+        verify: as for a Feed.
+    """
+
+    recipe: Recipe
+    valid: Recipe | None = None
+    test: Recipe | None = None
+    loading: megatron.Loading = "shared"
+    packing: Packing | None = None
+    verify: bool = False
+    dataloader_type: Literal["external"] = "external"
+    _state: Any = field(default=None, init=False, repr=False)  # Bridge's, with its config
+    _model_config: Any = field(default=None, init=False, repr=False)
+    _streams: dict[str, _Stream] = field(default_factory=dict[str, _Stream], init=False, repr=False)
+
+    def to_cfg_dict(self) -> dict[str, Any]:
+        """For the run_config.yaml of a checkpoint: plain values, with the recipe's summary."""
+        recipes = {name: getattr(self, name) for name in ("recipe", "valid", "test")}
+        told = {name: None if recipe is None else recipe.summary() for name, recipe in recipes.items()}
+        return {"dataloader_type": "external", "loading": self.loading, "packing": repr(self.packing), **told}
+
+    def build_datasets(self, context: Any) -> tuple[Any, Any, Any]:
+        """The iterators of training, validation and test, one or a list of one per virtual stage; or None.
+
+        Raises RecipeError if this is not among the callbacks, or for a packing with changing cp groups.
+        """
+        if self._state is None:
+            raise RecipeError("pass this DatasetConfig to pretrain too: callbacks=[config.dataset]")
+        if self.packing is not None and self.packing.policy == "dynamic_cp":
+            raise RecipeError("Bridge takes one cp group for all packs; set Packing(policy='balanced')")
+        groups, train, validation = context.pg_collection, self._state.cfg.train, self._state.cfg.validation
+        rows, of_step = validation.eval_micro_batch_size, validation.eval_global_batch_size
+        self._streams["train"] = self._stream(self.recipe, groups, train.micro_batch_size)
+        for name, recipe in (("valid", self.valid), ("test", self.test)):
+            if recipe is not None:
+                self._streams[name] = self._stream(recipe, groups, rows, of_step)
+        made = [self._streams.get(name) for name in ("train", "valid", "test")]
+        train_data, valid_data, test_data = (None if each is None else each.iterators for each in made)
+        return train_data, valid_data, test_data
+
+    def _stream(self, recipe: Recipe, groups: Any, rows: int, of_step: int | None = None) -> _Stream:
+        """rows, of_step: sequences of a microbatch, and of a step; None where Bridge counts microbatches."""
+        packed = rule_of(recipe).packed
+        options: dict[str, Any] = {"packing": self.packing} if packed else {"micro_batch_size": rows}
+        feed = megatron.feed(
+            recipe,
+            self._model_config,
+            loading=self.loading,
+            groups=groups,
+            verify=self.verify,
+            vocab_size=self._state.cfg.model.vocab_size,
+            **options,
+        )
+        of_training = _module("core.num_microbatches_calculator").get_num_microbatches
+        return _Stream(feed, of_training if of_step is None else lambda: of_step // (rows * feed.layout.dp))
+
+    # -- what Bridge calls ---------------------------------------------------------------------------------
+
+    def on_data_init_start(self, context: Any) -> None:
+        """Check a checkpoint's recipe. Raises StateError for another one."""
+        self._state = context.state
+        self._model_config = _module("core.utils").get_model_config(context.model[0])
+        step, samples = context.state.train_state.step, context.state.train_state.consumed_train_samples
+        folder = context.state.cfg.checkpoint.load
+        files = [_file_in(folder, step), Path(folder, _FILE)] if step and folder else []
+        if saved := next((file for file in files if file.is_file()), None):
+            State.from_json(json.loads(saved.read_text())).check(self.recipe)
+        elif step and not rule_of(self.recipe).packed and samples != self.recipe.batch.position(step):
+            # of another loader, or killed before the file was written: the counts must do
+            raise StateError(
+                f"the checkpoint is at step {step} after {samples} samples, where the recipe has "
+                f"{self.recipe.batch.position(step)}; make its Batch what global_batch_size was, with "
+                f"Batch.then where that changed"
+            )
+
+    def on_checkpoint_save(self, context: Any) -> None:
+        """Write meshfeed.json into the newest checkpoint; a later step may be running under async_save."""
+        folder = context.state.cfg.checkpoint.save
+        tracker = Path(_paths().get_checkpoint_tracker_filename(folder)) if folder else None
+        if dist.get_rank() or tracker is None or not tracker.is_file():  # only local checkpoints so far
+            return
+        step = int(tracker.read_text())
+        with durable_file(_file_in(folder, step)) as stream:
+            stream.write(json.dumps(state_at(self.recipe, step)).encode())
+
+    def on_train_start(self, context: Any) -> None:
+        """Open the training data at the step that comes next."""
+        self._streams["train"].open(context.state.train_state.step)
+
+    def on_train_step_start(self, context: Any) -> None:
+        """Begin the step, which may follow some that Bridge skipped."""
+        self._streams["train"].advance(context.state.train_state.step)
+
+    def on_train_end(self, context: Any) -> None:
+        """Close the training data."""
+        self._streams["train"].close()
+
+    def on_eval_start(self, context: Any) -> None:
+        """Open the validation data at its first step."""
+        self._streams["valid"].open(0)
+
+    def on_eval_end(self, context: Any) -> None:
+        """Close the validation data."""
+        self._streams["valid"].close()
+
+    def on_test_start(self, context: Any) -> None:
+        """Open the test data at its first step."""
+        self._streams["test"].open(0)
+
+    def on_test_end(self, context: Any) -> None:
+        """Close the test data."""
+        self._streams["test"].close()
+
+
+def get_batch(
+    data_iterator: Iterator[Any],
+    cfg: Any,
+    use_mtp: bool = False,
+    *,
+    pg_collection: Any = None,
+    vp_stage: int | None = None,
+) -> tuple[Any, ...]:
+    """(tokens, labels, loss_mask, attention_mask, position_ids, metadata of packs or None), as Bridge's.
+
+    Every tensor is on its device and cut for this cp rank already. What the stage does not need is None. Only
+    data_iterator is used.
+    """
+    batch = megatron.get_batch(data_iterator)
+    params, packed = batch["packed_seq_params"], None
+    if params is not None:
+        told = {name: getattr(params, name, None) for name in _PACKED}
+        told |= {"padding_mask": batch.get("padding_mask")}
+        packed = {name: value for name, value in told.items() if value is not None}
+    return (*(batch[name] for name in megatron.MODEL_KEYS), packed)
+
+
+def forward_step(
+    state: Any, data_iterator: Any, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """`gpt_step.forward_step` of Bridge, with `get_batch` of this module."""
+    step = _module("bridge.training.gpt_step")
+    output, loss_mask = step._forward_step_common(
+        state, data_iterator, model, return_schedule_plan, _get_batch_fn=get_batch
+    )
+    checks = state.cfg.rerun_state_machine
+    return output, step._create_loss_function(
+        loss_mask, checks.check_for_nan_in_loss, checks.check_for_spiky_loss
+    )
+
+
+def _paths() -> Any:
+    return _module("bridge.training.utils.checkpoint_utils")
+
+
+def _file_in(folder: str, step: int) -> Path:
+    """The recipe's file in the checkpoint of a step."""
+    return Path(_paths().get_checkpoint_name(folder, step), _FILE)
