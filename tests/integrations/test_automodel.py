@@ -68,6 +68,42 @@ def endless() -> mf.Recipe:
     return windows(epochs=None, steps=None)
 
 
+class Pictures:
+    """Items with images, by the names of their model."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        tokens = np.arange(8) + at.index
+        return {"input_ids": tokens, "tokens": tokens, "labels": tokens + 1, "pixel_values": np.ones((2, 3))}
+
+
+def pictures(*fields: str, packed: bool = False) -> mf.Recipe:
+    data = mf.Mapped(Pictures(), lengths=[8] * 16 if packed else None)
+    return mf.Recipe(data=data, sequence=mf.Samples(*fields, packed=packed), batch=mf.Batch(sequences=8))
+
+
+def with_images() -> mf.Recipe:
+    return pictures("input_ids", "labels", "pixel_values")
+
+
+def without_labels() -> mf.Recipe:
+    return pictures("input_ids")
+
+
+def packed_images() -> mf.Recipe:
+    return pictures("tokens", "labels", "pixel_values", packed=True)
+
+
+def apart() -> mf.Recipe:
+    return mf.Recipe(
+        data=mf.open(folder() / "text"),
+        sequence=mf.Windows(WINDOW, reset_attention_mask=True),
+        batch=mf.Batch(sequences=8),
+    )
+
+
 def documents() -> mf.Recipe:
     batch = mf.Batch(sequences=len(LENGTHS))
     return mf.Recipe(data=mf.open(folder() / "eight"), sequence=mf.Documents(), batch=batch, shuffle="none")
@@ -356,6 +392,17 @@ def test_padding_of_a_validation_set_bears_no_loss(place: Path, tmp_path: Path) 
         assert int(sum((batch["labels"] != -100).sum() for batch in batches)) == 5 * WINDOW
 
 
+def test_the_fields_of_a_dataset_keep_their_names(place: Path, tmp_path: Path) -> None:
+    made = loader(config(tmp_path, dataset=fed("with_images")))
+    batch = next(iter(made))
+    made.close()
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (2, 8),
+        "labels": (2, 8),
+        "pixel_values": (2, 2, 3),
+    }
+
+
 TOO_LONG = {"dataset": fed("windows"), "step_scheduler": {"max_steps": STEPS + 1}}
 ENDLESS = {"dataset": fed("documents"), "packed_sequence": NEAT, "step_scheduler": {"max_steps": None}}
 DOCUMENTS = {"dataset": fed("documents")}
@@ -388,6 +435,17 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (DOCUMENTS | thd(256, 2), {"supports_seq_lens": False}, "packing_strategy=thd: .* choose neat"),
     (DOCUMENTS | thd(256, 2), {"cp_size": 3}, "packed_sequence_size=256: cp_size=3 needs a multiple of 6"),
     (DOCUMENTS | thd(128, 2), {}, "packed into 8 .* is 4; set packed_sequence.packed_sequence_size, now 128"),
+    (
+        {"dataset": fed("without_labels")},
+        {},
+        r"Samples\(\) has no field labels, which Automodel's loop needs",
+    ),
+    (
+        {"dataset": fed("packed_images")},
+        {},
+        r"Samples\(\): packs of Automodel have no place for pixel_values",
+    ),
+    ({"dataset": fed("apart")}, {}, r"reset_attention_mask=True\): .* use mf.Documents\(\) and packed_sequ"),
     (
         {"dataset": fed("windows"), "step_scheduler": {"global_batch_size": 16}},
         {},

@@ -30,11 +30,14 @@ from meshfeed.plan import Align, Packing
 from meshfeed.plan.policy import Oversize
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
+from meshfeed.sequence.packed import PLAN_FIELDS
+from meshfeed.sequence.rule import SequenceRule
 
 Batch = dict[str, Any]
 Collate = Callable[[list[Microbatch]], Batch]
 
 _HERE = "meshfeed.integrations.automodel"
+_PACKED = {"tokens", "labels", "loss_mask", *(field.name for field in PLAN_FIELDS)}
 _ROWS = Settings(
     accumulated="step_scheduler.global_batch_size / (local_batch_size x data-parallel ranks)",
     micro_batch_size="step_scheduler.local_batch_size",
@@ -144,6 +147,7 @@ class _FeedConfig(_loader.DataloaderConfig):
         """The loader of this rank. All ranks call it together."""
         given = self.dataset_config
         recipe = recipe_at(given.recipe)
+        _check_fields(rule_of(recipe))
         accumulated = self.scheduler.global_batch_size // (self.local_batch_size * dp_world_size)
         together, collate = 1, _rows
         if rule_of(recipe).packed:
@@ -257,15 +261,28 @@ def _batches(microbatches: Iterator[Microbatch], collate: Collate, together: int
         yield collate(group)
 
 
+def _check_fields(rule: SequenceRule) -> None:
+    """Raises RecipeError for fields that Automodel's loop lacks, or has no place for."""
+    name, names = type(rule).__name__, {field.name for field in rule.fields}
+    tokens = {"tokens"} if rule.packed or "tokens" in names else {"input_ids"}
+    if lacking := (tokens | {"labels"}) - names:
+        raise RecipeError(f"{name}() has no field {', '.join(sorted(lacking))}, which Automodel's loop needs")
+    if rule.packed and (further := names - _PACKED):
+        raise RecipeError(f"{name}(): packs of Automodel have no place for {', '.join(sorted(further))}")
+    if not rule.packed and "cu_seqlens" in names:
+        raise RecipeError(
+            f"{name}(reset_attention_mask=True): Automodel does not keep the documents of a row apart; use "
+            f"mf.Documents() and packed_sequence"
+        )
+
+
 def _rows(microbatches: list[Microbatch]) -> Batch:
-    """input_ids, labels, position_ids: int64 [rows, tokens]; padding_mask (bool) if the sequences have it."""
+    """input_ids, labels: int64 [rows, tokens]; and further fields, of which a model gets those it names."""
     (microbatch,) = microbatches
-    made: Batch = {
-        "input_ids": microbatch["tokens"],
-        "labels": masked_labels(microbatch),
-        "position_ids": microbatch["position_ids"],
-    }
-    return made | {name: microbatch[name] for name in ("padding_mask",) if name in microbatch}
+    made = {name: value for name, value in microbatch.items() if name not in ("tokens", "loss_mask")}
+    if "tokens" in microbatch:
+        made["input_ids"] = microbatch["tokens"]
+    return made | {"labels": masked_labels(microbatch)}
 
 
 def _pack(microbatch: Microbatch) -> Batch:
