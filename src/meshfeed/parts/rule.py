@@ -1,0 +1,57 @@
+"""The interface of a part rule: what parts of one kind cost the encoder, and the language model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import RecipeError
+from meshfeed.parts.types import KINDS, Kind, Longs, Parts
+
+
+class PartRule(ABC):
+    """What a model family makes of parts of one kind. Implementations are frozen and keep no state.
+
+    Attributes:
+        kind: of the parts that it takes.
+        alpha: matmul work of a patch over attention work of a pair of patches in the encoder, in patches, as
+            `CostModel.alpha` is of the language model; from `meshfeed calibrate`.
+    """
+
+    kind: Kind
+    alpha: float
+
+    @abstractmethod
+    def tokens(self, parts: Parts) -> Longs:
+        """Tokens of the text that each part becomes: how often its placeholder is repeated; int64 [p].
+
+        parts: all of this rule's kind.
+        """
+
+    @abstractmethod
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        """What the encoder attends over: (sequences, patches in each), of each part; int64 [p] twice."""
+
+    def work(self, parts: Parts) -> npt.NDArray[np.float64]:
+        """Work of the encoder on each part, `sequences * patches * (patches + alpha)`; float64 [p]."""
+        sequences, patches = self.patches(parts)
+        return sequences * (patches.astype(np.float64) * (patches + self.alpha))
+
+    def summary(self) -> str:
+        """The rule and all its options in one line; part of the fingerprint."""
+        return repr(self)
+
+
+Rules = Mapping[Kind, PartRule]
+
+
+def check_rules(rules: Rules) -> None:
+    """Raises RecipeError for a rule under another kind than its own, or a kind that does not exist."""
+    for kind, rule in rules.items():
+        if kind not in KINDS:
+            raise RecipeError(f"parts of kind {kind!r}: choose from {', '.join(KINDS)}")
+        if rule.kind != kind:
+            raise RecipeError(f"{rule!r} is for parts of kind {rule.kind!r}, not {kind!r}; name it so")
