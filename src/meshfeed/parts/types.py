@@ -70,6 +70,13 @@ class Parts:
         return sums
 
     @classmethod
+    def none(cls, num_samples: int) -> Self:
+        """Samples without parts."""
+        none = np.zeros(0, np.int64)
+        starts = np.zeros(num_samples + 1, np.int64)
+        return cls(none, none, none, none, np.zeros(0), none, none, starts)
+
+    @classmethod
     def of_images(cls, sizes: Sequence[tuple[int, int]]) -> Self:
         """Samples of one image each, from (height, width): for trying a rule, and for tests."""
         height, width = np.array(sizes, np.int64).reshape(-1, 2).T

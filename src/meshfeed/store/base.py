@@ -15,6 +15,7 @@ import numpy.typing as npt
 from meshfeed.errors import StoreError
 from meshfeed.files import FileStats
 from meshfeed.mixture import Store
+from meshfeed.parts import Parts
 from meshfeed.store.index import Index
 
 I64 = npt.NDArray[np.int64]
@@ -96,6 +97,20 @@ class StreamStore(Store):
     def beside(self) -> Mapping[str, StreamStore]:
         """Every column but the tokens, as a store. One without lists of numbers raises when it is read."""
         return {}
+
+    def parts(self, documents: I64) -> Parts:
+        """The images, audio and video of some documents, from the index alone; int64 [n]. By default none."""
+        return Parts.none(len(documents))
+
+    def read_parts(self, documents: I64, places: I64) -> list[bytes]:
+        """The stored bytes of one part of each document.
+
+        places: which part of its document, from 0; int64 [n], as documents are.
+        """
+        raise StoreError(f"{self.path}: its documents have no parts")
+
+    def will_need_parts(self, documents: I64, places: I64) -> None:
+        """Announce parts that are going to be read, each once; returns at once. See `read_parts`."""
 
     # -- what all have in common ------------------------------------------------------------------------
 
