@@ -219,7 +219,7 @@ def test_other_documents_are_refused(tmp_path: Path) -> None:
         ("[" * 100_000, "not valid JSON"),
         ("[]", "a JSON object belongs there"),
         ('{"format": "parquet"}', "\"format\" is 'parquet'"),
-        ('{"format": "meshfeed", "version": 2}', '"version" is 2; only 1 is known'),
+        ('{"format": "meshfeed", "version": 3}', '"version" is 3; only 1 and 2 are known'),
         ('{"format": "meshfeed", "version": true}', '"version" is True'),
         ('{"format": "meshfeed", "version": 1}', '"columns" is not an object with "tokens"'),
         (

@@ -2,7 +2,7 @@
 
 from meshfeed.mixture import Store
 from meshfeed.store.base import LengthsIndex, StreamStore
-from meshfeed.store.dataset import DatasetStore
+from meshfeed.store.dataset import DatasetStore, MultimodalStore
 from meshfeed.store.dataset_writer import DatasetWriter
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore
@@ -22,6 +22,7 @@ __all__ = [
     "Lengths",
     "LengthsIndex",
     "Mapped",
+    "MultimodalStore",
     "Place",
     "Refused",
     "Resampled",

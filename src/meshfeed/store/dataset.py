@@ -4,6 +4,10 @@
 
 A column's value is the relative prefix of its pair. All have the same documents with the same lengths: what
 is of a token lies at the token's place in each column's stream.
+
+Version 2 has parts, too: images, audio and video of the documents; see `part_files`.
+
+    "parts": {"bytes": "parts", "sizes": "part_sizes"}
 """
 
 from __future__ import annotations
@@ -21,15 +25,17 @@ import numpy.typing as npt
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Cache, FileStats, Folder
+from meshfeed.parts import Parts
 from meshfeed.store.base import LengthsIndex, StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
 from meshfeed.store.marks import Marks, marks_of
+from meshfeed.store.part_files import FILES, PartFiles
 
 I64 = npt.NDArray[np.int64]
 
 NAME = "dataset.json"
-FORMAT, VERSION = "meshfeed", 1
+FORMAT, VERSION, WITH_PARTS = "meshfeed", 1, 2
 _MOST_BYTES = 1 << 20
 _BLOCK = 1 << 18
 
@@ -111,11 +117,14 @@ class DatasetStore(StreamStore):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the columns' names and fingerprints, the same wherever the folder lies."""
+        """Hex digest of all names and fingerprints, the same wherever the folder lies."""
         return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
+        return self._fingerprint_of_columns()
+
+    def _fingerprint_of_columns(self) -> str:
         told = {name: store.fingerprint for name, store in sorted(self._columns.items())}
         text = json.dumps({"tokens": self.tokens.fingerprint, "columns": told})
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -182,6 +191,92 @@ class DatasetStore(StreamStore):
         return f"DatasetStore({self.path!r}, columns {', '.join(self._columns) or 'none'})"
 
 
+class MultimodalStore(DatasetStore):
+    """A DatasetStore whose documents have parts: images, audio and video.
+
+    In the text, each part is one token, its placeholder. All but the members below is of that text.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokens: IndexedStore,
+        columns: Mapping[str, IndexedStore],
+        cache: Cache,
+        parts: PartFiles,
+    ) -> None:
+        super().__init__(path, tokens, columns, cache)
+        self._parts = parts
+
+    def parts(self, documents: I64) -> Parts:
+        """Kind, sizes, bytes and placeholder of each part of some documents, of the index alone; int64 [n].
+
+        In the order of `documents`, each document's in the order of its text. Raises StoreError.
+        """
+        return self._parts.of(self._existing(documents))
+
+    def read_parts(self, documents: I64, places: I64) -> list[bytes]:
+        """The bytes of one part of each document, as they were prepared.
+
+        documents: may repeat; int64 [k]. places: which part of its document, from 0; int64 [k]. Raises
+        StoreError.
+        """
+        self._refuse_not_entered()
+        return self._parts.read(self._existing(documents), np.asarray(places, np.int64))
+
+    def part_ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
+        """Where those parts lie: bytes begin..end of `parts_path`; int64 [k] twice. See `read_parts`."""
+        return self._parts.ranges(self._existing(documents), np.asarray(places, np.int64))
+
+    def will_need_parts(self, documents: I64, places: I64) -> None:
+        """Announce parts that are going to be read, each once; returns at once. See `read_parts`."""
+        self._parts.will_need(self._existing(documents), np.asarray(places, np.int64))
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of all documents."""
+        return self._parts.num_parts
+
+    @property
+    def parts_path(self) -> str:
+        """The file with the bytes of all parts, as messages name it."""
+        return f"{self._parts.data.path}.bin"
+
+    def check(self) -> Self:
+        """Check as DatasetStore does, and that documents and parts are as many in each file."""
+        super().check()
+        self._parts.check(self.num_documents)
+        return self
+
+    def verify(self) -> Iterator[float]:
+        """Check as DatasetStore does, and all sizes and placeholders, yielding the part done."""
+        yield from (done / 2 for done in super().verify())
+        yield from ((1 + done) / 2 for done in self._parts.verify(self.tokens))
+
+    def facts(self) -> dict[str, Any]:
+        facts = super().facts() | {"format": f"meshfeed {NAME}, version {WITH_PARTS}"}
+        return facts | {"num_parts": self.num_parts, "parts_size_bytes": self._parts.size_bytes}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        text = f"{self._fingerprint_of_columns()} {self._parts.fingerprint}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def stats(self) -> FileStats:
+        """What reading tokens, columns and parts has cost so far."""
+        return super().stats + self._parts.stats
+
+    def forget_needs(self) -> None:
+        super().forget_needs()
+        self._parts.forget_needs()
+
+    def acquire(self, stack: contextlib.ExitStack) -> None:
+        """Enter the tokens, every column, and the parts."""
+        super().acquire(stack)
+        self._parts.acquire(stack)
+
+
 @functools.lru_cache(maxsize=16)
 def _marks_of(column: IndexedStore, cache: Cache) -> Marks:
     """The marks of a column; kept, since they map a file."""
@@ -198,30 +293,47 @@ def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:
         told: Any = json.loads(file.peek([(0, file.size_bytes)])[0])
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where}: not valid JSON: {error}; write it again") from error
-    stores = {
-        name: indexed_in(folder, prefix, f"{shown}/{prefix}")
-        for name, prefix in _columns_of(told, where).items()
-    }
-    return DatasetStore(shown, stores.pop("tokens"), stores, cache).check()
+
+    def pairs(prefixes: Mapping[str, str]) -> dict[str, IndexedStore]:
+        return {name: indexed_in(folder, prefix, f"{shown}/{prefix}") for name, prefix in prefixes.items()}
+
+    said = _said(told, where)
+    stores = pairs(_prefixes(said, where, "columns", ("tokens",)))
+    tokens = stores.pop("tokens")
+    if said["version"] == VERSION:
+        return DatasetStore(shown, tokens, stores, cache).check()
+    of_parts = pairs(_prefixes(said, where, "parts", tuple(FILES)))
+    parts = PartFiles(shown, of_parts["bytes"], of_parts["sizes"])
+    return MultimodalStore(shown, tokens, stores, cache, parts).check()
 
 
-def _columns_of(told: Any, where: str) -> dict[str, str]:
+def _said(told: Any, where: str) -> dict[str, Any]:
+    """What a dataset.json says. Raises StoreError unless it is one, of a known version."""
     if not isinstance(told, dict):
         raise StoreError(f"{where}: a JSON object belongs there; write it again")
     said = cast(dict[str, Any], told)
     if said.get("format") != FORMAT:
         raise StoreError(f'{where}: "format" is {said.get("format")!r}, where {FORMAT!r} belongs')
-    if said.get("version") != VERSION or type(said["version"]) is not int:
-        raise StoreError(f'{where}: "version" is {said.get("version")!r}; only {VERSION} is known')
-    columns = said.get("columns")
-    if not isinstance(columns, dict) or "tokens" not in columns:
-        raise StoreError(f'{where}: "columns" is not an object with "tokens" in it; write it again')
-    for name, prefix in cast(dict[str, Any], columns).items():
+    if said.get("version") not in (VERSION, WITH_PARTS) or type(said["version"]) is not int:
+        raise StoreError(
+            f'{where}: "version" is {said.get("version")!r}; only {VERSION} and {WITH_PARTS} are known'
+        )
+    return said
+
+
+def _prefixes(said: Mapping[str, Any], where: str, key: str, wanted: tuple[str, ...]) -> dict[str, str]:
+    """Name -> prefix of each pair under a key of dataset.json. Raises StoreError where one is missing."""
+    found = said.get(key)
+    if not isinstance(found, dict) or not all(name in found for name in wanted):
+        names = " and ".join(f'"{name}"' for name in wanted)
+        raise StoreError(f'{where}: "{key}" is not an object with {names} in it; write it again')
+    for name, prefix in cast(dict[str, Any], found).items():
         if not name or not isinstance(prefix, str):
             raise StoreError(
-                f"{where}: column {name!r} is {prefix!r}; give the relative prefix of a .bin/.idx pair"
+                f"{where}: {key.removesuffix('s')} {name!r} is {prefix!r}; give the relative prefix of a "
+                f".bin/.idx pair"
             )
-    return cast(dict[str, str], columns)
+    return cast(dict[str, str], found)
 
 
 class DatasetFormat(StoreFormat):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,8 +16,10 @@ import numpy.typing as npt
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.files.durable import durable_file
-from meshfeed.store.dataset import FORMAT, NAME, VERSION
+from meshfeed.parts import Parts
+from meshfeed.store.dataset import FORMAT, NAME, VERSION, WITH_PARTS
 from meshfeed.store.indexed_writer import IndexedWriter
+from meshfeed.store.part_files import FILES, SIZES, rows_of
 
 
 class DatasetWriter:
@@ -30,12 +32,18 @@ class DatasetWriter:
         folder: made if missing; its parent must exist.
         columns: name -> dtype, as `IndexedWriter` takes it; "tokens" is one. Names are file names, too.
         overwrite: whether an existing dataset may be replaced.
+        parts: whether documents have parts: images, audio and video; see `add_parts`.
 
     All methods raise StoreError.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], columns: Mapping[str, npt.DTypeLike], *, overwrite: bool = False
+        self,
+        folder: str | os.PathLike[str],
+        columns: Mapping[str, npt.DTypeLike],
+        *,
+        overwrite: bool = False,
+        parts: bool = False,
     ) -> None:
         self.folder = Path(folder)
         self._overwrite = overwrite
@@ -46,6 +54,11 @@ class DatasetWriter:
         self._writers = {
             name: IndexedWriter(self.folder / name, dtype, overwrite=overwrite)
             for name, dtype in columns.items()
+        }
+        dtypes = {"bytes": np.uint8, "sizes": np.float64} if parts else {}
+        self._parts = {
+            name: IndexedWriter(self.folder / FILES[name], dtype, overwrite=overwrite)
+            for name, dtype in dtypes.items()
         }
         self._stack: contextlib.ExitStack | None = None
 
@@ -58,7 +71,7 @@ class DatasetWriter:
                     f"(--overwrite)"
                 )
         with contextlib.ExitStack() as stack:
-            for writer in self._writers.values():
+            for writer in (*self._writers.values(), *self._parts.values()):
                 stack.enter_context(writer)
             self._stack = stack.pop_all()
         return self
@@ -76,6 +89,25 @@ class DatasetWriter:
         for name, writer in self._writers.items():
             writer.add_documents(columns[name], lengths)
         self._refuse_apart(document)
+
+    def add_parts(self, parts: Parts, data: Sequence[bytes]) -> None:
+        """Add the parts of the next documents, with or without any; before or after the documents themselves.
+
+        data: the bytes of each part; [p], as long as `parts.num_bytes` says. Raises StoreError.
+        """
+        if not self._parts:
+            raise StoreError(f"{self.folder}: made for documents without parts; give parts=True")
+        data_writer, sizes_writer = self._parts["bytes"], self._parts["sizes"]
+        if [len(each) for each in data] != parts.num_bytes.tolist():
+            raise StoreError(
+                f"{self.folder}: document {data_writer.num_documents} and those after it: {len(data)} parts "
+                f"of other lengths than their sizes say; write the dataset again"
+            )
+        for begin, end in zip(parts.starts.tolist(), parts.starts[1:].tolist()):
+            for each in data[begin:end]:
+                data_writer.add_sequence(np.frombuffer(each, np.uint8))
+            data_writer.end_document()
+        sizes_writer.add_documents(rows_of(parts).ravel(), np.diff(parts.starts) * len(SIZES))
 
     def _refuse_others(self, columns: Mapping[str, object]) -> int:
         """The document that comes next, whose columns are those of the dataset."""
@@ -98,6 +130,7 @@ class DatasetWriter:
             return
         with stack:
             self._refuse_apart(self._writers["tokens"].num_documents - 1)
+            self._refuse_parts_apart()
             with typed_errors(self.folder):  # at no moment does it name files that are not its own
                 (self.folder / NAME).unlink(missing_ok=True)
         self._publish()
@@ -111,7 +144,22 @@ class DatasetWriter:
                     f"of {name} for each token, and write the dataset again"
                 )
 
+    def _refuse_parts_apart(self) -> None:
+        expected = self._writers["tokens"].num_documents
+        for writer in self._parts.values():
+            if writer.num_documents != expected:
+                raise StoreError(
+                    f"{self.folder}: {expected} documents, and parts of {writer.num_documents}; add the "
+                    f"parts of each document, of one without any too"
+                )
+
     def _publish(self) -> None:
-        told = {"format": FORMAT, "version": VERSION, "columns": {name: name for name in self._writers}}
+        told: dict[str, Any] = {
+            "format": FORMAT,
+            "version": WITH_PARTS if self._parts else VERSION,
+            "columns": {name: name for name in self._writers},
+        }
+        if self._parts:
+            told["parts"] = FILES
         with durable_file(self.folder / NAME) as stream:
             stream.write(json.dumps(told, indent=2).encode())
