@@ -75,6 +75,10 @@ def test_concepts() -> None:
     run_page("concepts.md", 3)
 
 
+def test_multimodal() -> None:
+    run_page("multimodal.md", 3)
+
+
 def test_planner() -> None:
     run_page("planner.md", 23)
 

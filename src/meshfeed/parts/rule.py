@@ -55,3 +55,12 @@ def check_rules(rules: Rules) -> None:
             raise RecipeError(f"parts of kind {kind!r}: choose from {', '.join(KINDS)}")
         if rule.kind != kind:
             raise RecipeError(f"{rule!r} is for parts of kind {rule.kind!r}, not {kind!r}; name it so")
+
+
+def check_counts(rule: PartRule, **counts: int) -> None:
+    """Raises RecipeError for an option that is not a whole number from 1, or an alpha below 0."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise RecipeError(f"{type(rule).__name__}({name}={value!r}): a whole number from 1")
+    if not (np.isfinite(rule.alpha) and rule.alpha >= 0):
+        raise RecipeError(f"{type(rule).__name__}(alpha={rule.alpha}): 0 or more")

@@ -1,0 +1,63 @@
+"""Rules for audio."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshfeed.errors import RecipeError
+from meshfeed.parts.rule import PartRule, check_counts
+from meshfeed.parts.types import Kind, Longs, Parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhisperAudio(PartRule):
+    """Audio through Whisper's encoder: `frame_rate` spectrum frames a second, halved, then pooled to tokens.
+
+    Like Qwen2-Audio (Chu et al. 2024, arXiv 2407.10759): pool=2, so 25 tokens a second. The encoder (Radford
+    et al. 2022, arXiv 2212.04356) attends over `seconds` of sound, padded. What a part has beyond that is cut
+    off.
+
+    Attributes:
+        seconds: of a part, at most.
+        sample_rate: that the processor resamples to, in Hz.
+        frame_rate: spectrum frames per second; a divisor of sample_rate.
+        pool: frames of the encoder's output that become one token.
+
+    Raises RecipeError for options below 1.
+    """
+
+    seconds: int = 30
+    sample_rate: int = 16_000
+    frame_rate: int = 100
+    pool: int = 2
+    alpha: float = 6 * 1280
+    kind: Kind = "audio"
+
+    def __post_init__(self) -> None:
+        check_counts(
+            self,
+            seconds=self.seconds,
+            sample_rate=self.sample_rate,
+            frame_rate=self.frame_rate,
+            pool=self.pool,
+        )
+        if self.sample_rate % self.frame_rate:
+            raise RecipeError(
+                f"WhisperAudio(frame_rate={self.frame_rate}): a divisor of sample_rate={self.sample_rate}"
+            )
+
+    def tokens(self, parts: Parts) -> Longs:
+        samples = np.ceil(parts.length * self.sample_rate / parts.rate).astype(np.int64)
+        frames = np.minimum(-(-samples // (self.sample_rate // self.frame_rate)), self._most_frames)
+        encoded = (frames - 1) // 2 + 1
+        return np.maximum((encoded - self.pool) // self.pool + 1, 1)
+
+    def patches(self, parts: Parts) -> tuple[Longs, Longs]:
+        one = np.ones(len(parts), np.int64)
+        return one, one * (self._most_frames // 2)
+
+    @property
+    def _most_frames(self) -> int:
+        return self.seconds * self.frame_rate
