@@ -61,7 +61,7 @@ if typing.TYPE_CHECKING:
     from meshfeed.feed.batch import Microbatch, Step
     from meshfeed.files import Cache
     from meshfeed.integrations.megatron.gpt import MegatronGPT
-    from meshfeed.sequence import Chat, Documents, Masked, Samples, Windows
+    from meshfeed.sequence import Chat, Documents, Masked, Multimodal, Samples, Windows
     from meshfeed.simulation import simulate
     from meshfeed.store import DatasetWriter, IndexedWriter, Lengths, Mapped, Resampled, SameEveryEpoch
     from meshfeed.store import open_store as open
@@ -100,6 +100,7 @@ __all__ = [
     "MissingError",
     "Mixture",
     "ModelShape",
+    "Multimodal",
     "OptionError",
     "Pack",
     "Packing",
@@ -145,6 +146,7 @@ _ON_FIRST_USE = {
     "Masked": "meshfeed.sequence",
     "MegatronGPT": "meshfeed.integrations.megatron.gpt",
     "Microbatch": "meshfeed.feed.batch",
+    "Multimodal": "meshfeed.sequence",
     "Resampled": "meshfeed.store",
     "SameEveryEpoch": "meshfeed.store",
     "Samples": "meshfeed.sequence",

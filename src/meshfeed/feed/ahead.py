@@ -36,7 +36,7 @@ class Ahead:
 
     Args:
         stepping: computes the steps.
-        coord, served: the rank's portions; see `Stepping.portions`.
+        coord, served, needs: the rank's portions; see `Stepping.portions`.
         reads: whether this rank reads. If not, nothing is announced.
         clock: measures the stages "plan" and "read".
         budget_bytes: announce further steps while fewer bytes are announced and unread. At least one step is
@@ -48,6 +48,7 @@ class Ahead:
         stepping: Stepping,
         coord: Coord,
         served: Sequence[int],
+        needs: frozenset[str],
         start: int,
         clock: StageClock,
         *,
@@ -55,6 +56,7 @@ class Ahead:
         budget_bytes: int,
     ) -> None:
         self._stepping, self._coord, self._served, self._clock = stepping, coord, served, clock
+        self._needs = needs
         self._reads, self._budget_bytes = reads, budget_bytes
         self._is_remote = reads and any(store.wants_ahead for store in stepping.recipe.sources)
         self._most_steps = MOST_STEPS if self._is_remote else 1
@@ -91,7 +93,7 @@ class Ahead:
             with self._clock.stage("plan"):
                 batch = self._stepping.global_batch(self._next)
                 if batch is not None:
-                    portions = self._stepping.portions(batch, self._coord, self._served)
+                    portions = self._stepping.portions(batch, self._coord, self._served, self._needs)
         except Exception as error:  # raised after the earlier steps, which can be trained
             batch, self._error = None, error
         if batch is None:

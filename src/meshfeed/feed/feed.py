@@ -142,6 +142,8 @@ class Feed(StepSource[Delivery]):
                         f"check; leave it out"
                     )
                 self._checks_tokens = check_stores(self.recipe.sources, self._vocab_size)
+            self._rule = stack.enter_context(self._rule.opened(self.recipe))
+            self._stepping = self._stepping.with_rule(self._rule)
             if not self._pads_rows:
                 replace(self._stepping, layout=self.layout).check_filled()
             self._resources = stack.pop_all()
@@ -236,7 +238,7 @@ class Feed(StepSource[Delivery]):
         ahead = Ahead(
             self._stepping,
             self.layout.coord(self.rank),
-            self._served(),
+            *self._served(),
             start,
             clock,
             reads=self.role.reads,
@@ -262,10 +264,12 @@ class Feed(StepSource[Delivery]):
             digests = digester.digests() if digester else None
             yield StepEnd(batch.step, digests, lambda again=portions: self._reread(again))
 
-    def _served(self) -> list[int]:
-        """The cp coordinates of the ranks that this rank's reader serves, including this rank's own."""
+    def _served(self) -> tuple[list[int], frozenset[str]]:
+        """The cp coordinates of all ranks that this rank's reader serves, and the fields that they need."""
         peers = [rank for rank in self.role.peers if self.roles[rank].source is not None]
-        return sorted({self.layout.coord(rank).cp for rank in (self.rank, *peers)})
+        ranks = {self.rank, *peers}
+        fields = frozenset(name for rank in ranks for name in self.roles[rank].fields)
+        return sorted({self.layout.coord(rank).cp for rank in ranks}), fields
 
     def _load(self, step: int, portion: Portion, delivery: Delivery, hint: int) -> Columns:
         try:

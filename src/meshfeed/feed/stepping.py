@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -125,6 +126,12 @@ class Stepping:
         # packs are large and differ in size; so do items of unknown size
         object.__setattr__(self, "_reads_singly", self.rule.packed or self.rule.reads_singly)
 
+    def with_rule(self, rule: SequenceRule) -> Stepping:
+        """The same steps, by the rule as `SequenceRule.opened` gives it."""
+        made = copy(self)
+        object.__setattr__(made, "rule", rule)
+        return made
+
     def global_batch(self, step: int) -> GlobalBatch | None:
         """One step; None past the end of the stream."""
         draws = draws_of_step(self.recipe, step)
@@ -221,10 +228,12 @@ class Stepping:
         """Whether the cp ranks of a data-parallel replica always work on one pack."""
         return self.packing is None or self.packing.policy != "dynamic_cp"
 
-    def portions(self, batch: GlobalBatch, coord: Coord, served: Sequence[int]) -> list[Portion]:
+    def portions(
+        self, batch: GlobalBatch, coord: Coord, served: Sequence[int], needs: frozenset[str] | None = None
+    ) -> list[Portion]:
         """The portion of each microbatch for the rank at a coordinate.
 
-        served: cp coordinates of the ranks that its reader serves, including its own.
+        served: cp coordinates of the ranks that its reader serves, including its own. needs: see `Portion`.
         """
         first = coord.dp * self.layout.cp
         rank, group = first + coord.cp, tuple(first + cp for cp in served)
@@ -244,6 +253,7 @@ class Stepping:
             split=self.cp_split,
             together=together,
             rank_of_dp_cp=ranks_beside(self.layout, coord),
+            needs=needs,
         )
 
     def cp_groups(self, coord: Coord) -> dict[int, tuple[int, ...]]:

@@ -4,6 +4,7 @@ Read `types` first, then `rule`, then the families: `images`, `video`, `audio`.
 """
 
 from meshfeed.parts.audio import WhisperAudio
+from meshfeed.parts.expansion import Expansion
 from meshfeed.parts.images import AnyResImages, FixedImages, NativeImages, TiledImages
 from meshfeed.parts.rule import PartRule, Rules, check_rules
 from meshfeed.parts.types import KINDS, Kind, Parts
@@ -12,6 +13,7 @@ from meshfeed.parts.video import NativeVideo
 __all__ = [
     "KINDS",
     "AnyResImages",
+    "Expansion",
     "FixedImages",
     "Kind",
     "NativeImages",

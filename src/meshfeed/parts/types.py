@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Self, get_args
+from typing import Literal, Self, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 Longs = npt.NDArray[np.int64]
+V = TypeVar("V", bound=np.generic)
 
 Kind = Literal["image", "audio", "video"]
 
@@ -63,11 +64,28 @@ class Parts:
         }
         return replace(self, **columns | {"starts": np.searchsorted(places, self.starts)})
 
-    def per_sample(self, values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    def only(self, place: int) -> Self:
+        """One part, as a sample of its own."""
+        one = self.take(np.array([place]))
+        return replace(one, starts=np.array([0, 1]))
+
+    def per_sample(self, values: npt.NDArray[V]) -> npt.NDArray[V]:
         """The sum over the parts of each sample of a value of each part; [samples], the dtype of values."""
         sums = np.zeros(self.num_samples, values.dtype)
         np.add.at(sums, self.sample, values)
         return sums
+
+    @classmethod
+    def merged(cls, num_samples: int, several: Sequence[tuple[Longs, Parts]]) -> Self:
+        """The parts of samples that come from several places. several: (which samples, their parts)."""
+        sample = np.concatenate([which[parts.sample] for which, parts in several])
+        order = np.argsort(sample, kind="stable")
+        columns = {
+            each.name: np.concatenate([getattr(parts, each.name) for _, parts in several])[order]
+            for each in fields(cls)
+            if each.name != "starts"
+        }
+        return cls(**columns, starts=np.searchsorted(sample[order], np.arange(num_samples + 1)))
 
     @classmethod
     def none(cls, num_samples: int) -> Self:

@@ -6,7 +6,9 @@ from meshfeed.sequence.columns import rule_of
 from meshfeed.sequence.compact import Compact, RunField, widened
 from meshfeed.sequence.documents import DocumentRule, Documents, document_lengths
 from meshfeed.sequence.masked import Masked
+from meshfeed.sequence.multimodal import Multimodal
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.rule import SequenceRule, has_compact
 from meshfeed.sequence.runs import Portion, Runs, portions_of
 from meshfeed.sequence.samples import Samples
@@ -21,7 +23,11 @@ __all__ = [
     "DocumentRule",
     "Documents",
     "Masked",
+    "Multimodal",
+    "PartField",
+    "PartSize",
     "Portion",
+    "Processor",
     "RunField",
     "Runs",
     "Samples",

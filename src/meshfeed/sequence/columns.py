@@ -6,7 +6,8 @@ each column to a field.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast
@@ -147,6 +148,12 @@ class WithColumns(SequenceRule):
         """Bytes of all columns."""
         return sum(self.rule.num_bytes(each, portion) for each in (recipe, *self.recipes.values()))
 
+    @contextmanager
+    def opened(self, recipe: Recipe) -> Generator[SequenceRule]:
+        """The rule's."""
+        with self.rule.opened(recipe) as rule:
+            yield replace(self, rule=cast(TokenRule, rule))
+
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the same ranges of the tokens and of each column."""
         for each in (recipe, *self.recipes.values()):
@@ -177,7 +184,11 @@ class WithColumns(SequenceRule):
         def cut(column: Array, field: str, dtype: str) -> list[Array]:
             """A column cut like one of the rule's fields, with its own dtype."""
             made = self.rule.build(
-                recipe, portion, {"tokens": column}, [field], lambda shape, _: allocate(shape, dtype)
+                recipe,
+                portion,
+                {**columns, "tokens": column},
+                [field],
+                lambda shape, _: allocate(shape, dtype),
             )
             return [cast(Array, arrays[field]) for arrays in made]
 
@@ -190,7 +201,7 @@ class WithColumns(SequenceRule):
             else:
                 parts = cut(np.asarray(columns[name]), "labels", "float32")
                 own = self.rule.build(
-                    recipe, portion, None, [name], lambda shape, _: np.empty(shape, "float32")
+                    recipe, portion, columns, [name], lambda shape, _: np.empty(shape, "float32")
                 )
                 for part, arrays in zip(parts, own):
                     part *= cast(Array, arrays[name])

@@ -56,13 +56,13 @@ class DocumentRule(SequenceRule):
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of the one column."""
-        return int(self.held(portion).sizes.sum()) * dtype_of(recipe, portion.draws).itemsize
+        return int(self.held(recipe, portion).sizes.sum()) * dtype_of(recipe, portion.draws).itemsize
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the held slices to each store."""
         if not portions:
             return
-        held = [self.held(portion) for portion in portions]
+        held = [self.held(recipe, portion) for portion in portions]
         before = accumulate((len(portion.draws) for portion in portions), initial=0)
         whole = Slices(
             np.concatenate([slices.sequence + np.int32(first) for slices, first in zip(held, before)]),
@@ -75,7 +75,7 @@ class DocumentRule(SequenceRule):
 
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The held tokens of the documents, slice after slice."""
-        held = self.held(portion)
+        held = self.held(recipe, portion)
         tokens = allocate((int(held.sizes.sum()),), dtype_of(recipe, portion.draws).name)
         for store, slices, starts, stops in self._reads(recipe, portion.draws, held):
             if len(recipe.sources) == 1:
@@ -86,7 +86,7 @@ class DocumentRule(SequenceRule):
             runs.copy(store.read_stream(starts, stops), tokens)
         return {"tokens": tokens}
 
-    def held(self, portion: Portion) -> Slices:
+    def held(self, recipe: Recipe, portion: Portion) -> Slices:
         """What the portion's group reads, as tokens of its draws; by default the held slices."""
         return portion.read()
 
@@ -160,7 +160,7 @@ class Documents(DocumentRule, TokenRule):
         ends = np.minimum(begins + lengths, first + self.lengths(recipe, draws))
         return begins, np.maximum(ends, begins), np.arange(len(draws))
 
-    def held(self, portion: Portion) -> Slices:
+    def held(self, recipe: Recipe, portion: Portion) -> Slices:
         """The held slices, each followed by one more token if its document continues."""
         return portion.read(extra=1)
 

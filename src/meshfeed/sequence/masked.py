@@ -242,7 +242,7 @@ class Masked(DocumentRule):
             slices.sequence, (slices.start - lead).clip(0, size), (slices.stop - lead).clip(0, size)
         )
 
-    def held(self, portion: Portion) -> Slices:
+    def held(self, recipe: Recipe, portion: Portion) -> Slices:
         """The document tokens of the held slices."""
         return self._in_document(portion.held, portion)
 
@@ -286,7 +286,7 @@ class Masked(DocumentRule):
         # a slice that begins with first_token has it before the document's tokens
         at = (at + np.maximum(int(self.first_token is not None) - portion.own.start, 0))[some]
         own = Slices(own.sequence[some], own.start[some], own.stop[some])
-        runs = runs_of(own, self.held(portion), at)
+        runs = runs_of(own, self.held(recipe, portion), at)
         if "tokens" in flat:
             runs.copy(raw, flat["tokens"])
         masks = self._masks_of(recipe, portion)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.order import Draws
@@ -54,6 +55,10 @@ class SequenceRule(Rule):
 
         starts, lengths: the range of tokens in each draw, int64 [n].
         """
+
+    def opened(self, recipe: Recipe) -> AbstractContextManager[SequenceRule]:
+        """The rule with what `load` needs beside stores, such as worker processes, for a `with`."""
+        return nullcontext(self)
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Tell the stores that `load` will read the portions of a step."""

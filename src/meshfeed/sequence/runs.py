@@ -135,6 +135,7 @@ class Portion:
         idle_tokens: with packing, tokens per rank of a microbatch without a sequence, all padding.
         split: how the cp group splits the pack.
         cp_ranks: global ranks of the cp group, in the order of their slices.
+        needs: names of the fields of a pack that the ranks of its reader need; None for all.
     """
 
     microbatches: range
@@ -149,6 +150,7 @@ class Portion:
     cp_ranks: tuple[int, ...]
     tail: Slices
     split: CpSplit
+    needs: frozenset[str] | None = None
     _read: dict[int, Slices] = field(default_factory=dict[int, Slices], init=False, repr=False)
     _runs: dict[tuple[int, int], Runs] = field(
         default_factory=dict[tuple[int, int], Runs], init=False, repr=False
@@ -244,12 +246,14 @@ def portions_of(
     split: CpSplit,
     together: int,
     rank_of_dp_cp: npt.NDArray[np.int64],
+    needs: frozenset[str] | None = None,
 ) -> list[Portion]:
     """One rank's portions of a step, each of `together` microbatches.
 
     draws: the step's global batch. lengths: tokens of each; int64 [n]. group: the dp_cp ranks that this
     rank's reader serves, including this one; they share every pack. rank_of_dp_cp: the global rank of each
-    dp_cp rank at this rank's tp and pp. Raises PlanError if cp cannot split the sequences.
+    dp_cp rank at this rank's tp and pp. needs: see `Portion`. Raises PlanError if cp cannot split
+    the sequences.
     """
     portions: list[Portion] = []
     starts = range(0, plan.num_microbatches, together)
@@ -272,6 +276,7 @@ def portions_of(
                 cp_ranks=tuple(rank_of_dp_cp[first : first + pack.cp_size].tolist()),
                 tail=tail,
                 split=split,
+                needs=needs,
             )
         )
     return portions

@@ -97,7 +97,7 @@ class Mapped(Store):
         self._num_workers, self._timeout_s = workers, timeout_s
         self.stats = FileStats()
         self._depth = 0
-        self._workers: Workers | None = None
+        self._workers: Workers[EpochIndex] | None = None
 
     def _counts(self, name: str, given: npt.ArrayLike | None) -> I64 | None:
         if given is None:

@@ -13,18 +13,17 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from meshfeed.errors import StoreError
-from meshfeed.order import EpochIndex
+from meshfeed.errors import MeshfeedError, StoreError
 
-Make = Callable[[EpochIndex], Any]
+P = TypeVar("P", bound=Hashable)
 
 _starting = threading.Lock()  # no worker inherits the end of a pipe that is another's
 _GRACE_S = 2.0  # for busy workers at the end
@@ -38,7 +37,7 @@ class Failure:
     text: str
 
 
-class Workers:
+class Workers(Generic[P]):
     """Makes announced items ahead, and hands them over by their place.
 
     Items are to be fetched in the order in which they were announced: what was announced before one that is
@@ -46,27 +45,40 @@ class Workers:
     announced is made at once.
 
     Args:
-        make: place -> item; runs in the workers.
+        make: place, or what `read` gives for it -> item; runs in the workers.
         count: worker processes, from 1. They start with the first item asked for.
         timeout_s: how long to wait for one item.
         name: of the dataset, for messages.
+        read: place -> what a worker needs to make the item; runs in this process, on the worker's thread. A
+            MeshfeedError of it takes the item's place.
+        is_full: whether the items made and not fetched yet are so many that no further one is begun.
     """
 
-    def __init__(self, make: Make, count: int, timeout_s: float, name: str) -> None:
+    def __init__(
+        self,
+        make: Callable[[Any], Any],
+        count: int,
+        timeout_s: float,
+        name: str,
+        *,
+        read: Callable[[P], Any] | None = None,
+        is_full: Callable[[Iterable[Any]], bool] = lambda items: False,
+    ) -> None:
         self._make, self._count, self._timeout_s, self._name = make, count, timeout_s, name
+        self._read, self._is_full = read, is_full
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # one fetch at a time
-        self._queue: deque[EpochIndex] = deque()  # not yet given to a worker
-        self._order: deque[EpochIndex] = deque()  # announced, not yet fetched
-        self._uses: Counter[EpochIndex] = Counter()  # how often each stands in `_order`
-        self._now: frozenset[EpochIndex] = frozenset()  # asked for by the fetch under way
-        self._made: dict[EpochIndex, Any] = {}
+        self._queue: deque[P] = deque()  # not yet given to a worker
+        self._order: deque[P] = deque()  # announced, not yet fetched
+        self._uses: Counter[P] = Counter()  # how often each stands in `_order`
+        self._now: frozenset[P] = frozenset()  # asked for by the fetch under way
+        self._made: dict[P, Any] = {}
         self._threads: list[threading.Thread] = []
         self._processes: list[Any] = []
         self._closing = False
         self._dead = self._broken = ""
 
-    def announce(self, places: Sequence[EpochIndex]) -> None:
+    def announce(self, places: Sequence[P]) -> None:
         """These will be fetched next, in this order."""
         with self._changed:
             for at in places:
@@ -76,7 +88,7 @@ class Workers:
                     self._queue.append(at)
             self._go_on()
 
-    def fetch(self, places: Sequence[EpochIndex]) -> list[Any]:
+    def fetch(self, places: Sequence[P]) -> list[Any]:
         """What `make` gave for each place, or a Failure.
 
         Raises StoreError if a worker dies, an item takes longer than timeout_s, or the store is closed.
@@ -94,6 +106,7 @@ class Workers:
             self._now = frozenset()
             for at in set(places):
                 self._forget_unwanted(at)
+            self._changed.notify_all()  # there may be room again
         return items
 
     def close(self) -> None:
@@ -113,7 +126,7 @@ class Workers:
 
     # -- who wants what; all under the lock -----------------------------------------------------------
 
-    def _advance(self, at: EpochIndex) -> None:
+    def _advance(self, at: P) -> None:
         """Take `at`, and all that should have come before it, off the announced."""
         while True:
             passed = self._order.popleft()
@@ -122,16 +135,16 @@ class Workers:
             if passed == at:
                 return
 
-    def _forget_unwanted(self, at: EpochIndex) -> None:
+    def _forget_unwanted(self, at: P) -> None:
         if not self._uses[at]:
             del self._uses[at]
             if at not in self._now:
                 self._made.pop(at, None)
 
-    def _wanted(self, at: EpochIndex) -> bool:
+    def _wanted(self, at: P) -> bool:
         return (at in self._uses or at in self._now) and at not in self._made
 
-    def _await(self, at: EpochIndex) -> None:
+    def _await(self, at: P) -> None:
         """Wait until an item is there; releases the lock meanwhile."""
         self._changed.wait_for(
             lambda: at in self._made or self._closing or self._dead or self._broken, self._timeout_s
@@ -197,25 +210,39 @@ class Workers:
             made = pipe.recv_bytes()
             following = self._handed(pipe, wait=False)  # before this one is unpacked: the worker goes on
             item = cast(Any, ForkingPickler).loads(made)
-            with self._changed:
-                if self._wanted(at):
-                    self._made[at] = item
-                self._changed.notify_all()
+            self._put(at, item)
             at = self._handed(pipe, wait=True) if following is None else following
 
-    def _handed(self, pipe: Connection, *, wait: bool) -> EpochIndex | None:
+    def _handed(self, pipe: Connection, *, wait: bool) -> P | None:
         """What was handed to a worker; None where there is nothing, or all is over."""
+        while (at := self._next(wait=wait)) is not None:
+            try:
+                task = at if self._read is None else self._read(at)
+            except MeshfeedError as error:
+                self._put(at, error)
+                continue
+            pipe.send(task)
+            return at
+        return None
+
+    def _next(self, *, wait: bool) -> P | None:
+        """Take what is next off the queue; None where there is nothing, or all is over."""
         with self._changed:
             while not (self._closing or self._dead or self._broken):
-                while self._queue:
-                    at = self._queue.popleft()
-                    if self._wanted(at):
-                        pipe.send(at)
-                        return at
+                while self._queue and not self._wanted(self._queue[0]):
+                    self._queue.popleft()
+                if self._queue and (self._queue[0] in self._now or not self._is_full(self._made.values())):
+                    return self._queue.popleft()
                 if not wait:
                     break
                 self._changed.wait()
         return None
+
+    def _put(self, at: P, item: Any) -> None:
+        with self._changed:
+            if self._wanted(at):
+                self._made[at] = item
+            self._changed.notify_all()
 
     def _started(self, number: int) -> tuple[Any, Connection]:
         context = multiprocessing.get_context()
@@ -238,7 +265,7 @@ class Workers:
             return process, mine
 
 
-def _work(number: int, pipe: Connection, make: Make) -> None:
+def _work(number: int, pipe: Connection, make: Callable[[Any], Any]) -> None:
     """What a worker runs: item after item, until there is None to make."""
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()

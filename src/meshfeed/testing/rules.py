@@ -114,7 +114,7 @@ def _check_types(rule: SequenceRule, arrays: Arrays, where: str) -> None:
 def _overwrite(columns: Columns) -> None:
     for column in columns.values():
         for array in [column] if isinstance(column, np.ndarray) else column:
-            if isinstance(array, np.ndarray):
+            if isinstance(array, np.ndarray) and array.flags.writeable:
                 array.fill(1)
 
 

@@ -1,0 +1,64 @@
+"""Where the tokens of parts lie, once each placeholder of a text is repeated as its part asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshfeed.parts.types import Longs, Parts
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """Some samples, each placeholder of their text repeated.
+
+    Attributes:
+        parts: of the samples.
+        tokens: that each part becomes; int64 [p], from 1.
+        text: tokens of each sample as stored, with one placeholder for each part; int64 [samples].
+    """
+
+    parts: Parts
+    tokens: Longs
+    text: Longs
+
+    @cached_property
+    def lengths(self) -> Longs:
+        """Tokens of each sample, all placeholders repeated; int64 [samples]."""
+        return self.text + self.parts.per_sample(self.tokens - 1)
+
+    @cached_property
+    def begins(self) -> Longs:
+        """Which token of its sample each part begins at; int64 [p]."""
+        before = np.append(0, np.cumsum(self.tokens - 1))
+        first = before[self.parts.starts[:-1]]
+        return self.parts.at + before[:-1] - first[self.parts.sample]
+
+    def inside(self, starts: Longs, stops: Longs) -> Longs:
+        """Tokens of each part in start..stop of its sample; int64 [samples] twice -> int64 [p]."""
+        of = self.parts.sample
+        stop = np.minimum(self.begins + self.tokens, stops[of])
+        return (stop - np.maximum(self.begins, starts[of])).clip(0)
+
+    def in_text(self, tokens: Longs) -> Longs:
+        """Which stored token one token of each sample comes from; int64 [samples] -> int64 [samples].
+
+        The end of a sample is the end of its text.
+        """
+        of = self.parts.sample
+        passed = (tokens[of] - self.begins).clip(0, self.tokens - 1)
+        return tokens - self.parts.per_sample(passed)
+
+    @cached_property
+    def repeats(self) -> Longs:
+        """How often each stored token stands there, sample after sample; int64 [sum(text)]."""
+        repeats = np.ones(int(self.text.sum()), np.int64)
+        repeats[self.placeholders] = self.tokens
+        return repeats
+
+    @cached_property
+    def placeholders(self) -> Longs:
+        """The place of each part's placeholder in the text of all samples; int64 [p], ascending."""
+        return (np.cumsum(self.text) - self.text)[self.parts.sample] + self.parts.at

@@ -1,0 +1,399 @@
+"""Multimodal: documents with images, audio and video, packed side by side like `Documents`.
+
+The stored text has one placeholder for each part. The plan, the geometry and every field of the text follow
+from the index. What is sent is the text as stored, and the decoded parts for those stages that need them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import field as dataclass_field
+from functools import cached_property
+from typing import Literal, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Allocate, Array, Arrays, Columns
+from meshfeed.errors import RecipeError, StoreError
+from meshfeed.order import Draws
+from meshfeed.parts import KINDS, Expansion, Kind, Parts, check_rules
+from meshfeed.plan import Slices
+from meshfeed.recipe import Recipe
+from meshfeed.roles import Field
+from meshfeed.sequence.decoding import Bad, Decoder, PartPlace
+from meshfeed.sequence.documents import DocumentRule, document_lengths
+from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.processor import PartField, Processor
+from meshfeed.sequence.rule import SequenceRule, TokenRule
+from meshfeed.sequence.runs import Longs, Portion, runs_of
+
+OnBad = Literal["error", "blank", "drop"]
+
+_IS_BAD = "is_bad"
+
+
+@dataclass(frozen=True)
+class Multimodal(DocumentRule, TokenRule):
+    """A sequence is a document, each placeholder repeated as often as its part has tokens; packed.
+
+    Needs a `Packing`. Lengths, labels and loss are those of `Documents` over the repeated text, except that
+    no token of a part is a label that bears loss. A store without parts is text, in a mixture too.
+
+    Attributes:
+        image, audio, video: what is made of parts of each kind; None refuses documents that have some.
+        on_bad: a part that cannot be decoded stops the job ("error"), becomes zeros ("blank"), or becomes
+            zeros in a document that bears no loss ("drop"). The plan is made before, so that `valid_tokens`
+            still counts its tokens.
+        workers: processes that decode ahead, on each rank that reads; 0 decodes when a pack is read.
+        timeout_s: how long a worker may take for one part.
+
+    Fields, beside those of `Documents`, for each kind that has a processor, in the order of the pack:
+
+    - the processor's fields, [rows of all parts that have a token in the pack, ...]; on every cp rank all.
+    - image_index int32 [1, t]: which of the encoder's outputs, of all these parts, a token is; -1 for none.
+    - image_cu_seqlens int32 [n + 1], for the first stage: where the sequences that the encoder attends
+      within begin in its patches, then their end.
+    - bad_parts int64 [k, 2], unless on_bad is "error": parts that are not what was stored, each as its
+      sequence in the pack and its number in that document.
+
+    A pack without parts has these arrays with no row. Raises RecipeError for other arguments.
+    """
+
+    _: KW_ONLY
+    image: Processor | None = None
+    audio: Processor | None = None
+    video: Processor | None = None
+    on_bad: OnBad = "error"
+    workers: int = dataclass_field(default=0, repr=False)
+    timeout_s: float = dataclass_field(default=600.0, repr=False)
+    decoder: Decoder | None = dataclass_field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_rules({kind: processor.rule for kind, processor in self.processors.items()})
+        if self.on_bad not in get_args(OnBad):
+            raise RecipeError(f"Multimodal(on_bad={self.on_bad!r}): choose {', '.join(get_args(OnBad))}")
+        if type(self.workers) is not int or self.workers < 0 or not self.timeout_s > 0:
+            raise RecipeError(
+                f"Multimodal(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
+            )
+        names = [each.name for each in self.fields]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise RecipeError(
+                f"Multimodal: several fields are called {', '.join(twice)}; rename the processor's"
+            )
+
+    @property
+    def processors(self) -> Mapping[Kind, Processor]:
+        """Those given, by kind."""
+        given: dict[Kind, Processor | None] = {"image": self.image, "audio": self.audio, "video": self.video}
+        return {kind: processor for kind, processor in given.items() if processor is not None}
+
+    @property
+    def packed(self) -> bool:
+        """Documents differ in length, so they are packed."""
+        return True
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """All fields of a pack; see the class."""
+        return self._fields
+
+    @cached_property
+    def _fields(self) -> tuple[Field, ...]:
+        drops = self.on_bad == "drop"
+        made = [
+            Field(name="tokens", dtype="int64", stages=("first", "mtp"), split=True),
+            Field(name="labels", dtype="int64", stages=("last",), split=True),
+            Field(name="loss_mask", dtype="float32", stages=("last",), split=True, stored=drops),
+        ]
+        for kind, processor in self.processors.items():
+            for each in processor.fields:
+                made.append(Field(name=each.name, dtype=each.dtype, stages=each.stages))
+            made.append(Field(name=f"{kind}_index", dtype="int32", split=True, pad=-1, stored=False))
+            made.append(Field(name=f"{kind}_cu_seqlens", dtype="int32", stages=("first",), stored=False))
+        if self.on_bad != "error":
+            made.append(
+                Field(name="bad_parts", dtype="int64", stages=("first", "last") if drops else ("first",))
+            )
+        return (*made, *PLAN_FIELDS)
+
+    # -- what the index says ----------------------------------------------------------------------------
+
+    def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
+        """Tokens of each document, every placeholder repeated; int64 [n]."""
+        return self._expansion(recipe, draws).lengths
+
+    def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
+        """Tokens of each row whose label exists and is text; int64 [n]."""
+        whole = self._expansion(recipe, draws)
+        first, stop = _labels(whole, starts, lengths)
+        return (stop - first).clip(0) - whole.parts.per_sample(whole.inside(first, stop))
+
+    def work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64]:
+        """Work of the encoders on the parts of each document; float64 [n]."""
+        parts = _parts_of(recipe, draws)
+        work = np.zeros(len(parts))
+        for kind, mine in self._by_kind(recipe, draws, parts):
+            work[mine] = self.processors[kind].rule.work(parts.take(mine))
+        return parts.per_sample(work)
+
+    def stream_ranges(
+        self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
+    ) -> tuple[Longs, Longs, Longs]:
+        """Ranges of the text as stored; with ahead=1, without the placeholders."""
+        whole = self._expansion(recipe, draws)
+        first, stop = _labels(whole, starts, lengths) if ahead else (starts, starts + lengths)
+        begins = whole.in_text(first)
+        ends = np.where(stop > first, whole.in_text(stop - 1) + 1, begins)
+        of = np.arange(len(draws))
+        if ahead:  # text before and after each placeholder: 0..9, at 4 -> 0..4, 5..9
+            at, parts = whole.parts.at, whole.parts
+            low, high = begins[parts.sample], ends[parts.sample]
+            begins = np.insert((at + 1).clip(low, high), parts.starts[:-1], begins)
+            ends = np.insert(at.clip(low, high), parts.starts[1:], ends)
+            of = np.repeat(of, np.diff(parts.starts) + 1)
+            ends = np.maximum(begins, ends)
+        at = recipe.sources[source].offsets(draws.index)[of]
+        return at + begins, at + ends, of
+
+    def held(self, recipe: Recipe, portion: Portion) -> Slices:
+        """The whole text of each document, as stored."""
+        text = document_lengths(recipe, portion.draws)
+        return Slices(np.arange(text.size, dtype=np.int32), np.zeros_like(text), text)
+
+    def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
+        """Exact bytes of all columns, from the index."""
+        whole = self._expansion(recipe, portion.draws)
+        count = super().num_bytes(recipe, portion)
+        parts = self._decoded(whole, portion)
+        for kind, mine in self._by_kind(recipe, portion.draws, whole.parts.take(parts)):
+            processor = self.processors[kind]
+            rows = processor.rows(whole.parts.take(parts[mine]))
+            wanted = (each for each in processor.fields if _needs(portion, each.name))
+            count += sum(int(rows[each.name].sum()) * _row_bytes(each) for each in wanted)
+        return count + (parts.size if self.on_bad != "error" else 0)
+
+    # -- reading ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def opened(self, recipe: Recipe) -> Generator[SequenceRule]:
+        """The rule with its worker processes; they start with the first part that is announced."""
+        with Decoder(recipe, self.processors, self.workers, self.timeout_s) as decoder:
+            yield replace(self, decoder=decoder)
+
+    def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
+        """Announce the text to the stores, and the parts to them and to the workers."""
+        super().announce(recipe, portions)
+        places = [at for portion in portions for at in self._places(recipe, portion)[1]]
+        for source in sorted({at.source for at in places}):
+            mine = {(at.index, at.part) for at in places if at.source == source}
+            documents, numbers = np.array(sorted(mine), np.int64).T
+            recipe.sources[source].will_need_parts(documents, numbers)
+        if self.decoder is not None:
+            self.decoder.announce(places)
+
+    def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
+        """The text of the documents, and their parts, decoded."""
+        columns = dict(super().load(recipe, portion, allocate))
+        whole, places = self._places(recipe, portion)
+        decoder = self.decoder or Decoder(recipe, self.processors, 0, self.timeout_s)
+        made = decoder.decode(places)
+        for at, part in zip(places, made):
+            if isinstance(part, Bad):
+                self._refuse(recipe, at, part)
+        chosen = whole.parts.take(self._decoded(whole, portion))
+        for kind, mine in self._by_kind(recipe, portion.draws, chosen):
+            processor = self.processors[kind]
+            rows = processor.rows(chosen.take(mine))
+            for each in processor.fields:
+                if _needs(portion, each.name):
+                    columns[each.name] = [
+                        np.zeros((count, *each.shape), each.dtype)
+                        if isinstance(part, Bad)
+                        else part[each.name]
+                        for part, count in zip((made[i] for i in mine.tolist()), rows[each.name].tolist())
+                    ]
+        if self.on_bad != "error":
+            columns[_IS_BAD] = np.array([isinstance(part, Bad) for part in made], np.uint8)
+        return columns
+
+    def _places(self, recipe: Recipe, portion: Portion) -> tuple[Expansion, list[PartPlace]]:
+        """The parts that a portion's reader decodes."""
+        draws, whole = portion.draws, self._expansion(recipe, portion.draws)
+        parts = self._decoded(whole, portion)
+        of = whole.parts.sample[parts]
+        columns = (draws.source[of], draws.epoch[of], draws.index[of], parts - whole.parts.starts[of])
+        return whole, [PartPlace(*row) for row in zip(*(column.tolist() for column in columns))]
+
+    def _refuse(self, recipe: Recipe, at: PartPlace, bad: Bad) -> None:
+        where = f"{recipe.sources[at.source]}: document {at.index}, part {at.part} (epoch {at.epoch})"
+        if not bad.is_broken:
+            raise RecipeError(f"{where}: {bad.why}")
+        if self.on_bad == "error":
+            raise StoreError(
+                f"{where} cannot be decoded: {bad.why}; repair or remove it, or pass over it with "
+                f"Multimodal(on_bad='blank') or 'drop'"
+            )
+
+    # -- building ---------------------------------------------------------------------------------------
+
+    def build(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> list[Arrays]:
+        """The named fields of the one pack; see the class."""
+        whole, arrays = self._expansion(recipe, portion.draws), Arrays()
+        held = Slices(np.arange(len(portion.draws), dtype=np.int32), 0 * portion.whole, portion.whole)
+        own, at = portion.own_tokens
+        expanded = self._expanded(recipe, portion, whole, columns, names)
+        for field in self.fields:
+            if field.name in expanded:
+                column, ahead = expanded[field.name]
+                out = allocate((1, portion.num_tokens), field.dtype)
+                out[:] = field.pad
+                runs_of(own, held, at, ahead=ahead).copy(column, out[0])
+                arrays[field.name] = out
+        arrays |= self._of_parts(recipe, portion, whole, columns, names, allocate)
+        return [arrays | fields_of_plan(portion, names, allocate)]
+
+    def _expanded(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        whole: Expansion,
+        columns: Columns | None,
+        names: Sequence[str],
+    ) -> dict[str, tuple[Array, int]]:
+        """Name -> what its field has at every token of the whole documents; and how far ahead it looks."""
+        made: dict[str, tuple[Array, int]] = {}
+        if {"labels", "loss_mask"} & set(names):
+            bears = np.ones(whole.repeats.size, np.bool_)
+            bears[whole.placeholders] = False
+            if self.on_bad == "drop" and columns and _IS_BAD in columns:
+                bad = self._decoded(whole, portion)[np.asarray(columns[_IS_BAD]) > 0]
+                bears[np.isin(np.repeat(np.arange(whole.text.size), whole.text), whole.parts.sample[bad])] = (
+                    False
+                )
+            bears = bears.repeat(whole.repeats)
+            made["loss_mask"] = bears, 1
+            if columns is not None:
+                made["labels"] = np.where(bears, np.asarray(columns["tokens"]).repeat(whole.repeats), 0), 1
+        if columns is not None and "tokens" in names:
+            made["tokens"] = np.asarray(columns["tokens"]).repeat(whole.repeats), 0
+        indexed = [kind for kind in self.processors if f"{kind}_index" in names]
+        if indexed:
+            first = np.cumsum(whole.lengths) - whole.lengths
+            mine = self._parts(whole, portion)
+            for kind in indexed:
+                index = np.full(int(whole.lengths.sum()), -1, np.int32)
+                parts = mine[whole.parts.kind[mine] == KINDS.index(kind)]
+                tokens = whole.tokens[parts]
+                begins = first[whole.parts.sample[parts]] + whole.begins[parts]
+                outputs = np.arange(tokens.sum())
+                index[outputs + (begins - np.cumsum(tokens) + tokens).repeat(tokens)] = outputs
+                made[f"{kind}_index"] = index, 0
+        return {name: column for name, column in made.items() if name in names}
+
+    def _of_parts(
+        self,
+        recipe: Recipe,
+        portion: Portion,
+        whole: Expansion,
+        columns: Columns | None,
+        names: Sequence[str],
+        allocate: Allocate,
+    ) -> Arrays:
+        """The named fields of the parts."""
+        arrays: Arrays = {}
+        mine = self._parts(whole, portion)
+        parts = whole.parts.take(mine)
+        for kind, processor in self.processors.items():
+            of_kind = parts.take(parts.of_kind(kind))
+            if f"{kind}_cu_seqlens" in names:
+                sequences, patches = processor.rule.patches(of_kind)
+                ends = np.cumsum(patches.repeat(sequences))
+                arrays[f"{kind}_cu_seqlens"] = np.append(0, ends).astype(np.int32)
+            for each in processor.fields:
+                if each.name in names and columns is not None:
+                    arrays[each.name] = _stacked(
+                        each, cast(Sequence[Array], columns.get(each.name, ())), allocate
+                    )
+        if "bad_parts" in names and columns is not None:
+            bad = mine[np.asarray(columns[_IS_BAD]) > 0]
+            of = whole.parts.sample[bad]
+            arrays["bad_parts"] = np.stack([of, bad - whole.parts.starts[of]], axis=1)
+        return arrays
+
+    # -- the parts of a pack ----------------------------------------------------------------------------
+
+    def _expansion(self, recipe: Recipe, draws: Draws) -> Expansion:
+        parts = _parts_of(recipe, draws)
+        tokens = np.zeros(len(parts), np.int64)
+        for kind, mine in self._by_kind(recipe, draws, parts):
+            tokens[mine] = self.processors[kind].rule.tokens(parts.take(mine))
+        return Expansion(parts, tokens, document_lengths(recipe, draws))
+
+    def _by_kind(self, recipe: Recipe, draws: Draws, parts: Parts) -> Iterator[tuple[Kind, Longs]]:
+        """(kind, places of its parts), for each kind that there is. RecipeError without a processor."""
+        for kind in KINDS:
+            mine = parts.of_kind(kind)
+            if mine.size and kind not in self.processors:
+                sample = int(parts.sample[mine[0]])
+                store, document = recipe.sources[int(draws.source[sample])], draws.index[sample]
+                raise RecipeError(
+                    f"{store}: document {document} has {kind}; give Multimodal({kind}=...) a processor"
+                )
+            if mine.size:
+                yield kind, mine
+
+    def _parts(self, whole: Expansion, portion: Portion) -> Longs:
+        """Places of the parts that have a token in the pack; int64 [k], ascending."""
+        stops = portion.starts + portion.pack.lengths
+        return np.flatnonzero(whole.inside(portion.starts, stops))
+
+    def _decoded(self, whole: Expansion, portion: Portion) -> Longs:
+        """Those that the portion's reader decodes: all or none."""
+        made = {each.name for processor in self.processors.values() for each in processor.fields} | {
+            "bad_parts"
+        }
+        if portion.needs is None or self.on_bad == "drop" or not made.isdisjoint(portion.needs):
+            return self._parts(whole, portion)
+        return np.zeros(0, np.int64)
+
+
+def _parts_of(recipe: Recipe, draws: Draws) -> Parts:
+    """The parts of the documents of all draws, in their order."""
+    found = [(mine, recipe.sources[s].parts(of.index)) for s, mine, of in draws.by_source()]
+    if len(found) < 2:
+        return found[0][1] if found else Parts.none(0)
+    return Parts.merged(len(draws), found)
+
+
+def _labels(whole: Expansion, starts: Longs, lengths: Longs) -> tuple[Longs, Longs]:
+    """The labels of ranges of tokens, as ranges; the last token of a document has none."""
+    return starts + 1, np.minimum(starts + 1 + lengths, whole.lengths)
+
+
+def _needs(portion: Portion, name: str) -> bool:
+    return portion.needs is None or name in portion.needs
+
+
+def _row_bytes(field: PartField) -> int:
+    return int(np.prod(field.shape)) * np.dtype(field.dtype).itemsize
+
+
+def _stacked(field: PartField, values: Sequence[Array], allocate: Allocate) -> Array:
+    """The rows of all parts, one after the other."""
+    out = allocate((sum(len(value) for value in values), *field.shape), field.dtype)
+    at = 0
+    for value in values:
+        out[at : at + len(value)] = value
+        at += len(value)
+    return out

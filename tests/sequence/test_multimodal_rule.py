@@ -1,0 +1,252 @@
+"""Multimodal: packs of documents with images and audio, on every rank, by every delivery; and what is refused."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import meshfeed as mf
+import pictures
+import world
+from meshfeed.errors import MeshfeedError, RecipeError, StoreError
+from meshfeed.sequence import decoding
+from meshfeed.testing import assert_rule
+from observe import simulated, take
+from pictures import AUDIO, IMAGE, Look, Pixels, expected_parts, multimodal, write_pictures
+
+PACKING = {"packing": mf.Packing(capacity=64, oversize="truncate")}
+SPLIT = {"packing": mf.Packing(capacity=16, oversize="split")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pictures") / "store"
+    write_pictures(path)
+    return path
+
+
+def flat(folder: Path) -> mf.Recipe:
+    """The oracle: the same documents as text, every placeholder repeated by hand."""
+    data = mf.open(f"{folder}-flat")
+    return mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(sequences=10), seed=7)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "cp2-dp2", "pp2-cp2"])
+@pytest.mark.parametrize("options", [PACKING, SPLIT], ids=["whole", "split"])
+def test_the_text_is_that_of_documents_with_placeholders_repeated(
+    folder: Path, layout: str, options: dict[str, Any]
+) -> None:
+    shape, kinds = mf.Layout.parse(layout), torch.tensor([IMAGE, AUDIO])
+    pairs = zip(
+        mf.simulate(multimodal(folder), shape, 4, **options), mf.simulate(flat(folder), shape, 4, **options)
+    )
+    valid: dict[int, float] = {}
+    for made, plain in pairs:
+        assert made.batch.lengths.tolist() == plain.batch.lengths.tolist()
+        for one, other in zip(made.microbatches, plain.microbatches, strict=True):
+            if "labels" in other:
+                text = ~torch.isin(other["labels"], kinds)
+                other = dict(other) | {
+                    "labels": other["labels"] * text,
+                    "loss_mask": other["loss_mask"] * text,
+                }
+            for name in other:
+                assert torch.equal(one[name], other[name]), (made.rank, name)
+            if "labels" in one and made.coord.tp == 0:
+                valid[made.batch.step] = valid.get(made.batch.step, 0) + float(one["loss_mask"].sum())
+        if made.rank == shape.world_size - 1:
+            assert valid[made.batch.step] == made.batch.valid_tokens
+
+
+@pytest.mark.parametrize("options", [PACKING, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("layout", ["dp2", "cp2"])
+def test_tokens_point_at_the_output_of_their_part(folder: Path, layout: str, options: dict[str, Any]) -> None:
+    recipe, seen = multimodal(folder), 0
+    with recipe.sources[0]:
+        for made in mf.simulate(recipe, mf.Layout.parse(layout), 3, **options):
+            for m in made.microbatches:
+                portion = m._portion
+                stops = portion.starts + portion.pack.lengths
+                for kind, token, names in (
+                    ("image", IMAGE, ("pixel_values", "image_grid")),
+                    ("audio", AUDIO, ("waves",)),
+                ):
+                    rule = recipe.sequence.processors[kind].rule
+                    # part by part: which (sequence, token of its document) each output belongs to
+                    outputs, kept = [], []
+                    for sequence, part, arrays in expected_parts(recipe, m.draws, kind):
+                        index = m.draws.index[sequence : sequence + 1]
+                        parts = recipe.sources[0].parts(index)
+                        tokens = [
+                            int(recipe.sequence.processors[k].rule.tokens(parts.only(i))[0])
+                            for i, k in enumerate(["image", "audio"][j] for j in parts.kind.tolist())
+                        ]
+                        begin = int(parts.at[part]) + sum(t - 1 for t in tokens[:part])
+                        places = [(sequence, begin + i) for i in range(tokens[part])]
+                        if any(portion.starts[s] <= at < stops[s] for s, at in places):
+                            outputs += places
+                            kept.append((arrays, rule.patches(parts.only(part))))
+                    for name in names:
+                        wanted = [torch.from_numpy(arrays[name].copy()) for arrays, _ in kept]
+                        assert torch.equal(m[name], torch.cat([m[name][:0], *wanted]))
+                    ends = np.cumsum([0, *(n for _, (s, p) in kept for n in p.repeat(s).tolist())])
+                    assert m[f"{kind}_cu_seqlens"].tolist() == ends.tolist()
+                    of, at = m["sequence_ids"][0].tolist(), m["position_ids"][0].tolist()
+                    for i, index in enumerate(m[f"{kind}_index"][0].tolist()):
+                        assert (index >= 0) == (int(m["tokens"][0, i]) == token)
+                        if index >= 0:
+                            assert outputs[index] == (of[i], at[i] + int(portion.starts[of[i]]))
+                            seen += 1
+    assert seen > 100
+
+
+def test_the_laws_of_a_rule_hold(folder: Path) -> None:
+    assert_rule(mf.Multimodal(image=Look(), audio=pictures.Listen()), mf.open(folder), steps=3)
+    assert_rule(mf.Multimodal(image=Look(), audio=pictures.Listen(), on_bad="drop"), mf.open(folder))
+
+
+def test_the_columns_have_the_bytes_that_the_index_tells(folder: Path) -> None:
+    for on_bad in ("error", "blank"):
+        recipe = multimodal(folder, on_bad=on_bad)
+        stepping = mf.feed.stepping.Stepping(
+            recipe=recipe, layout=mf.Layout(pp=2), micro_batch_size=1, cp_split="zigzag", **PACKING
+        )
+        with recipe.sources[0]:
+            batch = stepping.global_batch(0)
+            for needs in (None, frozenset({"labels"}), frozenset({"image_grid"})):
+                for portion in stepping.portions(batch, mf.Layout(pp=2).coord(0), [0], needs):
+                    columns = stepping.rule.load(recipe, portion, np.empty)
+                    arrays = [a for c in columns.values() for a in ([c] if isinstance(c, np.ndarray) else c)]
+                    assert sum(a.nbytes for a in arrays) == stepping.rule.num_bytes(recipe, portion)
+                    assert ("pixel_values" in columns) == (needs is None)
+
+
+# -- real ranks -----------------------------------------------------------------------------------
+
+CASES = (
+    ("tp2-pp2", "share", 0), ("cp2-dp2", "broadcast", 0), ("dp4", "direct", 2), ("tp2-cp2", "share", 1),
+    ("pp2-dp2", "auto", 0),
+)  # fmt: skip
+
+
+def every_case(rank: int, folder: str) -> tuple[list[str], int]:
+    """What differs from simulate, each case going on where the one before was left; and parts decoded in one."""
+    multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers
+    wrong: list[str] = []
+    state, begun, decoded = None, 0, 0
+    for text, delivery, workers in CASES:
+        recipe, layout = multimodal(folder, workers=workers), mf.Layout.parse(text)
+        before = pictures.CALLS[0]
+        with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=600, **PACKING) as feed:
+            if state is not None:
+                feed.load_state_dict(state)
+            got = take(feed, 2)
+            state = feed.state_dict()
+        if text == "tp2-pp2":
+            decoded = pictures.CALLS[0] - before
+        if got != simulated(recipe, layout, range(begun, begun + 2), rank, **PACKING):
+            wrong.append(f"{text} {delivery}")
+        begun += 2
+    return wrong, decoded
+
+
+def test_all_deliveries_give_the_bytes_of_simulate_and_go_on_under_another_layout(folder: Path) -> None:
+    results = world.run(every_case, 4, str(folder))
+    assert [wrong for wrong, _ in results] == [[]] * 4
+    decoded = [count for _, count in results]
+    assert decoded[0] > 0 and decoded[1:] == [0, 0, 0], "one rank decodes for the node and replica"
+
+
+# -- what cannot be decoded ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("broken") / "store"
+    write_pictures(path, bad=tuple(range(40)))
+    return path
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_part_stops_the_job_by_name(broken: Path, workers: int) -> None:
+    with (
+        mf.Feed(multimodal(broken, workers=workers), **PACKING) as feed,
+        pytest.raises(StoreError, match=r"document \d+, part \d+ \(epoch 0\) cannot be decoded: ValueError"),
+    ):
+        take(feed)
+
+
+@pytest.mark.parametrize("on_bad", ["blank", "drop"])
+def test_a_broken_part_becomes_zeros(folder: Path, broken: Path, on_bad: Any) -> None:
+    def packs(path: Path, **options: Any) -> list[mf.Microbatch]:
+        made = mf.simulate(multimodal(path, **options), mf.Layout.parse("pp2"), 4, **PACKING)
+        return [m for step in made for m in step.microbatches]
+
+    recipe, passed = multimodal(folder), 0
+    pairs = zip(packs(folder), packs(broken, on_bad=on_bad), strict=True)
+    with recipe.sources[0] as store:
+        for good, bad in pairs:
+            images = [each[:2] for each in expected_parts(recipe, good.draws, "image")]
+            lost = [i for i, each in enumerate(images) if each[0] not in [s for s, _ in images[:i]]]
+            if "pixel_values" in good:
+                assert bad["bad_parts"].tolist() == [list(images[i]) for i in lost]
+                sizes = good["image_grid"].prod(dim=1).tolist()
+                for i, one in enumerate(good["pixel_values"].split(sizes)):
+                    other = bad["pixel_values"].split(sizes)[i]
+                    assert torch.equal(other, torch.zeros_like(one) if i in lost else one)
+                passed += len(lost)
+            else:
+                dropped = [s for s, _ in images] if on_bad == "drop" else []
+                kept = ~torch.isin(good["sequence_ids"], torch.tensor(dropped))
+                for name in ("labels", "loss_mask"):
+                    assert torch.equal(bad[name], good[name] * kept)
+    assert store.num_parts > passed
+    assert passed > 5
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        (
+            {"image": Look(Pixels(more=1))},
+            RecipeError,
+            r"document \d+, part \d.*Pixels\(more=1.*counts \d+ tokens",
+        ),
+        ({"image": None}, RecipeError, r"document \d+ has image; give Multimodal\(image=...\)"),
+        ({"audio": Look()}, RecipeError, "is for parts of kind 'image', not 'audio'"),
+        ({"workers": -1}, RecipeError, "from 0"),
+        ({"on_bad": "skip"}, RecipeError, "choose error, blank, drop"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(folder: Path, options: Any, error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        list(mf.simulate(multimodal(folder, **options), mf.Layout(), 1, **PACKING))
+
+
+def test_large_arrays_and_little_room_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "AHEAD_BYTES", 1)
+    monkeypatch.setattr(decoding, "_SHARED_BYTES", 64)
+    seen = []
+    for workers in (0, 2):
+        with mf.Feed(multimodal(folder, workers=workers), **PACKING) as feed:
+            seen.append(take(feed, 3))
+    assert seen[0] == seen[1]
+
+
+def test_an_error_of_the_store_in_a_workers_thread_is_raised_as_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any, documents: Any, places: Any) -> Any:
+        raise MeshfeedError("no such disk")
+
+    monkeypatch.setattr(mf.store.MultimodalStore, "read_parts", fails)
+    with (
+        mf.Feed(multimodal(folder, workers=1), **PACKING) as feed,
+        pytest.raises(MeshfeedError, match="no such disk"),
+    ):
+        take(feed)
