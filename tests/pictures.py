@@ -98,15 +98,15 @@ class Listen(Processor):
 
 
 def write_pictures(
-    folder: Path, *, count: int = 40, seed: int = 0, bad: tuple[int, ...] = ()
+    folder: Path, *, count: int = 40, seed: int = 0, bad: tuple[int, ...] = (), mask: bool = False
 ) -> list[list[int]]:
     """A store of `count` documents with up to three parts; what each becomes, every placeholder repeated.
 
-    bad: documents whose first image lacks a byte. Beside it lies `<folder>-flat`, of what they become alone.
+    bad: documents whose first image lacks a byte. mask: with a column loss_mask of zeros and ones. Beside it lies `<folder>-flat`, of what they become alone.
     """
     rng = np.random.default_rng(seed)
     flat: list[list[int]] = []
-    columns = {"tokens": np.uint16}
+    columns = {"tokens": np.uint16} | ({"loss_mask": np.uint8} if mask else {})
     with (
         DatasetWriter(folder, columns, parts=True) as writer,
         DatasetWriter(f"{folder}-flat", columns) as plain,
@@ -133,19 +133,26 @@ def write_pictures(
             numbers = np.array(rows, float).reshape(-1, 7).T
             whole = [numbers[i].astype(np.int64) for i in (0, 1, 2, 3, 5, 6)]
             parts = Parts(*whole[:4], numbers[4], *whole[4:], np.array([0, len(rows)]))
-            writer.add_document(tokens=np.array(text, np.uint16))
+            bears = {"loss_mask": rng.integers(0, 2, len(text)).astype(np.uint8)} if mask else {}
+            writer.add_document(tokens=np.array(text, np.uint16), **bears)
             writer.add_parts(parts, data)
-            often = dict(zip(at, repeats))
-            flat.append([token for i, token in enumerate(text) for _ in range(often.get(i, 1))])
-            plain.add_document(tokens=np.array(flat[-1], np.uint16))
+            often = np.ones(len(text), np.int64)
+            often[at] = repeats
+            flat.append(np.repeat(text, often).tolist())
+            bears = {name: column.repeat(often) for name, column in bears.items()}
+            plain.add_document(tokens=np.array(flat[-1], np.uint16), **bears)
     return flat
 
 
 def multimodal(folder: Path | str, *, sequences: int = 10, **options: Any) -> mf.Recipe:
     """The usual recipe over such a store."""
     options = {"image": Look(), "audio": Listen()} | options
-    rule = mf.Multimodal(**options)
-    return mf.Recipe(data=mf.open(str(folder)), sequence=rule, batch=mf.Batch(sequences=sequences), seed=7)
+    return recipe_over(mf.open(str(folder)), mf.Multimodal(**options), sequences=sequences)
+
+
+def recipe_over(data: Any, rule: Any, *, sequences: int = 10) -> mf.Recipe:
+    """Some sequences a step, always in the same order."""
+    return mf.Recipe(data=data, sequence=rule, batch=mf.Batch(sequences=sequences), seed=7)
 
 
 def expected_parts(

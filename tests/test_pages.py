@@ -75,8 +75,9 @@ def test_concepts() -> None:
     run_page("concepts.md", 3)
 
 
-def test_multimodal() -> None:
-    run_page("multimodal.md", 3)
+def test_multimodal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_page("multimodal.md", 5)
 
 
 def test_planner() -> None:

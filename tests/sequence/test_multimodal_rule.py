@@ -13,11 +13,12 @@ import torch
 import meshfeed as mf
 import pictures
 import world
+from corpus import write_corpus
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
 from meshfeed.sequence import decoding
 from meshfeed.testing import assert_rule
 from observe import simulated, take
-from pictures import AUDIO, IMAGE, Look, Pixels, expected_parts, multimodal, write_pictures
+from pictures import AUDIO, IMAGE, Look, Pixels, expected_parts, multimodal, recipe_over, write_pictures
 
 PACKING = {"packing": mf.Packing(capacity=64, oversize="truncate")}
 SPLIT = {"packing": mf.Packing(capacity=16, oversize="split")}
@@ -30,21 +31,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def flat(folder: Path) -> mf.Recipe:
-    """The oracle: the same documents as text, every placeholder repeated by hand."""
-    data = mf.open(f"{folder}-flat")
-    return mf.Recipe(data=data, sequence=mf.Documents(), batch=mf.Batch(sequences=10), seed=7)
+def oracle(folder: Path, kind: str, tmp_path: Path) -> tuple[mf.Recipe, mf.Recipe]:
+    """A recipe; and the same documents as text, every placeholder repeated by hand."""
+    stores = mf.open(folder), mf.open(f"{folder}-flat")
+    if kind == "masked":
+        write_pictures(tmp_path / "masked", mask=True)
+        stores = mf.open(tmp_path / "masked"), mf.open(tmp_path / "masked-flat")
+    if kind == "mixed":
+        write_corpus(tmp_path / "text", num_tokens=400, mean=8)
+        text = mf.open(tmp_path / "text")
+        stores = tuple(mf.Mixture({"parts": (store, 2), "text": (text, 1)}) for store in stores)
+    rule = mf.Multimodal(image=Look(), audio=pictures.Listen())
+    return recipe_over(stores[0], rule), recipe_over(stores[1], mf.Documents())
 
 
-@pytest.mark.parametrize("layout", ["dp2", "cp2-dp2", "pp2-cp2"])
-@pytest.mark.parametrize("options", [PACKING, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    ("layout", "kind", "options"),
+    [
+        ("dp2", "alone", PACKING), ("cp2-dp2", "alone", SPLIT), ("pp2-cp2", "alone", PACKING),
+        ("cp2-dp2", "masked", SPLIT), ("cp2-dp2", "mixed", PACKING),
+    ],
+)  # fmt: skip
 def test_the_text_is_that_of_documents_with_placeholders_repeated(
-    folder: Path, layout: str, options: dict[str, Any]
+    folder: Path, layout: str, kind: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     shape, kinds = mf.Layout.parse(layout), torch.tensor([IMAGE, AUDIO])
-    pairs = zip(
-        mf.simulate(multimodal(folder), shape, 4, **options), mf.simulate(flat(folder), shape, 4, **options)
-    )
+    pairs = zip(*(mf.simulate(recipe, shape, 4, **options) for recipe in oracle(folder, kind, tmp_path)))
     valid: dict[int, float] = {}
     for made, plain in pairs:
         assert made.batch.lengths.tolist() == plain.batch.lengths.tolist()

@@ -8,6 +8,7 @@ from meshfeed.sequence.documents import DocumentRule, Documents, document_length
 from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.multimodal import Multimodal
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
+from meshfeed.sequence.patches import NativePatches
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.rule import SequenceRule, has_compact
 from meshfeed.sequence.runs import Portion, Runs, portions_of
@@ -24,6 +25,7 @@ __all__ = [
     "Documents",
     "Masked",
     "Multimodal",
+    "NativePatches",
     "PartField",
     "PartSize",
     "Portion",
