@@ -20,11 +20,13 @@ from meshfeed.cli.options import Command, argument, given, option, required
 from meshfeed.errors import PrepareError
 from meshfeed.formats.prepared import ERRORS
 from meshfeed.formats.tokenizer import KNOWN
+from meshfeed.parts import Kind
 from meshfeed.prepare import (
     Chats,
     Encoding,
     Engine,
     Local,
+    Multimodal,
     OnRay,
     OnSlurm,
     Prepared,
@@ -33,6 +35,7 @@ from meshfeed.prepare import (
     prepare,
 )
 from meshfeed.prepare.encoders import DTYPES
+from meshfeed.prepare.headers import MOST_PIXELS
 from meshfeed.prepare.inputs import KINDS
 from meshfeed.prepare.records import RECORD_BYTES
 from meshfeed.report.words import counted
@@ -59,6 +62,26 @@ class _Tokens:
         "messages that bear loss: all of the assistant (default), or its last"
     )
     chat_date: datetime.date | None = option("date for templates that print today's date, such as 2025-06-01")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    title = "images and audio"
+
+    multimodal: bool = option(
+        "read WebDataset tars, JSONL and Parquet with images or audio; keep their bytes beside the tokens",
+        default=False,
+    )
+    image_token: str | None = option(
+        "token that stands for an image, such as '<|image_pad|>'; one each, however large", metavar="TOKEN"
+    )
+    image_text: str | None = option(
+        "text for an image, with its token in it, such as '<|vision_start|><|image_pad|><|vision_end|>'",
+        metavar="TEXT",
+    )
+    audio_token: str | None = option("token that stands for audio", metavar="TOKEN")
+    audio_text: str | None = option("text for audio, with its token in it", metavar="TEXT")
+    max_pixels: int = option("refuse larger images, before anything decodes them", default=MOST_PIXELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +143,12 @@ class _Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare(Command, _Run, _Documents, _Tokens):
+class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
     """make a token store of text
 
     Make a token store of .txt, source, JSONL(.gz, .zst) and Parquet files. What comes out is the same,
-    byte for byte, for any number of workers and after any number of kills.
+    byte for byte, for any number of workers and after any number of kills. With --multimodal, samples of
+    text, images and audio, whose sizes are read from their headers.
     """
 
     examples = """
@@ -132,6 +156,7 @@ class Prepare(Command, _Run, _Documents, _Tokens):
         meshfeed prepare src/ --glob '*.py' --out code --train-bpe 32000 --eod --dedup exact
         meshfeed prepare s3://bucket/raw/ --out s3://bucket/tokens --tokenizer llama/ --validation 0.01
         meshfeed prepare chats.jsonl --out chats --tokenizer llama/ --chat --chat-date 2025-06-01
+        meshfeed prepare shards/ --multimodal --out captions --tokenizer qwen/ --image-token '<|image_pad|>'
     """
     keys = {
         "path, format": "the folder that was made, or its URL, and by what",
@@ -190,6 +215,15 @@ class Prepare(Command, _Run, _Documents, _Tokens):
 
     def _encoding(self) -> Encoding:
         """Raises PrepareError for options without effect."""
+        tokens = _given({"image": self.image_token, "audio": self.audio_token})
+        around = _given({"image": self.image_text, "audio": self.audio_text})
+        if self.multimodal:
+            return Multimodal(text=self._text(), tokens=tokens, around=around, max_pixels=self.max_pixels)
+        if tokens or around or self.max_pixels != MOST_PIXELS:
+            raise PrepareError("--image-token, --audio-token, --max-pixels and the like need --multimodal")
+        return self._text()
+
+    def _text(self) -> Text | Chats:
         eod = self.eod_token if self.eod_token is not None else self.eod
         if not self.chat:
             if self.chat_template or self.chat_date or self.train_on:
@@ -226,6 +260,10 @@ class Prepare(Command, _Run, _Documents, _Tokens):
         if self.engine == "slurm":
             return OnSlurm(workers, shlex.split(self.sbatch or ""))
         return Local(workers)
+
+
+def _given(texts: Mapping[Kind, str | None]) -> dict[Kind, str]:
+    return {kind: text for kind, text in texts.items() if text is not None}
 
 
 def _tell_passed_over(passed_over: Mapping[str, int]) -> None:
@@ -277,6 +315,7 @@ def _print(made: Prepared) -> None:
     manifest = made.manifest
     for name, store in manifest["stores"].items():
         counts = f"{counted(store['num_documents'], 'document')}, {counted(store['num_tokens'], 'token')}"
+        counts += f", {counted(store['num_parts'], 'part')}" if "num_parts" in store else ""
         say(f"{_place(made, name)}: {counts} ({store['dtype']})")
     if manifest["num_duplicates"]:
         say(f"{counted(manifest['num_duplicates'], 'repeated document')} skipped")

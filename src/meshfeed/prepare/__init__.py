@@ -7,8 +7,10 @@
 from meshfeed.prepare.chat import ChatEncoder
 from meshfeed.prepare.convert import Conversion
 from meshfeed.prepare.encode import encode_part
-from meshfeed.prepare.encoders import Chats, Encoder, Encoding, Text
+from meshfeed.prepare.encoders import Chats, Text
+from meshfeed.prepare.encoding import Encoder, Encoding
 from meshfeed.prepare.engine import Engine, Local
+from meshfeed.prepare.multimodal import Multimodal
 from meshfeed.prepare.on_ray import OnRay
 from meshfeed.prepare.on_slurm import OnSlurm
 from meshfeed.prepare.prepare import Prepared, Progress, prepare
@@ -21,6 +23,7 @@ __all__ = [
     "Encoding",
     "Engine",
     "Local",
+    "Multimodal",
     "OnRay",
     "OnSlurm",
     "Prepared",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,9 @@ class ChatEncoder:
         self._variables = dict(variables or {})
         if train_on not in ("assistant", "last"):
             raise StoreError(f"train_on={train_on!r}: 'assistant' for all its messages, or 'last'")
+
+    beside: ClassVar[Mapping[str, np.dtype[Any]]] = {}
+    """Further columns of a document; none."""
 
     # -- what it is -------------------------------------------------------------------------------------
 

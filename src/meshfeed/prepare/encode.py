@@ -14,7 +14,7 @@ from meshfeed.errors import PrepareError, StoreError
 from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.jsonl import place_of
-from meshfeed.prepare.encoders import Encoder, hash_of
+from meshfeed.prepare.encoding import Encoder, hash_of
 from meshfeed.prepare.job import Job, load_job
 from meshfeed.prepare.part_file import Block, Malformed, PartSummary, part_path, write_block, write_summary
 from meshfeed.prepare.records import HERE, Record, reason_of, records
@@ -108,7 +108,7 @@ def _encoded(job: Job, encoder: Encoder, some: list[tuple[int, Record]], summary
     hashed = [hash_of(record.value) for _, record in some] if job.request.wants_hashes else []
     columns = {
         name: np.concatenate([np.zeros(0, dtype), *(each[name] for each in found)], dtype=dtype)
-        for name, dtype in encoder.columns.items()
+        for name, dtype in {**encoder.columns, **encoder.beside}.items()
     }
     lengths = np.array([each["tokens"].size for each in found], np.int64)
     summary.num_documents += lengths.size
@@ -130,6 +130,8 @@ def _place(job: Job, each: Malformed) -> str:
         return shown
     if where.kind == "parquet":
         return f"{shown}: row {begin + each.number}"
+    if where.kind == "webdataset":
+        return f"{shown}: sample {each.number}"
     if where.codec is not None:
         return f"{shown}: line {1 + each.number}"
     with where.file() as file:

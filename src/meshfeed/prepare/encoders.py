@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -42,6 +40,7 @@ class TextEncoder:
     columns: Mapping[str, np.dtype[Any]]
     digest: str
     end: int | None
+    beside: ClassVar[Mapping[str, np.dtype[Any]]] = {}
 
     def encode(self, values: Sequence[Any], where: Where) -> list[Mapping[str, Array]]:
         """Each value's columns, [n] each. Raises StoreError, at its `where`, for one that has none."""
@@ -172,45 +171,9 @@ class Chats:
         return encoder
 
 
-Encoding = Text | Chats
-"""How records become tokens, before anything is loaded."""
-Encoder = TextEncoder | ChatEncoder
-"""Makes documents of values."""
-
-
-def encoding_of(request: Mapping[str, Any]) -> Encoding:
-    """The encoding whose `request` this is."""
-    given: dict[str, Any] = {name: value for name, value in request.items() if name not in ("kind", "digest")}
-    if request["kind"] == "text":
-        return Text(**given)
-    if given["date"] is not None:
-        given["date"] = datetime.date.fromisoformat(given["date"])
-    return Chats(**given)
-
-
-def encoder_of(request: Mapping[str, Any], folder: Path) -> Encoder:
-    """The encoder of a job in a folder, where the tokenizer is if one was trained for it.
-
-    Raises StoreError, and PrepareError where the tokenizer has changed.
-    """
-    encoder = encoding_of(request).encoder(folder / TRAINED)
-    if encoder.digest != request.get("digest", encoder.digest):
-        raise PrepareError(
-            f"{request['tokenizer']}: has changed since this job began; restore it, or start over with "
-            f"--overwrite"
-        )
-    return encoder
-
-
 def _absolute(name: str | None) -> str | None:
     """A tokenizer's name, the same for a worker in another directory."""
     return str(Path(name).absolute()) if name is not None and Path(name).exists() else name
-
-
-def hash_of(value: Any) -> bytes:
-    """128 bits that tell a document from every other, by its text."""
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _end(column: Column, eod: str | bool) -> int:

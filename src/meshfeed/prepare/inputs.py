@@ -22,8 +22,11 @@ from meshfeed.formats.prepared import documents_in
 I64 = npt.NDArray[np.int64]
 
 KINDS = ("text", "jsonl", "parquet")
+MULTIMODAL_KINDS = ("webdataset", "jsonl", "parquet")
+"""Kinds of files that may have images and audio."""
 _CODECS = {".gz": "gz", ".zst": "zstd"}
-_JSON = (".jsonl", ".ndjson")
+_SUFFIX_OF = {"text": ".txt", "webdataset": ".tar", "jsonl": ".jsonl", "parquet": ".parquet"}
+_KIND_OF = {suffix: kind for kind, suffix in _SUFFIX_OF.items()} | {".ndjson": "jsonl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Input:
 
     Attributes:
         url: its absolute path, or its URL.
-        kind: "text", one document; "jsonl", one in a line; "parquet", one in a row.
+        kind: "text", one document; "jsonl", one in a line; "parquet", one in a row; "webdataset", a tar.
         codec: "gz" or "zstd" where it is compressed.
         size_bytes: as stored.
         modified_ns: when it was last written; 0 of a remote file.
@@ -50,13 +53,17 @@ class Input:
 
 
 def find_inputs(
-    given: Sequence[str], *, pattern: str | Sequence[str] | None = None, kind: str | None = None
+    given: Sequence[str],
+    *,
+    pattern: str | Sequence[str] | None = None,
+    kind: str | None = None,
+    kinds: Sequence[str] = KINDS,
 ) -> tuple[tuple[Input, ...], Mapping[str, int]]:
     """The files of some paths, globs, folders and URLs, in the order given, those of a folder by name.
 
     pattern: of names to take from folders, such as "*.py", or several; None for .txt, .jsonl and .parquet.
-    Names that begin with a dot are left out, and links to folders are not followed. kind: one of KINDS; None
-    goes by the suffix, and takes other files for text.
+    Names that begin with a dot are left out, and links to folders are not followed. kind: one of `kinds`;
+    None goes by the suffix, and takes other files for text. kinds: KINDS or MULTIMODAL_KINDS.
 
     Also returns how many files in folders are not read, by suffix; "" is for names without one.
 
@@ -69,12 +76,19 @@ def find_inputs(
     for each in given:
         if not each:
             raise PrepareError("an input is an empty path; is a variable of the shell not set?")
-        some = [_input(url, kind) for url in _urls_of(each, patterns, kind, passed_over)]
+        some = [_input(url, kind, kinds) for url in _urls_of(each, patterns, kind, kinds, passed_over)]
         if not some:
+            suffixes = [_SUFFIX_OF[each] for each in kinds]
             raise PrepareError(
-                f"{each}: nothing to prepare there; give a file, a folder with .txt, .jsonl or .parquet "
-                f"files, or, for files of other names, --glob '*.py'"
+                f"{each}: nothing to prepare there; give a file, a folder with {', '.join(suffixes[:-1])} or "
+                f"{suffixes[-1]} files, or, for files of other names, --glob '*.py'"
             )
+        for one in some:
+            if one.kind not in kinds:
+                raise PrepareError(
+                    f"{without_secrets(one.url)}: not a file of {', '.join(kinds)}, which may have images; "
+                    f"leave it out, or say by --format what it is"
+                )
         found += some
     # Where "*" takes the files of a source tree, a package.json is one of them.
     by_name = patterns is None or any(pattern.endswith(".json") for pattern in patterns)
@@ -150,14 +164,18 @@ def version_of(url: str) -> tuple[int, int]:
 
 
 def _urls_of(
-    given: str, patterns: Sequence[str] | None, kind: str | None, passed_over: Counter[str]
+    given: str,
+    patterns: Sequence[str] | None,
+    kind: str | None,
+    kinds: Sequence[str],
+    passed_over: Counter[str],
 ) -> list[str]:
     def taken(name: str) -> bool:
         if any(part.startswith(".") for part in name.split("/")):
             return False
         if patterns is not None:
             return any(fnmatch(Path(name).name, pattern) for pattern in patterns)
-        known = kind is not None or _kind_of(name) is not None
+        known = kind is not None or _kind_of(name) in kinds
         if not known:
             passed_over[Path(name).suffix] += 1
         return known
@@ -186,16 +204,15 @@ def _kind_of(name: str) -> str | None:
     packed = suffix in _CODECS
     if packed:
         suffix = Path(Path(name).stem).suffix
-    if suffix in _JSON or (packed and suffix == ".json"):
-        return "jsonl"
-    if suffix == ".txt":
-        return "text"
-    return "parquet" if suffix == ".parquet" and not packed else None
+    if packed and suffix in (".parquet", ".tar"):
+        return None
+    return _KIND_OF.get(".jsonl" if packed and suffix == ".json" else suffix)
 
 
-def _input(url: str, kind: str | None) -> Input:
-    kind = kind or _kind_of(url) or "text"
-    codec = None if kind == "parquet" else _CODECS.get(Path(url).suffix)
+def _input(url: str, kind: str | None, kinds: Sequence[str]) -> Input:
+    found = kind or _kind_of(url) or "text"
+    kind = found if found in kinds else "text"
+    codec = None if kind in ("parquet", "webdataset") else _CODECS.get(Path(url).suffix)
     if not is_remote(url) and Path(url).exists() and not Path(url).is_file():
         raise PrepareError(f"{url}: not a file that several processes can read; write it to a disk first")
     return Input(url, kind, codec, *version_of(url))

@@ -23,7 +23,7 @@ from meshfeed.errors import ChangedError, PrepareError
 from meshfeed.files import typed_errors
 from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
-from meshfeed.prepare.encoders import Encoder, encoder_of, encoding_of
+from meshfeed.prepare.encoding import Encoder, encoder_of, encoding_of
 from meshfeed.prepare.inputs import Input, version_of
 from meshfeed.prepare.part_file import VERSION as PART_VERSION
 from meshfeed.prepare.part_file import write_array

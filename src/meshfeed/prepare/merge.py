@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,16 @@ from meshfeed.files.durable import durable_file
 from meshfeed.files.url import without_secrets
 from meshfeed.formats.prepared import ERRORS
 from meshfeed.prepare.job import Job
-from meshfeed.prepare.part_file import Block, Malformed, PartSummary, blocks_of_part, part_path
-from meshfeed.store import DatasetWriter, open_store
+from meshfeed.prepare.part_file import (
+    PART_DTYPES,
+    Block,
+    Malformed,
+    PartSummary,
+    blocks_of_part,
+    part_path,
+)
+from meshfeed.store import DatasetWriter, MultimodalStore, open_store
+from meshfeed.store.part_files import SIZES, parts_of
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -34,11 +42,12 @@ def merge(
     StoreError.
     """
     malformed = [each for summary in summaries for each in summary.malformed]
-    columns = job.encoder().columns
+    encoder = job.encoder()
+    columns, names = encoder.columns, [*encoder.columns, *encoder.beside]
 
     def blocks() -> Iterator[tuple[int, Block]]:
         for part, summary in enumerate(summaries):
-            for block in blocks_of_part(part_path(job.folder, part), summary.num_blocks, list(columns)):
+            for block in blocks_of_part(part_path(job.folder, part), summary.num_blocks, names):
                 yield part, block
 
     keep = np.ones(sum(summary.num_documents for summary in summaries), np.bool_)
@@ -48,9 +57,12 @@ def merge(
         apart = set_apart(hashes, job.request.validation)
         if job.request.dedup:
             keep = first_of_each(hashes)
-    names = [TRAIN, VALIDATION] if job.request.validation else ["."]
+    folders = [TRAIN, VALIDATION] if job.request.validation else ["."]
     with ExitStack() as stack:
-        stores = {name: stack.enter_context(DatasetWriter(out / name, columns)) for name in names}
+        stores = {
+            name: stack.enter_context(DatasetWriter(out / name, columns, parts=bool(encoder.beside)))
+            for name in folders
+        }
         first = 0
         for part, block in blocks():
             mine = slice(first, first + block.lengths.size)
@@ -65,7 +77,7 @@ def merge(
         "num_duplicates": int((~keep).sum()),
         "num_malformed": len(malformed),
         "num_malformed_inputs": len({int(job.spans[each.span, 1]) for each in malformed}),
-        "stores": {name: _counted(out / name) for name in names},
+        "stores": {name: _counted(out / name) for name in folders},
     }
 
 
@@ -101,11 +113,26 @@ def set_apart(hashes: U64, share: float) -> Mask:
 
 def _add(store: DatasetWriter, block: Block, chosen: Mask) -> None:
     """Add the chosen documents of a block."""
-    columns = block.columns
+    columns = {name: values for name, values in block.columns.items() if name not in PART_DTYPES}
+    if len(columns) < len(block.columns):
+        _add_parts(store, block.columns, chosen)
     if not chosen.all():
         tokens = np.repeat(chosen, block.lengths)
         columns = {name: values[tokens] for name, values in columns.items()}
     store.add_documents(block.lengths[chosen], **columns)
+
+
+def _add_parts(store: DatasetWriter, columns: Mapping[str, npt.NDArray[Any]], chosen: Mask) -> None:
+    """Add the parts of the chosen documents of a block."""
+    counts, num_bytes = columns["num_parts"], columns["part_bytes"]
+    kept = np.flatnonzero(np.repeat(chosen, counts))
+    ends = num_bytes.cumsum()
+    raw = columns["parts"]
+    rows = columns["part_sizes"].reshape(-1, len(SIZES))[kept]
+    store.add_parts(
+        parts_of(rows, num_bytes[kept], counts[chosen]),
+        [raw[end - size : end].tobytes() for end, size in zip(ends[kept].tolist(), num_bytes[kept].tolist())],
+    )
 
 
 def _write_malformed(job: Job, path: Path, bases: I64, malformed: Sequence[Malformed]) -> None:
@@ -113,7 +140,8 @@ def _write_malformed(job: Job, path: Path, bases: I64, malformed: Sequence[Malfo
         for each in malformed:
             where = job.request.inputs[int(job.spans[each.span, 1])]
             number = int(bases[each.span]) + each.number
-            place = {"jsonl": {"line": 1 + number}, "parquet": {"row": number}}.get(where.kind, {})
+            names = {"jsonl": "line", "parquet": "row", "webdataset": "sample"}
+            place = {names[where.kind]: number + (where.kind == "jsonl")} if where.kind in names else {}
             byte = {"byte": each.byte} if each.byte >= 0 else {}
             line = {"file": without_secrets(where.url)} | place | byte | {"error": each.reason}
             stream.write(json.dumps(line).encode() + b"\n")
@@ -121,9 +149,7 @@ def _write_malformed(job: Job, path: Path, bases: I64, malformed: Sequence[Malfo
 
 def _counted(folder: Path) -> dict[str, Any]:
     store = open_store(folder)
-    return {
-        "num_documents": store.num_documents,
-        "num_tokens": store.num_tokens,
-        "dtype": store.dtype.name,
-        "fingerprint": store.fingerprint,
-    }
+    counts = {"num_documents": store.num_documents, "num_tokens": store.num_tokens}
+    if isinstance(store, MultimodalStore):
+        counts["num_parts"] = store.num_parts
+    return counts | {"dtype": store.dtype.name, "fingerprint": store.fingerprint}

@@ -21,7 +21,7 @@ OnBytes = Callable[[int, int], None]
 """Is called with bytes: that are there so far, and in the end."""
 
 _SHOWN = 3
-_FOLDER, _COLUMN = r"((train|validation)/)?", r"(tokens|loss_mask)"
+_FOLDER, _COLUMN = r"((train|validation)/)?", r"(tokens|loss_mask|parts|part_sizes)"
 _STEPS = (
     rf"{_FOLDER}{_COLUMN}\.sums",
     rf"{_FOLDER}({_COLUMN}\.bin|origins\.npy)",

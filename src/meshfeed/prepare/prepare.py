@@ -3,6 +3,7 @@
     OUT.preparing/      until it is done: the job (see `job`), its parts, and `out/`, which becomes OUT
     OUT/                appears complete, at one moment; in object storage, see `storage`
         tokens.bin .idx .sums, dataset.json    the store; in train/ and validation/ where there are both
+        parts.*, part_sizes.*    images and audio, if any; see `store.part_files`
         errors.jsonl    malformed records, if any
         tokenizer.json  if it was trained here
         manifest.json   what was asked, and what came out
@@ -28,12 +29,14 @@ from meshfeed.files.url import is_http, is_remote, local_path, without_secrets
 from meshfeed.files.writer import PIECE_BYTES
 from meshfeed.formats.prepared import FORMAT, MANIFEST
 from meshfeed.prepare.encode import refuse_malformed
-from meshfeed.prepare.encoders import TRAINED, Encoding
+from meshfeed.prepare.encoders import TRAINED
+from meshfeed.prepare.encoding import Encoding
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.folder import clear, forget_unbegun, held
-from meshfeed.prepare.inputs import cut, find_inputs
+from meshfeed.prepare.inputs import KINDS, MULTIMODAL_KINDS, cut, find_inputs
 from meshfeed.prepare.job import JOB, Job, Request, load_job, read_json, write_json
 from meshfeed.prepare.merge import merge
+from meshfeed.prepare.multimodal import Multimodal
 from meshfeed.prepare.output import OnDisk, Output
 from meshfeed.prepare.part_file import Malformed, PartSummary, part_path, summary_of_part
 from meshfeed.prepare.records import RECORD_BYTES, encodings_of
@@ -99,7 +102,8 @@ def prepare(
     out: the folder to make, or its URL: s3://, gs://, az://.
 
     inputs: files, folders, globs, URLs: .txt and source files are a document each, .jsonl(.gz, .zst) one per
-    line, .parquet one per row. They stay in the order given, those of a folder in the order of their names.
+    line, .parquet one per row; with images or audio, tars of WebDataset instead of text files. They stay in
+    the order given, those of a folder in the order of their names.
     pattern, kind: see `find_inputs`.
     dedup: keep the first of the documents with the same text.
     validation: share of the documents, chosen by their text, that goes to out/validation and not out/train.
@@ -128,7 +132,9 @@ def prepare(
         )
     engine = engine or Local(os.cpu_count() or 1)
     output = _output(os.fspath(out), work, engine)
-    files, passed_over = find_inputs([os.fspath(each) for each in inputs], pattern=pattern, kind=kind)
+    kinds = MULTIMODAL_KINDS if isinstance(encoding, Multimodal) else KINDS
+    given = [os.fspath(each) for each in inputs]
+    files, passed_over = find_inputs(given, pattern=pattern, kind=kind, kinds=kinds)
     if passed_over:
         on_passed_over(passed_over)
     encodings = encodings_of(text_encoding, files)

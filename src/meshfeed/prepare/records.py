@@ -18,6 +18,8 @@ from meshfeed.formats.documents import Span, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.prepare.inputs import Input
+from meshfeed.prepare.samples import Samples, fetch_beside
+from meshfeed.prepare.webdataset import grouped, sample_of
 
 HERE = "here"
 """What errors call a record until it is known which line it is in."""
@@ -77,14 +79,20 @@ class Reading:
     """How records are read.
 
     Attributes:
-        columns: that are their values.
+        columns: that are their values; or how samples with parts are made of them.
         encodings: of text and JSON lines; the first that decodes a file, or a line of JSON, is taken.
-        most_bytes: of a record, uncompressed.
+        most_bytes: of a record, uncompressed; of a sample, with its parts.
     """
 
-    columns: Columns
+    columns: Columns | Samples
     encodings: Sequence[str]
     most_bytes: int
+
+    def value(self, record: Mapping[str, Any], url: str) -> Any:
+        """Of a record of a file. Raises StoreError."""
+        if isinstance(self.columns, Columns):
+            return self.columns.value(record)
+        return self.columns.sample(record, fetch_beside(url, self.most_bytes))
 
 
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
@@ -106,7 +114,9 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
                     raise _too_long(
                         place_of(file, byte) if each.codec is None else f"{file.url}: line {1 + number}", how
                     )
-                yield _of_line(number, byte, line, how) if line.strip() else None
+                yield _of_line(number, byte, line, how, each.url) if line.strip() else None
+        elif each.kind == "webdataset" and isinstance(how.columns, Samples):
+            yield from _of_tar(file, how.columns, how.most_bytes)
         else:
             yield _of_file(file, each.codec, how)
 
@@ -123,12 +133,25 @@ def _too_long(where: str, how: Reading) -> PrepareError:
     )
 
 
-def _of_line(number: int, byte: int, line: bytes, how: Reading) -> Record:
+def _of_line(number: int, byte: int, line: bytes, how: Reading, url: str) -> Record:
     try:
         record = record_of(_decoded(line, how.encodings, " of the line"), lambda: HERE)
-        return Record(number, byte, how.columns.value(record), len(line) + 1)
+        return Record(number, byte, how.value(record, url), len(line) + 1)
     except StoreError as error:
         return Record(number, byte, None, len(line) + 1, reason_of(error))
+
+
+def _of_tar(file: ByteFile, columns: Samples, most_bytes: int) -> Iterator[Record]:
+    for number, (key, files) in enumerate(grouped(file, most_bytes)):
+        size = 0 if isinstance(files, str) else sum(map(len, files.values()))
+        reason, value = None, None
+        try:
+            if isinstance(files, str):
+                raise StoreError(files)
+            value = sample_of(key, files, columns)
+        except StoreError as error:
+            reason = f"{key}: {error}"
+        yield Record(number, -1, value, size, reason)
 
 
 def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
@@ -194,7 +217,7 @@ def _rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record
             row += count
             continue
         for record, num_bytes in _of_group(parquet, group, wanted, how, file.url):
-            value = columns.value(record)
+            value = how.value(record, file.url)
             if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
                 raise _too_long(f"{file.url}: row {row}", how)
             if begin <= row < end:

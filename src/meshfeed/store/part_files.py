@@ -92,9 +92,7 @@ class PartFiles:
                 f"{self.path}: document {documents[sample]}, part {i - starts[sample]}: sizes "
                 f"{dict(zip(SIZES, rows[i].tolist()))} cannot be; {_AGAIN}"
             )
-        kind, height, width, length, at = whole.astype(np.int64).T
-        num_bytes = self._index.lengths_of(runs(first, counts))
-        return Parts(kind, height, width, length, rows[:, SIZES.index("rate")], num_bytes, at, starts)
+        return parts_of(rows, self._index.lengths_of(runs(first, counts)), counts)
 
     def ranges(self, documents: I64, places: I64) -> tuple[I64, I64]:
         """Bytes begin..end, in parts.bin, of one part of each document; int64 [k] twice.
@@ -189,3 +187,14 @@ _AGAIN = "copy the dataset again, or prepare it again"
 def rows_of(parts: Parts) -> npt.NDArray[np.float64]:
     """The sizes of parts as they are stored; float64 [p, 6]."""
     return np.stack([np.asarray(getattr(parts, name), np.float64) for name in SIZES], axis=1)
+
+
+def parts_of(rows: npt.NDArray[np.float64], num_bytes: I64, counts: I64) -> Parts:
+    """Parts of stored sizes, float64 [p, 6]; the reverse of `rows_of`.
+
+    num_bytes: of each part; int64 [p]. counts: parts of each sample; int64 [samples].
+    """
+    whole = np.delete(rows, SIZES.index("rate"), axis=1).astype(np.int64)
+    kind, height, width, length, at = whole.T
+    rate = rows[:, SIZES.index("rate")]
+    return Parts(kind, height, width, length, rate, num_bytes, at, np.append(0, counts.cumsum()))

@@ -1,0 +1,58 @@
+"""What a job's records become: one of the encodings, as it is given and as a job's file says it."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshfeed.errors import PrepareError
+from meshfeed.prepare.chat import ChatEncoder
+from meshfeed.prepare.encoders import TRAINED, Chats, Text, TextEncoder
+from meshfeed.prepare.multimodal import Multimodal, MultimodalEncoder
+from meshfeed.prepare.samples import Sample
+
+Encoding = Text | Chats | Multimodal
+"""How records become tokens, before anything is loaded."""
+Encoder = TextEncoder | ChatEncoder | MultimodalEncoder
+"""Makes documents of values."""
+
+
+def encoding_of(request: Mapping[str, Any]) -> Encoding:
+    """The encoding whose `request` this is."""
+    given: dict[str, Any] = {name: value for name, value in request.items() if name not in ("kind", "digest")}
+    if request["kind"] == "text":
+        return Text(**given)
+    if request["kind"] == "multimodal":
+        text = encoding_of(given.pop("text"))
+        if isinstance(text, Multimodal):
+            raise PrepareError("a job of another version of meshfeed; start over with --overwrite")
+        return Multimodal(text=text, **given)
+    if given["date"] is not None:
+        given["date"] = datetime.date.fromisoformat(given["date"])
+    return Chats(**given)
+
+
+def encoder_of(request: Mapping[str, Any], folder: Path) -> Encoder:
+    """The encoder of a job in a folder, where the tokenizer is if one was trained for it.
+
+    Raises StoreError, and PrepareError where the tokenizer has changed.
+    """
+    encoder = encoding_of(request).encoder(folder / TRAINED)
+    if encoder.digest != request.get("digest", encoder.digest):
+        raise PrepareError(
+            f"{request.get('text', request)['tokenizer']}: has changed since this job began; restore it, or "
+            f"start over with --overwrite"
+        )
+    return encoder
+
+
+def hash_of(value: Any) -> bytes:
+    """128 bits that tell a document from every other, by its text and its parts."""
+    if isinstance(value, Sample):
+        value = value.key()
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()

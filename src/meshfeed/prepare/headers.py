@@ -1,0 +1,169 @@
+"""The kind and size of a part, from the header of its bytes: nothing is decoded.
+
+What the bytes are decides, not what the file is called. An animated picture counts as its first frame.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import struct
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from meshfeed.errors import StoreError
+from meshfeed.extras import install
+from meshfeed.parts import Kind
+
+MOST_PIXELS = 89_478_485
+"""Of an image, unless the user says otherwise: where Pillow begins to warn of a decompression bomb."""
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # no format that runs a program
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: a quarter turn swaps height and width
+_TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
+_STREAMINFO_SIZE = 34
+_SHOWN = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a header says of a part; see `Parts` for the units.
+
+    Attributes:
+        kind: of the part.
+        height, width: as displayed; 0 for audio.
+        length: PCM samples of one channel; 1 for an image.
+        rate: PCM samples per second; 0 for an image.
+    """
+
+    kind: Kind
+    height: int
+    width: int
+    length: int
+    rate: float
+
+
+def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
+    """The size of an image, or of WAV or FLAC audio.
+
+    max_pixels: height times width, at most. Raises StoreError that says what the bytes are instead.
+    """
+    if not data:
+        raise StoreError("empty; fetch it again, or leave its sample out")
+    if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
+        return _size_of_wav(data)
+    if data[:4] == b"fLaC":
+        return _size_of_flac(data)
+    other = _other(data)
+    if other is not None:
+        what, cure = other
+        raise StoreError(f"{what}, whose size prepare cannot read; {cure}")
+    return _size_of_image(data, max_pixels)
+
+
+def _other(data: bytes) -> tuple[str, str] | None:
+    """What the bytes are, if nobody here reads their size, and what to do; None for what may be an image."""
+    brand = data[8:12]
+    if data[:3] == b"ID3" or (data[0] == 0xFF and len(data) > 1 and data[1] & 0xE6 == 0xE2):  # layer III
+        return "MP3 audio", _NO_AUDIO
+    if data[:4] == b"OggS":
+        return "Ogg audio", _NO_AUDIO
+    if data[4:8] == b"ftyp" and brand not in (b"avif", b"avis", b"mif1"):
+        return "MP4 video", _NO_VIDEO
+    if data[:4] == b"\x1aE\xdf\xa3":
+        return "Matroska or WebM video", _NO_VIDEO
+    if data[:4] == b"RIFF" and brand == b"AVI ":
+        return "AVI video", _NO_VIDEO
+    return None
+
+
+_NO_AUDIO = "convert it to FLAC or WAV"
+_NO_VIDEO = "give its frames as images"
+
+
+# -- images -----------------------------------------------------------------------------------------------
+
+
+def _size_of_image(data: bytes, max_pixels: int) -> Size:
+    try:
+        pillow = importlib.import_module("PIL.Image")
+    except ImportError as missing:
+        raise StoreError(f"sizes of images need Pillow: {install('vlm')}") from missing
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
+                width, height = image.size
+                if image.format == "TIFF":  # newer versions of Pillow have turned its size
+                    width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
+                turned = _orientation(pillow, image, data) in _TURNED
+    except pillow.DecompressionBombError as error:
+        raise StoreError(f"{error}; leave it out, or store it smaller") from error
+    except pillow.UnidentifiedImageError as error:
+        raise StoreError(
+            f"not an image, WAV or FLAC: {len(data)} bytes that begin with {data[:_SHOWN]!r}; fetch it "
+            f"again, or leave its sample out"
+        ) from error
+    except Exception as error:  # each format has its own for a broken header
+        raise StoreError(f"its header is broken: {error or type(error).__name__}; fetch it again") from error
+    if height < 1 or width < 1:
+        raise StoreError(f"its header says {height} x {width} pixels; fetch it again")
+    if height * width > max_pixels:
+        raise StoreError(
+            f"{height} x {width} pixels, more than --max-pixels {max_pixels}; leave it out, or allow it"
+        )
+    return Size("image", width, height, 1, 0.0) if turned else Size("image", height, width, 1, 0.0)
+
+
+def _orientation(pillow: Any, image: Any, data: bytes) -> int:
+    """As EXIF numbers it; 1 where nothing is said, or nothing that can be read."""
+    if image.format == "PNG":  # Pillow would decode it, since its EXIF may come last
+        exif = next((body for name, body in _chunks(data) if name == b"eXIf"), None)
+        if exif is not None:
+            image.info["exif"] = exif
+        found = pillow.Image.getexif(image)
+    else:
+        found = image.getexif()
+    return found.get(_ORIENTATION, 1)
+
+
+def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """(name, body) of each chunk, as far as they are there."""
+    at = 8
+    while at + 8 <= len(png):
+        size, name = struct.unpack_from(">I4s", png, at)
+        yield name, png[at + 8 : at + 8 + size] if name == b"eXIf" else b""
+        at += 12 + size
+
+
+# -- audio ------------------------------------------------------------------------------------------------
+
+
+def _size_of_wav(data: bytes) -> Size:
+    """Microsoft's RIFF: "fmt " has the rate and bytes of a frame of all channels, "data" their bytes."""
+    at, rate, frame_bytes = 12, 0, 0
+    while at + 8 <= len(data):
+        name, size = struct.unpack_from("<4sI", data, at)
+        if name == b"fmt " and size >= 16 and at + 24 <= len(data):
+            _, _, rate, _, frame_bytes = struct.unpack_from("<HHIIH", data, at + 8)
+        if name == b"data":
+            # a writer that could not seek back leaves a size that no file has
+            return _audio(min(size, len(data) - at - 8) // max(frame_bytes, 1), rate if frame_bytes else 0)
+        at += 8 + size + size % 2
+    raise StoreError("WAV audio without its samples: the file ends before them; fetch it again")
+
+
+def _size_of_flac(data: bytes) -> Size:
+    """Xiph's STREAMINFO, the first block: rate in 20 bits, channels in 3, depth in 5, samples in 36."""
+    if len(data) < 8 + _STREAMINFO_SIZE or data[4] & 0x7F:
+        raise StoreError("FLAC audio whose header is cut off; fetch it again")
+    packed = int.from_bytes(data[18:26], "big")
+    return _audio(packed & ((1 << 36) - 1), packed >> 44)
+
+
+def _audio(length: int, rate: int) -> Size:
+    if length < 1 or rate < 1:
+        raise StoreError(f"audio of {length} samples at {rate} Hz; write it again, with its length known")
+    return Size("audio", 0, 0, length, float(rate))

@@ -1,0 +1,234 @@
+"""Samples -> tokens, with a placeholder for each part, and the parts' sizes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshfeed.columns import Array
+from meshfeed.errors import PrepareError, StoreError
+from meshfeed.formats.tokens import Column, Where
+from meshfeed.parts import KINDS, Kind, Parts
+from meshfeed.prepare.chat import ChatEncoder
+from meshfeed.prepare.encoders import Chats, Text, TextEncoder
+from meshfeed.prepare.headers import MOST_PIXELS, Size, size_of
+from meshfeed.prepare.part_file import PART_DTYPES
+from meshfeed.prepare.samples import Part, Sample, Samples
+from meshfeed.store.part_files import rows_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multimodal:
+    """Text or chats with images and audio.
+
+    Attributes:
+        text: how the text becomes tokens; its tokenizer knows the placeholders.
+        tokens: kind -> the token that stands for a part, such as {"image": "<|image_pad|>"}. A PartRule says
+            later how often a model wants it.
+        around: kind -> what stands in a text for a part, with its token in it, such as
+            {"image": "<|vision_start|><|image_pad|><|vision_end|>"}; the token alone where nothing is said.
+            In chats, the template says it.
+        max_pixels: height times width of an image, at most.
+    """
+
+    text: Text | Chats
+    tokens: Mapping[Kind, str]
+    around: Mapping[Kind, str] | None = None
+    max_pixels: int = MOST_PIXELS
+
+    @property
+    def train_bpe(self) -> int | None:
+        """Of the text."""
+        return self.text.train_bpe
+
+    @property
+    def columns(self) -> Samples:
+        """How records are read."""
+        return Samples(chat=isinstance(self.text, Chats), column=self.text.column)
+
+    def request(self) -> dict[str, Any]:
+        """All that decides what comes out, as JSON values. Raises StoreError, PrepareError."""
+        return {
+            "kind": "multimodal",
+            "digest": self.encoder().digest,
+            "text": self.text.request(),
+            "tokens": dict(sorted(self.tokens.items())),
+            "around": dict(sorted((self.around or {}).items())),
+            "max_pixels": self.max_pixels,
+        }
+
+    def encoder(self, trained: Path | None = None) -> MultimodalEncoder:
+        """What makes the tokens. Raises PrepareError for a placeholder that the tokenizer does not know."""
+        if self.text.tokenizer is None:
+            raise PrepareError("--multimodal: give --tokenizer, one that knows the placeholders")
+        if not self.tokens:
+            raise PrepareError("--multimodal: name the token that stands for an image: --image-token TOKEN")
+        around = self.around or {}
+        if around and isinstance(self.text, Chats):
+            raise PrepareError(
+                "--image-text: in chats, the template says what is around an image; leave it out"
+            )
+        for kind, text in around.items():
+            if kind not in self.tokens or text.count(self.tokens[kind]) != 1:
+                raise PrepareError(
+                    f"--{kind}-text {text!r}: must have --{kind}-token in it once, with text around it"
+                )
+        made = self.text.encoder()
+        column = made.column if isinstance(made, TextEncoder) else Column("messages", self.text.tokenizer)
+        ids: dict[Kind, int] = {}
+        for kind, token in self.tokens.items():
+            found = column.encoder.id_of(token)
+            if found is None:
+                raise PrepareError(
+                    f"{self.text.tokenizer}: has no token {token!r} (--{kind}-token); add it to the tokenizer"
+                )
+            ids[kind] = found
+        if len({*ids.values()}) < len(ids):
+            raise PrepareError(f"{self.tokens}: parts of two kinds have the same token; give each its own")
+        return MultimodalEncoder(self, made, column, ids)
+
+
+@dataclass(frozen=True)
+class MultimodalEncoder:
+    """Makes tokens and part sizes of samples.
+
+    Attributes:
+        how: that it was made of.
+        inner: makes tokens of the text.
+        column: its tokenizer.
+        ids: placeholder of each kind.
+    """
+
+    how: Multimodal
+    inner: TextEncoder | ChatEncoder
+    column: Column
+    ids: Mapping[Kind, int]
+
+    @property
+    def columns(self) -> Mapping[str, np.dtype[Any]]:
+        """Of the tokens, and of a chat's loss mask: name -> dtype."""
+        return self.inner.columns
+
+    @property
+    def beside(self) -> Mapping[str, np.dtype[Any]]:
+        """Of what else a document has; see `part_file`."""
+        return PART_DTYPES
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides what comes out."""
+        text = json.dumps([self.inner.digest, sorted(self.ids.items())])
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def encode(self, values: Sequence[Sample], where: Where) -> list[Mapping[str, Array]]:
+        """Each sample's columns and parts. Raises StoreError, at its `where`, for one that has none."""
+        return self._encoded(values, lambda i: ": ".join(each for each in (where(i), values[i].name) if each))
+
+    def _encoded(self, values: Sequence[Sample], where: Where) -> list[Mapping[str, Array]]:
+        sizes = [self._sizes(sample, where(i)) for i, sample in enumerate(values)]
+        encode = self._chats if isinstance(self.inner, ChatEncoder) else self._texts
+        found: list[Mapping[str, Array]] = []
+        for i, (sample, some, columns) in enumerate(zip(values, sizes, encode(values, where))):
+            at = np.flatnonzero(np.isin(columns["tokens"], list(self.ids.values())))
+            there = columns["tokens"][at].tolist()
+            if there != [self.ids[each.kind] for each in some]:
+                raise StoreError(
+                    f"{where(i)}: {len(there)} placeholders in its tokens, and {len(some)} parts; "
+                    + (
+                        "give a chat template that prints one for each image"
+                        if isinstance(self.inner, ChatEncoder)
+                        else "its text spells a placeholder: remove it"
+                    )
+                )
+            found.append(columns | _columns_of(sample.parts, some, at))
+        return found
+
+    def _sizes(self, sample: Sample, where: str) -> list[Size]:
+        found: list[Size] = []
+        for k, part in enumerate(sample.parts):
+            try:
+                size = size_of(part.data, self.how.max_pixels)
+            except StoreError as error:
+                raise StoreError(f"{where}: part {k} ({part.kind}): {error}") from error
+            if size.kind != part.kind:
+                raise StoreError(f"{where}: part {k}: {size.kind}, where {part.kind} is said to be")
+            if size.kind not in self.ids:
+                raise StoreError(
+                    f"{where}: part {k}: {size.kind}; say which token stands for it: --{size.kind}-token"
+                )
+            found.append(size)
+        return found
+
+    def _chats(self, values: Sequence[Sample], where: Where) -> list[dict[str, Array]]:
+        found: list[dict[str, Array]] = []
+        for columns in self.inner.encode([sample.text for sample in values], where):
+            tokens, mask = columns["tokens"], columns["loss_mask"]
+            # A placeholder is no word that a model says, even in a message of the assistant.
+            found.append({"tokens": tokens, "loss_mask": mask * ~np.isin(tokens, list(self.ids.values()))})
+        return found
+
+    def _texts(self, values: Sequence[Sample], where: Where) -> list[dict[str, Array]]:
+        """Pieces of text are encoded each for itself, as a tokenizer does between special tokens."""
+        pieces = [(i, each) for i, sample in enumerate(values) for each in sample.text if each is not None]
+        made = self.column.encoded([each for _, each in pieces], lambda k: where(pieces[k][0]))
+        placeholders = list(self.ids.values())
+        for (i, _), tokens in zip(pieces, made):
+            if np.isin(tokens, placeholders).any():
+                raise StoreError(f"{where(i)}: its text spells a placeholder; remove it")
+        rest, found = iter(made), list[dict[str, Array]]()
+        end = getattr(self.inner, "end", None)
+        for sample in values:
+            parts = iter(sample.parts)
+            some = [
+                next(rest) if each is not None else self._around[next(parts).kind] for each in sample.text
+            ]
+            some += [] if end is None else [np.array([end])]
+            dtype = self.columns["tokens"]
+            found.append(
+                {"tokens": np.concatenate([np.zeros(0, dtype), *some], dtype=dtype, casting="unsafe")}
+            )
+        return found
+
+    @cached_property
+    def _around(self) -> Mapping[str, Array]:
+        """Kind -> the tokens that stand for a part."""
+        found: dict[str, Array] = {}
+        for kind, token in self.how.tokens.items():
+            before, _, after = (self.how.around or {}).get(kind, token).partition(token)
+            found[kind] = np.concatenate([self._special(before), [self.ids[kind]], self._special(after)])
+        return found
+
+    def _special(self, text: str) -> Array:
+        """Tokens of a text that may be the name of one."""
+        one = self.column.encoder.id_of(text) if text else None
+        if one is not None:
+            return np.array([one])
+        return self.column.encoder.encode([text])[0] if text else np.zeros(0, np.int64)
+
+
+def _columns_of(parts: Sequence[Part], sizes: Sequence[Size], at: Array) -> dict[str, Array]:
+    """The columns of `part_file.PART_DTYPES` of one document."""
+    num_bytes = np.array([len(each.data) for each in parts], np.int64)
+    found = Parts(
+        kind=np.array([KINDS.index(each.kind) for each in sizes], np.int64),
+        height=np.array([each.height for each in sizes], np.int64),
+        width=np.array([each.width for each in sizes], np.int64),
+        length=np.array([each.length for each in sizes], np.int64),
+        rate=np.array([each.rate for each in sizes], np.float64),
+        num_bytes=num_bytes,
+        at=at,
+        starts=np.array([0, len(parts)]),
+    )
+    return {
+        "num_parts": np.array([len(parts)]),
+        "part_bytes": num_bytes,
+        "part_sizes": rows_of(found).ravel(),
+        "parts": np.frombuffer(b"".join(each.data for each in parts), np.uint8),
+    }

@@ -1,0 +1,311 @@
+"""Records of images, audio and text -> samples: text with its parts, in order.
+
+The conventions of the field, by the keys that a record has:
+
+    text, caption          text; <image> and <audio> say where parts stand, else they come first
+    texts with images      interleaved documents, as OBELICS has them: of each place, one is null
+    messages, conversations   chats: role and content, or from and value; content is text with <image>, or a
+                           list of {"type": "text", "text": ...} and {"type": "image", "image": ...}
+    image, images, audio, audios   the parts: paths, URLs, bytes, or objects with bytes, path or url
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from meshfeed.errors import StoreError
+from meshfeed.files import Folder
+from meshfeed.files.url import is_remote, parent
+from meshfeed.formats.documents import read_bytes
+
+Fetch = Callable[[str], bytes]
+"""The bytes of a part that a record names. Raises StoreError."""
+
+PART_KEYS = {
+    "image": "image",
+    "images": "image",
+    "audio": "audio",
+    "audios": "audio",
+    "video": "video",
+    "videos": "video",
+}
+"""Key of a record -> kind of the parts under it."""
+TEXT_KEYS = ("text", "caption")
+CHAT_KEYS = ("messages", "conversations", "conversation")
+
+_MARK = re.compile("<(image|audio|video)>")
+_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a sample. kind: as the record has it. data: its bytes."""
+
+    kind: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Text with parts.
+
+    Attributes:
+        text: pieces of text, None where a part stands; of a chat, {"messages": ...} and perhaps "tools",
+            where {"type": "image"} stands for a part.
+        parts: in order.
+        name: as messages call it; "" where its line or row says enough.
+    """
+
+    text: Any
+    parts: tuple[Part, ...]
+    name: str = ""
+
+    def key(self) -> str:
+        """What tells it from every other."""
+        digests = [hashlib.blake2b(each.data, digest_size=16).hexdigest() for each in self.parts]
+        return json.dumps([self.text, digests], sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """How records are read as samples.
+
+    Attributes:
+        chat: whether they are conversations.
+        column: of the text or the messages; None for the usual names.
+    """
+
+    chat: bool
+    column: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Columns of the text; the first that is there counts."""
+        if self.column is not None:
+            return (self.column,)
+        return CHAT_KEYS if self.chat else (*TEXT_KEYS, "texts")
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Further columns that are read."""
+        return (*PART_KEYS, "tools")
+
+    def holds_text(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record has text."""
+        return any(record.get(name) is not None for name in self.names)
+
+    def sample(self, record: Mapping[str, Any], fetch: Fetch) -> Sample:
+        """The sample of a record. Raises StoreError that says what of it is not as it should be."""
+        name = next((name for name in self.names if record.get(name) is not None), None)
+        if name is None:
+            there = ", ".join(map(repr, record)) or "nothing"
+            raise StoreError(
+                f"no {' or '.join(map(repr, self.names))}, found {there}; name the text by --column"
+                f"{'' if self.chat else ', or give --chat for conversations'}"
+            )
+        value = record[name]
+        if not self.chat and isinstance(value, list):
+            images = _list(record.get("images")) or _list(record.get("image"))
+            return _of_places(cast(list[Any], value), images, fetch)
+        given = [
+            Part(kind, _bytes(each, f"{key}[{k}]", fetch))
+            for key, kind in PART_KEYS.items()
+            for k, each in enumerate(_list(record.get(key)))
+            if each is not None
+        ]
+        if self.chat:
+            return _of_chat(value, given, record.get("tools"), fetch)
+        if not isinstance(value, str):
+            raise StoreError(f"{name!r} is {type(value).__name__} where text belongs")
+        return _of_text(value, given)
+
+
+def fetch_beside(url: str, most_bytes: int) -> Fetch:
+    """How the parts are fetched that a record of a file names: from its folder and below, or by URL.
+
+    most_bytes: of the parts of a record together.
+    """
+    folder, _ = parent(url)
+    left = most_bytes
+
+    def fetch(name: str) -> bytes:
+        nonlocal left
+        base, named = parent(name) if is_remote(name) else (folder, name)
+        with Folder(base).file(named) as file:
+            left -= file.size_bytes
+            if left < 0:
+                raise StoreError(
+                    f"its parts have more than {most_bytes:,} bytes; leave it out, or allow it by "
+                    f"--max-record-bytes"
+                )
+            return read_bytes(file, 0, file.size_bytes)
+
+    return fetch
+
+
+# -- text -------------------------------------------------------------------------------------------------
+
+
+def _of_text(text: str, given: Sequence[Part]) -> Sample:
+    """Text with marks, or parts and then their text."""
+    pieces, kinds = _split(text)
+    if not kinds:
+        return Sample((*(None for _ in given), text), tuple(given))
+    return Sample(tuple(pieces), _matched(kinds, given))
+
+
+def _of_places(texts: list[Any], images: list[Any], fetch: Fetch) -> Sample:
+    """Texts, and images where a text is null: as many images, or, with nulls between them, as many places."""
+    there = [k for k, each in enumerate(images) if each is not None]
+    places = [k for k, each in enumerate(texts) if each is None]
+    if len(there) != len(places) or (len(images) == len(texts) and there != places):
+        raise StoreError(
+            f"{len(there)} images, and {len(places)} of {len(texts)} texts are null; an image belongs where "
+            f"the text is null"
+        )
+    if not all(isinstance(each, str | None) for each in texts):
+        raise StoreError("a list of texts holds text and null alone")
+    parts = [Part("image", _bytes(images[k], f"images[{k}]", fetch)) for k in there]
+    return Sample(tuple(texts), tuple(parts))
+
+
+def _split(text: str) -> tuple[list[str | None], list[str]]:
+    """Pieces of a text, None for each mark in it, and the marks' kinds."""
+    found = _MARK.split(text)
+    pieces: list[str | None] = []
+    for i, each in enumerate(found):
+        if i % 2 or each:
+            pieces.append(None if i % 2 else each)
+    return pieces, found[1::2]
+
+
+def _matched(kinds: Sequence[str], given: Sequence[Part]) -> tuple[Part, ...]:
+    """The parts in the order of marks: of each kind, as they are given. Raises StoreError for too many."""
+    rest = {kind: [each for each in given if each.kind == kind] for kind in PART_KEYS.values()}
+    for kind, some in rest.items():
+        if len(some) != kinds.count(kind):
+            raise StoreError(
+                f"{kinds.count(kind)} of <{kind}> in the text, and {len(some)} of {kind} beside it"
+            )
+    queues = {kind: iter(some) for kind, some in rest.items()}
+    return tuple(next(queues[kind]) for kind in kinds)
+
+
+# -- chats ------------------------------------------------------------------------------------------------
+
+
+def _of_chat(value: Any, given: Sequence[Part], tools: Any, fetch: Fetch) -> Sample:
+    if not isinstance(value, list):
+        raise StoreError(f"{type(value).__name__} where a list of messages belongs")
+    kinds: list[str] = []
+    inside: list[Part] = []
+    messages: list[Any] = []
+    for k, each in enumerate(cast(list[Any], value)):
+        if not isinstance(each, Mapping):
+            raise StoreError(
+                f"message {k}: {type(each).__name__} where an object with role and content belongs"
+            )
+        messages.append(_message(k, cast(Mapping[str, Any], each), kinds, inside, fetch))
+    if inside and given:
+        raise StoreError("parts both in the messages and beside them; leave one of them out")
+    if not kinds and given and messages:  # they belong to the first question
+        first = next((k for k, each in enumerate(messages) if each.get("role") == "user"), 0)
+        content = messages[first].get("content")
+        marks = [{"type": each.kind} for each in given]
+        messages[first]["content"] = marks + [{"type": "text", "text": content}] * isinstance(content, str)
+        kinds = [each.kind for each in given]
+    parts = _matched(kinds, inside or given)
+    chat: dict[str, Any] = {"messages": messages}
+    return Sample(chat if tools is None else chat | {"tools": tools}, parts)
+
+
+def _message(
+    k: int, given: Mapping[str, Any], kinds: list[str], inside: list[Part], fetch: Fetch
+) -> dict[str, Any]:
+    """A message with marks as objects; their kinds, and the parts that it brings, are appended."""
+    message = dict(given)
+    if "role" not in message and "from" in message:
+        role = message.pop("from")
+        message |= {"role": _ROLES.get(role, role), "content": message.pop("value", None)}
+    content = message.get("content")
+    if isinstance(content, str):
+        pieces, marks = _split(content)
+        if marks:
+            kind = iter(marks)
+            message["content"] = [
+                {"type": next(kind)} if each is None else {"type": "text", "text": each} for each in pieces
+            ]
+            kinds += marks
+    elif isinstance(content, list):
+        message["content"] = [
+            _item(f"message {k}, item {i}", each, kinds, inside, fetch)
+            for i, each in enumerate(cast(list[Any], content))
+        ]
+    return message
+
+
+def _item(where: str, given: Any, kinds: list[str], inside: list[Part], fetch: Fetch) -> Any:
+    if not isinstance(given, Mapping) or not isinstance(cast(Mapping[str, Any], given).get("type"), str):
+        raise StoreError(f"{where}: an object with a type belongs there")
+    item = cast(Mapping[str, Any], given)
+    kind = item["type"].removesuffix("_url")
+    if kind not in PART_KEYS.values():
+        return {name: value for name, value in item.items() if value is not None}
+    kinds.append(kind)
+    ref = _ref(item)
+    if ref is not None:
+        inside.append(Part(kind, _bytes(ref, where, fetch)))
+    return {"type": kind}
+
+
+def _ref(item: Mapping[str, Any]) -> Any:
+    """What a message says of a part: a path, a URL, bytes, an object with these; None for nothing."""
+    return next((item[n] for n in (item["type"], "path", "url", "bytes") if item.get(n) is not None), None)
+
+
+# -- parts ------------------------------------------------------------------------------------------------
+
+
+def refs_in(record: Mapping[str, Any]) -> list[str]:
+    """The paths and URLs of parts that a record names, in its messages or beside them."""
+    found = [each for key in PART_KEYS for each in _list(record.get(key))]
+    for key in CHAT_KEYS:
+        for message in _list(record.get(key)):
+            content = cast(Any, message).get("content") if isinstance(message, Mapping) else None
+            for item in _list(content):
+                if isinstance(item, Mapping) and isinstance(cast(Any, item).get("type"), str):
+                    kind = cast(Mapping[str, Any], item)["type"]
+                    found += [_ref(cast(Any, item))] if kind.removesuffix("_url") in PART_KEYS else []
+    return [ref for each in found if isinstance(ref := _plain(each), str) and ref]
+
+
+def _list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return cast(list[Any], value) if isinstance(value, list) else [value]
+
+
+def _bytes(ref: Any, where: str, fetch: Fetch) -> bytes:
+    """The bytes of a part: as they are, or fetched by path or URL. Raises StoreError."""
+    ref = _plain(ref)
+    if isinstance(ref, bytes):
+        return ref
+    if not isinstance(ref, str) or not ref:
+        raise StoreError(f"{where}: {type(ref).__name__} where a path, a URL or bytes belong")
+    try:
+        return fetch(ref)
+    except StoreError as error:
+        raise StoreError(f"{where}: {error}") from error
+
+
+def _plain(ref: Any) -> Any:
+    """What is in an object with bytes, a path or a URL; bytes first, as in datasets' own columns."""
+    if not isinstance(ref, Mapping):
+        return ref
+    named = cast(Mapping[str, Any], ref)
+    return next((named[n] for n in ("bytes", "path", "url") if named.get(n) is not None), None)

@@ -1,0 +1,129 @@
+"""WebDataset tars: files with the same name but for the suffix are a sample.
+
+    0001.jpg, 0001.txt           a picture and its caption
+    0002.0.png, 0002.1.png, 0002.json    pictures, and {"conversations": ...} or {"texts": ..., "images": ...}
+
+The name up to the first dot of its last component is the key; what has the same key stands together. The text
+is the .json's, if it has any, else the .txt's, else the .json's caption. The parts are those that the .json
+names, else all, in their order. No file is written, and no name of a tar is used as a path.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+from meshfeed.errors import ChecksumError, StoreError
+from meshfeed.files import ByteFile
+from meshfeed.formats.documents import read_bytes
+from meshfeed.formats.parquet import RawStream
+from meshfeed.prepare.samples import PART_KEYS, Sample, Samples, refs_in
+
+KIND_OF_SUFFIX = {
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif"), "image"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
+    **dict.fromkeys(("mp4", "webm", "mkv", "avi", "mov"), "video"),
+}
+_TEXT = ("txt", "caption")
+_BLOCK_BYTES = 512
+
+
+def grouped(file: ByteFile, most_bytes: int) -> Iterator[tuple[str, dict[str, bytes] | str]]:
+    """(key, suffix -> bytes) of each sample of an entered tar, in order; a reason for one that is refused.
+
+    most_bytes: of a sample's files. Raises ChecksumError for a tar that ends too early or is damaged.
+    """
+    key, files, size, reason = "", dict[str, bytes](), 0, ""
+    for member in _members(file):
+        folder, slash, base = member.name.rpartition("/")
+        stem, _, suffix = base.partition(".")
+        if member.isdir() or not stem or not suffix:
+            continue
+        if key != (now := f"{folder}{slash}{stem}"):
+            if files or reason:
+                yield key, reason or files
+            key, files, size, reason = now, {}, 0, ""
+        size += member.size
+        suffix = suffix.lower()
+        if not member.isreg() or member.issparse():
+            reason = f"{base} is a link, a device or sparse; make the tar of plain files"
+        elif suffix in files:
+            reason = f".{suffix} is there twice; give each sample a name of its own"
+        elif size > most_bytes:
+            reason = f"more than {most_bytes:,} bytes; leave it out, or allow it by --max-record-bytes"
+        else:
+            files[suffix] = read_bytes(file, member.offset_data, member.offset_data + member.size)
+    if files or reason:
+        yield key, reason or files
+
+
+def sample_of(key: str, files: Mapping[str, bytes], how: Samples) -> Sample:
+    """The sample of a key. Raises StoreError that says what of it is not as it should be."""
+    told: dict[str, Any] = {}
+    if "json" in files:
+        try:
+            found: Any = json.loads(files["json"])
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f".json: not valid JSON: {error}") from error
+        if isinstance(found, list) and how.chat:  # Energon's conversations
+            found = {how.names[0]: found}
+        if not isinstance(found, dict):
+            raise StoreError(f".json: {type(found).__name__} where an object belongs")
+        told = cast(dict[str, Any], found)
+    text = next((suffix for suffix in _TEXT if suffix in files), None)
+    record = {name: value for name, value in told.items() if name != "caption" or text is None}
+    if text is not None and not how.chat and not how.holds_text(record):
+        try:
+            record[how.names[0]] = files[text].decode()
+        except UnicodeDecodeError as error:
+            raise StoreError(f".{text}: not valid UTF-8: {error}") from error
+    stem = f"{key.rpartition('/')[2]}.".lower()
+
+    def suffix_of(name: str) -> str:
+        return name.rpartition("/")[2].lower().removeprefix(stem)
+
+    def fetch(name: str) -> bytes:
+        if suffix_of(name) not in files:
+            raise StoreError(f"{name!r} is not among the files of this sample: {', '.join(sorted(files))}")
+        return files[suffix_of(name)]
+
+    parts = {suffix: KIND_OF_SUFFIX[last] for suffix in files if (last := _last(suffix)) in KIND_OF_SUFFIX}
+    named = refs_in(record)
+    if not any(suffix_of(each) in files for each in named) and len(named) in (0, len(parts)):
+        # named as they were called before they came into the tar, or not at all
+        record = {name: value for name, value in record.items() if name not in PART_KEYS}
+        for suffix, kind in parts.items():
+            record.setdefault(kind, []).append(files[suffix])
+    return replace(how.sample(record, fetch), name=key)
+
+
+def _last(suffix: str) -> str:
+    return suffix.rpartition(".")[2]
+
+
+def _members(file: ByteFile) -> Iterator[tarfile.TarInfo]:
+    """The entries of a tar, one at a time, so that memory does not grow with it."""
+    stream: Any = io.BufferedReader(RawStream(file), 1 << 16)
+    try:
+        with tarfile.open(fileobj=stream, mode="r:") as opened:
+            tar: Any = opened
+            while (member := tar.next()) is not None:
+                if member.isreg() and member.offset_data + member.size > file.size_bytes:
+                    raise _cut(file, member.offset)
+                yield member
+                tar.members = []
+            at = tar.offset
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+        raise ChecksumError(f"{file.url}: not a tar: {error}; copy it again") from error
+    # tarfile takes whatever is not a header for the end
+    rest = read_bytes(file, at, min(at + _BLOCK_BYTES, file.size_bytes)) if at < file.size_bytes else b""
+    if rest.strip(b"\0"):
+        raise _cut(file, at)
+
+
+def _cut(file: ByteFile, at: int) -> ChecksumError:
+    return ChecksumError(f"{file.url}: byte {at}: damaged, or it ends within a file; copy it again")

@@ -1,0 +1,111 @@
+"""Sizes of images and audio from their headers, against Pillow's own decoding; and what is refused."""
+
+import contextlib
+import io
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from media import bomb, flac, picture, turned, wav
+from PIL import Image, ImageOps
+
+from meshfeed.errors import StoreError
+from meshfeed.prepare.headers import Size, size_of
+from soak import cases
+
+
+def decoded(data):
+    """(height, width) as displayed, from the decoded pixels."""
+    with Image.open(io.BytesIO(data)) as image:
+        width, height = ImageOps.exif_transpose(image).size
+    return height, width
+
+
+FORMS = [
+    ("JPEG", "RGB"),
+    ("JPEG", "CMYK"),
+    ("JPEG", "L"),
+    ("PNG", "RGBA"),
+    ("PNG", "P"),
+    ("WEBP", "RGB"),
+    ("GIF", "P"),
+    ("BMP", "RGB"),
+    ("TIFF", "RGB"),
+    ("PPM", "RGB"),
+]
+
+
+@pytest.mark.parametrize(("form", "mode"), FORMS)
+def test_images_are_as_large_as_pillow_decodes_them(form, mode):
+    for height, width in ((1, 1), (5, 9), (64, 3)):
+        data = picture(height, width, form, mode=mode)
+        assert size_of(data) == Size("image", *decoded(data), 1, 0.0) == Size("image", height, width, 1, 0.0)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_a_turned_image_has_the_size_that_it_is_displayed_with(form):
+    for orientation in range(1, 9):
+        data = picture(5, 9, form, exif=turned(orientation))
+        size = size_of(data)
+        assert (size.height, size.width) == decoded(data) == ((5, 9) if orientation < 5 else (9, 5))
+
+
+def test_an_animated_image_is_its_first_frame():
+    for form in ("GIF", "WEBP", "PNG"):
+        frames = [Image.new("RGB", (7, 4), color) for color in ("red", "green", "blue")]
+        out = io.BytesIO()
+        frames[0].save(out, form, save_all=True, append_images=frames[1:])
+        assert size_of(out.getvalue()) == Size("image", 4, 7, 1, 0.0)
+
+
+def test_audio_is_as_long_as_its_header_says():
+    for length, rate, channels in ((1, 8_000, 1), (16_001, 16_000, 2), (999, 44_100, 6)):
+        assert size_of(wav(length, rate, channels)) == Size("audio", 0, 0, length, float(rate))
+        assert size_of(flac(length, rate)) == Size("audio", 0, 0, length, float(rate))
+    streamed = bytearray(wav(100))
+    streamed[40:44] = b"\xff" * 4  # as ffmpeg writes to a pipe
+    assert size_of(bytes(streamed)).length == 100
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "empty"),
+        (b"<!DOCTYPE html><html>", "not an image, WAV or FLAC: 21 bytes that begin with b'<!DOCTYPE"),
+        (bomb(30_000, 30_000), "900000000 pixels"),
+        (bomb(10_000, 10_000), "10000 x 10000 pixels, more than --max-pixels 89478485"),
+        (bomb(0, 7), "header|not an image"),
+        (b"ID3\x04" + bytes(99), "MP3 audio, whose size prepare cannot read; convert it"),
+        (b"\xff\xfb" + bytes(99), "MP3 audio"),
+        (b"OggS" + bytes(99), "Ogg audio"),
+        (bytes(4) + b"ftypisom" + bytes(99), "MP4 video, whose size prepare cannot read; give its frames"),
+        (b"\x1aE\xdf\xa3" + bytes(99), "Matroska or WebM video"),
+        (b"RIFF" + bytes(4) + b"AVI " + bytes(99), "AVI video"),
+        (wav(5)[:30], "the file ends before them"),
+        (flac(5)[:30], "header is cut off"),
+        (flac(0), "audio of 0 samples"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n", "not an image"),  # a program, to Pillow
+    ],
+)
+def test_what_is_refused_is_named(data, said):
+    with pytest.raises(StoreError, match=said):
+        size_of(data)
+
+
+def test_an_image_may_be_larger_if_the_user_says_so():
+    assert size_of(bomb(10_000, 10_000), 10**8) == Size("image", 10_000, 10_000, 1, 0.0)
+    with pytest.raises(StoreError, match="2 x 3 pixels, more than --max-pixels 5"):
+        size_of(picture(2, 3), 5)
+
+
+@settings(max_examples=cases(40, 2_000), deadline=None)
+@given(st.sampled_from(FORMS), st.floats(0, 1), st.binary(max_size=4), st.floats(0, 1))
+def test_a_cut_or_damaged_image_has_a_size_or_is_refused(form, share, bad, where):
+    """Never another error, and of a cut one never another size."""
+    data = picture(5, 9, form[0], mode=form[1])
+    cut = data[: int(share * len(data))]
+    with contextlib.suppress(StoreError):
+        assert size_of(cut) == Size("image", 5, 9, 1, 0.0)
+    at = int(where * len(data))
+    with contextlib.suppress(StoreError):
+        size_of(data[:at] + bad + data[at + len(bad) :])

@@ -1,0 +1,289 @@
+"""`prepare --multimodal`: what it makes of tars, of attacks, and that nothing but the input decides it."""
+
+import json
+import tarfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from media import SPECIAL, bomb, flac, picture, tar, tokenizer, turned, wav
+from texts import Here, left_behind, tree
+from tokenizers import Tokenizer
+
+import meshfeed as mf
+from meshfeed.cli.main import main
+from meshfeed.errors import ChecksumError, PrepareError
+from meshfeed.parts import KINDS
+from meshfeed.prepare import Chats, Multimodal, Text, prepare
+from meshfeed.store import MultimodalStore
+
+PAD, START, END, AUDIO, _ = SPECIAL
+PNG, JPG, TURNED = picture(5, 9), picture(8, 4, "JPEG", seed=1), picture(3, 7, "JPEG", exif=turned(6))
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    return tokenizer(tmp_path_factory.mktemp("words") / "tokenizer.json")
+
+
+@pytest.fixture
+def captions(words):
+    around = {"image": f"{START}{PAD}{END}"}
+    return Multimodal(text=Text(tokenizer=words), tokens={"image": PAD, "audio": AUDIO}, around=around)
+
+
+def read(path, words):
+    """(text with placeholders, [(kind, height, width, length, bytes)]) of each sample."""
+    decode = Tokenizer.from_file(words)
+    with mf.open(path) as store:
+        assert isinstance(store, MultimodalStore)
+        parts, found = store.parts(np.arange(store.num_documents)), []
+        for i in range(store.num_documents):
+            tokens = store.read(i, 0, int(store.lengths(np.array([i]))[0]))
+            mine = range(*parts.starts[i : i + 2].tolist())
+            ids = [decode.token_to_id({0: PAD, 1: AUDIO}[int(parts.kind[k])]) for k in mine]
+            assert tokens[parts.at[mine]].tolist() == ids
+            data = store.read_parts(np.full(len(mine), i), np.arange(len(mine)))
+            assert [len(each) for each in data] == parts.num_bytes[mine].tolist()
+            sizes = zip(
+                *(getattr(parts, name)[mine].tolist() for name in ("kind", "height", "width", "length"))
+            )
+            text = decode.decode(tokens.tolist(), skip_special_tokens=False)
+            found.append((text, [(KINDS[kind], *size, each) for (kind, *size), each in zip(sizes, data)]))
+        list(store.verify())
+    return found
+
+
+IMAGE = f"{START}{PAD}{END}"
+FILES = [
+    ("a/0001.jpg", JPG),
+    ("a/0001.txt", "a cat, größer".encode()),
+    ("a/0001.json", json.dumps({"caption": "of another crawl", "url": "https://x/y.jpg"}).encode()),
+    ("a/0002.0.png", PNG),
+    ("a/0002.1.jpg", TURNED),
+    ("a/0002.json", json.dumps({"text": "<image>first <image>second"}).encode()),
+    ("b/0002.json", json.dumps({"texts": [None, "then", None], "images": ["1.jpg", None, "0.png"]}).encode()),
+    ("b/0002.0.png", PNG),
+    ("b/0002.1.jpg", JPG),
+    ("b/0003.wav", wav(16_000)),
+    ("b/0003.json", json.dumps({"text": "hear: <audio>"}).encode()),
+    ("b/0004.txt", b"words alone"),
+]
+WANTED = [
+    (f"{IMAGE}a cat, größer", [("image", 8, 4, 1, JPG)]),
+    (f"{IMAGE}first {IMAGE}second", [("image", 5, 9, 1, PNG), ("image", 7, 3, 1, TURNED)]),
+    (f"{IMAGE}then{IMAGE}", [("image", 8, 4, 1, JPG), ("image", 5, 9, 1, PNG)]),
+    (f"hear: {AUDIO}", [("audio", 0, 0, 16_000, wav(16_000))]),
+    ("words alone", []),
+]
+
+
+def test_tars_of_webdataset_are_samples_in_order(tmp_path, captions, words):
+    tar(tmp_path / "in.tar", FILES)
+    made = prepare([tmp_path / "in.tar"], tmp_path / "out", captions, engine=Here())
+    assert read(tmp_path / "out", words) == WANTED
+    assert made.manifest["stores"]["."]["num_parts"] == 6
+    assert left_behind(tmp_path / "out") == []
+
+
+def test_the_output_depends_on_the_input_alone(tmp_path, captions):
+    """However it is cut, in whatever order parts are encoded, and killed at every one of them."""
+    (tmp_path / "in").mkdir()
+    for i in range(5):
+        own = [(f"{i}.png", picture(2 + i, 3, seed=i)), (f"{i}.txt", b"of its own")]
+        tar(tmp_path / f"in/{i}.tar", own + [(f"{i}{name}", data) for name, data in FILES])
+    (tmp_path / "in/0.tar.idx").write_bytes(b"of Energon")
+    (tmp_path / "in/.nv-meta").mkdir()
+    (tmp_path / "in/.nv-meta/split.yaml").write_text("of Energon, too")
+    options = {"dedup": True, "validation": 0.5}
+    prepare([tmp_path / "in"], tmp_path / "whole", captions, engine=Here(), **options)
+    whole = tree(tmp_path / "whole")
+    manifest = json.loads(whole["manifest.json"])
+    counts = [store["num_documents"] for store in manifest["stores"].values()]
+    assert manifest["num_duplicates"] == 4 * len(WANTED) and sum(counts) == 5 + len(WANTED) and min(counts)
+    for seed in range(2):
+        out = tmp_path / f"out{seed}"
+        common = {"part_bytes": 1, "resume": True, **options}
+        for _ in range(4):
+            with pytest.raises(KeyboardInterrupt):
+                prepare([tmp_path / "in"], out, captions, engine=Here(seed, stop_after=1), **common)
+        prepare([tmp_path / "in"], out, captions, engine=Here(seed), **common)
+        assert tree(out) == whole and left_behind(out) == []
+    prepare([tmp_path / "in"], out, captions, engine=Here(), overwrite=True, **options)
+    assert tree(out) == whole and left_behind(out) == []
+
+
+BAD = [
+    ("1.jpg", b"<html>404</html>", "1: part 0 (image): not an image, WAV or FLAC"),
+    ("2.png", bomb(30_000, 30_000), "2: part 0 (image): Image size (900000000 pixels)"),
+    ("3.png", b"", "3: part 0 (image): empty"),
+    ("4.jpg", JPG[:30], "4: part 0 (image): "),
+    ("5.jpg", wav(9), "5: part 0: audio, where image is said to be"),
+    ("6.mp4", bytes(4) + b"ftypisom", "6: part 0 (video): MP4 video, whose size prepare cannot read"),
+]
+
+
+def test_broken_parts_are_refused_by_name_or_dropped_and_counted(tmp_path, captions, words):
+    """Others stay: mislabelled, of one pixel, in four colors."""
+    good = [("7.jpg", PNG), ("8.jpg", picture(1, 1)), ("9.jpg", picture(4, 5, "JPEG", mode="CMYK"))]
+    files = [(name, data) for name, data, _ in BAD] + good
+    named = [each for name, data in files for each in ((name, data), (f"{name[0]}.txt", b"x"))]
+    path = tar(tmp_path / "in.tar", named)
+    with pytest.raises(PrepareError, match=r"1 malformed document \(limit: --max-errors 0\)") as refused:
+        prepare([path], tmp_path / "out", captions, engine=Here())
+    assert f"{path}: sample 0: 1: part 0 (image): not an image, WAV or FLAC" in str(refused.value)
+    made = prepare([path], tmp_path / "out", captions, engine=Here(), max_errors=6)
+    assert made.manifest["num_malformed"] == 6
+    told = [json.loads(line) for line in (tmp_path / "out/errors.jsonl").read_text().splitlines()]
+    assert [each["sample"] for each in told] == list(range(6))
+    for each, (_, _, said) in zip(told, BAD):
+        assert each["error"].startswith(said), each
+    sizes = [part[:3] for _, parts in read(tmp_path / "out", words) for part in parts]
+    assert sizes == [("image", 5, 9), ("image", 1, 1), ("image", 4, 5)]
+
+
+def test_samples_that_make_no_sense_are_refused_by_name(tmp_path, captions):
+    def said(*files):
+        path = tar(tmp_path / "in.tar", list(files))
+        prepare([path], tmp_path / "out", captions, engine=Here(), max_errors=1, overwrite=True)
+        (line,) = (tmp_path / "out/errors.jsonl").read_text().splitlines()
+        return json.loads(line)["error"]
+
+    def of(told, *files):
+        return said(("0.json", json.dumps(told).encode()), *files)
+
+    assert "0: no 'text' or 'caption' or 'texts'" in said(("0.png", PNG))
+    assert "0: .json: not valid JSON" in said(("0.json", b"{"))
+    assert "0: .json: list where an object belongs" in said(("0.json", b"[]"))
+    assert "0: .txt: not valid UTF-8" in said(("0.txt", b"\xff"))
+    assert "0: 2 of <image> in the text, and 1 of image beside it" in of(
+        {"text": "<image><image>"}, ("0.png", PNG)
+    )
+    assert "0: its text spells a placeholder" in of({"text": f"an {PAD} here"}, ("0.png", PNG))
+    assert "1 images, and 2 of 2 texts are null" in of({"texts": [None, None]}, ("0.png", PNG))
+    assert "'9.png' is not among" in of({"text": "x", "images": ["0.png", "9.png"]}, ("0.png", PNG))
+    assert ".png is there twice" in said(("0.png", PNG), ("0.PNG", PNG))
+    assert "or give --chat for conversations" in of({"conversations": []}, ("0.png", PNG))
+    assert "more than 16,777,216 bytes" in said(("0.png", bytes(17 << 20)), ("0.txt", b"x"))
+    captions = replace(captions, tokens={"image": PAD})
+    assert "part 0: audio; say which token stands for it" in said(("0.flac", flac(9)), ("0.txt", b"x"))
+
+
+def test_a_tar_cannot_reach_outside_itself(tmp_path, captions, words):
+    """Names of a tar are never paths: what leads outside, absolute or linked, is a key, or refused."""
+    (tmp_path / "secret.png").write_bytes(PNG)
+    before = tree(tmp_path)
+    told = json.dumps({"text": "x", "image": str(tmp_path / "secret.png")}).encode()
+    outside = [
+        ("../../evil.png", PNG),
+        ("../../evil.txt", b"up"),
+        ("/etc/evil.png", JPG),
+        ("/etc/evil.txt", b"at"),
+    ]
+    tar(tmp_path / "in.tar", [*outside, ("z.json", told)])
+    with tarfile.open(tmp_path / "in.tar", "a") as out:
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE):
+            member = tarfile.TarInfo(f"link{kind.decode()}.png")
+            member.type, member.linkname = kind, str(tmp_path / "secret.png")
+            out.addfile(member)
+    prepare([tmp_path / "in.tar"], tmp_path / "out", captions, engine=Here(), max_errors=4)
+    errors = (tmp_path / "out/errors.jsonl").read_text()
+    assert errors.count("a link, a device or sparse") == 3 and "secret.png' is not among the files" in errors
+    assert read(tmp_path / "out", words) == [
+        (f"{IMAGE}up", [("image", 5, 9, 1, PNG)]),
+        (f"{IMAGE}at", [("image", 8, 4, 1, JPG)]),
+    ]
+    kept = {name: data for name, data in tree(tmp_path).items() if not name.startswith(("out/", "in.tar"))}
+    assert kept == before
+
+
+def test_a_cut_or_damaged_tar_loses_no_sample_in_silence(tmp_path, captions):
+    raw = tar(tmp_path / "in.tar", FILES[:6]).read_bytes()
+    end = len(raw.rstrip(b"\0")) // 512 * 512 + 512  # the last file's end, whole blocks
+    for size in (100, 512, 700, 1024, end - 512, end - 100):
+        (tmp_path / "in.tar").write_bytes(raw[:size])
+        with pytest.raises((ChecksumError, PrepareError), match=r"in\.tar") as refused:
+            prepare([tmp_path / "in.tar"], tmp_path / f"out{size}", captions, engine=Here())
+        assert "copy it again" in str(refused.value), size
+    (tmp_path / "in.tar").write_bytes(raw[:end])  # whole, without the blocks of zeros
+    made = prepare([tmp_path / "in.tar"], tmp_path / "out", captions, engine=Here())
+    assert made.manifest["stores"]["."]["num_documents"] == 2
+    at = raw.index(b"a/0002.json")
+    (tmp_path / "in.tar").write_bytes(raw[:at] + b"\xff" * 200 + raw[at + 200 :])
+    with pytest.raises(ChecksumError, match=f"byte {at}: damaged, or it ends within a file"):
+        prepare([tmp_path / "in.tar"], tmp_path / "out2", captions, engine=Here())
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_conversations_keep_their_loss_mask(tmp_path, words):
+    """LLaVA's, and messages with items; without a word of loss on a placeholder."""
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    chats = Chats(tokenizer=words, template=str(tmp_path / "chat.jinja"))
+    how = Multimodal(text=chats, tokens={"image": PAD})
+    turns = [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a cat"}]
+    items = [
+        {"role": "user", "content": [{"type": "image", "image": "0.png"}, {"type": "text", "text": "and?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "so "}, {"type": "image"}]},
+    ]
+    plain = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "a dog"}]
+    tar(
+        tmp_path / "in.tar",
+        [
+            ("0.png", PNG),
+            ("0.json", json.dumps({"image": "coco/17.jpg", "conversations": turns}).encode()),
+            ("1.0.png", PNG),
+            ("1.json", json.dumps(items[:1] + plain[1:]).encode()),
+            ("2.jpg", JPG),
+            ("2.json", json.dumps({"messages": plain}).encode()),
+            ("3.json", json.dumps({"messages": items}).encode()),
+            ("3.0.png", PNG),
+            ("4.json", json.dumps({"messages": [plain[0], items[1]]}).encode()),
+            ("4.png", PNG),
+        ],
+    )
+    prepare([tmp_path / "in.tar"], tmp_path / "out", how, engine=Here(), max_errors=1)
+    assert "3: 2 of <image> in the text, and 1" in (tmp_path / "out/errors.jsonl").read_text()
+    found = read(tmp_path / "out", words)
+    assert [text for text, _ in found] == [
+        f"user: {IMAGE}\nwhat?<|im_end|>\nassistant: a cat<|im_end|>\n",
+        f"user: {IMAGE}and?<|im_end|>\nassistant: a dog<|im_end|>\n",
+        f"user: {IMAGE}what?<|im_end|>\nassistant: a dog<|im_end|>\n",
+        f"user: what?<|im_end|>\nassistant: so {IMAGE}<|im_end|>\n",
+    ]
+    decode = Tokenizer.from_file(words).decode
+    answers = ["a cat<|im_end|>", "a dog<|im_end|>", "a dog<|im_end|>", f"so {START}{END}<|im_end|>"]
+    with mf.open(tmp_path / "out") as store, store.columns["loss_mask"] as masks:
+        for i, said in enumerate(answers):
+            size = int(store.lengths(np.array([i]))[0])
+            marked = store.read(i, 0, size)[masks.read(i, 0, size) == 1]
+            assert decode(marked.tolist(), skip_special_tokens=False) == said
+
+
+def test_the_command(tmp_path, words, capsys):
+    (tmp_path / "in").mkdir()
+    tar(tmp_path / "in/0.tar", FILES)
+    common = ["prepare", str(tmp_path / "in"), "--tokenizer", words, "--workers", "2"]
+    options = ["--multimodal", "--image-token", PAD, "--image-text", IMAGE, "--audio-token", AUDIO]
+    assert main([*common, "--out", str(tmp_path / "out"), *options, "--eod-token", "<|im_end|>"]) == 0
+    assert "5 documents" in (said := capsys.readouterr().out) and "6 parts" in said
+    assert [text for text, _ in read(tmp_path / "out", words)] == [f"{text}<|im_end|>" for text, _ in WANTED]
+    for wrong, why in (
+        (["--image-token", PAD], "need --multimodal"),
+        (["--multimodal"], "name the token that stands for an image"),
+        (["--multimodal", "--image-token", "<|nothing|>"], "has no token '<|nothing|>'"),
+        (["--multimodal", "--image-token", PAD, "--image-text", "x"], "must have --image-token in it once"),
+        (["--multimodal", "--image-token", PAD, "--audio-token", PAD], "give each its own"),
+    ):
+        assert main([*common, "--out", str(tmp_path / "no"), *wrong]) == 2
+        assert why in capsys.readouterr().err
+    (tmp_path / "in/0.txt").write_text("not read from a folder")
+    common[1] = str(tmp_path / "in/0.txt")
+    assert main([*common, "--out", str(tmp_path / "no"), *options]) == 2
+    assert "0.txt: not a file of webdataset, jsonl, parquet" in capsys.readouterr().err
