@@ -13,6 +13,7 @@ import meshfeed as mf
 from meshfeed.cli.main import main
 from meshfeed.order import draws_of_step
 from meshfeed.store import IndexedWriter
+from pictures import write_pictures
 
 RECIPE = """
 import meshfeed as mf
@@ -196,3 +197,40 @@ def test_options_that_would_change_nothing_are_refused(
 ) -> None:
     assert main(["trace", str(folder / arguments[0]), *arguments[1:]]) == 2
     assert says in capsys.readouterr().err
+
+
+PARTS = """
+import meshfeed as mf
+from pictures import Listen, Look
+
+rule = mf.Multimodal(image=Look(), audio=Listen())
+recipe = mf.Recipe(data=mf.open("{folder}"), sequence=rule, batch=mf.Batch(sequences=20))
+"""
+
+
+def test_the_bytes_of_every_part_that_a_rank_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pictures(tmp_path / "store")
+    (file := tmp_path / "recipe.py").write_text(PARTS.format(folder=tmp_path / "store"))
+    recipe, packing = recipe_in(file), mf.Packing(capacity=64)
+    for made in mf.simulate(recipe, mf.Layout(dp=2), 1, packing=packing):
+        lines = told(
+            capsys, str(file), "--step", "0", "--layout", "dp2", "--rank", str(made.rank), "--capacity", "64"
+        )
+        found = []
+        for part in (part for line in lines for part in line["parts"]):
+            start, stop = map(int, part["bytes"].split(":"))
+            found.append((part["part"], part["kind"], Path(part["file"]).read_bytes()[start:stop]))
+        wanted = []
+        with mf.open(tmp_path / "store") as store:
+            for index in (i for m in made.microbatches for i in m.draws.index.tolist()):
+                kinds = store.parts(np.array([index])).kind.tolist()
+                at = np.arange(len(kinds))
+                data = store.read_parts(np.full(at.size, index), at)
+                wanted += [
+                    (i, ("image", "audio")[kind], each) for i, kind, each in zip(at.tolist(), kinds, data)
+                ]
+        assert found == wanted and found
+    documents = told(capsys, str(file), "--document", "3")
+    assert [line["parts"] for line in documents] == [[]], "without a packing, nobody has it"
+    assert main(["trace", str(file), "--step", "0", "--capacity", "64"]) == 0
+    assert "0 audio 341:347" in capsys.readouterr().out

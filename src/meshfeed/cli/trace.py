@@ -20,8 +20,8 @@ from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import GlobalBatch, Stepping
 from meshfeed.layout import Coord
 from meshfeed.order import position_of
-from meshfeed.sequence import SequenceRule
-from meshfeed.sequence.trace import DocumentParts, pieces_of, sequences_with
+from meshfeed.sequence import Multimodal, SequenceRule
+from meshfeed.sequence.trace import DocumentParts, parts_in, pieces_of, sequences_with
 
 Line = dict[str, Any]
 """A piece of a document, by the keys of --json."""
@@ -45,6 +45,8 @@ class Trace(Command, JobOptions, RecipeOptions):
         "step, place": "the step, and which of its sequences; null where a document never comes",
         "source, epoch, index": "which sequence it is; source is '' for a single store",
         "document, tokens": "which document of the source, and which of its tokens, as first:stop",
+        "parts": "images, audio and video with any of these tokens: number in the document, kind, file, and "
+        "bytes there, as first:stop; only of mf.Multimodal",
         "microbatch": "which of the step's; null where the packing is not known",
         "ranks": "global ranks whose context-parallel slice has some of these tokens, all of tp and pp",
     }
@@ -114,7 +116,8 @@ class Trace(Command, JobOptions, RecipeOptions):
             for epoch in self.epochs or range(1):
                 for index in sequences_with(recipe, source, document, epoch).tolist():
                     lines.append(_where(recipe, source, epoch, index) | {"document": document})
-        nowhere: Line = {"tokens": None, "microbatch": None, "ranks": []}
+        parts: Line = {"parts": []} if isinstance(recipe.sequence, Multimodal) else {}
+        nowhere: Line = {"tokens": None, **parts, "microbatch": None, "ranks": []}
         if self.capacity is None and cast(Any, recipe.sequence).packed:
             return [line | nowhere | {"ranks": None} for line in lines]
         sights = self._sights(recipe)
@@ -213,8 +216,10 @@ class _Sights:
             begin, end = end, end + int(pieces.stop[piece] - pieces.start[piece])
             first, last, offset = max(start, begin), min(stop, end), int(pieces.start[piece]) - begin
             if first < last:
-                tokens = f"{first + offset}:{last + offset}"
-                yield first, last, sequence | {"document": int(pieces.document[piece]), "tokens": tokens}
+                document, low, high = int(pieces.document[piece]), first + offset, last + offset
+                line = sequence | {"document": document, "tokens": f"{low}:{high}"}
+                parts = parts_in(self.stepping.recipe, int(draws.source[place]), document, low, high)
+                yield first, last, line if parts is None else line | {"parts": parts}
 
     def _line(self, batch: GlobalBatch, row: int, line: Line, dp_cp: set[int]) -> Line:
         """A line with its microbatch and the global ranks, of every tp and pp, that hold some of it."""
@@ -234,6 +239,8 @@ def _cell(value: Any) -> str:
     match value:
         case None | "" | []:
             return "-"
+        case [{"part": _}, *_]:
+            return ", ".join(f"{each['part']} {each['kind']} {each['bytes']}" for each in value)
         case list():  # ranks in few words: 0 1 2 3 8 -> "0-3,8"
             runs = runs_of(cast(Sequence[int], value))
             return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

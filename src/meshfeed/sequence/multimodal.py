@@ -124,11 +124,11 @@ class Multimodal(DocumentRule, TokenRule):
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         """Tokens of each document, every placeholder repeated; int64 [n]."""
-        return self._expansion(recipe, draws).lengths
+        return self.expansion(recipe, draws).lengths
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
         """Tokens of each row whose label exists and is text; int64 [n]."""
-        whole = self._expansion(recipe, draws)
+        whole = self.expansion(recipe, draws)
         first, stop = _labels(whole, starts, lengths)
         return (stop - first).clip(0) - whole.parts.per_sample(whole.inside(first, stop))
 
@@ -144,7 +144,7 @@ class Multimodal(DocumentRule, TokenRule):
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int
     ) -> tuple[Longs, Longs, Longs]:
         """Ranges of the text as stored; with ahead=1, without the placeholders."""
-        whole = self._expansion(recipe, draws)
+        whole = self.expansion(recipe, draws)
         first, stop = _labels(whole, starts, lengths) if ahead else (starts, starts + lengths)
         begins = whole.in_text(first)
         ends = np.where(stop > first, whole.in_text(stop - 1) + 1, begins)
@@ -166,7 +166,7 @@ class Multimodal(DocumentRule, TokenRule):
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of all columns, from the index."""
-        whole = self._expansion(recipe, portion.draws)
+        whole = self.expansion(recipe, portion.draws)
         count = super().num_bytes(recipe, portion)
         parts = self._decoded(whole, portion)
         for kind, mine in self._by_kind(recipe, portion.draws, whole.parts.take(parts)):
@@ -222,7 +222,7 @@ class Multimodal(DocumentRule, TokenRule):
 
     def _places(self, recipe: Recipe, portion: Portion) -> tuple[Expansion, list[PartPlace]]:
         """The parts that a portion's reader decodes."""
-        draws, whole = portion.draws, self._expansion(recipe, portion.draws)
+        draws, whole = portion.draws, self.expansion(recipe, portion.draws)
         parts = self._decoded(whole, portion)
         of = whole.parts.sample[parts]
         columns = (draws.source[of], draws.epoch[of], draws.index[of], parts - whole.parts.starts[of])
@@ -249,7 +249,7 @@ class Multimodal(DocumentRule, TokenRule):
         allocate: Allocate,
     ) -> list[Arrays]:
         """The named fields of the one pack; see the class."""
-        whole, arrays = self._expansion(recipe, portion.draws), Arrays()
+        whole, arrays = self.expansion(recipe, portion.draws), Arrays()
         held = Slices(np.arange(len(portion.draws), dtype=np.int32), 0 * portion.whole, portion.whole)
         own, at = portion.own_tokens
         expanded = self._expanded(recipe, portion, whole, columns, names)
@@ -333,7 +333,8 @@ class Multimodal(DocumentRule, TokenRule):
 
     # -- the parts of a pack ----------------------------------------------------------------------------
 
-    def _expansion(self, recipe: Recipe, draws: Draws) -> Expansion:
+    def expansion(self, recipe: Recipe, draws: Draws) -> Expansion:
+        """Where the parts of each document lie among its tokens."""
         parts = _parts_of(recipe, draws)
         tokens = np.zeros(len(parts), np.int64)
         for kind, mine in self._by_kind(recipe, draws, parts):

@@ -10,12 +10,15 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.order import Draws
+from meshfeed.parts import KINDS
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.documents import Documents
+from meshfeed.sequence.multimodal import Multimodal
 from meshfeed.sequence.rows import Rows
 from meshfeed.sequence.rule import TokenRule
 from meshfeed.sequence.windows import Windows
+from meshfeed.store import MultimodalStore
 
 Longs = npt.NDArray[np.int64]
 
@@ -79,6 +82,29 @@ def _ranges_in(recipe: Recipe, source: int, draws: Draws) -> tuple[Longs, Longs,
     of = np.repeat(np.arange(len(draws)), [starts.size for starts, _ in each])
     starts, stops = (np.concatenate(column) for column in zip(*each))
     return starts, stops, of
+
+
+def parts_in(
+    recipe: Recipe, source: int, document: int, start: int, stop: int
+) -> list[dict[str, Any]] | None:
+    """The parts that have any of the tokens start..stop of a document; None for a rule without parts.
+
+    Each is its number in the document, kind, file, and bytes there, as first:stop. Stores must be entered.
+    """
+    rule, store = recipe.sequence, recipe.sources[source]
+    if not isinstance(rule, Multimodal):
+        return None
+    if not isinstance(store, MultimodalStore):
+        return []
+    none = np.zeros(1, np.int64)
+    whole = rule.expansion(recipe, Draws(none.astype(np.int32) + source, none, none + document))
+    places = np.flatnonzero(whole.inside(none + start, none + stop))
+    begins, ends = store.part_ranges(np.full_like(places, document), places)
+    found = zip(places.tolist(), whole.parts.kind[places].tolist(), begins.tolist(), ends.tolist())
+    return [
+        {"part": part, "kind": KINDS[kind], "file": store.parts_path, "bytes": f"{begin}:{end}"}
+        for part, kind, begin, end in found
+    ]
 
 
 def sequences_with(recipe: Recipe, source: int, document: int, epoch: int) -> Longs:
