@@ -15,6 +15,8 @@ from parallel import EnterSplit, GatherSequence, Group, LeaveSplit, Place
 from torch import nn
 from torch.nn import functional as F
 
+import meshfeed as mf
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -148,6 +150,11 @@ class Stage(nn.Module):
         self.embedding = Embedding(shape, place) if place.is_first else None
         self.blocks = nn.ModuleList(Block(f"block{layer}", shape, place) for layer in layers)
         self.head = Head(shape, place) if place.is_last else None
+
+    def embed(self, microbatch: mf.Microbatch) -> torch.Tensor:
+        """What the first stage makes of a microbatch: [batch, own tokens, width]."""
+        assert self.embedding is not None
+        return self.embedding(microbatch["tokens"], microbatch["position_ids"])
 
     def parts(self) -> dict[str, tuple[nn.Parameter, int | None]]:
         """Every parameter by its name in the whole model, and the dimension along which tp cuts it."""

@@ -119,7 +119,7 @@ def forward(
     sequence = microbatch.get("sequence_ids", torch.zeros_like(position)).long()
     received = None
     if stage.embedding is not None:
-        x = stage.embedding(microbatch["tokens"], position)
+        x = stage.embed(microbatch)
     else:
         received = torch.empty(*position.shape, stage.width)
         dist.recv(received, place.neighbour(-1))

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import meshfeed as mf
 from meshfeed.parts import NativeImages, Parts
 from meshfeed.sequence import NativePatches, PartSize
 from soak import SEED, cases
 
-Image = pytest.importorskip("PIL.Image")
 QWEN = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
 
 
