@@ -1,10 +1,13 @@
 """`prepare --multimodal`: what it makes of tars, of attacks, and that nothing but the input decides it."""
 
+import base64
 import json
 import tarfile
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from media import SPECIAL, bomb, flac, picture, tar, tokenizer, turned, wav
 from texts import Here, left_behind, tree
@@ -16,6 +19,8 @@ from meshfeed.errors import ChecksumError, PrepareError
 from meshfeed.parts import KINDS
 from meshfeed.prepare import Chats, Multimodal, Text, prepare
 from meshfeed.store import MultimodalStore
+from services.needs import needs
+from services.nginx import Nginx
 
 PAD, START, END, AUDIO, _ = SPECIAL
 PNG, JPG, TURNED = picture(5, 9), picture(8, 4, "JPEG", seed=1), picture(3, 7, "JPEG", exif=turned(6))
@@ -287,3 +292,103 @@ def test_the_command(tmp_path, words, capsys):
     common[1] = str(tmp_path / "in/0.txt")
     assert main([*common, "--out", str(tmp_path / "no"), *options]) == 2
     assert "0.txt: not a file of webdataset, jsonl, parquet" in capsys.readouterr().err
+
+
+ROWS = [
+    {"text": "of <image> and <image>", "images": ["sub/a.png", "b.jpg"]},
+    {"text": "a caption", "image": "b.jpg"},
+    {"texts": ["one", None, "two", None], "images": [None, "sub/a.png", None, "b.jpg"]},
+    {"texts": [None, "of a list without gaps"], "images": ["b.jpg"]},
+    {"text": "in the row itself", "image": "data:image/png;base64," + base64.b64encode(PNG).decode()},
+    {"caption": "words alone"},
+]
+OF_ROWS = [
+    (f"of {IMAGE} and {IMAGE}", [("image", 5, 9, 1, PNG), ("image", 8, 4, 1, JPG)]),
+    (f"{IMAGE}a caption", [("image", 8, 4, 1, JPG)]),
+    (f"one{IMAGE}two{IMAGE}", [("image", 5, 9, 1, PNG), ("image", 8, 4, 1, JPG)]),
+    (f"{IMAGE}of a list without gaps", [("image", 8, 4, 1, JPG)]),
+    (f"{IMAGE}in the row itself", [("image", 5, 9, 1, PNG)]),
+    ("words alone", []),
+]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """A folder with rows of JSON that name files beside them."""
+    (tmp_path / "in/sub").mkdir(parents=True)
+    (tmp_path / "in/sub/a.png").write_bytes(PNG)
+    (tmp_path / "in/b.jpg").write_bytes(JPG)
+    (tmp_path / "in/rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path / "in"
+
+
+def test_json_lines_name_parts_by_path(tmp_path, rows, captions, words):
+    """From the file's folder or another, in every cut; never from outside it."""
+    for part_bytes in (10, 100, None):
+        out = tmp_path / f"out{part_bytes}"
+        prepare([rows / "rows.jsonl"], out, captions, engine=Here(), part_bytes=part_bytes)
+        assert read(out, words) == OF_ROWS
+    (tmp_path / "lines").mkdir()
+    lines = (rows / "rows.jsonl").rename(tmp_path / "lines/rows.jsonl")
+    elsewhere = replace(captions, folder=str(rows))
+    prepare([lines], tmp_path / "out", elsewhere, engine=Here(), part_bytes=100)
+    assert tree(tmp_path / "out")["parts.bin"] == tree(tmp_path / "out10")["parts.bin"]
+
+    def said(name, how=elsewhere):
+        lines.write_text(json.dumps({"text": "x", "image": name}))
+        prepare([lines], tmp_path / "out", how, engine=Here(), max_errors=1, overwrite=True)
+        errors = tmp_path / "out/errors.jsonl"
+        return json.loads(errors.read_text())["error"] if errors.exists() else ""
+
+    assert said(str(rows / "b.jpg")) == ""
+    assert "outside" in said("/etc/passwd") and "--parts-folder" in said("/etc/passwd")
+    for name in ("../in/b.jpg", "sub/../../x.png", "~/x.png", "%2e%2e/x.png"):
+        assert "without '..'" in said(name), name
+    assert "image[0]: " in said("none.png") and "none.png: missing" in said("none.png")
+    assert "a data URL that cannot be read" in said("data:image/png;base64,@@")
+    assert "image[0]: int where a path, a URL or bytes belong" in said(5)
+    assert "image[0]: data:image/png: a data URL" in said("data:image/png,raw")
+    lines.write_text(json.dumps({"text": "x", "images": ["b.jpg"] * 9}))
+    limit = {"max_errors": 1, "max_record_bytes": 8 * len(JPG), "overwrite": True}
+    prepare([lines], tmp_path / "out", elsewhere, engine=Here(), **limit)
+    assert "images[8]: its parts have more than" in (tmp_path / "out/errors.jsonl").read_text()
+
+
+def test_rows_of_parquet_have_bytes_or_paths(tmp_path, rows, captions, words):
+    """As `datasets` writes images: structs of bytes and path."""
+    as_struct = {"sub/a.png": {"bytes": PNG, "path": "a.png"}, "b.jpg": {"bytes": None, "path": "b.jpg"}}
+    table = [
+        {
+            name: [as_struct.get(ref) for ref in value] if name == "images" else value
+            for name, value in row.items()
+        }
+        for row in ROWS
+    ]
+    columns = {
+        name: [row.get(name) for row in table] for name in ("text", "caption", "texts", "images", "image")
+    }
+    pq.write_table(pa.table(columns), rows / "rows.parquet", row_group_size=2)
+    for part_bytes in (1, None):
+        out = tmp_path / f"out{part_bytes}"
+        prepare([rows / "rows.parquet"], out, captions, engine=Here(), part_bytes=part_bytes)
+        assert read(out, words) == OF_ROWS
+    pq.write_table(pa.table({"text": ["x", "y"], "image": [b"<html>", PNG]}), rows / "rows.parquet")
+    prepare([rows / "rows.parquet"], tmp_path / "out", captions, engine=Here(), max_errors=1)
+    told = json.loads((tmp_path / "out/errors.jsonl").read_text())
+    assert told["row"] == 0 and told["error"].startswith("part 0 (image): not an image")
+    assert read(tmp_path / "out", words) == [(f"{IMAGE}y", [("image", 5, 9, 1, PNG)])]
+
+
+def test_urls_are_fetched_and_those_that_fail_are_counted(tmp_path, rows, captions, words, monkeypatch):
+    needs("nginx")
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
+    with Nginx(rows, "location /closed/ { return 403; }") as server:
+        names = ("b.jpg", "none.jpg", "closed/b.jpg", "sub/a.png")
+        lines = [json.dumps({"text": "x", "image": f"{server.url}/{name}"}) + "\n" for name in names]
+        (rows / "rows.jsonl").write_text("".join(lines))
+        prepare([rows / "rows.jsonl"], tmp_path / "out", captions, engine=Here(), max_errors=2)
+    told = [json.loads(line) for line in (tmp_path / "out/errors.jsonl").read_text().splitlines()]
+    assert [each["line"] for each in told] == [2, 3]
+    assert "none.jpg" in told[0]["error"] and "403" in told[1]["error"]
+    sizes = [part[1:3] for _, parts in read(tmp_path / "out", words) for part in parts]
+    assert sizes == [(8, 4), (5, 9)]

@@ -81,6 +81,9 @@ class _Parts:
     )
     audio_token: str | None = option("token that stands for audio", metavar="TOKEN")
     audio_text: str | None = option("text for audio, with its token in it", metavar="TEXT")
+    parts_folder: str | None = option(
+        "folder or URL that paths in JSON and Parquet begin at (default: the file's own)", metavar="DIR"
+    )
     max_pixels: int = option("refuse larger images, before anything decodes them", default=MOST_PIXELS)
 
 
@@ -218,8 +221,11 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
         tokens = _given({"image": self.image_token, "audio": self.audio_token})
         around = _given({"image": self.image_text, "audio": self.audio_text})
         if self.multimodal:
-            return Multimodal(text=self._text(), tokens=tokens, around=around, max_pixels=self.max_pixels)
-        if tokens or around or self.max_pixels != MOST_PIXELS:
+            limit, folder = self.max_pixels, self.parts_folder
+            return Multimodal(
+                text=self._text(), tokens=tokens, around=around, max_pixels=limit, folder=folder
+            )
+        if tokens or around or self.parts_folder or self.max_pixels != MOST_PIXELS:
             raise PrepareError("--image-token, --audio-token, --max-pixels and the like need --multimodal")
         return self._text()
 

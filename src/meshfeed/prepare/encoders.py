@@ -85,7 +85,7 @@ class Text:
         """All that decides the tokens, as JSON values. Raises StoreError, PrepareError where it is wrong."""
         shared = {"kind": "text", "column": self.column, "eod": self.eod, "dtype": self.dtype}
         if self.train_bpe is None:
-            return shared | {"tokenizer": _absolute(self.tokenizer), "digest": self.encoder().digest}
+            return shared | {"tokenizer": absolute(self.tokenizer), "digest": self.encoder().digest}
         if self.tokenizer is not None:
             raise PrepareError("both a tokenizer and one to train; give one of them")
         return shared | {"train_bpe": self.train_bpe}
@@ -153,8 +153,8 @@ class Chats:
         return {
             "kind": "chat",
             "column": self.column,
-            "tokenizer": _absolute(self.tokenizer),
-            "template": _absolute(self.template),
+            "tokenizer": absolute(self.tokenizer),
+            "template": absolute(self.template),
             "train_on": self.train_on,
             "date": None if self.date is None else self.date.isoformat(),
             "dtype": self.dtype,
@@ -171,8 +171,8 @@ class Chats:
         return encoder
 
 
-def _absolute(name: str | None) -> str | None:
-    """A tokenizer's name, the same for a worker in another directory."""
+def absolute(name: str | None) -> str | None:
+    """The path of a file or folder, or another name, the same for a worker in another directory."""
     return str(Path(name).absolute()) if name is not None and Path(name).exists() else name
 
 

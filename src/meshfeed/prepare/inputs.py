@@ -107,17 +107,18 @@ def find_inputs(
     return tuple(found), passed_over
 
 
-def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int) -> I64:
+def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int, *, whole_rows: bool = False) -> I64:
     """Spans of the inputs, in order: part, input, begin and end; int64 [num_spans, 4].
 
     What begin and end count is bytes of plain JSON lines (a line is of the span in which it begins), rows of
     Parquet, and nothing elsewhere: 0 and 1. A part has about `part_bytes`, one span at least. A compressed
-    file is one span, since it has to be read from its beginning.
+    file is one span, since it has to be read from its beginning. whole_rows: all columns of Parquet are read,
+    so a row group counts with all its bytes, and is one span.
     """
     spans: list[tuple[int, int, int, int]] = []
     part = size = 0
     for i, each in enumerate(inputs):
-        for begin, end, more in _pieces(each, names, part_bytes):
+        for begin, end, more in _pieces(each, names, part_bytes, whole_rows):
             if size and size + more > part_bytes:
                 part, size = part + 1, 0
             spans.append((part, i, begin, end))
@@ -125,16 +126,27 @@ def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int) -> I64:
     return np.array(spans, np.int64).reshape(-1, 4)
 
 
-def _pieces(each: Input, names: Sequence[str], part_bytes: int) -> Iterator[tuple[int, int, int]]:
+def _pieces(
+    each: Input, names: Sequence[str], part_bytes: int, whole_rows: bool
+) -> Iterator[tuple[int, int, int]]:
     """(begin, end, bytes) of each span of an input."""
     if each.kind == "parquet":
-        yield from _rows(each, names, part_bytes)
+        yield from _groups(each) if whole_rows else _rows(each, names, part_bytes)
     elif each.kind == "jsonl" and each.codec is None:
         for begin in range(0, each.size_bytes, part_bytes):
             end = min(begin + part_bytes, each.size_bytes)
             yield begin, end, end - begin
     else:
         yield 0, 1, each.size_bytes
+
+
+def _groups(each: Input) -> Iterator[tuple[int, int, int]]:
+    with each.file() as file:
+        metadata, first = parquet_of(file).metadata, 0
+        for group in range(metadata.num_row_groups):
+            facts = metadata.row_group(group)
+            yield first, first + int(facts.num_rows), int(facts.total_byte_size)
+            first += int(facts.num_rows)
 
 
 def _rows(each: Input, names: Sequence[str], part_bytes: int) -> Iterator[tuple[int, int, int]]:

@@ -14,10 +14,11 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.errors import PrepareError, StoreError
+from meshfeed.files.url import without_secrets
 from meshfeed.formats.tokens import Column, Where
 from meshfeed.parts import KINDS, Kind, Parts
 from meshfeed.prepare.chat import ChatEncoder
-from meshfeed.prepare.encoders import Chats, Text, TextEncoder
+from meshfeed.prepare.encoders import Chats, Text, TextEncoder, absolute
 from meshfeed.prepare.headers import MOST_PIXELS, Size, size_of
 from meshfeed.prepare.part_file import PART_DTYPES
 from meshfeed.prepare.samples import Part, Sample, Samples
@@ -36,12 +37,14 @@ class Multimodal:
             {"image": "<|vision_start|><|image_pad|><|vision_end|>"}; the token alone where nothing is said.
             In chats, the template says it.
         max_pixels: height times width of an image, at most.
+        folder: that paths of parts in JSON lines and Parquet begin at, or its URL; None for the file's own.
     """
 
     text: Text | Chats
     tokens: Mapping[Kind, str]
     around: Mapping[Kind, str] | None = None
     max_pixels: int = MOST_PIXELS
+    folder: str | None = None
 
     @property
     def train_bpe(self) -> int | None:
@@ -51,7 +54,7 @@ class Multimodal:
     @property
     def columns(self) -> Samples:
         """How records are read."""
-        return Samples(chat=isinstance(self.text, Chats), column=self.text.column)
+        return Samples(chat=isinstance(self.text, Chats), column=self.text.column, folder=self.folder)
 
     def request(self) -> dict[str, Any]:
         """All that decides what comes out, as JSON values. Raises StoreError, PrepareError."""
@@ -62,6 +65,7 @@ class Multimodal:
             "tokens": dict(sorted(self.tokens.items())),
             "around": dict(sorted((self.around or {}).items())),
             "max_pixels": self.max_pixels,
+            "folder": absolute(self.folder),
         }
 
     def encoder(self, trained: Path | None = None) -> MultimodalEncoder:
@@ -70,6 +74,10 @@ class Multimodal:
             raise PrepareError("--multimodal: give --tokenizer, one that knows the placeholders")
         if not self.tokens:
             raise PrepareError("--multimodal: name the token that stands for an image: --image-token TOKEN")
+        if self.folder is not None and without_secrets(self.folder) != self.folder:
+            raise PrepareError(
+                "--parts-folder: leave password and query out of it; set them by environment"
+            )
         around = self.around or {}
         if around and isinstance(self.text, Chats):
             raise PrepareError(

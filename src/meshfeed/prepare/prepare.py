@@ -40,6 +40,7 @@ from meshfeed.prepare.multimodal import Multimodal
 from meshfeed.prepare.output import OnDisk, Output
 from meshfeed.prepare.part_file import Malformed, PartSummary, part_path, summary_of_part
 from meshfeed.prepare.records import RECORD_BYTES, encodings_of
+from meshfeed.prepare.samples import Samples
 from meshfeed.prepare.storage import InStorage
 from meshfeed.prepare.train import train_bpe
 
@@ -223,7 +224,9 @@ def _job(
         if part_bytes is None:  # enough parts for all workers, and little lost by a kill
             total = sum(each.size_bytes for each in request.inputs)
             part_bytes = min(max(total // _PARTS, _LEAST_PART_BYTES), _MOST_PART_BYTES)
-        job = Job(work, request, cut(request.inputs, encoding.columns.names, part_bytes), **limits)
+        columns = encoding.columns
+        spans = cut(request.inputs, columns.names, part_bytes, whole_rows=isinstance(columns, Samples))
+        job = Job(work, request, spans, **limits)
         if encoding.train_bpe is not None:
             train_bpe(work / TRAINED, encoding.train_bpe, job)
         job.encoder()  # or it is refused now

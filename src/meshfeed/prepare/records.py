@@ -14,11 +14,12 @@ from typing import Any, BinaryIO, cast
 from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile
+from meshfeed.files.url import parent
 from meshfeed.formats.documents import Span, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.prepare.inputs import Input
-from meshfeed.prepare.samples import Samples, fetch_beside
+from meshfeed.prepare.samples import Sample, Samples, fetch_from
 from meshfeed.prepare.webdataset import grouped, sample_of
 
 HERE = "here"
@@ -92,7 +93,8 @@ class Reading:
         """Of a record of a file. Raises StoreError."""
         if isinstance(self.columns, Columns):
             return self.columns.value(record)
-        return self.columns.sample(record, fetch_beside(url, self.most_bytes))
+        folder = parent(url)[0] if self.columns.folder is None else self.columns.folder
+        return self.columns.sample(record, fetch_from(folder, self.most_bytes))
 
 
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:
@@ -136,7 +138,10 @@ def _too_long(where: str, how: Reading) -> PrepareError:
 def _of_line(number: int, byte: int, line: bytes, how: Reading, url: str) -> Record:
     try:
         record = record_of(_decoded(line, how.encodings, " of the line"), lambda: HERE)
-        return Record(number, byte, how.value(record, url), len(line) + 1)
+        value = how.value(record, url)
+        return Record(
+            number, byte, value, len(line) + 1 + (value.size_bytes if isinstance(value, Sample) else 0)
+        )
     except StoreError as error:
         return Record(number, byte, None, len(line) + 1, reason_of(error))
 
@@ -209,20 +214,33 @@ def encodings_of(given: str, inputs: Sequence[Input]) -> str:
 def _rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record]:
     parquet, row = parquet_of(file), 0
     columns, schema = how.columns, parquet.schema_arrow
-    beside = (each for each in columns.beside if each in schema.names)
-    wanted = [name_in(schema, columns.names, file.url), *beside]
+    first = name_in(schema, columns.names, file.url)
+    named = columns.names if isinstance(columns, Samples) else (first,)
+    wanted = [each for each in (*named, *columns.beside) if each in schema.names]
     for group in range(parquet.num_row_groups):
         count = int(parquet.metadata.row_group(group).num_rows)
         if row + count <= begin or row >= end:
             row += count
             continue
         for record, num_bytes in _of_group(parquet, group, wanted, how, file.url):
-            value = how.value(record, file.url)
-            if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
-                raise _too_long(f"{file.url}: row {row}", how)
             if begin <= row < end:
-                yield Record(row - begin, -1, value, num_bytes)
+                yield _of_row(row - begin, record, num_bytes, how, f"{file.url}: row {row}", file.url)
             row += 1
+
+
+def _of_row(
+    number: int, record: Mapping[str, Any], num_bytes: int, how: Reading, where: str, url: str
+) -> Record:
+    if isinstance(how.columns, Columns):
+        value = how.columns.value(record)
+        if isinstance(value, str | list) and len(cast(str, value)) > how.most_bytes:
+            raise _too_long(where, how)
+        return Record(number, -1, value, num_bytes)
+    try:
+        value = how.value(record, url)
+        return Record(number, -1, value, max(num_bytes, value.size_bytes))
+    except StoreError as error:
+        return Record(number, -1, None, num_bytes, reason_of(error))
 
 
 def _of_group(

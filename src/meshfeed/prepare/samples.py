@@ -11,11 +11,13 @@ The conventions of the field, by the keys that a record has:
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from meshfeed.errors import StoreError
@@ -65,6 +67,11 @@ class Sample:
     parts: tuple[Part, ...]
     name: str = ""
 
+    @property
+    def size_bytes(self) -> int:
+        """Of its parts."""
+        return sum(len(each.data) for each in self.parts)
+
     def key(self) -> str:
         """What tells it from every other."""
         digests = [hashlib.blake2b(each.data, digest_size=16).hexdigest() for each in self.parts]
@@ -78,10 +85,12 @@ class Samples:
     Attributes:
         chat: whether they are conversations.
         column: of the text or the messages; None for the usual names.
+        folder: that paths of parts begin at, or its URL; None for that of the file that names them.
     """
 
     chat: bool
     column: str | None = None
+    folder: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,17 +134,18 @@ class Samples:
         return _of_text(value, given)
 
 
-def fetch_beside(url: str, most_bytes: int) -> Fetch:
-    """How the parts are fetched that a record of a file names: from its folder and below, or by URL.
+def fetch_from(folder: str, most_bytes: int) -> Fetch:
+    """How the parts are fetched that a record names: by path from a folder, never out of it, or by URL.
 
     most_bytes: of the parts of a record together.
     """
-    folder, _ = parent(url)
     left = most_bytes
 
     def fetch(name: str) -> bytes:
         nonlocal left
-        base, named = parent(name) if is_remote(name) else (folder, name)
+        if name.startswith("data:"):
+            return _of_data_url(name)
+        base, named = parent(name) if is_remote(name) else (folder, _relative(name, folder))
         with Folder(base).file(named) as file:
             left -= file.size_bytes
             if left < 0:
@@ -146,6 +156,26 @@ def fetch_beside(url: str, most_bytes: int) -> Fetch:
             return read_bytes(file, 0, file.size_bytes)
 
     return fetch
+
+
+def _relative(name: str, folder: str) -> str:
+    """A path in a folder, from there. Raises StoreError for one that lies elsewhere."""
+    path = Path(name)
+    if not path.is_absolute() or is_remote(folder):
+        return name
+    if not path.is_relative_to(Path(folder).absolute()):
+        raise StoreError(f"{name}: outside {folder}; give the folder of all parts by --parts-folder")
+    return path.relative_to(Path(folder).absolute()).as_posix()
+
+
+def _of_data_url(url: str) -> bytes:
+    head, _, body = url.partition(",")
+    try:
+        if not head.endswith(";base64"):
+            raise ValueError("not base64")
+        return base64.b64decode(body, validate=True)
+    except ValueError as error:
+        raise StoreError(f"{head[:40]}: a data URL that cannot be read: {error}") from error
 
 
 # -- text -------------------------------------------------------------------------------------------------
