@@ -75,9 +75,7 @@ class Multimodal:
         if not self.tokens:
             raise PrepareError("--multimodal: name the token that stands for an image: --image-token TOKEN")
         if self.folder is not None and without_secrets(self.folder) != self.folder:
-            raise PrepareError(
-                "--parts-folder: leave password and query out of it; set them by environment"
-            )
+            raise PrepareError("--parts-folder: leave password and query out of it; set them by environment")
         around = self.around or {}
         if around and isinstance(self.text, Chats):
             raise PrepareError(
