@@ -15,10 +15,12 @@ import pictures
 import world
 from corpus import write_corpus
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
+from meshfeed.order import draws_of_step
 from meshfeed.sequence import decoding
 from meshfeed.testing import assert_rule
 from observe import simulated, take
 from pictures import AUDIO, IMAGE, Look, Pixels, expected_parts, multimodal, recipe_over, write_pictures
+from soak import SEED, cases
 
 PACKING = {"packing": mf.Packing(capacity=64, oversize="truncate")}
 SPLIT = {"packing": mf.Packing(capacity=16, oversize="split")}
@@ -262,3 +264,68 @@ def test_an_error_of_the_store_in_a_workers_thread_is_raised_as_it_is(
         pytest.raises(MeshfeedError, match="no such disk"),
     ):
         take(feed)
+
+
+# -- lives of a job ---------------------------------------------------------------------------------
+
+LAYOUTS = ("dp1", "dp2", "dp3", "cp2", "cp2-dp2", "tp2-dp2", "pp2-dp2", "tp2-cp2-pp2", "dp5")
+STEPS = 12
+Ledger = dict[tuple[int, ...], bytes]
+"""(step, source, epoch, index, part) -> the bytes that were made of an image."""
+
+
+def images_of(recipe: mf.Recipe, step: int, microbatch: mf.Microbatch) -> Ledger:
+    """The images of a pack, as a first stage has them."""
+    draws = microbatch.draws
+    places = [(sequence, part) for sequence, part, _ in expected_parts(recipe, draws, "image")]
+    rows = microbatch["pixel_values"].split(microbatch["image_grid"].prod(dim=1).tolist()) if places else ()
+    columns = (draws.source, draws.epoch, draws.index)
+    return {
+        (step, *(int(column[sequence]) for column in columns), part): each.numpy().tobytes()
+        for (sequence, part), each in zip(places, rows, strict=True)
+    }
+
+
+def live(recipe: mf.Recipe, layout: mf.Layout, state: Any, stop: int, saved: int) -> tuple[Any, Ledger]:
+    """Every rank trains to step `stop` and is killed there; the state of step `saved`, and what came before it."""
+    ledger: Ledger = {}
+    for rank in (r for r in layout.ranks().tolist() if layout.coord(r).tp == layout.coord(r).pp == 0):
+        with mf.Feed(recipe, layout, rank, delivery="direct", **PACKING) as feed:
+            if state is not None:
+                feed.load_state_dict(state)
+            kept = feed.state_dict()
+            for step in feed if kept["step"] < stop else ():
+                for m in step.microbatches:
+                    images = images_of(recipe, step.index, m)
+                    if layout.coord(rank).cp == 0 and step.index < saved:
+                        assert not ledger.keys() & images.keys()
+                        ledger |= images
+                kept = feed.state_dict() if step.index + 1 == saved else kept
+                if step.index + 1 == stop:
+                    break
+    return kept, ledger
+
+
+def test_no_life_of_a_job_loses_repeats_or_changes_a_part(folder: Path, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "text", num_tokens=300, mean=8)
+    data = mf.Mixture({"parts": (mf.open(folder), 3), "text": (mf.open(tmp_path / "text"), 1)})
+    recipe = recipe_over(data, mf.Multimodal(image=Look(), audio=pictures.Listen()), sequences=6)
+    alone: Ledger = {}
+    with recipe.sources[0], recipe.sources[1]:
+        for step in range(STEPS):
+            draws = draws_of_step(recipe, step)
+            columns = (draws.source, draws.epoch, draws.index)
+            for sequence, part, arrays in expected_parts(recipe, draws, "image"):
+                who = (step, *(int(column[sequence]) for column in columns), part)
+                alone[who] = arrays["pixel_values"].tobytes()
+    for life in range(cases(3, 200)):
+        rng = np.random.default_rng((SEED, life))
+        state, lived = None, Ledger()
+        while state is None or state["step"] < STEPS:
+            begin = 0 if state is None else state["step"]
+            stop = min(begin + int(rng.integers(1, 7)), STEPS)
+            layout = mf.Layout.parse(LAYOUTS[rng.integers(len(LAYOUTS))])
+            state, ledger = live(recipe, layout, state, stop, int(rng.integers(begin, stop + 1)))
+            assert not lived.keys() & ledger.keys()
+            lived |= ledger
+        assert lived == alone

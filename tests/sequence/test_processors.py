@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,10 @@ def test_native_patches_are_qwens(patch: int) -> None:
         for name in ("pixel_values", "image_grid_thw"):
             assert arrays[name].dtype == theirs[name].dtype
             assert np.array_equal(arrays[name], theirs[name]), (name, height, width, mode)
+        small = made(replace(ours, dtype="uint8"), data, height, width)["pixel_values"]
+        mean, std = (np.repeat(each, 2 * patch**2) for each in (ours.mean, ours.std))
+        assert small.dtype == np.uint8
+        assert np.allclose((small / 255 - mean) / std, theirs["pixel_values"], atol=1e-6)
 
 
 def test_an_image_is_turned_as_it_is_shown() -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
+from meshfeed.errors import RecipeError
 from meshfeed.extras import install
 from meshfeed.parts import NativeImages, Parts
 from meshfeed.parts.images import native_size
+from meshfeed.parts.rule import check_counts
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.runs import Longs
 
@@ -26,8 +28,10 @@ class NativePatches(Processor):
         rule: sizes of images and patches.
         mean, std: of each channel, from 0 to 1; CLIP's.
         frames: copies of an image in a patch: `temporal_patch_size`.
+        dtype: "float32", or "uint8" for the bytes of the resized image. They take a quarter of the memory and
+            traffic; normalize them on the device: (x / 255 - mean) / std.
 
-    Fields, both for the first stage: pixel_values float32 [patches, 3 * frames * patch * patch], squares of
+    Fields, both for the first stage: pixel_values, dtype [patches, 3 * frames * patch * patch], squares of
     merge x merge patches one after the other; image_grid_thw int64 [images, 3], patches of time, height and
     width. An image whose size is not the one in the index is broken.
     """
@@ -36,13 +40,19 @@ class NativePatches(Processor):
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
     frames: int = 2
+    dtype: Literal["float32", "uint8"] = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "uint8"):
+            raise RecipeError(f"NativePatches(dtype={self.dtype!r}): choose float32, uint8")
+        check_counts(self.rule, frames=self.frames)
 
     @property
     def fields(self) -> tuple[PartField, ...]:
         """pixel_values and image_grid_thw."""
         values = 3 * self.frames * self.rule.patch**2
         return (
-            PartField(name="pixel_values", dtype="float32", shape=(values,)),
+            PartField(name="pixel_values", dtype=self.dtype, shape=(values,)),
             PartField(name="image_grid_thw", dtype="int64", shape=(3,)),
         )
 
@@ -60,7 +70,7 @@ class NativePatches(Processor):
             max_pixels=rule.max_pixels,
         )
         pixels = np.asarray(image.resize((int(width[0]), int(height[0])), resample=_BICUBIC))
-        values = self._values()[pixels, np.arange(3)]
+        values = pixels if self.dtype == "uint8" else self._values()[pixels, np.arange(3)]
         rows, columns = (side // rule.patch for side in pixels.shape[:2])
         squares = values.reshape(
             rows // rule.merge, rule.merge, rule.patch, columns // rule.merge, rule.merge, rule.patch, 3
