@@ -21,7 +21,7 @@ from meshfeed import native
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import local
 from meshfeed.order import permutation
-from meshfeed.plan import CostModel, fill, least_loaded, plan_step
+from meshfeed.plan import CostModel, fill, least_loaded, plan_step, swap
 from meshfeed.sequence import runs as runs_module
 from meshfeed.sequence.runs import Runs
 from services.needs import needs_compiled
@@ -134,7 +134,7 @@ def test_places_are_permuted_as_numpy_permutes_them(
 @settings(max_examples=cases(40), deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 6, 8]), st.integers(1, 60))
 def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) -> None:
-    """Lengths, costs, paddings and caps of all kinds; also more microbatches than are needed."""
+    """Lengths, costs, paddings, caps and encoders of all kinds; also more microbatches than are needed."""
     needs_compiled()
     rng = np.random.default_rng(seed)
     lengths = np.exp(rng.normal(rng.uniform(4, 8), rng.uniform(0, 2), n)).astype(np.int64).clip(1, 20_000)
@@ -153,12 +153,17 @@ def test_plans_are_filled_as_python_fills_them(seed: int, ranks: int, n: int) ->
         max_sequences=[None, 1, 3, 30][rng.integers(4)],
         microbatches=[1, 9][rng.integers(2)],
         oversize="split",
+        objective=str(rng.choice(["microbatch", "step"])),
+        tolerance=float(rng.choice([0, 0.01])),
     )
-    compiled = plan_step(lengths, packing, dp=ranks)
+    work = rng.choice([0, 0, 1, 2.5], (int(rng.integers(4)), n)) * rng.pareto(2, n)
+    encoder_work = [None, work][rng.integers(2)]
+    compiled = plan_step(lengths, packing, dp=ranks, encoder_work=encoder_work)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(swap, "_swap", None)
         patch.setattr(fill, "_complete", None)
         patch.setattr(least_loaded, "_place", None)
-        plain = plan_step(lengths, packing, dp=ranks)
+        plain = plan_step(lengths, packing, dp=ranks, encoder_work=encoder_work)
     for name in ("microbatch", "first_rank", "cp_size"):
         assert np.array_equal(getattr(compiled, name), getattr(plain, name)), (name, packing)
     assert compiled.num_microbatches == plain.num_microbatches

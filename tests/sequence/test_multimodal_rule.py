@@ -55,8 +55,15 @@ def oracle(folder: Path, kind: str, tmp_path: Path) -> tuple[mf.Recipe, mf.Recip
     ],
 )  # fmt: skip
 def test_the_text_is_that_of_documents_with_placeholders_repeated(
-    folder: Path, layout: str, kind: str, options: dict[str, Any], tmp_path: Path
+    folder: Path,
+    layout: str,
+    kind: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # planned by tokens alone, as Documents are
+    monkeypatch.setattr(mf.Multimodal, "encoder_work", lambda *_: None)
     shape, kinds = mf.Layout.parse(layout), torch.tensor([IMAGE, AUDIO])
     pairs = zip(*(mf.simulate(recipe, shape, 4, **options) for recipe in oracle(folder, kind, tmp_path)))
     valid: dict[int, float] = {}
@@ -117,6 +124,24 @@ def test_tokens_point_at_the_output_of_their_part(folder: Path, layout: str, opt
                             assert outputs[index] == (of[i], at[i] + int(portion.starts[of[i]]))
                             seen += 1
     assert seen > 100
+
+
+def test_packs_are_planned_by_the_work_of_both_encoders(folder: Path) -> None:
+    rule = mf.Multimodal(image=Look(), audio=pictures.Listen())
+    recipe = recipe_over(mf.open(folder), rule)
+    batch = next(iter(mf.simulate(recipe, mf.Layout.parse("dp2"), 1, **PACKING))).batch
+    work = np.zeros((2, len(batch.draws)))
+    with recipe.sources[0] as store:
+        for place, document in enumerate(batch.draws.index):
+            parts = store.parts(np.array([document]))
+            for row, kind in enumerate(("image", "audio")):
+                mine = parts.take(parts.of_kind(kind))
+                work[row, place] = rule.processors[kind].rule.work(mine).sum()
+        np.testing.assert_array_equal(rule.encoder_work(recipe, batch.draws), work)
+    assert work.any(axis=1).all()
+    plan = mf.plan_step(batch.lengths, PACKING["packing"], dp=2, encoder_work=work)
+    for name in ("microbatch", "first_rank"):
+        np.testing.assert_array_equal(getattr(batch.plan, name), getattr(plan, name))
 
 
 def test_the_laws_of_a_rule_hold(folder: Path) -> None:

@@ -204,7 +204,16 @@ class Stepping:
             size, align = self.micro_batch_size, self._row_align
             return plan_fixed(lengths, dp=dp, cp=cp, micro_batch_size=size, align=align, order=order)
         try:
-            return plan_step(lengths, self.packing, dp=dp, cp=cp, pp=pp, vpp=self.vpp, cp_split=self.cp_split)
+            return plan_step(
+                lengths,
+                self.packing,
+                dp=dp,
+                cp=cp,
+                pp=pp,
+                vpp=self.vpp,
+                cp_split=self.cp_split,
+                encoder_work=self.rule.encoder_work(self.recipe, draws),
+            )
         except PlanError as error:
             longest = int(lengths.argmax())
             where = draws.source[longest], draws.epoch[longest], draws.index[longest]

@@ -272,6 +272,184 @@ int64_t mf_complete(const rates *is, int64_t num_sequences, const int64_t *lengt
     }
 }
 
+enum { MOST_COSTS = 4, MOST_CHOSEN = 8, MOST_CHOICES = 1 + MOST_CHOSEN * (MOST_CHOSEN + 1) / 2 };
+
+/* What the packs of a step hold: `Contents` of plan/swap.py. Its cost and padded have num_columns. */
+typedef struct {
+    int64_t num_costs, num_sizes, num_columns, num_packs, stride;
+    const double *cost;
+    const int64_t *padded, *size_at;
+    int64_t *free, *slots, *members, *counts;
+    double *excess;
+} contents;
+
+/* None, each one and each two of a pack's sequences: their places in it, and what they are on a group of its
+   own size, then on one of the other pack's: `Choices` of plan/swap.py. */
+typedef struct {
+    int64_t num, size[MOST_CHOICES], places[MOST_CHOICES][2], padded[2][MOST_CHOICES];
+    double cost[2][MOST_COSTS][MOST_CHOICES];
+} choices;
+
+static void choose(const contents *of, int64_t pack, int64_t other, choices *made)
+{
+    const int64_t *members = of->members + pack * of->stride;
+    int64_t count = of->counts[pack], num = count < MOST_CHOSEN ? count : MOST_CHOSEN;
+    made->num = 1 + num + num * (num - 1) / 2;
+    for (int64_t i = 0; i <= num; i++) {
+        made->size[i] = i > 0;
+        made->places[i][0] = i ? (i - 1) * count / num : -1;
+        made->places[i][1] = -1;
+    }
+    for (int64_t i = 1, at = num + 1; i <= num; i++)
+        for (int64_t j = i + 1; j <= num; j++, at++) {
+            made->size[at] = 2;
+            made->places[at][0] = made->places[i][0];
+            made->places[at][1] = made->places[j][0];
+        }
+    for (int64_t k = 0; k < 2; k++) {
+        int64_t size_at = of->size_at[k ? other : pack], *padded = made->padded[k];
+        padded[0] = 0;
+        for (int64_t i = 1; i <= num; i++)
+            padded[i] = of->padded[size_at * of->num_columns + members[made->places[i][0]]];
+        for (int64_t i = 1, at = num + 1; i <= num; i++)
+            for (int64_t j = i + 1; j <= num; j++, at++)
+                padded[at] = padded[i] + padded[j];
+        for (int64_t c = 0; c < of->num_costs; c++) {
+            const double *each = of->cost + (c * of->num_sizes + size_at) * of->num_columns;
+            double *cost = made->cost[k][c];
+            cost[0] = 0;
+            for (int64_t i = 1; i <= num; i++)
+                cost[i] = each[members[made->places[i][0]]];
+            for (int64_t i = 1, at = num + 1; i <= num; i++)
+                for (int64_t j = i + 1; j <= num; j++, at++)
+                    cost[at] = cost[i] + cost[j];
+        }
+    }
+}
+
+/* The first swap of packs p and q that leaves at most `enough`, or else the one that leaves least: `_best_swap`
+   of plan/swap.py. Returns the larger excess of both, or `below` where no swap leaves less. */
+static double best_swap(const contents *of, int64_t at, int64_t p, int64_t q, const choices *gives,
+                        const choices *takes, double enough, double below, int64_t *given, int64_t *taken)
+{
+    for (int64_t a = 0; a < gives->num; a++) {
+        double kept = of->excess[at * of->num_packs + p] - gives->cost[0][at][a];
+        /* where that is not less, nothing that is taken helps */
+        for (int64_t b = 0; kept < below && b < takes->num; b++) {
+            int64_t more = takes->size[b] - gives->size[a];
+            double excess = kept + takes->cost[1][at][b];
+            for (int64_t c = 0; c < of->num_costs && excess < below; c++) {
+                const double *now = of->excess + c * of->num_packs;
+                excess = larger(excess, now[p] - gives->cost[0][c][a] + takes->cost[1][c][b]);
+                excess = larger(excess, now[q] - takes->cost[0][c][b] + gives->cost[1][c][a]);
+            }
+            if (excess >= below || of->free[p] + gives->padded[0][a] < takes->padded[1][b]
+                || of->free[q] + takes->padded[0][b] < gives->padded[1][a]
+                || of->slots[p] < more || of->slots[q] < -more)
+                continue;
+            below = excess, *given = a, *taken = b;
+            if (excess <= enough)
+                return below;
+        }
+    }
+    return below;
+}
+
+/* Replace what a pack gives by what it takes; its sequences stay ascending. */
+static void replace_some(const contents *of, int64_t pack, const choices *gives, int64_t a,
+                         const choices *takes, int64_t b, const int64_t *taken)
+{
+    int64_t *members = of->members + pack * of->stride, num = 0;
+    for (int64_t i = 0; i < of->counts[pack]; i++)
+        if (i != gives->places[a][0] && i != gives->places[a][1])
+            members[num++] = members[i];
+    for (int64_t i = 0; i < takes->size[b]; i++) {
+        int64_t at = num++;
+        for (; at && members[at - 1] > taken[i]; at--)
+            members[at] = members[at - 1];
+        members[at] = taken[i];
+    }
+    of->slots[pack] -= num - of->counts[pack];
+    of->counts[pack] = num;
+    of->free[pack] += gives->padded[0][a] - takes->padded[1][b];
+    for (int64_t c = 0; c < of->num_costs; c++) {
+        double *now = of->excess + c * of->num_packs + pack;
+        *now = *now - gives->cost[0][c][a] + takes->cost[1][c][b];
+    }
+}
+
+/* Let packs swap sequences until no excess is above the tolerance, or no more help: `swap` of plan/swap.py.
+
+   bounds: most sweeps, tries, one in how many packs must swap for another sweep; limits: tolerance, least
+   gain, what part of a difference is enough. Changes free, slots, excess, members and counts.
+   lowest, heaps: room for [costs, num_packs]; above: for num_packs. Returns how many swaps were made. */
+int64_t mf_swap(const int64_t *bounds, const double *limits, int64_t num_costs, int64_t num_sizes,
+                int64_t num_columns, const double *cost, const int64_t *padded,
+                int64_t num_packs, const int64_t *size_at, int64_t *free, int64_t *slots, double *excess,
+                int64_t stride, int64_t *members, int64_t *counts,
+                int64_t *lowest, entry *heaps, entry *above)
+{
+    contents of = {num_costs, num_sizes, num_columns, num_packs, stride, cost, padded,
+                   size_at, free, slots, members, counts, excess};
+    choices ours, theirs, *gives = &ours, *takes = &theirs;
+    int64_t num_swaps = 0, before = -1, num_above = 0;
+    for (int64_t sweep = 0; sweep < bounds[0] && (num_swaps - before) * bounds[2] > num_above; sweep++) {
+        int64_t num_left = 0, num_sorted[MOST_COSTS] = {0}, num_heap[MOST_COSTS] = {0}, turns[MOST_COSTS];
+        before = num_swaps;
+        for (int64_t p = 0; p < num_packs; p++) {
+            double worst = excess[p];
+            for (int64_t c = 0; c < num_costs; c++) {
+                worst = larger(worst, excess[c * num_packs + p]);
+                push(heaps + c * num_packs, &num_heap[c], (entry){excess[c * num_packs + p], p});
+                turns[c] = sweep * bounds[1];
+            }
+            if (worst > limits[0])
+                push(above, &num_left, (entry){-worst, p});
+        }
+        num_above = num_left;
+        while (num_left) {
+            int64_t p = pop(above, &num_left).group, at = 0, with = -1, a = 0, b = 0, given = 0, taken = 0;
+            for (int64_t c = 1; c < num_costs; c++)
+                if (excess[c * num_packs + p] > excess[at * num_packs + p])
+                    at = c;
+            double now = excess[at * num_packs + p], least = now - limits[1], enough = now;
+            if (now <= limits[0])
+                continue;
+            int64_t first = turns[at]++, size = -1, *sorted = lowest + at * num_packs;
+            int64_t end = first + (bounds[1] < num_packs ? bounds[1] : num_packs);
+            for (int64_t t = first; t < end && (with < 0 || least > enough); t++) {
+                while (num_sorted[at] <= t % num_packs)
+                    sorted[num_sorted[at]++] = pop(heaps + at * num_packs, &num_heap[at]).group;
+                int64_t q = sorted[t % num_packs];
+                if (q == p || excess[at * num_packs + q] >= now)
+                    continue;
+                if (size_at[q] != size)
+                    choose(&of, p, q, gives);
+                size = size_at[q];
+                choose(&of, q, p, takes);
+                enough = larger(limits[0], now - limits[2] * (now - excess[at * num_packs + q]));
+                double found = best_swap(&of, at, p, q, gives, takes, enough, least, &a, &b);
+                if (found >= least)
+                    continue;
+                least = found, with = q, given = a, taken = b;
+            }
+            if (with < 0)
+                continue;
+            choose(&of, p, with, gives);
+            choose(&of, with, p, takes);
+            int64_t from_p[2], from_q[2];
+            for (int64_t k = 0; k < 2; k++) {
+                from_p[k] = k < gives->size[given] ? members[p * stride + gives->places[given][k]] : -1;
+                from_q[k] = k < takes->size[taken] ? members[with * stride + takes->places[taken][k]] : -1;
+            }
+            replace_some(&of, p, gives, given, takes, taken, from_q);
+            replace_some(&of, with, takes, taken, gives, given, from_p);
+            num_swaps++;
+        }
+    }
+    return num_swaps;
+}
+
 /* -- Megatron's order: see meshfeed/integrations/megatron/gpt_order.py ------------------------------------ */
 
 /* Always the dataset that lags most behind its share, the first of equals: `_blend`, one step at a time.

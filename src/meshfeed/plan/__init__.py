@@ -2,8 +2,8 @@
 
 Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups`,
 `oversize`, `step` (the front door), `assign` (stream order), `balance` with `forecast`, `fill` and
-`least_loaded` (equal work), `account` (how good it is), `split` (context parallelism), `best_fit` (documents
-into fixed lengths).
+`least_loaded` (equal work), `two_costs` with `swap` (encoders, too), `account` (how good it is), `split`
+(context parallelism), `best_fit` (documents into fixed lengths).
 """
 
 from meshfeed.plan.account import Account, account_of, flops

@@ -11,7 +11,9 @@ from meshfeed.plan.balance import balance
 from meshfeed.plan.oversize import rows_of
 from meshfeed.plan.policy import Packing, asked_microbatches, room_of, shape_of
 from meshfeed.plan.split import CpSplit
-from meshfeed.plan.types import LongArray, StepPlan, is_count
+from meshfeed.plan.swap import MOST_COSTS
+from meshfeed.plan.two_costs import even_out
+from meshfeed.plan.types import FloatArray, LongArray, StepPlan, is_count
 
 
 def plan_step(
@@ -24,6 +26,7 @@ def plan_step(
     vpp: int = 1,
     quantum: int | None = None,
     cp_split: CpSplit = "zigzag",
+    encoder_work: npt.ArrayLike | None = None,
 ) -> StepPlan:
     """Plan one step: a pure function of its arguments, for any lengths and any number of ranks.
 
@@ -32,12 +35,15 @@ def plan_step(
     pp, vpp: pipeline stages and virtual stages per rank, which weigh the pipeline's bubble.
     quantum: the number of microbatches is a multiple of this; None for the packing's own.
     cp_split: how cp ranks will split the packs; only "pack_contiguous" needs less padding than the others.
+    encoder_work: work of an encoder on the images, audio or video of each sequence, in any unit, on the ranks
+        that hold the sequence; float [n], or [num_encoders, n] for up to 3 encoders. Packs are then made even
+        for these as well as for the language model; "in_order" ignores it. None for no encoder.
 
     Every sequence that is kept is in one pack, and no rank has more than packing.capacity padded tokens in a
     microbatch, no pack more than packing.max_sequences. What a rank is not given in a microbatch is a dummy:
     an empty pack.
     Raises PlanError for a sequence that is too long under oversize="error", a negative length, a size below
-    1 or a capacity below the alignment.
+    1, a capacity below the alignment, or encoder_work that is negative or of another shape.
     """
     if not all(map(is_count, (dp, cp, pp, vpp, 1 if quantum is None else quantum))):
         raise PlanError(
@@ -45,7 +51,9 @@ def plan_step(
         )
     room = room_of(packing, dp=dp, cp=cp, split=cp_split)
     multiple = quantum or packing.quantum or (pp if vpp > 1 else 1)
-    rows = rows_of(_whole(lengths), longest=room.longest, policy=packing.oversize)
+    whole = _whole(lengths)
+    works = None if encoder_work is None else _works(encoder_work, whole.size)
+    rows = rows_of(whole, longest=room.longest, policy=packing.oversize)
     kept = rows.lengths[rows.kept]
     num_microbatches = -(-asked_microbatches(packing) // multiple) * multiple
     microbatch = np.full(rows.lengths.size, -1, np.int32)
@@ -60,6 +68,10 @@ def plan_step(
         num_microbatches = max(num_microbatches, -(-num_packs // (dp * multiple)) * multiple)
     elif kept.size:
         placed = balance(kept, packing, room, quantum=multiple, bubble_share=(pp - 1) / vpp)
+        if works is not None:
+            # a piece of a sequence has a piece of its parts
+            of = rows.sequence[rows.kept]
+            placed = even_out(placed, kept, works[:, of] * (kept / whole[of]), packing, room)
         microbatch[rows.kept], first_rank[rows.kept] = placed.microbatch, placed.first_rank
         cp_size[rows.kept], num_microbatches = placed.cp_size, placed.num_microbatches
     return StepPlan(
@@ -83,3 +95,18 @@ def _whole(lengths: npt.ArrayLike) -> LongArray:
     if given.size and (given.dtype.kind not in "iu" or given.ndim != 1):
         raise PlanError(f"lengths: {given.dtype} {list(given.shape)}; give whole numbers in one dimension")
     return given.astype(np.int64).ravel()
+
+
+def _works(encoder_work: npt.ArrayLike, num_sequences: int) -> FloatArray:
+    given = np.asarray(encoder_work)
+    works = np.atleast_2d(given)
+    if given.dtype.kind not in "iuf" or works.ndim > 2 or works.shape[-1] != num_sequences:
+        raise PlanError(
+            f"encoder_work: {given.dtype} {list(given.shape)}; give the work on each of {num_sequences} "
+            f"sequences"
+        )
+    if len(works) >= MOST_COSTS:
+        raise PlanError(f"encoder_work of {len(works)} encoders: at most {MOST_COSTS - 1}")
+    if not (np.isfinite(works) & (works >= 0)).all():
+        raise PlanError(f"encoder_work: {works.min()} to {works.max()}; work is finite, and 0 or more")
+    return works.astype(np.float64)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
@@ -117,6 +118,9 @@ class WithColumns(SequenceRule):
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         return self.rule.lengths(recipe, draws)
+
+    def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
+        return self.rule.encoder_work(recipe, draws)
 
     @property
     def _masks(self) -> bool:

@@ -132,13 +132,14 @@ class Multimodal(DocumentRule, TokenRule):
         first, stop = _labels(whole, starts, lengths)
         return (stop - first).clip(0) - whole.parts.per_sample(whole.inside(first, stop))
 
-    def work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64]:
-        """Work of the encoders on the parts of each document; float64 [n]."""
+    def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64]:
+        """Work of each kind's encoder on the parts of each document; float64 [kinds, n]."""
         parts = _parts_of(recipe, draws)
-        work = np.zeros(len(parts))
+        work = {kind: np.zeros(len(parts)) for kind in self.processors}
         for kind, mine in self._by_kind(recipe, draws, parts):
-            work[mine] = self.processors[kind].rule.work(parts.take(mine))
-        return parts.per_sample(work)
+            work[kind][mine] = self.processors[kind].rule.work(parts.take(mine))
+        sums = [parts.per_sample(each) for each in work.values()]
+        return np.stack(sums) if sums else np.zeros((0, len(draws)))
 
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int

@@ -11,6 +11,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import numpy as np
+import numpy.typing as npt
+
 from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.order import Draws
 from meshfeed.recipe import Recipe, Rule
@@ -59,6 +62,14 @@ class SequenceRule(Rule):
     def opened(self, recipe: Recipe) -> AbstractContextManager[SequenceRule]:
         """The rule with what `load` needs beside stores, such as worker processes, for a `with`."""
         return nullcontext(self)
+
+    def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
+        """Work of each encoder on the parts of each sequence, from the index alone; float64 [encoders, n].
+
+        Packs are evened out for it: see `plan_step`. None where no encoder runs beside the language model, or
+        where it runs on other ranks than those that hold the sequence.
+        """
+        return None
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Tell the stores that `load` will read the portions of a step."""

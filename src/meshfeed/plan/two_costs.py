@@ -1,0 +1,255 @@
+"""Packs that are even for encoders as well as for the language model.
+
+The packs of `balance` are equal for the language model. The work of an encoder follows the sizes of images
+and the seconds of audio and video, so packs of equal tokens differ in it.
+
+*Start.* The packs of `balance`; or, where encoders are far from even, the same groups of ranks filled again:
+each sequence goes to the group with the least of the cost that is its largest, the encoders' sequences first.
+
+*Target.* What a rank should do in each microbatch. The ranks of a microbatch wait for each other, but two
+microbatches need not be equal: where sequences exceed the mean, they share a microbatch.
+
+*Swap.* Packs above their targets swap sequences with others; see `swap`.
+
+Costs compare as parts of their means, those of encoders times `ENCODER_WEIGHT`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from meshfeed.plan.balance import Placement
+from meshfeed.plan.least_loaded import Sequences, place
+from meshfeed.plan.policy import Packing, Room
+from meshfeed.plan.swap import Contents, swap
+from meshfeed.plan.types import FloatArray, LongArray
+
+ENCODER_WEIGHT = 0.25
+"""What an uneven encoder counts beside an equally uneven language model, which does several times its work:
+an encoder of 0.7B parameters with four patches a token does a third of the work of 8B on an image, and none
+on text."""
+
+FAR = 0.125
+"""Where encoders, so weighed, are further from even than this, the groups are filled again."""
+
+MOST_SHARE = 2.0
+"""A microbatch is to take at most so many times its share of an encoder's work, however large its largest."""
+
+GROWTH = 8
+"""Sequences that a pack can gain, beyond the most that one has, while it swaps."""
+
+
+def even_out(
+    placed: Placement, lengths: LongArray, encoder_work: FloatArray, packing: Packing, room: Room
+) -> Placement:
+    """The same groups of ranks, holding packs that are more even; `placed` itself where none are found.
+
+    The largest of all costs over their means, weighed, becomes smaller.
+
+    lengths: as given to `balance`; int64 [n], n >= 1.
+    encoder_work: of each encoder on each sequence; float64 [num_encoders, n], num_encoders < MOST_COSTS.
+    """
+    encoder_work = encoder_work[encoder_work.any(axis=1)]
+    if not encoder_work.size:
+        return placed
+    packs = _Packs.of(placed, lengths, encoder_work, packing, room)
+    pack, loads = packs.planned, packs.loads(packs.planned)
+    before = packs.unevenness(loads)
+    if before.max() > FAR:
+        sequences = Sequences(room, packing.cost, lengths, packs.padded, packs.cost[0], packs.cost[0, 0])
+        again = packs.filled_again(sequences)
+        if again is not None and packs.unevenness(packs.loads(again)).max() < before.max():
+            pack, loads = again, packs.loads(again)
+    # the language model may stay as uneven as it was
+    allowed = max(packing.tolerance, before.item(0))
+    contents = packs.contents(pack, loads, allowed, packing.tolerance, room.max_sequences)
+    swap(contents, packing.tolerance)
+    held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
+    swapped = np.empty_like(pack)
+    swapped[contents.members[held]] = np.arange(contents.counts.size).repeat(contents.counts)
+    if packs.unevenness(packs.loads(swapped)).max() >= before.max():
+        return placed
+    return replace(
+        placed,
+        microbatch=packs.microbatch[swapped].astype(np.int32),
+        first_rank=packs.first_rank[swapped].astype(np.int32),
+        cp_size=packs.size[swapped].astype(np.int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Packs:
+    """The packs of a step, and what each sequence costs in them.
+
+    Attributes:
+        planned: the pack of each sequence; int64 [n].
+        microbatch, first_rank, size: of each pack: see `Placement`; int64 [num_packs].
+        size_at: index into the sizes that occur, of each pack; int64 [num_packs].
+        limits: padded tokens that each pack can hold; int64 [num_packs].
+        cost: each cost of each sequence on a rank of a group of each size, over what a rank does on average
+            in a microbatch; the language model's, then the encoders'; float64 [num_costs, num_sizes, n].
+        padded: padded tokens of each sequence on such a group; int64 [num_sizes, n].
+        num_microbatches, num_ranks: of the step.
+        meet_often: whether ranks meet in every microbatch, or only at the end of the step.
+    """
+
+    planned: LongArray
+    microbatch: LongArray
+    first_rank: LongArray
+    size: LongArray
+    size_at: LongArray
+    limits: LongArray
+    cost: FloatArray
+    padded: LongArray
+    num_microbatches: int
+    num_ranks: int
+    meet_often: bool
+
+    @classmethod
+    def of(
+        cls, placed: Placement, lengths: LongArray, encoder_work: FloatArray, packing: Packing, room: Room
+    ) -> _Packs:
+        """Those of a placement. encoder_work: some of each encoder's is above 0."""
+        ranks, count = room.num_ranks, placed.num_microbatches
+        place_of_pack = placed.microbatch.astype(np.int64) * ranks + placed.first_rank
+        size_at_place = np.zeros(count * ranks, np.int64)
+        size_at_place[place_of_pack] = placed.cp_size
+        places = np.flatnonzero(size_at_place)
+        planned = (np.cumsum(size_at_place > 0) - 1)[place_of_pack]
+        size = size_at_place[places]
+        sizes = np.flatnonzero(np.bincount(size)).astype(np.int32)
+        size_at = np.searchsorted(sizes, size)
+        cost = np.empty((1 + len(encoder_work), sizes.size, lengths.size))
+        cost[0] = packing.cost.load(lengths, sizes[:, None])
+        np.divide(encoder_work[:, None], sizes[:, None], out=cost[1:])
+        on_all_ranks = cost[:, size_at[planned], np.arange(lengths.size)] * size[planned]
+        cost /= (on_all_ranks.sum(axis=1) / (ranks * count))[:, None, None]
+        return cls(
+            planned=planned,
+            microbatch=places // ranks,
+            first_rank=places % ranks,
+            size=size,
+            size_at=size_at,
+            limits=room.align.limit(packing.capacity, sizes)[size_at],
+            cost=cost,
+            padded=room.align.padded(lengths, sizes[:, None]),
+            num_microbatches=count,
+            num_ranks=ranks,
+            meet_often=packing.objective == "microbatch",
+        )
+
+    @property
+    def weights(self) -> FloatArray:
+        """What unevenness of each cost counts; float64 [num_costs]."""
+        return np.where(np.arange(len(self.cost)) > 0, ENCODER_WEIGHT, 1.0)
+
+    def load(self, cost: FloatArray, pack: LongArray) -> FloatArray:
+        """What each pack holds of one cost, on each of its ranks; float64 [num_packs].
+
+        cost: float64 [num_sizes, n]. pack: of each sequence, -1 for none; int64 [n].
+        """
+        at = np.flatnonzero(pack >= 0)
+        return np.bincount(pack[at], cost[self.size_at[pack[at]], at], self.size.size).astype(np.float64)
+
+    def loads(self, pack: LongArray) -> FloatArray:
+        """What each pack holds of each cost; float64 [num_costs, num_packs]."""
+        return np.stack([self.load(each, pack) for each in self.cost])
+
+    def unevenness(self, loads: FloatArray) -> FloatArray:
+        """How much longer the step takes for each cost than if it were even, weighed; float64 [num_costs]."""
+        if self.meet_often:
+            tops = np.zeros((len(loads), self.num_microbatches))
+            for top, load in zip(tops, loads):
+                np.maximum.at(top, self.microbatch, load)
+            together = tops.sum(axis=1)
+        else:
+            # pack p covers size[p] ranks from its first one on
+            rank = np.repeat(self.first_rank - (np.cumsum(self.size) - self.size), self.size)
+            rank += np.arange(rank.size)
+            by_rank = [np.bincount(rank, np.repeat(load, self.size), self.num_ranks) for load in loads]
+            together = np.stack(by_rank).max(axis=1)
+        return (together / self.num_microbatches - 1) * self.weights
+
+    def means(self, load: FloatArray) -> FloatArray:
+        """What a rank of each microbatch does of one cost, on average; float64 [num_microbatches]."""
+        on_all_ranks = np.bincount(self.microbatch, load * self.size, self.num_microbatches)
+        return on_all_ranks / self.num_ranks
+
+    def targets(self, own: FloatArray, means: FloatArray) -> FloatArray:
+        """What each rank of each microbatch should do of one cost; float64 [num_microbatches].
+
+        own: that of each sequence on each rank of its group; float64 [n]. means: see `means`.
+
+        Where the largest sequences exceed the mean, the first microbatch takes as many of them as it has
+        packs, one each, and leaves less to the next.
+        """
+        num_packs = np.bincount(self.microbatch, minlength=self.num_microbatches)
+        # the largest sequence that is left to each microbatch
+        taken = np.minimum(np.cumsum(num_packs) - num_packs, own.size - 1)
+        largest = -np.partition(-own, taken)[taken]
+        targets = np.zeros(self.num_microbatches)
+        rest = share = float(means.sum())
+        for m, top in enumerate(largest.tolist()):
+            mean = means.item(m) * rest / share if share > 0 else 0.0
+            targets[m] = max(mean, top)
+            rest = max(rest - min(targets.item(m), MOST_SHARE * mean), 0.0)
+            share -= means.item(m)
+        return targets
+
+    def filled_again(self, sequences: Sequences) -> LongArray | None:
+        """The pack of each sequence if all packs are filled again; None where one finds no room; int64 [n].
+
+        Of each cost in turn, the language model's last, the sequences of which it is the largest go to the
+        pack furthest below its target, the most costly first.
+        """
+        pack = np.full(self.planned.size, -1)
+        free, slots = self.limits.copy(), np.full(self.size.size, sequences.room.max_sequences)
+        largest, even = self.cost[:, 0].argmax(axis=0), np.ones(self.num_microbatches)
+        for c in (*range(1, len(self.cost)), 0):
+            members = np.flatnonzero(largest == c)
+            members = members[np.argsort(-self.cost[c, 0, members], kind="stable")]
+            gaps, any_size = self.load(self.cost[c], pack), np.zeros(members.size, np.int64)
+            if c:
+                gaps -= self.targets(self.cost[c, 0], even)[self.microbatch]
+            some = replace(sequences, load=self.cost[c])
+            into = place(some, members, any_size, self.size_at, free.copy(), slots.copy(), gaps)
+            if (into < 0).any():
+                return None
+            pack[members] = into
+            np.subtract.at(free, into, self.padded[self.size_at[into], members])
+            np.subtract.at(slots, into, 1)
+        return pack
+
+    def contents(
+        self, pack: LongArray, loads: FloatArray, allowed: float, tolerance: float, max_sequences: int
+    ) -> Contents:
+        """What packs hold, and how far above its targets each is.
+
+        allowed: how far above its mean in a microbatch the language model may be, as a part; with more than
+        that, its excess is above the tolerance.
+        """
+        own = self.cost[:, self.size_at[pack], np.arange(pack.size)]
+        longest = np.zeros(self.num_microbatches)
+        np.maximum.at(longest, self.microbatch[pack], own[0])
+        most = np.maximum(self.means(loads[0]) * (1 + allowed), longest) - tolerance
+        targets = [most, *(self.targets(own[c], self.means(loads[c])) for c in range(1, len(own)))]
+        counts = np.bincount(pack, minlength=self.size.size)
+        members = np.zeros((counts.size, int(counts.max()) + GROWTH), np.int64)
+        # NumPy sorts small types several times faster
+        by_pack = np.argsort(pack.astype(np.uint16) if counts.size <= 1 << 16 else pack, kind="stable")
+        members[np.arange(members.shape[1]) < counts[:, None]] = by_pack
+        held = np.zeros(counts.size, np.int64)
+        np.add.at(held, pack, self.padded[self.size_at[pack], np.arange(pack.size)])
+        no_sequence = ((0, 0),) * (self.cost.ndim - 1) + ((0, 1),)
+        return Contents(
+            cost=np.pad(self.cost * self.weights[:, None, None], no_sequence),
+            padded=np.pad(self.padded, no_sequence[1:]),
+            size_at=self.size_at,
+            free=self.limits - held,
+            slots=np.minimum(max_sequences, members.shape[1]) - counts,
+            excess=(loads - np.stack(targets)[:, self.microbatch]) * self.weights[:, None],
+            members=members,
+            counts=counts,
+        )
