@@ -1,6 +1,7 @@
 """`prepare --multimodal`: what it makes of tars, of attacks, and that nothing but the input decides it."""
 
 import base64
+import io
 import json
 import tarfile
 from dataclasses import replace
@@ -10,10 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from media import SPECIAL, bomb, flac, picture, tar, tokenizer, turned, wav
+from PIL import Image
 from texts import Here, left_behind, tree
 from tokenizers import Tokenizer
 
 import meshfeed as mf
+import mosaic
 from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, PrepareError
 from meshfeed.parts import KINDS
@@ -279,6 +282,12 @@ def test_the_command(tmp_path, words, capsys):
     assert main([*common, "--out", str(tmp_path / "out"), *options, "--eod-token", "<|im_end|>"]) == 0
     assert "5 documents" in (said := capsys.readouterr().out) and "6 parts" in said
     assert [text for text, _ in read(tmp_path / "out", words)] == [f"{text}<|im_end|>" for text, _ in WANTED]
+    assert main(["inspect", str(tmp_path / "out"), "--verify", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_parts"] == 6 and told["verified"]
+    sizes = {"median_pixels": 32, "most_pixels": 45, "parts": 5}
+    assert told["image"] == sizes | {"bytes": 2 * len(PNG) + 2 * len(JPG) + len(TURNED)}
+    assert told["audio"] == {"parts": 1, "bytes": len(wav(16_000)), "median_seconds": 1, "most_seconds": 1}
     for wrong, why in (
         (["--image-token", PAD], "need --multimodal"),
         (["--multimodal"], "name the token that stands for an image"),
@@ -291,7 +300,7 @@ def test_the_command(tmp_path, words, capsys):
     (tmp_path / "in/0.txt").write_text("not read from a folder")
     common[1] = str(tmp_path / "in/0.txt")
     assert main([*common, "--out", str(tmp_path / "no"), *options]) == 2
-    assert "0.txt: not a file of webdataset, jsonl, parquet" in capsys.readouterr().err
+    assert "0.txt: not a file of webdataset, jsonl, parquet, mds" in capsys.readouterr().err
 
 
 ROWS = [
@@ -392,3 +401,34 @@ def test_urls_are_fetched_and_those_that_fail_are_counted(tmp_path, rows, captio
     assert "none.jpg" in told[0]["error"] and "403" in told[1]["error"]
     sizes = [part[1:3] for _, parts in read(tmp_path / "out", words) for part in parts]
     assert sizes == [(8, 4), (5, 9)]
+
+
+def test_samples_of_mds_keep_the_bytes_of_their_images(tmp_path, captions, words):
+    """Several shards, cut anywhere; what is broken is named by its sample."""
+    columns = {"text": "str", "image": "png", "images": "list[jpeg]", "audio": "bytes", "score": "int"}
+    with mosaic.imported(keep=()).MDSWriter(
+        out=str(tmp_path / "m"), columns=columns, size_limit=2_000
+    ) as writer:
+        for i in range(9):
+            image = Image.open(io.BytesIO(picture(2 + i, 3, seed=i)))
+            several = [Image.open(io.BytesIO(JPG))] * (i % 3)
+            text = "<image>" * (1 + i % 3) + f"<audio> of {i}"
+            audio = wav(i) if i != 5 else b"<html>"
+            writer.write({"text": text, "image": image, "images": several, "audio": audio, "score": i})
+    assert len(list((tmp_path / "m").glob("*.mds"))) > 1
+    for part_bytes in (1, None):
+        into = tmp_path / f"out{part_bytes}"
+        prepare([tmp_path / "m"], into, captions, engine=Here(), part_bytes=part_bytes, max_errors=2)
+        told = [json.loads(line) for line in (into / "errors.jsonl").read_text().splitlines()]
+        assert [each["sample"] for each in told] == [0, 5]
+        assert "audio of 0 samples" in told[0]["error"] and "not an image, WAV or FLAC" in told[1]["error"]
+        found = read(into, words)
+        assert [text for text, _ in found] == [
+            IMAGE * (1 + i % 3) + f"{AUDIO} of {i}" for i in range(9) if i not in (0, 5)
+        ]
+        for (_, parts), i in zip(found, (1, 2, 3, 4, 6, 7, 8)):
+            kinds = ["image"] * (1 + i % 3) + ["audio"]
+            assert [part[0] for part in parts] == kinds
+            assert parts[0][1:3] == (2 + i, 3) and parts[-1][3] == i and parts[-1][4] == wav(i)
+            assert all(part[1:3] == (8, 4) for part in parts[1:-1])
+    assert tree(tmp_path / "out1") == tree(tmp_path / "outNone")

@@ -36,14 +36,16 @@ from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.formats.documents import DocumentFiles
 from meshfeed.formats.tokenizer import BYTES, tokenizer_file
 from meshfeed.formats.tokens import TOKEN_COLUMNS
+from meshfeed.parts import KINDS
 from meshfeed.report.lengths import Lengths
-from meshfeed.store import IndexedStore, StreamStore
+from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
 from meshfeed.store.checksums import is_of, write_checksums
 from meshfeed.store.node_index import checksums_beside
 
 _LOOKED_AT_WHOLE = 1 << 20
 _NUM_BLOCKS = 64
 _BLOCK_DOCUMENTS = 1 << 12
+_PARTS_OF = 1 << 16  # documents
 _BAR_WIDTH = 40
 _SHOWN_TOKENS = 256
 
@@ -76,6 +78,7 @@ class Inspect(Command, StoreOptions):
         "dtype, num_tokens, num_documents": "what the whole store holds",
         "num_shards, shard_documents": "where it has shards; documents per shard: min, median, max",
         "columns, ...": "what else its format says of it",
+        "image, audio, video": "of a multimodal store: parts of its first 65,536 documents, and their sizes",
         "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
         "texts": "with --show: document and text, or tokens without --tokenizer",
         "verified, broken": "with --verify: true, or what is broken and where",
@@ -170,9 +173,28 @@ def facts_of(store: StreamStore) -> dict[str, Any]:
             sizes = np.diff(ends, prepend=0)
             low, median, high = int(sizes.min()), float(np.median(sizes)), int(sizes.max())
             facts["shard_documents"] = {"min": low, "median": median, "max": high}
+        if isinstance(store, MultimodalStore):
+            facts |= _parts_of(store)
         if isinstance(store, IndexedStore):
             facts["checksums"] = _checksums(store)
         return facts | {"fingerprint": store.fingerprint}
+
+
+def _parts_of(store: MultimodalStore) -> dict[str, Any]:
+    """Kind -> how many parts the first documents have, and how large they are."""
+    parts, found = store.parts(np.arange(min(store.num_documents, _PARTS_OF))), dict[str, Any]()
+    for kind in KINDS:
+        mine = parts.take(parts.of_kind(kind))
+        if not len(mine):
+            continue
+        sizes = {"pixels": mine.height * mine.width} if kind != "audio" else {}
+        sizes |= {"seconds": mine.length / mine.rate} if kind != "image" else {}
+        found[kind] = {"parts": len(mine), "bytes": int(mine.num_bytes.sum())} | {
+            f"{which}_{name}": round(float(of(values)), 3)
+            for name, values in sizes.items()
+            for which, of in (("median", np.median), ("most", np.max))
+        }
+    return found
 
 
 def look_at_lengths(store: StreamStore) -> Lengths:

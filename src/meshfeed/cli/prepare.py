@@ -69,7 +69,7 @@ class _Parts:
     title = "images and audio"
 
     multimodal: bool = option(
-        "read WebDataset tars, JSONL and Parquet with images or audio; keep their bytes beside the tokens",
+        "read WebDataset tars, JSONL, Parquet and MDS with images or audio; keep these beside the tokens",
         default=False,
     )
     image_token: str | None = option(

@@ -158,8 +158,10 @@ class MDSStore(ShardedStore):
     def __getitem__(self, at: EpochIndex | int) -> dict[str, Any]:
         return self.sample(at if isinstance(at, int) else at.index)
 
-    def sample(self, index: int, names: Container[str] | None = None) -> dict[str, Any]:
-        """The named columns of a sample, or every one, decoded; see `mds_sample.decode`.
+    def sample(
+        self, index: int, names: Container[str] | None = None, *, images: bool = True
+    ) -> dict[str, Any]:
+        """The named columns of a sample, or every one, decoded, images too or not; see `mds_sample.decode`.
 
         Pickled ones are never decoded: naming one, or looking it up in the sample, raises StoreError.
         """
@@ -179,7 +181,7 @@ class MDSStore(ShardedStore):
             except ValueError as error:
                 raise StoreError(f"{where} has {error}; copy it again") from error
         found = {
-            field.name: decode(field.encoding, value, f"{where}, column {field.name!r}")
+            field.name: decode(field.encoding, value, f"{where}, column {field.name!r}", images=images)
             for field, value in zip(fields, values)
             if (names is None and field.encoding != PICKLE) or (names is not None and field.name in names)
         }

@@ -85,15 +85,17 @@ def ndarray_of(encoding: str) -> Ndarray | None:
     return Ndarray(np.dtype(dtype).newbyteorder("<"), shape)
 
 
-def decode(encoding: str, value: bytes, where: str) -> Any:
+def decode(encoding: str, value: bytes, where: str, *, images: bool = True) -> Any:
     """A value: bytes, str, int, float, Decimal, array, image (needs Pillow), list or what JSON holds.
+
+    images: whether JPEG and PNG are decoded; else they stay the bytes that they are stored as.
 
     Raises StoreError naming `where` for bytes that are not such a value, or an unknown encoding.
     """
     if encoding == PICKLE:
         raise refused_pickle(where)
     family = encoding.partition(":")[0]
-    decoder = _DECODERS.get(family)
+    decoder = _DECODERS.get(family) if images else _STORED.get(family, _DECODERS.get(family))
     if decoder is None and family in _SCALARS:
         decoder = _scalar
     if decoder is None:
@@ -184,4 +186,15 @@ _DECODERS: Mapping[str, Callable[[str, bytes], Any]] = {
     "list[png]": _several(_image, 1),
     "jpeg_array": _several(_image, 0),
     "jpegarray": _several(_image, 0),
+}
+
+
+def _as_stored(_: str, value: bytes) -> bytes:
+    return value
+
+
+_STORED: Mapping[str, Callable[[str, bytes], Any]] = {
+    **dict.fromkeys(("jpeg", "png"), _as_stored),
+    **dict.fromkeys(("list[jpeg]", "list[png]"), _several(_as_stored, 1)),
+    **dict.fromkeys(("jpeg_array", "jpegarray"), _several(_as_stored, 0)),
 }

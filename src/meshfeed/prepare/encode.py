@@ -130,8 +130,8 @@ def _place(job: Job, each: Malformed) -> str:
         return shown
     if where.kind == "parquet":
         return f"{shown}: row {begin + each.number}"
-    if where.kind == "webdataset":
-        return f"{shown}: sample {each.number}"
+    if where.kind in ("webdataset", "mds"):
+        return f"{shown}: sample {begin * (where.kind == 'mds') + each.number}"
     if where.codec is not None:
         return f"{shown}: line {1 + each.number}"
     with where.file() as file:

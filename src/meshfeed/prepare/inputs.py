@@ -16,16 +16,18 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import ByteFile, Cache, Folder, LocalFile, typed_errors
 from meshfeed.files.pinned import pinned
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
+from meshfeed.formats.mds import MDSStore
+from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
 
 I64 = npt.NDArray[np.int64]
 
 KINDS = ("text", "jsonl", "parquet")
-MULTIMODAL_KINDS = ("webdataset", "jsonl", "parquet")
+MULTIMODAL_KINDS = ("webdataset", "jsonl", "parquet", "mds")
 """Kinds of files that may have images and audio."""
 _CODECS = {".gz": "gz", ".zst": "zstd"}
-_SUFFIX_OF = {"text": ".txt", "webdataset": ".tar", "jsonl": ".jsonl", "parquet": ".parquet"}
+_SUFFIX_OF = {"text": ".txt", "webdataset": ".tar", "jsonl": ".jsonl", "parquet": ".parquet", "mds": INDEX}
 _KIND_OF = {suffix: kind for kind, suffix in _SUFFIX_OF.items()} | {".ndjson": "jsonl"}
 
 
@@ -35,7 +37,8 @@ class Input:
 
     Attributes:
         url: its absolute path, or its URL.
-        kind: "text", one document; "jsonl", one in a line; "parquet", one in a row; "webdataset", a tar.
+        kind: "text", one document; "jsonl", one in a line; "parquet", one in a row; "webdataset", a tar;
+            "mds", the index.json of an MDS dataset.
         codec: "gz" or "zstd" where it is compressed.
         size_bytes: as stored.
         modified_ns: when it was last written; 0 of a remote file.
@@ -111,9 +114,9 @@ def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int, *, whole
     """Spans of the inputs, in order: part, input, begin and end; int64 [num_spans, 4].
 
     What begin and end count is bytes of plain JSON lines (a line is of the span in which it begins), rows of
-    Parquet, and nothing elsewhere: 0 and 1. A part has about `part_bytes`, one span at least. A compressed
-    file is one span, since it has to be read from its beginning. whole_rows: all columns of Parquet are read,
-    so a row group counts with all its bytes, and is one span.
+    Parquet, samples of MDS, and nothing elsewhere: 0 and 1. A part has about `part_bytes`, one span at least.
+    A compressed file is one span, since it has to be read from its beginning. whole_rows: all columns of
+    Parquet are read, so a row group counts with all its bytes, and is one span.
     """
     spans: list[tuple[int, int, int, int]] = []
     part = size = 0
@@ -132,6 +135,11 @@ def _pieces(
     """(begin, end, bytes) of each span of an input."""
     if each.kind == "parquet":
         yield from _groups(each) if whole_rows else _rows(each, names, part_bytes)
+    elif each.kind == "mds":
+        first = 0
+        for shard in mds_of(each.url).shards:
+            yield first, first + shard.num_documents, shard.raw_bytes
+            first += shard.num_documents
     elif each.kind == "jsonl" and each.codec is None:
         for begin in range(0, each.size_bytes, part_bytes):
             end = min(begin + part_bytes, each.size_bytes)
@@ -163,6 +171,11 @@ def _rows(each: Input, names: Sequence[str], part_bytes: int) -> Iterator[tuple[
             first += count
 
 
+def mds_of(url: str) -> MDSStore:
+    """The dataset of an index.json."""
+    return MDSStore(Folder(parent(url)[0]))
+
+
 def version_of(url: str) -> tuple[int, int]:
     """(bytes, when it was last written) of a file, now. Raises StoreError."""
     file = _file_of(url)
@@ -188,7 +201,8 @@ def _urls_of(
         if patterns is not None:
             return any(fnmatch(Path(name).name, pattern) for pattern in patterns)
         known = kind is not None or _kind_of(name) in kinds
-        if not known:
+        is_shard = "mds" in kinds and ".mds" in Path(name).suffixes  # which an index names
+        if not known and not is_shard:
             passed_over[Path(name).suffix] += 1
         return known
 
@@ -212,6 +226,8 @@ def _below(folder: Folder) -> list[str]:
 
 
 def _kind_of(name: str) -> str | None:
+    if Path(name).name == INDEX:
+        return "mds"
     *_, suffix = Path(name).suffixes or [""]
     packed = suffix in _CODECS
     if packed:

@@ -18,7 +18,7 @@ from meshfeed.files.url import parent
 from meshfeed.formats.documents import Span, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
-from meshfeed.prepare.inputs import Input
+from meshfeed.prepare.inputs import Input, mds_of
 from meshfeed.prepare.samples import Sample, Samples, fetch_from
 from meshfeed.prepare.webdataset import grouped, sample_of
 
@@ -119,6 +119,8 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
                 yield _of_line(number, byte, line, how, each.url) if line.strip() else None
         elif each.kind == "webdataset" and isinstance(how.columns, Samples):
             yield from _of_tar(file, how.columns, how.most_bytes)
+        elif each.kind == "mds" and isinstance(how.columns, Samples):
+            yield from _of_mds(each.url, range(begin, end), how, how.columns)
         else:
             yield _of_file(file, each.codec, how)
 
@@ -157,6 +159,22 @@ def _of_tar(file: ByteFile, columns: Samples, most_bytes: int) -> Iterator[Recor
         except StoreError as error:
             reason = f"{key}: {error}"
         yield Record(number, -1, value, size, reason)
+
+
+def _of_mds(url: str, samples: range, how: Reading, columns: Samples) -> Iterator[Record]:
+    names = {*columns.names, *columns.beside}
+    with mds_of(url) as store:
+        for number, i in enumerate(samples):
+            record, value, reason = store.sample(i, names, images=False), None, None
+            try:
+                value = how.value(record, url)
+                if value.size_bytes > how.most_bytes:
+                    raise StoreError(
+                        f"more than {how.most_bytes:,} bytes; leave it out, or allow it by --max-record-bytes"
+                    )
+            except StoreError as error:
+                value, reason = None, str(error)
+            yield Record(number, -1, value, value.size_bytes if value else 0, reason)
 
 
 def _of_file(file: ByteFile, codec: str | None, how: Reading) -> Record:
