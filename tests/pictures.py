@@ -22,13 +22,16 @@ CALLS = [0]
 
 @dataclass(frozen=True)
 class Pixels(PartRule):
-    """A token for each row of an image, `more` too many."""
+    """A token for each row of an image, `more` too many; none is wider than `widest`."""
 
     more: int = 0
+    widest: int = 9
     kind: Any = "image"
     alpha: float = 3.0
 
     def tokens(self, parts: Parts) -> np.ndarray:
+        for i in np.flatnonzero(parts.width > self.widest)[:1]:
+            raise mf.StoreError(f"part {i}, {parts.height[i]} x {parts.width[i]} pixels: too wide")
         return parts.height + self.more
 
     def patches(self, parts: Parts) -> tuple[np.ndarray, np.ndarray]:

@@ -258,6 +258,7 @@ def test_a_broken_part_becomes_zeros(folder: Path, broken: Path, on_bad: Any) ->
         ),
         ({"image": None}, RecipeError, r"document \d+ has image; give Multimodal\(image=...\)"),
         ({"audio": Look()}, RecipeError, "is for parts of kind 'image', not 'audio'"),
+        ({"image": Look(Pixels(widest=4))}, StoreError, r"document \d+, part \d+, \d x 5 pixels: too wide"),
         ({"workers": -1}, RecipeError, "from 0"),
         ({"on_bad": "skip"}, RecipeError, "choose error, blank, drop"),
     ],

@@ -82,6 +82,7 @@ def test_an_image_is_turned_as_it_is_shown() -> None:
         (b"", "cannot identify"),
         (b"\x89PNG\r\n\x1a\n", "cannot identify|truncated|broken"),
         (stored(picture(40, 40), "JPEG")[:-200], "truncated|broken"),
+        (stored(picture(40, 40), "EPS"), "cannot identify"),
         (stored(picture(40, 41)), "40 x 41 pixels, and the index says 40 x 40"),
     ],
 )

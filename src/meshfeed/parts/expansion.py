@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.parts.types import Longs, Parts
 
@@ -50,6 +51,18 @@ class Expansion:
         of = self.parts.sample
         passed = (tokens[of] - self.begins).clip(0, self.tokens - 1)
         return tokens - self.parts.per_sample(passed)
+
+    def outputs(self, places: Longs) -> npt.NDArray[np.int32]:
+        """Which output of an encoder of some parts each token is; -1 for none; int32 [sum(lengths)].
+
+        places: of the parts, ascending; int64 [k].
+        """
+        tokens, first = self.tokens[places], np.cumsum(self.lengths) - self.lengths
+        begins = first[self.parts.sample[places]] + self.begins[places]
+        number = np.arange(tokens.sum())
+        index = np.full(int(self.lengths.sum()), -1, np.int32)
+        index[number + (begins - np.cumsum(tokens) + tokens).repeat(tokens)] = number
+        return index
 
     @cached_property
     def repeats(self) -> Longs:

@@ -19,14 +19,14 @@ import numpy.typing as npt
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import Draws
-from meshfeed.parts import KINDS, Expansion, Kind, Parts, check_rules
+from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, check_rules
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.decoding import Bad, Decoder, PartPlace
 from meshfeed.sequence.documents import DocumentRule, document_lengths
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
-from meshfeed.sequence.processor import PartField, Processor
+from meshfeed.sequence.processor import Processor
 from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, runs_of
 
@@ -174,7 +174,7 @@ class Multimodal(DocumentRule, TokenRule):
             processor = self.processors[kind]
             rows = processor.rows(whole.parts.take(parts[mine]))
             wanted = (each for each in processor.fields if _needs(portion, each.name))
-            count += sum(int(rows[each.name].sum()) * _row_bytes(each) for each in wanted)
+            count += sum(int(rows[each.name].sum()) * each.row_bytes for each in wanted)
         return count + (parts.size if self.on_bad != "error" else 0)
 
     # -- reading ----------------------------------------------------------------------------------------
@@ -212,9 +212,7 @@ class Multimodal(DocumentRule, TokenRule):
             for each in processor.fields:
                 if _needs(portion, each.name):
                     columns[each.name] = [
-                        np.zeros((count, *each.shape), each.dtype)
-                        if isinstance(part, Bad)
-                        else part[each.name]
+                        each.blank(count) if isinstance(part, Bad) else part[each.name]
                         for part, count in zip((made[i] for i in mine.tolist()), rows[each.name].tolist())
                     ]
         if self.on_bad != "error":
@@ -279,27 +277,18 @@ class Multimodal(DocumentRule, TokenRule):
             bears[whole.placeholders] = False
             if self.on_bad == "drop" and columns and _IS_BAD in columns:
                 bad = self._decoded(whole, portion)[np.asarray(columns[_IS_BAD]) > 0]
-                bears[np.isin(np.repeat(np.arange(whole.text.size), whole.text), whole.parts.sample[bad])] = (
-                    False
-                )
+                bears &= ~np.isin(np.arange(whole.text.size), whole.parts.sample[bad]).repeat(whole.text)
             bears = bears.repeat(whole.repeats)
             made["loss_mask"] = bears, 1
             if columns is not None:
                 made["labels"] = np.where(bears, np.asarray(columns["tokens"]).repeat(whole.repeats), 0), 1
         if columns is not None and "tokens" in names:
             made["tokens"] = np.asarray(columns["tokens"]).repeat(whole.repeats), 0
-        indexed = [kind for kind in self.processors if f"{kind}_index" in names]
-        if indexed:
-            first = np.cumsum(whole.lengths) - whole.lengths
-            mine = self._parts(whole, portion)
-            for kind in indexed:
-                index = np.full(int(whole.lengths.sum()), -1, np.int32)
-                parts = mine[whole.parts.kind[mine] == KINDS.index(kind)]
-                tokens = whole.tokens[parts]
-                begins = first[whole.parts.sample[parts]] + whole.begins[parts]
-                outputs = np.arange(tokens.sum())
-                index[outputs + (begins - np.cumsum(tokens) + tokens).repeat(tokens)] = outputs
-                made[f"{kind}_index"] = index, 0
+        mine = self._parts(whole, portion)
+        for kind in self.processors:
+            if f"{kind}_index" in names:
+                of_kind = mine[whole.parts.kind[mine] == KINDS.index(kind)]
+                made[f"{kind}_index"] = whole.outputs(of_kind), 0
         return {name: column for name, column in made.items() if name in names}
 
     def _of_parts(
@@ -323,9 +312,8 @@ class Multimodal(DocumentRule, TokenRule):
                 arrays[f"{kind}_cu_seqlens"] = np.append(0, ends).astype(np.int32)
             for each in processor.fields:
                 if each.name in names and columns is not None:
-                    arrays[each.name] = _stacked(
-                        each, cast(Sequence[Array], columns.get(each.name, ())), allocate
-                    )
+                    values = cast(Sequence[Array], columns.get(each.name, ()))
+                    arrays[each.name] = each.joined(values, allocate)
         if "bad_parts" in names and columns is not None:
             bad = mine[np.asarray(columns[_IS_BAD]) > 0]
             of = whole.parts.sample[bad]
@@ -339,7 +327,12 @@ class Multimodal(DocumentRule, TokenRule):
         parts = _parts_of(recipe, draws)
         tokens = np.zeros(len(parts), np.int64)
         for kind, mine in self._by_kind(recipe, draws, parts):
-            tokens[mine] = self.processors[kind].rule.tokens(parts.take(mine))
+            rule = self.processors[kind].rule
+            try:
+                tokens[mine] = rule.tokens(parts.take(mine))
+            except StoreError:
+                _refuse_first(recipe, draws, parts, mine, rule)
+                raise
         return Expansion(parts, tokens, document_lengths(recipe, draws))
 
     def _by_kind(self, recipe: Recipe, draws: Draws, parts: Parts) -> Iterator[tuple[Kind, Longs]]:
@@ -378,6 +371,18 @@ def _parts_of(recipe: Recipe, draws: Draws) -> Parts:
     return Parts.merged(len(draws), found)
 
 
+def _refuse_first(recipe: Recipe, draws: Draws, parts: Parts, places: Longs, rule: PartRule) -> None:
+    """Raise the rule's StoreError for the first part that it refuses, with the part's name."""
+    for place in places.tolist():
+        try:
+            rule.tokens(parts.only(place))
+        except StoreError as error:
+            sample = int(parts.sample[place])
+            store, number = recipe.sources[int(draws.source[sample])], place - int(parts.starts[sample])
+            why = str(error).removeprefix("part 0")
+            raise StoreError(f"{store}: document {draws.index[sample]}, part {number}{why}") from error
+
+
 def _labels(whole: Expansion, starts: Longs, lengths: Longs) -> tuple[Longs, Longs]:
     """The labels of ranges of tokens, as ranges; the last token of a document has none."""
     return starts + 1, np.minimum(starts + 1 + lengths, whole.lengths)
@@ -385,17 +390,3 @@ def _labels(whole: Expansion, starts: Longs, lengths: Longs) -> tuple[Longs, Lon
 
 def _needs(portion: Portion, name: str) -> bool:
     return portion.needs is None or name in portion.needs
-
-
-def _row_bytes(field: PartField) -> int:
-    return int(np.prod(field.shape)) * np.dtype(field.dtype).itemsize
-
-
-def _stacked(field: PartField, values: Sequence[Array], allocate: Allocate) -> Array:
-    """The rows of all parts, one after the other."""
-    out = allocate((sum(len(value) for value in values), *field.shape), field.dtype)
-    at = 0
-    for value in values:
-        out[at : at + len(value)] = value
-        at += len(value)
-    return out

@@ -93,6 +93,7 @@ class NativePatches(Processor):
         return (shares - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
 
 
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none that runs a program
 _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 
@@ -102,10 +103,16 @@ def _opened(data: bytes, size: PartSize) -> Any:
         from PIL import Image, ImageOps
     except ImportError as missing:
         raise ImportError(f"decoding images needs Pillow: {install('vlm')}") from missing
-    with Image.open(io.BytesIO(data)) as image:
+    with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        if {image.height, image.width} != {size.height, size.width}:  # before any pixel is decoded
+            raise _other_size(image, size)
         turned = ImageOps.exif_transpose(image)
         if (turned.height, turned.width) != (size.height, size.width):
-            raise ValueError(
-                f"{turned.height} x {turned.width} pixels, and the index says {size.height} x {size.width}"
-            )
+            raise _other_size(turned, size)
         return turned.convert("RGB")
+
+
+def _other_size(image: Any, size: PartSize) -> ValueError:
+    return ValueError(
+        f"{image.height} x {image.width} pixels, and the index says {size.height} x {size.width}"
+    )

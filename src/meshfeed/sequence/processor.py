@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from meshfeed.columns import Array
+from meshfeed.columns import Allocate, Array
 from meshfeed.parts import PartRule, Parts
 from meshfeed.roles import StageKind
 from meshfeed.sequence.runs import Longs
@@ -39,6 +41,23 @@ class PartField:
     dtype: str
     shape: tuple[int, ...] = ()
     stages: tuple[StageKind, ...] = ("first",)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def blank(self, rows: int) -> Array:
+        """Rows of zeros."""
+        return np.zeros((rows, *self.shape), self.dtype)
+
+    def joined(self, values: Sequence[Array], allocate: Allocate) -> Array:
+        """The rows of several parts, one part after the other."""
+        ends = list(accumulate(map(len, values), initial=0))
+        out = allocate((ends[-1], *self.shape), self.dtype)
+        for begin, end, value in zip(ends, ends[1:], values):
+            out[begin:end] = value
+        return out
 
 
 class Processor(ABC):
