@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import io
+import struct
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,15 @@ def picture(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Any:
     rng = np.random.default_rng((SEED, seed, height, width))
     coarse = Image.fromarray(rng.integers(0, 256, (3, 4, 3), np.uint8))
     return coarse.resize((width, height)).convert(mode)
+
+
+def bomb(side: int) -> bytes:
+    """A PNG that says how large it is, and no more."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header))
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 0) + b"IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
+    )
 
 
 def stored(image: Any, kind: str = "PNG", **options: Any) -> bytes:
@@ -76,6 +87,17 @@ def test_an_image_is_turned_as_it_is_shown() -> None:
     assert np.array_equal(one["pixel_values"], made(NativePatches(), turned, 90, 30)["pixel_values"])
 
 
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_an_animated_image_is_its_first_frame(kind: str) -> None:
+    frames = [picture(30, 40, "RGB", seed) for seed in range(3)]
+    moving = stored(frames[0], kind, save_all=True, append_images=frames[1:], duration=40, lossless=True)
+    with Image.open(io.BytesIO(moving)) as image:
+        assert image.n_frames == 3
+        still = stored(image.convert("RGB"))
+    one, other = (made(NativePatches(), data, 30, 40)["pixel_values"] for data in (moving, still))
+    assert np.array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -83,9 +105,11 @@ def test_an_image_is_turned_as_it_is_shown() -> None:
         (b"\x89PNG\r\n\x1a\n", "cannot identify|truncated|broken"),
         (stored(picture(40, 40), "JPEG")[:-200], "truncated|broken"),
         (stored(picture(40, 40), "EPS"), "cannot identify"),
+        (bomb(30_000), "exceeds limit"),
+        (bomb(5_000), "5000 x 5000 pixels, and the index says"),
         (stored(picture(40, 41)), "40 x 41 pixels, and the index says 40 x 40"),
     ],
 )
 def test_what_is_no_such_image_is_broken(data: bytes, said: str) -> None:
-    with pytest.raises((OSError, ValueError), match=said):
+    with pytest.raises((OSError, ValueError, Image.DecompressionBombError), match=said):
         NativePatches()(data, PartSize(40, 40, 1, 0.0), mf.rng(0, 0, 0))
