@@ -248,6 +248,17 @@ def test_a_broken_part_becomes_zeros(folder: Path, broken: Path, on_bad: Any) ->
     assert passed > 5
 
 
+class Nameless(Look):
+    __repr__ = object.__repr__
+
+
+def test_its_summary_tells_all_that_decides_what_it_makes_and_no_more() -> None:
+    rule = mf.Multimodal(image=Look())
+    assert rule.summary() == mf.Multimodal(image=Look(), workers=3, timeout_s=9).summary()
+    others = [mf.Multimodal(image=Look(wide=3)), mf.Multimodal(image=Look(), on_bad="drop"), mf.Multimodal()]
+    assert len({each.summary() for each in (rule, *others)}) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
@@ -259,6 +270,7 @@ def test_a_broken_part_becomes_zeros(folder: Path, broken: Path, on_bad: Any) ->
         ({"image": None}, RecipeError, r"document \d+ has image; give Multimodal\(image=...\)"),
         ({"audio": Look()}, RecipeError, "is for parts of kind 'image', not 'audio'"),
         ({"image": Look(Pixels(widest=4))}, StoreError, r"document \d+, part \d+, \d x 5 pixels: too wide"),
+        ({"image": Nameless()}, RecipeError, "Nameless must tell its options in its repr"),
         ({"workers": -1}, RecipeError, "from 0"),
         ({"on_bad": "skip"}, RecipeError, "choose error, blank, drop"),
     ],

@@ -79,6 +79,12 @@ class Multimodal(DocumentRule, TokenRule):
             raise RecipeError(
                 f"Multimodal(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
             )
+        for kind, processor in self.processors.items():
+            if type(processor).__repr__ is object.__repr__:
+                raise RecipeError(
+                    f"Multimodal({kind}=...): {type(processor).__name__} must tell its options in its repr, "
+                    f"which is part of the fingerprint; make it a frozen dataclass"
+                )
         names = [each.name for each in self.fields]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise RecipeError(
@@ -90,6 +96,11 @@ class Multimodal(DocumentRule, TokenRule):
         """Those given, by kind."""
         given: dict[Kind, Processor | None] = {"image": self.image, "audio": self.audio, "video": self.video}
         return {kind: processor for kind, processor in given.items() if processor is not None}
+
+    def summary(self) -> str:
+        """The processors and on_bad, in one line."""
+        told = [f"{kind}={processor.summary()}" for kind, processor in self.processors.items()]
+        return f"Multimodal({', '.join(told)}, on_bad={self.on_bad!r})"
 
     @property
     def packed(self) -> bool:
