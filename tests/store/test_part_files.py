@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 import meshfeed as mf
 from meshfeed.errors import StoreError
 from meshfeed.parts import KINDS, Parts
+from meshfeed.prepare import Conversion
 from meshfeed.store import DatasetWriter, MultimodalStore
 from meshfeed.testing import assert_store
+from services.needs import needs
+from services.nginx import Nginx
 from soak import cases
 
 FIELDS = ("kind", "height", "width", "length", "rate", "num_bytes", "at")
@@ -140,3 +143,40 @@ def test_damage_is_named(tmp_path):
     (tmp_path / "cut" / "dataset.json").write_text(json.dumps(told | {"parts": {"bytes": "parts"}}))
     with pytest.raises(StoreError, match='"parts" is not an object with "bytes" and "sizes"'):
         mf.open(tmp_path / "cut")
+
+
+def test_far_away_it_is_the_same_and_what_is_damaged_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "www").mkdir()
+    written(tmp_path / "www" / "d", SOME)
+    every = [(i, k) for i, sample in enumerate(SOME) for k in range(len(sample))]
+    documents, places = np.array(every).T
+
+    def read(path):
+        with mf.open(path) as store:
+            store.will_need_parts(documents, places)
+            return (
+                store.fingerprint,
+                store.parts(np.arange(4)).height.tolist(),
+                store.read_parts(documents, places),
+            )
+
+    near = read(tmp_path / "www" / "d")
+    assert near[2] == [SOME[i][k][2] for i, k in every]
+    needs("nginx")
+    with Nginx(tmp_path / "www") as server:
+        assert read(f"{server.url}/d") == near
+    raw = tmp_path / "www" / "d" / "parts.bin"
+    damaged = bytearray(raw.read_bytes())
+    damaged[4] ^= 1
+    raw.write_bytes(damaged)
+    with pytest.raises(StoreError, match=r"d/parts\.(bin|sums)"), mf.open(tmp_path / "www" / "d") as store:
+        store.read_parts(documents, places)
+
+
+def test_converting_says_that_parts_would_be_lost(tmp_path):
+    texts, _, _ = written(tmp_path / "d", SOME)
+    with pytest.raises(StoreError, match=r"has images, audio or video, which would be lost; .*--drop parts"):
+        list(Conversion(mf.open(tmp_path / "d"), tmp_path / "c").run())
+    list(Conversion(mf.open(tmp_path / "d"), tmp_path / "c", drop=["parts"]).run())
+    assert_store(mf.open(tmp_path / "c"), texts)

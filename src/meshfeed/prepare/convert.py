@@ -16,7 +16,14 @@ from meshfeed.columns import Array
 from meshfeed.errors import StoreError
 from meshfeed.files import typed_errors
 from meshfeed.files.url import is_remote
-from meshfeed.store import DatasetStore, DatasetWriter, IndexedStore, IndexedWriter, StreamStore
+from meshfeed.store import (
+    DatasetStore,
+    DatasetWriter,
+    IndexedStore,
+    IndexedWriter,
+    MultimodalStore,
+    StreamStore,
+)
 
 I64 = npt.NDArray[np.int64]
 Add = Callable[[I64, Mapping[str, Array]], None]
@@ -140,6 +147,8 @@ def _losses(store: StreamStore) -> Mapping[str, str]:
     tokens = store.tokens if isinstance(store, DatasetStore) else store
     pairs = [each for each in (tokens, *store.beside().values()) if isinstance(each, IndexedStore)]
     losses: dict[str, str] = {}
+    if isinstance(store, MultimodalStore):
+        losses["parts"] = "images, audio or video"
     if any(pair.has_modes for pair in pairs):
         losses["modes"] = "a mode for each sequence"
     if any(_has_several(pair) for pair in pairs):
