@@ -2,14 +2,15 @@
 
 Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups`,
 `oversize`, `step` (the front door), `assign` (stream order), `balance` with `forecast`, `fill` and
-`least_loaded` (equal work), `two_costs` with `swap` (encoders, too), `account` (how good it is), `split`
-(context parallelism), `best_fit` (documents into fixed lengths).
+`least_loaded` (equal work), `two_costs` with `swap` and `encoders` (encoders, too), `account` (how good
+it is), `split` (context parallelism), `best_fit` (documents into fixed lengths).
 """
 
 from meshfeed.plan.account import Account, account_of, flops
 from meshfeed.plan.assign import plan_fixed
 from meshfeed.plan.best_fit import best_fit
 from meshfeed.plan.cost import CostModel, ModelShape
+from meshfeed.plan.encoders import EncoderPlan, plan_encoder
 from meshfeed.plan.groups import cp_groups
 from meshfeed.plan.policy import Packing
 from meshfeed.plan.split import CpSplit, Slices, slices_of
@@ -21,6 +22,7 @@ __all__ = [
     "Align",
     "CostModel",
     "CpSplit",
+    "EncoderPlan",
     "ModelShape",
     "Pack",
     "PackShape",
@@ -32,6 +34,7 @@ __all__ = [
     "cp_groups",
     "flops",
     "packs_of",
+    "plan_encoder",
     "plan_fixed",
     "plan_step",
     "slices_of",

@@ -217,6 +217,36 @@ def place(
     return np.array(group, np.int32)
 
 
+def longest_first(work: FloatArray, num_groups: int) -> IntArray:
+    """Give each piece of work to the least loaded group, the largest first; its group, int32 [n].
+
+    work: float64 [n].
+    """
+    order = np.argsort(-work, kind="stable")
+    group = np.empty(work.size, np.int32)
+    if _place is None:
+        lightest = [(0.0, g) for g in range(num_groups)]
+        for item, each in zip(order.tolist(), work[order].tolist()):
+            loaded, group[item] = lightest[0]
+            heapq.heapreplace(lightest, (loaded + each, int(group[item])))
+        return group
+    nothing, zeros = np.zeros(work.size, np.int64), np.zeros((2, num_groups), np.int64)
+    slots, loads, heaps = (
+        np.full(num_groups, work.size + 1),
+        np.zeros(num_groups),
+        np.empty((2 * num_groups, 2)),
+    )
+    load, placed, members = work[order], np.empty(work.size, np.int32), np.arange(work.size)
+    _place(
+        *(work.size, address(nothing), address(nothing), address(load)),
+        *(work.size, *addresses(members, nothing)),
+        *(num_groups, *addresses(zeros[0], zeros[1], slots)),
+        *(address(loads), address(placed), address(heaps)),
+    )
+    group[order] = placed
+    return group
+
+
 def spread(sequences: Sequences, filled: list[FilledMicrobatch], rest: LongArray) -> list[FilledMicrobatch]:
     """Give the rest, and what the last microbatch has no room for, to any pack that has.
 

@@ -1,0 +1,142 @@
+"""Which rank encodes which image, sound or video of a step, and which ranks need the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.errors import PlanError
+from meshfeed.plan.account import least_pile
+from meshfeed.plan.least_loaded import longest_first
+from meshfeed.plan.types import FloatArray, IntArray, LongArray, StepPlan
+
+Encoder = Literal["with sample", "balanced"]
+"""with sample: the ranks that hold a sequence encode its parts; a cp group shares those of its pack.
+balanced: all dp_cp ranks share the parts of a microbatch, and send the outputs to those that need them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncoderPlan:
+    """The parts of one kind in one step. Equal only to itself.
+
+    An entry is a part in a row of the step's plan. A part across the end of a row has an entry for each of
+    its rows, and one that no row holds has none. Entries are in the order of the parts.
+
+    Attributes:
+        part: which of the parts given each is; int64 [k].
+        row: the row of the step's plan that holds tokens of it; int32 [k].
+        microbatch: of that row; int32 [k].
+        rank: the dp_cp rank that encodes it; int32 [k].
+        first_rank, cp_size: the cp group that holds the row, and so needs the output: its first dp_cp rank,
+            and how many; int32 [k].
+        loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks].
+        max_over_mean: the busiest rank's work in each microbatch, over the mean of all ranks; of all
+            microbatches together, 1 without work.
+        bound: what no choice of ranks for these parts can bring `max_over_mean` below.
+    """
+
+    part: LongArray
+    row: IntArray
+    microbatch: IntArray
+    rank: IntArray
+    first_rank: IntArray
+    cp_size: IntArray
+    loads: FloatArray
+    max_over_mean: float
+    bound: float
+
+    def __post_init__(self) -> None:
+        entries = (self.part, self.row, self.microbatch, self.rank, self.first_rank, self.cp_size)
+        for array in (*entries, self.loads):
+            array.flags.writeable = False
+
+
+def plan_encoder(
+    plan: StepPlan,
+    sequence: npt.ArrayLike,
+    work: npt.ArrayLike,
+    *,
+    encoder: Encoder = "with sample",
+    start: npt.ArrayLike | None = None,
+    tokens: npt.ArrayLike | None = None,
+) -> EncoderPlan:
+    """Give each part a rank, the largest first, to the least loaded: a pure function of its arguments.
+
+    plan: of the step, for any number of parts, none too.
+    sequence: place in the global batch of the sequence of each part, as in `Parts.sample`; int [p].
+    work: of the encoder on each, in any unit; float [p].
+    encoder: see `Encoder`.
+    start, tokens: the first token of each in its sequence, and how many it has; int [p]. Needed if the plan
+        has cut sequences.
+    Raises PlanError for arrays of other shapes, a sequence that the batch does not have, negative work, or
+    missing start and tokens.
+    """
+    if encoder not in get_args(Encoder):
+        raise PlanError(f"encoder={encoder!r}: choose one of {', '.join(get_args(Encoder))}")
+    of, cost = np.asarray(sequence, np.int64).ravel(), np.asarray(work, np.float64).ravel()
+    num_sequences = int(plan.sequence.max(initial=-1)) + 1
+    if of.size != cost.size or not ((of >= 0) & (of < num_sequences)).all():
+        raise PlanError(
+            f"{of.size} sequences and work on {cost.size} parts; give one of each for every part, of a batch "
+            f"of {num_sequences} sequences"
+        )
+    if not (np.isfinite(cost) & (cost >= 0)).all():
+        raise PlanError(f"work: {cost.min()} to {cost.max()}; it is finite, and 0 or more")
+    part, row = _rows(plan, of, start, tokens)
+    cost, microbatch = cost[part], plan.microbatch[row]
+    first_rank, cp_size = plan.first_rank[row], plan.cp_size[row]
+    # the ranks that share parts: their first, and how many
+    pool, size = first_rank, cp_size
+    if encoder == "balanced":
+        pool, size = np.zeros_like(first_rank), np.full_like(cp_size, plan.num_ranks)
+    rank = pool.copy()
+    group = microbatch.astype(np.int64) * plan.num_ranks + pool
+    shared = np.flatnonzero(size > 1)
+    shared = shared[np.argsort(group[shared], kind="stable")]
+    for members in np.split(shared, np.flatnonzero(np.diff(group[shared])) + 1):
+        if members.size:
+            rank[members] += longest_first(cost[members], int(size[members[0]]))
+    at = microbatch.astype(np.int64) * plan.num_ranks + rank
+    loads = np.bincount(at, cost, plan.num_microbatches * plan.num_ranks).astype(np.float64)
+    loads = loads.reshape(plan.num_microbatches, plan.num_ranks)
+    means = loads.sum(axis=1) / plan.num_ranks
+    total, least = float(means.sum()), 0.0
+    for m in range(plan.num_microbatches):
+        descending = -np.sort(-cost[microbatch == m])
+        if descending.size:
+            least += max(means.item(m), least_pile(descending, plan.num_ranks))
+    return EncoderPlan(
+        part=part,
+        row=row,
+        microbatch=microbatch,
+        rank=rank,
+        first_rank=first_rank,
+        cp_size=cp_size,
+        loads=loads,
+        max_over_mean=float(loads.max(axis=1).sum()) / total if total else 1.0,
+        bound=least / total if total else 1.0,
+    )
+
+
+def _rows(
+    plan: StepPlan, of: LongArray, start: npt.ArrayLike | None, tokens: npt.ArrayLike | None
+) -> tuple[LongArray, IntArray]:
+    """Each part, and each row that holds some of it; int64 [k], int32 [k]."""
+    # the rows of a sequence follow each other
+    first = np.searchsorted(plan.sequence, of)
+    num_rows = np.searchsorted(plan.sequence, of, side="right") - first
+    part = np.repeat(np.arange(of.size), num_rows)
+    row = np.repeat(first - (np.cumsum(num_rows) - num_rows), num_rows) + np.arange(part.size)
+    held = plan.microbatch[row] >= 0
+    if plan.oversize.size:
+        if start is None or tokens is None:
+            raise PlanError("the plan has cut sequences: give the start and the tokens of each part")
+        begin, count = np.asarray(start, np.int64).ravel(), np.asarray(tokens, np.int64).ravel()
+        if not begin.size == count.size == of.size:
+            raise PlanError(f"start of {begin.size}, tokens of {count.size}, for {of.size} parts")
+        begin, end = begin[part], (begin + count)[part]
+        held &= (begin < plan.start[row] + plan.lengths[row]) & (end > plan.start[row])
+    return part[held], row[held].astype(np.int32)

@@ -1,0 +1,112 @@
+"""Which rank encodes which part: brute force, and every kind of plan."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshfeed.errors import PlanError
+from meshfeed.plan import Packing, encoders, least_loaded, plan_encoder, plan_step
+from services.needs import needs_compiled
+from soak import cases
+
+CALM = settings(max_examples=cases(60), deadline=None, derandomize=True)
+
+
+@CALM
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["with sample", "balanced"]), st.sampled_from([1, 2, 6]))
+def test_each_part_is_encoded_once_wherever_its_tokens_are_needed(seed, encoder, ranks):
+    """Any number of parts, none too; sequences that are split, truncated or dropped; ranks without a part."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 20))
+    lengths = rng.integers(0, 120, n)
+    packing = Packing(
+        capacity=50,
+        policy=str(rng.choice(["balanced", "dynamic_cp"])),
+        cp_sizes=None,
+        oversize=str(rng.choice(["split", "truncate", "drop"])),
+    )
+    plan = plan_step(lengths, packing, dp=ranks)
+    of, start, tokens = [], [], []
+    for sequence, length in enumerate(lengths):
+        at = int(rng.integers(0, 9))
+        while at < length and rng.random() < 0.7:
+            size = int(rng.integers(1, length - at + 1))
+            of, start, tokens = [*of, sequence], [*start, at], [*tokens, size]
+            at += size + int(rng.integers(0, 9))
+    work = rng.pareto(1, len(of)) * rng.choice([0, 1], len(of))
+    made = plan_encoder(plan, of, work, encoder=encoder, start=start, tokens=tokens)
+    # token by token: where is the output of each part needed?
+    needed = {
+        (part, row)
+        for part, row in product(range(len(of)), range(plan.lengths.size))
+        if plan.microbatch[row] >= 0 and plan.sequence[row] == of[part]
+        if set(range(start[part], start[part] + tokens[part]))
+        & set(range(plan.start[row], plan.start[row] + plan.lengths[row]))
+    }
+    assert list(zip(made.part.tolist(), made.row.tolist())) == sorted(needed)
+    loads = np.zeros((plan.num_microbatches, ranks))
+    for entry, (part, row) in enumerate(zip(made.part, made.row)):
+        assert made.microbatch[entry] == plan.microbatch[row]
+        group = range(plan.first_rank[row], plan.first_rank[row] + plan.cp_size[row])
+        assert range(made.first_rank[entry], made.first_rank[entry] + made.cp_size[entry]) == group
+        assert made.rank[entry] in (group if encoder == "with sample" else range(ranks))
+        loads[made.microbatch[entry], made.rank[entry]] += work[part]
+    np.testing.assert_allclose(made.loads, loads, rtol=1e-12, atol=1e-12)
+    assert 1 - 1e-9 <= made.bound <= made.max_over_mean + 1e-9 <= ranks + 1e-6
+    if encoder == "balanced":
+        for m, each in enumerate(loads):
+            mine = work[made.part[made.microbatch == m]]
+            # Graham 1969: longest first is within 4/3 - 1 / (3 ranks) of the optimum
+            if ranks**mine.size <= 300_000:
+                assert each.max() <= least_top(mine, ranks) * (4 / 3 - 1 / (3 * ranks)) + 1e-9
+            assert each.max() <= each.mean() + mine.max(initial=0) + 1e-9
+
+
+def least_top(work: np.ndarray, ranks: int) -> float:
+    """The least work of the busiest rank, of all assignments."""
+    if not work.size:
+        return 0.0
+    at = np.array(list(product(range(ranks), repeat=work.size)))
+    loads = np.stack([np.where(at == rank, work, 0).sum(axis=1) for rank in range(ranks)])
+    return float(loads.max(axis=0).min())
+
+
+def test_a_step_without_parts():
+    plan = plan_step([5, 6], Packing(capacity=64, microbatches=2), dp=4)
+    made = plan_encoder(plan, [], [])
+    assert made.part.size == 0 and made.loads.shape == (plan.num_microbatches, 4)
+    assert made.max_over_mean == made.bound == 1
+    assert plan_encoder(plan_step([], Packing(capacity=64), dp=4), [], []).loads.shape == (0, 4)
+
+
+@CALM
+@given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(1, 9))
+def test_the_compiled_loop_takes_the_same_rank(seed, num_parts, ranks):
+    needs_compiled()
+    work = np.random.default_rng(seed).choice([0.0, 1, 1, 2.5, 7], num_parts)
+    compiled = least_loaded.longest_first(work, ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(least_loaded, "_place", None)
+        np.testing.assert_array_equal(least_loaded.longest_first(work, ranks), compiled)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (([0, 2], [1.0, 1]), {}, "2 sequences and work on 2 parts; .* of a batch of 2 sequences"),
+        (([0], [1.0, 1]), {}, "1 sequences and work on 2 parts"),
+        (([0, 1], [1.0, -1]), {}, "work: -1.0 to 1.0"),
+        (([0, 1], [1.0, 1]), {}, "the plan has cut sequences: give the start and the tokens of each part"),
+        (([0, 1], [1.0, 1]), {"start": [0], "tokens": [1, 1]}, "start of 1, tokens of 2, for 2 parts"),
+        (([0, 1], [1.0, 1]), {"encoder": "evenly"}, "choose one of with sample, balanced"),
+    ],
+)
+def test_other_arguments_are_refused(arguments, options, message):
+    plan = plan_step([5, 600], Packing(capacity=64, oversize="split"), dp=2)
+    with pytest.raises(PlanError, match=message):
+        encoders.plan_encoder(plan, *arguments, **options)
