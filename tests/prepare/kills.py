@@ -19,6 +19,31 @@ from pathlib import Path
 
 from texts import jsonl, left_behind, texts, tree
 
+_STEPS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
+
+
+def dies_at(step, work):
+    """Run `work` in a fork that ends, as by SIGKILL, right before its step-th change to a folder."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    left = step
+
+    def hook(event, args):
+        nonlocal left
+        made = event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
+        if event in _STEPS or made:
+            left -= 1
+            if left == 0:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+    try:
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
 
 def command(folder: Path, out: Path, workers: int, engine: str) -> list[str]:
     options = [

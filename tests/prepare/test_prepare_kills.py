@@ -5,37 +5,12 @@ import os
 import sys
 
 import pytest
-from kills import run
+from kills import dies_at, run
 from texts import Here, jsonl, left_behind, texts, tree
 
 from meshfeed.prepare import Text, engine, prepare
 from meshfeed.prepare.engine import encoded, prepare_tasks, run_task
 from soak import SOAK, cases, only_soak
-
-_STEPS = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
-
-
-def dies_at(step, work):
-    """Run `work` in a fork that ends, as by SIGKILL, right before its step-th change to a folder."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    left = step
-
-    def hook(event, args):
-        nonlocal left
-        made = event == "open" and isinstance(args[2], int) and args[2] & os.O_CREAT
-        if event in _STEPS or made:
-            left -= 1
-            if left == 0:
-                os._exit(9)
-
-    sys.addaudithook(hook)
-    try:
-        work()
-        os._exit(0)
-    finally:
-        os._exit(1)
 
 
 def dies_at_line(count, file, work):

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from kills import dies_at
 from media import SPECIAL, bomb, flac, picture, tar, tokenizer, turned, wav
 from PIL import Image
 from texts import Here, left_behind, tree
@@ -24,6 +25,7 @@ from meshfeed.prepare import Chats, Multimodal, Text, prepare
 from meshfeed.store import MultimodalStore
 from services.needs import needs
 from services.nginx import Nginx
+from soak import cases
 
 PAD, START, END, AUDIO, _ = SPECIAL
 PNG, JPG, TURNED = picture(5, 9), picture(8, 4, "JPEG", seed=1), picture(3, 7, "JPEG", exif=turned(6))
@@ -119,6 +121,23 @@ def test_the_output_depends_on_the_input_alone(tmp_path, captions):
         assert tree(out) == whole and left_behind(out) == []
     prepare([tmp_path / "in"], out, captions, engine=Here(), overwrite=True, **options)
     assert tree(out) == whole and left_behind(out) == []
+
+
+def test_killed_at_a_step_it_goes_on_to_the_same_bytes(tmp_path):
+    """Creations, renames and removals of files; `make soak` kills before each of them."""
+    how = Multimodal(text=Text(tokenizer="bytes"), tokens={"image": "\x01"})
+    for i in range(2):
+        tar(tmp_path / f"{i}.tar", [("0.png", picture(2 + i, 3)), ("0.txt", b"x"), ("1.txt", b"y")])
+    inputs = [tmp_path / "0.tar", tmp_path / "1.tar"]
+    prepare(inputs, tmp_path / "whole", how, engine=Here(), part_bytes=1)
+    step, killed = 0, True
+    while killed:
+        step += cases(9, 1)
+        out = tmp_path / f"out{step}"
+        killed = dies_at(step, lambda out=out: prepare(inputs, out, how, engine=Here(), part_bytes=1))
+        prepare(inputs, out, how, engine=Here(), part_bytes=1, resume=True)
+        assert tree(out) == tree(tmp_path / "whole") and left_behind(out) == [], step
+    assert step > 30, "the steps were not seen"
 
 
 BAD = [
