@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from dataclasses import field as dataclass_field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -29,6 +29,7 @@ from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.processor import Processor
 from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, runs_of
+from meshfeed.store import StreamStore
 
 OnBad = Literal["error", "blank", "drop"]
 
@@ -376,10 +377,16 @@ class Multimodal(DocumentRule, TokenRule):
 
 def _parts_of(recipe: Recipe, draws: Draws) -> Parts:
     """The parts of the documents of all draws, in their order."""
-    found = [(mine, recipe.sources[s].parts(of.index)) for s, mine, of in draws.by_source()]
+    found = [(mine, _parts_at(recipe.sources[s], of.index.tobytes())) for s, mine, of in draws.by_source()]
     if len(found) < 2:
         return found[0][1] if found else Parts.none(0)
     return Parts.merged(len(draws), found)
+
+
+@lru_cache(maxsize=64)
+def _parts_at(store: StreamStore, documents: bytes) -> Parts:
+    """The parts of documents, the bytes of int64 [n]; kept, as a step asks for the same ones again."""
+    return store.parts(np.frombuffer(documents, np.int64))
 
 
 def _refuse_first(recipe: Recipe, draws: Draws, parts: Parts, places: Longs, rule: PartRule) -> None:
