@@ -31,7 +31,7 @@ ENCODER_WEIGHT = 0.25
 an encoder of 0.7B parameters with four patches a token does a third of the work of 8B on an image, and none
 on text."""
 
-FAR = 0.125
+FAR = 0.08
 """Where encoders, so weighed, are further from even than this, the groups are filled again."""
 
 MOST_SHARE = 2.0
@@ -60,8 +60,9 @@ def even_out(
     if before.max() > FAR:
         sequences = Sequences(room, packing.cost, lengths, packs.padded, packs.cost[0], packs.cost[0, 0])
         again = packs.filled_again(sequences)
-        if again is not None and packs.unevenness(packs.loads(again)).max() < before.max():
-            pack, loads = again, packs.loads(again)
+        loads_again = loads if again is None else packs.loads(again)
+        if again is not None and packs.unevenness(loads_again).max() < before.max():
+            pack, loads = again, loads_again
     # the language model may stay as uneven as it was
     allowed = max(packing.tolerance, before.item(0))
     contents = packs.contents(pack, loads, allowed, packing.tolerance, room.max_sequences)
