@@ -16,7 +16,7 @@ with the limits of its processor, except that pages keep their resolution.
 What the papers do not say is assumed: how numbers spread around these means, and pages' and photos' shapes.
 
 max / mean: the busiest rank of each microbatch, over the mean of all ranks; of all microbatches together. The
-bound is the mean, or the largest sample; of parts that all ranks share, what those of a microbatch leave to
+bound is the mean, or the largest part; of parts that all ranks share, what those of a microbatch leave to
 its busiest rank at least. Samples fill 3.4 packs of 32,768 tokens on each rank.
 """
 
@@ -130,13 +130,8 @@ def step_of(mix: str, ranks: int) -> Step:
 
 
 def busiest(plan: StepPlan, step: Step) -> float:
-    """The encoder's max / mean where the ranks that hold a sample share its parts evenly."""
-    loads = np.zeros((plan.num_microbatches, plan.num_ranks))
-    for place in range(int(plan.cp_size.max())):
-        mine = np.flatnonzero(plan.cp_size > place)
-        at = plan.microbatch[mine], plan.first_rank[mine] + place
-        np.add.at(loads, at, step.work[mine] / plan.cp_size[mine])
-    return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
+    """The encoder's max / mean where the ranks that hold a sample encode its parts."""
+    return plan_encoder(plan, step.sample, step.part_work).max_over_mean
 
 
 def seconds_of(*contestants: Callable[[], object], rounds: int) -> list[float]:
@@ -167,7 +162,7 @@ def compare(mix: str, ranks: int, rounds: int) -> Iterator[Row]:
 
     text, plan = by_tokens(), by_both()
     where = f"{mix}, {ranks} ranks"
-    bound = max(1.0, float(step.work.max()) / float(step.work.sum()) * ranks)
+    bound = max(1.0, float(step.part_work.max() / step.part_work.sum()) * ranks)
     balanced = plan_encoder(text, step.sample, step.part_work, encoder="balanced")
     yield Row(name=f"encoder max / mean, {where}, by tokens alone", value=busiest(text, step))
     yield Row(name=f"encoder max / mean, {where}", value=busiest(plan, step), aim=1.1, headline=True)
