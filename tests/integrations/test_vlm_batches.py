@@ -15,7 +15,7 @@ from megatron_world import Case, initialized, run
 import meshfeed as mf
 from meshfeed.exchange import Keys
 from meshfeed.integrations import megatron
-from meshfeed.integrations.megatron.samples import sequences_of
+from meshfeed.integrations.megatron.samples import AXES_FIRST, sequences_of, with_axes
 from soak import cases
 from vlm import Size, VisualInputs, nested, same, tensor
 
@@ -52,10 +52,15 @@ def sample_of(number: int, size: int | None = None) -> dict[str, Any]:
     return sample
 
 
+def size_of(number: int) -> int | None:
+    """Tokens of one of `elements`: 3 axes beside 3 tokens have no shape that says which is which."""
+    return None if number % 4 == 3 else 3 if number % 16 == 13 else 9
+
+
 def elements(first: int) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
     """What a trainer's iterator gives, in all its forms, and the samples in it."""
     for number in range(first, first + 4 * NUM_ELEMENTS, 4):
-        one, other = sample_of(number, 9), sample_of(number + 1, 9)
+        one, other = sample_of(number, size_of(number)), sample_of(number + 1, 9)
         form = number // 4 % 4
         if form == 0:
             yield one, [one]
@@ -64,9 +69,13 @@ def elements(first: int) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
         elif form == 2:  # a row [1, T]: what has no entry per token stays as it is
             rows = {name: value[None] for name, value in one.items() if name not in OWN}
             yield one | rows, [one]
-        else:  # rows [2, T]
-            both = {name: torch.stack([one[name], other[name]]) for name in one if name not in OWN}
-            both["position_ids"] = torch.stack([one["position_ids"], other["position_ids"]], dim=1)
+        else:  # rows [2, T], the first of them padded
+            sizes = torch.tensor([len(one["tokens"]), 9])
+            names = [name for name in one if name not in OWN]
+            wide = {name: torch.nn.functional.pad(one[name], (0, 9 - len(one["tokens"]))) for name in names}
+            both = {name: torch.stack([wide[name], other[name]]) for name in names}
+            both["position_ids"] = torch.stack([wide["position_ids"], other["position_ids"]], dim=1)
+            both["original_seq_len"] = sizes
             yield both | {name: [one.get(name), other.get(name)] for name in OWN}, [one, other]
 
 
@@ -121,7 +130,7 @@ def hybrid(case: Case) -> list[int]:
             if "about" not in made:  # a dummy
                 continue
             number, size = made["about"]["uid"], int((made["tokens"] > 0).sum())
-            sample = sample_of(number, None if number % 4 == 3 else 9)
+            sample = sample_of(number, size_of(number))
             seen.append(number)
             assert made["position_ids"].shape == (3, made["tokens"].numel())
             for name in (*OWN, "tokens", "position_ids"):
@@ -177,6 +186,9 @@ ONE = {"tokens": torch.arange(1, 5)}
         (ONE | {"position_ids": torch.ones(4, 4)}, r"position_ids have shape \(4, 4\).*declare position_ids"),
         (ONE | {"attention_mask": torch.ones(1, 4, 4)}, r"attention_mask has shape \(1, 4, 4\).*not causal"),
         (ONE | {"attention_mask": torch.ones(1, 5, 5).tril()}, r"attention_mask has shape \(1, 5, 5\) for 4"),
+        (ONE | {"attention_mask": "full"}, r"attention_mask is str; give a tensor with one entry per token"),
+        (ONE | {"attention_mask": {"full": None}}, r"attention_mask is dict"),
+        (ONE | {"position_ids": torch.ones(4, 1, 3)}, r"position_ids have shape \(4, 1, 3\).*unclear"),
     ],
 )
 def test_what_cannot_be_assigned_to_a_sequence_is_refused_by_name(element: Any, text: str) -> None:
@@ -193,4 +205,35 @@ def test_what_is_declared_is_taken_as_declared() -> None:
     assert set(sequences_of([ONE | {"attention_mask": causal}])[0]) == {"tokens"}
     for form in (torch.ones(3, 4), torch.ones(3, 1, 4), torch.ones(1, 3, 4)):
         (made,) = sequences_of({"tokens": ONE["tokens"][None], "position_ids": form, "original_seq_len": 2})
-        assert made["position_ids"].shape == (3, 2)
+        assert with_axes(made)["position_ids"].shape == (3, 2)
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+def test_one_row_is_the_same_sequence_in_all_its_shapes(size: int) -> None:
+    tokens, ids = torch.arange(size), torch.arange(3 * size).reshape(3, size)
+    mask = torch.arange(size) % 2 == 0
+    for row in (tokens, tokens[None]):
+        for form in (ids[:, None], ids[None], *([ids] if size != 3 else [])):
+            if form.shape == (1, 3, 3):  # [1, T, axes] is of this shape too
+                continue
+            (made,) = sequences_of({"tokens": row, "position_ids": form})
+            assert torch.equal(made[AXES_FIRST], ids.T) and torch.equal(made["tokens"], tokens)
+        for given in (mask, mask[None], mask.numpy()):
+            (made,) = sequences_of({"tokens": row, "attention_mask": given})
+            assert torch.equal(torch.as_tensor(made["attention_mask"]), mask)
+
+
+def test_three_tokens_of_a_longer_sample_keep_their_three_axes() -> None:
+    ids, tokens = torch.arange(24).reshape(3, 8), torch.arange(8)
+    for sample in (
+        {"tokens": tokens, "cu_seqlens": [0, 3, 8], "position_ids": ids},
+        {
+            "tokens": tokens.expand(2, 8),
+            "original_seq_len": [3, 5],
+            "position_ids": ids[:, None].expand(3, 2, 8),
+        },
+    ):
+        made = [with_axes(each)["position_ids"] for each in sequences_of(sample)]
+        assert torch.equal(made[0], ids[:, :3]) and made[1].shape == (3, 5)
+    (made, _) = sequences_of({"tokens": tokens, "cu_seqlens": [0, 3, 8], "position_ids": ids.T})
+    assert torch.equal(with_axes(made)["position_ids"], ids.T[:3])

@@ -21,7 +21,13 @@ from meshfeed.exchange.keys import RESERVED
 from meshfeed.exchange.lengths import LENGTH, VALID, Report, Schema
 from meshfeed.feed.device import on_device
 from meshfeed.feed.stepping import ranks_beside
-from meshfeed.integrations.megatron.samples import AXES_FIRST, as_sent, per_token_of, sequences_of
+from meshfeed.integrations.megatron.samples import (
+    AXES_FIRST,
+    per_token_of,
+    sequences_of,
+    with_axes,
+    with_axes_last,
+)
 from meshfeed.integrations.megatron.schedule import packing_of
 from meshfeed.integrations.megatron.stages import core, device_of, layout_of
 from meshfeed.layout import Layout
@@ -84,6 +90,8 @@ class HybridCPDataLoaderWrapper:
         self._split = {field.name for field in self._keys.declared if field.split}
         self._taken = self._step = 0
         self._error: Exception | None = None
+        # id -> position ids of this batch's samples, and whether sequences_of found their axes first
+        self._unpacked: dict[int, tuple[Any, bool]] = {}
 
     @cached_property
     def dp_cp_group(self) -> Any:
@@ -125,11 +133,15 @@ class HybridCPDataLoaderWrapper:
         return mine, groups
 
     def unpack_batch(self, batch: Any) -> list[dict[str, Any]]:
-        """The samples of an element of the iterator, without padding; empty ones are left out."""
+        """The samples of an element of the iterator, without padding; empty ones are left out.
+
+        position_ids that have several axes are [axes, T]. For those that an override makes, the shape must
+        say so: 3 axes of 3 tokens are refused.
+        """
         length, made = self._keys.length, sequences_of(batch, self._given_keys)
         if missing := [at for at, sample in enumerate(made) if not np.ndim(sample.get(length, 0))]:
             raise RecipeError(f"sample {missing[0]} has no {length!r} with one entry per token")
-        return [sample for sample in made if len(sample[length])]
+        return [self._shown(sample) for sample in made if len(sample[length])]
 
     def get_global_seqlens(self, subsample_seqlens: torch.Tensor) -> tuple[list[int], torch.Tensor]:
         """The lengths of all samples, by data-parallel rank, and the index of the first of each.
@@ -207,12 +219,30 @@ class HybridCPDataLoaderWrapper:
 
     def _pull(self) -> list[dict[str, Any]]:
         """This rank's samples: none at its end, since others may have more, and none beside an error."""
+        self._unpacked = {}
         try:
             batch = next(cast(Iterator[Any], self.data_iterator), None)
             return [] if batch is None else self.unpack_batch(batch)
         except Exception as error:
             self._error = error
             return []
+
+    def _shown(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """A sample of `sequences_of`, as overrides of `unpack_batch` get it."""
+        shown = with_axes(sample)
+        if (ids := shown.get("position_ids")) is not None:
+            self._unpacked[id(ids)] = ids, AXES_FIRST in sample
+        return shown
+
+    def _axes_last(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """`_shown`, backwards; the shape says which dimension is which in position ids of an override."""
+        ids = sample.get("position_ids")
+        if id(ids) not in self._unpacked:
+            return with_axes_last(sample, self._given_keys)
+        made = dict(sample)
+        if self._unpacked[id(ids)][1]:
+            made[AXES_FIRST] = made.pop("position_ids").movedim(0, -1)
+        return made
 
     def _gathered(self, made: Callable[[], Given]) -> tuple[Given, GatheredLengths]:
         """This rank's part and that of all. made: gives this rank's; its error is reported to all ranks."""
@@ -235,8 +265,8 @@ class HybridCPDataLoaderWrapper:
                 f"global_ids_this_rank begins with {ids.tolist()[:8]} for {len(batch)} samples; by offsets, "
                 f"this rank has the ids {first} to {first + len(batch) - 1}"
             )
-        sent = (as_sent(batch[at], self._given_keys) for at in order.tolist())
-        samples = [{_sent(name): value for name, value in each.items()} for each in sent]
+        whole = (self._axes_last(batch[at]) for at in order.tolist())
+        samples = [{_sent(name): value for name, value in each.items()} for each in whole]
         return encode(samples, self._keys, first=self._taken, rank=dist.get_rank())
 
     def _planned(self, id_seqlens: Sequence[tuple[int, int]]) -> SampleGroups:

@@ -38,10 +38,11 @@ def per_token_of(keys: Keys) -> frozenset[str]:
 def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]:
     """The sequences in an element of a trainer's iterator: a sample, a list of samples, or packed samples.
 
-    Tokens of shape [b, T] are b sequences; any other key then has one entry for each. A sample with
-    original_seq_len is cut to it, and one with cu_seqlens is split. position_ids may be [axes, T], beside
-    rows [axes, b, T] or [b, axes, T]; a sequence has [axes, T]. An attention_mask of the shape of the tokens
-    has one entry per token; a causal one, [..., T, T], says what packs do and is left out.
+    Tokens of shape [b, T] are b sequences, [T] are one; any other key then has one entry for each. A sample
+    with original_seq_len is cut to it, and one with cu_seqlens is split. position_ids may be [axes, T], or
+    beside rows [axes, b, T] or [b, axes, T]; a sequence then has them under `AXES_FIRST`, see `with_axes`. An
+    attention_mask of the shape of the tokens has one entry per token; a causal one, [..., T, T], says what
+    packs do and is left out.
     keys: further keys with one entry per token; position_ids and attention_mask are taken as declared.
     Raises RecipeError for anything else, naming the key.
     """
@@ -49,22 +50,25 @@ def sequences_of(element: Any, keys: Keys | None = None) -> list[dict[str, Any]]
     if not isinstance(samples, Sequence) or not all(isinstance(each, Mapping) for each in samples):
         raise RecipeError(f"the data iterator gave {type(element).__name__}; give dicts, or lists of dicts")
     keys = keys or Keys()
-    made = [sequence for sample in samples for sequence in _apart(sample, keys)]
-    for each in made:
-        if (ids := each.pop(AXES_FIRST, None)) is not None:
-            each["position_ids"] = ids.movedim(-1, 0)
+    return [sequence for sample in samples for sequence in _apart(sample, keys)]
+
+
+def with_axes(sequence: Mapping[str, Any]) -> dict[str, Any]:
+    """A sequence of `sequences_of` with its position_ids [axes, T] under their own name."""
+    made = dict(sequence)
+    if (ids := made.pop(AXES_FIRST, None)) is not None:
+        made["position_ids"] = ids.movedim(-1, 0)
     return made
 
 
-def as_sent(sequence: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
-    """A sequence in which all that is split has the tokens first. keys: the user's."""
-    return _with_axes_last(sequence, keys, tuple(np.shape(sequence.get(keys.length, ()))))
+def with_axes_last(sample: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """A sample whose position ids have the tokens first. keys: the user's.
 
-
-def _with_axes_last(sample: Mapping[str, Any], keys: Keys, shape: tuple[int, ...]) -> dict[str, Any]:
-    """A sample whose position ids have the tokens first. shape: of the tokens."""
+    Raises RecipeError if it is unclear which dimension is which.
+    """
     made, ids = dict(sample), sample.get("position_ids")
-    if ids is None or not shape or "position_ids" in keys.by_name():
+    shape = tuple(np.shape(sample.get(keys.length, ())))
+    if ids is None or len(shape) not in (1, 2) or "position_ids" in keys.by_name():
         return made
     if (moved := _axes_last(ids, shape)) is not None:
         del made["position_ids"]
@@ -77,11 +81,10 @@ def _apart(sample: Mapping[str, Any], keys: Keys) -> Iterator[dict[str, Any]]:
     values = {name: value for name, value in sample.items() if name not in _LENGTHS and value is not None}
     shape = tuple(np.shape(values.get(length, ())))
     if "attention_mask" in values and "attention_mask" not in declared and shape:
-        if np.shape(values["attention_mask"]) == shape:
-            per_token = per_token | {"attention_mask"}
-        else:
-            _refuse_unless_causal(values.pop("attention_mask"), shape[-1])
-    values, per_token = _with_axes_last(values, keys, shape), per_token | {AXES_FIRST}
+        mask = _mask_of(values.pop("attention_mask"), shape)
+        if mask is not None:
+            values["attention_mask"], per_token = mask, per_token | {"attention_mask"}
+    values, per_token = with_axes_last(values, keys), per_token | {AXES_FIRST}
     rows = _rows(values, length, per_token)
     if sample.get("cu_seqlens") is not None:
         if len(rows) != 1:
@@ -159,13 +162,16 @@ def _axes_last(ids: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
 
     shape: of the tokens, [T] or [b, T]. Raises RecipeError if it is unclear which dimension is which.
     """
-    own, (*rows, size) = tuple(np.shape(ids)), shape
-    if own in (shape, (1, *shape)) or len(own) not in (2, 3) or (len(own) == 3 and not rows):
+    own, (rows, size) = tuple(np.shape(ids)), (1, *shape)[-2:]
+    if own in (shape, (rows, size)) or len(own) not in (2, 3):
         return None
-    plain = own[: len(shape)] == shape or (len(own) == 2 and own[0] == size)  # [..., T, axes]
-    by_axis = own[1:] in (shape, (size,)) if rows in ([], [1]) else own[1:] == shape  # [axes, (b,) T]
-    by_row = bool(rows) and len(own) == 3 and (own[0], own[2]) == shape  # [b, axes, T]
-    if plain + by_axis + by_row > 1 and not (by_axis and by_row and own[0] == own[1] == 1):
+    if len(own) == 2:
+        plain, by_axis, by_row = own[0] == size, rows == 1 and own[1] == size, False  # [T, axes], [axes, T]
+    else:
+        plain, by_axis = own[:2] == (rows, size), own[1:] == (rows, size)  # [b, T, axes], [axes, b, T]
+        by_row = (own[0], own[2]) == (rows, size)  # [b, axes, T]
+    none = len(own) == 3 and not (plain or by_axis or by_row)
+    if none or (plain + by_axis + by_row > 1 and own[:-1] != (1, 1)):  # of one axis, all are the same
         raise RecipeError(
             f"position_ids have shape {own}, {shape} tokens: it is unclear which dimension is which; give "
             f"a dict for each sequence and declare position_ids in Keys, split, as [tokens, axes]"
@@ -173,21 +179,37 @@ def _axes_last(ids: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
     if not (by_axis or by_row):
         return None
     ids = torch.as_tensor(ids)
-    return ids.movedim(0, -1) if by_axis else ids.movedim(1, -1)
+    ids = ids.movedim(0, -1) if by_axis else ids.movedim(1, -1)
+    return ids.reshape(*shape, ids.shape[-1])
 
 
-def _refuse_unless_causal(mask: Any, size: int) -> None:
-    """Raises RecipeError for a mask that says something else than packs do. size: tokens of a row."""
+def _mask_of(mask: Any, shape: tuple[int, ...]) -> Any:
+    """An attention mask with one entry per token, in the shape of the tokens; None for one that packs imply.
+
+    Raises RecipeError for a mask that says something else than packs do.
+    """
+    size = shape[-1]
+    try:
+        is_array = isinstance(mask, np.ndarray) and mask.dtype.kind in "biuf"
+        mask = mask if is_array else torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError):
+        raise RecipeError(
+            f"attention_mask is {type(mask).__name__}; give a tensor with one entry per token, leave it out, "
+            f"or declare it in Keys, not split, to get it as it is"
+        ) from None
+    own = tuple(mask.shape)
+    if own == shape or (len(own) in (1, 2) and (1, *own)[-2:] == (1, *shape)[-2:]):  # [T] is a row [1, T]
+        return mask.reshape(shape)
     mask = torch.as_tensor(mask)
     if mask.numel() <= 1:  # stands for none
-        return
+        return None
     if size > 1 and mask.shape[-2:] == (size, size):
         seen, hidden = mask.reshape(-1)[[0, 1]]
         causal = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
         if seen != hidden and bool((mask == torch.where(causal, seen, hidden)).all()):
-            return
+            return None
     raise RecipeError(
-        f"attention_mask has shape {tuple(mask.shape)} for {size} tokens and is not causal, but in a pack "
+        f"attention_mask has shape {own} for {size} tokens and is not causal, but in a pack "
         f"each sequence attends to itself, causally; leave it out, give one entry per token, or declare it "
         f"in Keys, not split, to get it as it is"
     )

@@ -16,7 +16,7 @@ from meshfeed.errors import PlanError, RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
 from meshfeed.exchange.lengths import GatheredLengths
 from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator, begin, data_iterators
-from meshfeed.integrations.megatron.samples import AXES_FIRST, OVERWRITTEN, as_sent, sequences_of
+from meshfeed.integrations.megatron.samples import AXES_FIRST, OVERWRITTEN, sequences_of
 from meshfeed.integrations.megatron.stages import (
     Loading,
     core,
@@ -147,8 +147,7 @@ class _Turn:
                     raise RecipeError(f"element {taken} is an empty pack; give each pack a sequence")
                 made[first] = {**made[first], _BEGINS: b""}
         self._num_elements = 0
-        sent = (as_sent(each, self._keys) for each in made)
-        return [{self._sent_as(k): v for k, v in each.items() if k not in OVERWRITTEN} for each in sent]
+        return [{self._sent_as(k): v for k, v in each.items() if k not in OVERWRITTEN} for each in made]
 
     def _sent_as(self, name: str) -> str:
         """Another name for a key that packs already have."""
