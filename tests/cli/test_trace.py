@@ -208,7 +208,9 @@ recipe = mf.Recipe(data=mf.open("{folder}"), sequence=rule, batch=mf.Batch(seque
 """
 
 
-def test_the_bytes_of_every_part_that_a_rank_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bytes_of_every_part_that_a_rank_saw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_pictures(tmp_path / "store")
     (file := tmp_path / "recipe.py").write_text(PARTS.format(folder=tmp_path / "store"))
     recipe, packing = recipe_in(file), mf.Packing(capacity=64)
@@ -232,5 +234,6 @@ def test_the_bytes_of_every_part_that_a_rank_saw(tmp_path: Path, capsys: pytest.
         assert found == wanted and found
     documents = told(capsys, str(file), "--document", "3")
     assert [line["parts"] for line in documents] == [[]], "without a packing, nobody has it"
+    monkeypatch.setenv("COLUMNS", "300")
     assert main(["trace", str(file), "--step", "0", "--capacity", "64"]) == 0
     assert "0 audio 341:347" in capsys.readouterr().out

@@ -155,9 +155,8 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
     """
 
     examples = """
-        meshfeed prepare corpus/*.jsonl.zst --out tokens --tokenizer tokenizer.json --eod --resume
+        meshfeed prepare s3://bucket/raw/ --out s3://bucket/tokens --tokenizer llama/ --eod --validation 0.01
         meshfeed prepare src/ --glob '*.py' --out code --train-bpe 32000 --eod --dedup exact
-        meshfeed prepare s3://bucket/raw/ --out s3://bucket/tokens --tokenizer llama/ --validation 0.01
         meshfeed prepare chats.jsonl --out chats --tokenizer llama/ --chat --chat-date 2025-06-01
         meshfeed prepare shards/ --multimodal --out captions --tokenizer qwen/ --image-token '<|image_pad|>'
     """

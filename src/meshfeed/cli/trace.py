@@ -45,8 +45,7 @@ class Trace(Command, JobOptions, RecipeOptions):
         "step, place": "the step, and which of its sequences; null where a document never comes",
         "source, epoch, index": "which sequence it is; source is '' for a single store",
         "document, tokens": "which document of the source, and which of its tokens, as first:stop",
-        "parts": "images, audio and video with any of these tokens: number in the document, kind, file, and "
-        "bytes there, as first:stop; only of mf.Multimodal",
+        "parts": "of mf.Multimodal: images, audio and video there, each as number, kind, file and bytes",
         "microbatch": "which of the step's; null where the packing is not known",
         "ranks": "global ranks whose context-parallel slice has some of these tokens, all of tp and pp",
     }
