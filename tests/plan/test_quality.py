@@ -72,6 +72,15 @@ def test_keys_and_values_between_nodes_cost_little_where_their_price_is_known(ra
     assert told.objective < 0.92 * untold.objective
 
 
+@pytest.mark.parametrize("seed", range(1, 7))
+def test_few_microbatches_of_wide_groups_do_not_end_the_search(seed):
+    lengths = np.random.default_rng(seed).normal(np.log(2500), 0.2, 384)
+    lengths = np.exp(lengths).astype(np.int64)
+    priced = Packing(capacity=4096, policy="dynamic_cp", cost=CostModel(alpha=25_100, ring_tokens=6000))
+    account = account_of(plan_step(lengths, priced, dp=32), priced)
+    assert account.objective < 1.19 * priced.cost.work(lengths).sum() / 32
+
+
 def test_no_tolerance_is_never_worse():
     for lengths in traces(8).values():
         assert efficiency(lengths, 8, tolerance=0.0)[0] >= efficiency(lengths, 8)[0] * (1 - 1e-9)

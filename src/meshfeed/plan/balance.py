@@ -20,7 +20,7 @@ from meshfeed.plan.policy import Packing, Room, asked_microbatches
 from meshfeed.plan.types import FloatArray, IntArray, LongArray
 
 MOST_MISSES = 1
-"""How many numbers in a row that do not shorten a step without a bubble end the search."""
+"""How many numbers in a row that do not shorten a step end the search, without a bubble or ring_tokens."""
 
 WHERE_DEALT = 4
 """How many numbers are tried where one had to be dealt out: after each that leaves sequences, 1/4 more."""
@@ -60,8 +60,10 @@ def balance(
     sequences = Sequences.of(lengths[order], packing.cost, room)
     # a pack of fixed shape costs its capacity, so the fewest are best
     chooses = packing.microbatches is None and not packing.fixed_shapes
-    # a bubble makes several numbers nearly equal: one that misses its prediction tells little of the others
-    most_misses = math.inf if bubble_share or not packing.tolerance else MOST_MISSES
+    # a bubble makes several numbers nearly equal, and predictions leave out what wide groups communicate:
+    # one that misses its prediction tells little of the others
+    unsure = bubble_share or not packing.tolerance or packing.cost.ring_tokens
+    most_misses = math.inf if unsure else MOST_MISSES
     candidates = Candidates(Forecast(sequences, packing, bubble_share), quantum, packing.tolerance)
     candidates.begin(fewest_microbatches(sequences, packing, quantum), alone=not chooses)
     best, misses, dealt = None, 0, False

@@ -13,12 +13,14 @@ from meshfeed.plan.types import is_count
 
 
 def cp_sizes(num_ranks: int, *, powers: bool = False) -> tuple[int, ...]:
-    """The cp group sizes that a plan may use on `num_ranks` dp_cp ranks, ascending, each a divisor of the
-    next.
+    """The cp group sizes that a plan may use on `num_ranks` dp_cp ranks, ascending.
 
-    12 -> (1, 2, 4, 12): multiply by the prime factors of num_ranks, smallest first. A chain of divisors
-    nests: blocks laid side by side, widest first, are then aligned whatever their number.
-    powers: 12 -> (1, 2, 4, 8, 12), powers of two and all ranks: narrower groups for long sequences.
+    12 -> (1, 2, 4, 12): multiply by the prime factors of num_ranks, smallest first. Each divides the next, so
+    they nest: blocks laid side by side, widest first, are then aligned whatever their number.
+    powers: 12 -> (1, 2, 4, 8, 12), powers of two and all ranks: narrower groups for long sequences. All ranks
+    may be no multiple of the power before. Ranks past its last whole block are in no group of that size: rank
+    6 of 7 is in those of 1 and 7 alone, so ranks differ in the keys of `feed.cp_groups`. Make process groups
+    with `use_local_synchronization=True`; a loop in which all ranks take part would hang.
     Raises PlanError for num_ranks < 1.
     """
     if num_ranks < 1:
@@ -56,11 +58,12 @@ def check_sizes(sizes: Sequence[int], num_ranks: int) -> tuple[int, ...]:
 
 
 def cp_groups(num_ranks: int, sizes: Sequence[int] | None = None) -> dict[int, npt.NDArray[np.int64]]:
-    """Every cp group that a plan can ask for, so that all are made once, at the start.
+    """Every cp group of these sizes, so that all are made once, at the start.
 
     Returns size -> dp_cp ranks of its aligned blocks, int64 [num_ranks // size, size]; sizes ascending. Where
     a size does not divide num_ranks, the last ranks are in none of its blocks.
-    sizes: those allowed; None for `cp_sizes(num_ranks)`.
+    sizes: those allowed; None for `cp_sizes(num_ranks)`. Plans under `ring_tokens` use powers of two by
+    default: `feed.cp_groups` has the groups that a Feed's plans can ask for.
     """
     allowed = cp_sizes(num_ranks) if sizes is None else check_sizes(sizes, num_ranks)
     return {size: np.arange(num_ranks // size * size).reshape(-1, size) for size in allowed}
