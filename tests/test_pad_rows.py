@@ -11,6 +11,7 @@ import pytest
 
 import meshfeed as mf
 from corpus import recipe_of, write_corpus
+from user_datasets import Plain
 
 WINDOWS = 50  # of 24 tokens
 
@@ -83,6 +84,19 @@ def test_a_microbatch_is_full_or_refused(
             len(microbatch.draws) for step in itertools.islice(feed, 8) for microbatch in step.microbatches
         }
     assert min(whole) < rows
+
+
+def test_items_of_a_dataset_are_never_dummies() -> None:
+    data = mf.Mapped(Plain(5, lambda at: {"x": at.index}))
+    five = mf.Recipe(data=data, sequence=mf.Samples("x"), batch=mf.Batch(sequences=8), epochs=1)
+    for rank, rows in enumerate((1, 0)):
+        options: dict[str, Any] = {"layout": mf.Layout(dp=2), "rank": rank, "micro_batch_size": 2}
+        says = r"3 would be missing; .*last='drop'.* fewer rows, or none, on some ranks"
+        with pytest.raises(mf.OptionError, match=says), mf.Feed(five, **options):
+            pass
+        with mf.Feed(five, pad_rows=True, **options) as feed:
+            got = [len(microbatch["x"]) for step in feed for microbatch in step.microbatches]
+        assert got == [2, rows]
 
 
 def test_packs_may_be_dummies() -> None:

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ STEPS, WINDOW = 6, 32
 LENGTHS = (90, 95, 100, 105, 110, 113, 117, 120)  # any two fit into a pack of 256, no three
 PAGE = Path(__file__).parents[2] / "docs/frameworks_loops.md"
 FED = "meshfeed.integrations.automodel"
+ALONE = {"dp_rank": 0, "dp_world_size": 1}
 NEAT = {"packed_sequence_size": 256, "packing_strategy": "neat"}
 
 
@@ -104,9 +106,17 @@ def apart() -> mf.Recipe:
     )
 
 
+def five_images() -> mf.Recipe:
+    return replace(with_images(), batch=mf.Batch(sequences=5), steps=1)
+
+
 def documents() -> mf.Recipe:
     batch = mf.Batch(sequences=len(LENGTHS))
     return mf.Recipe(data=mf.open(folder() / "eight"), sequence=mf.Documents(), batch=batch, shuffle="none")
+
+
+def eight_once() -> mf.Recipe:
+    return replace(documents(), epochs=1)
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -390,6 +400,29 @@ def test_padding_of_a_validation_set_bears_no_loss(place: Path, tmp_path: Path) 
         assert [batch["added"] for batch in batches] == [1, 1, 1]
         assert [len(batch["labels"]) for batch in batches] == [2, 2, 2]
         assert int(sum((batch["labels"] != -100).sum() for batch in batches)) == 5 * WINDOW
+
+
+def test_packs_fill_the_batches_of_a_validation_set(place: Path, tmp_path: Path) -> None:
+    from meshfeed.integrations.automodel import FeedRecipe
+
+    given = thd(256, 3) | {"dataset": fed("documents"), "validation_dataset": fed("eight_once")}
+    batches = list(FeedRecipe(config(tmp_path, **given)).cfg.validation_dataloaders["default"].build(**ALONE))
+    assert [batch["labels"].shape for batch in batches] == [(3, 256)] * 2  # of four packs
+    assert len([each for each in labelled(batches) if each]) == len(LENGTHS)  # dummies bear no loss
+
+
+def test_items_that_do_not_fill_a_validation_batch_are_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshfeed.integrations import automodel
+
+    cfg = config(tmp_path, dataset=fed("with_images"), validation_dataset=fed("five_images"))
+    made = automodel.FeedRecipe(cfg).cfg.validation_dataloaders["default"]
+    assert [len(batch["labels"]) for batch in made.build(**ALONE)] == [2, 2, 1]
+    monkeypatch.setattr(automodel, "gathered_layout", lambda *_: mf.Layout(dp=2))
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(mf.OptionError, match="3 would be missing; drop it"):
+        next(iter(made.build(dp_rank=0, dp_world_size=2)))
 
 
 def test_the_fields_of_a_dataset_keep_their_names(place: Path, tmp_path: Path) -> None:

@@ -141,7 +141,20 @@ def resumed(rank: int, folder: Path) -> dict[str, Any]:
     data = bridge.DatasetConfig(recipe=recipe(folder), valid=recipe(folder, "valid"))
     job = bw.Job(folder, save_interval=100)
     losses = bw.train(job, data, bridge.forward_step, data)
-    return {"train": losses.train, "valid": losses.valid, "refused": refusals(job, folder)}
+    refused = refusals(job, folder)
+    return {"train": losses.train, "valid": losses.valid, "refused": refused, "beside": beside(data, folder)}
+
+
+def beside(data: Any, folder: Path) -> list[str]:
+    """What is in a folder of converted weights after a callback that finds no checkpoint of this run there."""
+    made = folder / "converted"
+    made.mkdir(exist_ok=True)
+    (made / "latest_checkpointed_iteration.txt").write_text("release")
+    checkpoint = SimpleNamespace(save=str(made))
+    data.on_checkpoint_save(
+        SimpleNamespace(state=SimpleNamespace(cfg=SimpleNamespace(checkpoint=checkpoint)))
+    )
+    return [path.name for path in made.iterdir()]
 
 
 def refusals(job: Any, folder: Path) -> list[str]:
@@ -179,6 +192,7 @@ def test_a_killed_run_resumes_at_another_dp(folder: Path, trained: list[dict[str
         steps = range(KILLED_IN, STEPS) if rank >= 2 else ()
         assert got["train"] == pytest.approx({step: whole[0][step] for step in steps}, rel=1e-5)
         assert got["valid"] == pytest.approx(whole[1][2:] if rank >= 2 else [], rel=1e-5)
+        assert got["beside"] == ["latest_checkpointed_iteration.txt"]
         assert got["refused"] == [
             *("checkpoints seed: refused", "checkpoints batch: refused"),
             *("iter_0000004 seed: refused", "iter_0000004 batch: refused"),

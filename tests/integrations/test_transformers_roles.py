@@ -19,6 +19,7 @@ from meshfeed.integrations.loader import TrainLoader
 from meshfeed.integrations.transformers import FeedTrainer, causal_batch
 from meshfeed.store import IndexedWriter
 from soak import only_soak, some
+from user_datasets import Plain
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +211,17 @@ def test_evaluation_counts_sequences(tmp_path: Path, size: int) -> None:
         losses = [(len(each.draws), run.model(**causal_batch(each)).loss.item()) for each in microbatches]
     mean = sum(num * loss for num, loss in losses) / 18
     assert predicted.metrics["test_loss"] == pytest.approx(mean, rel=1e-6)
+
+
+def test_ranks_never_evaluate_different_numbers_of_items(corpus: str, tmp_path: Path) -> None:
+    items = Plain(5, lambda at: {"input_ids": torch.arange(8) + at.index, "labels": torch.arange(8)})
+    names = mf.Samples("input_ids", "labels")
+    five = mf.Recipe(data=mf.Mapped(items), sequence=names, batch=mf.Batch(sequences=8), epochs=1)
+    run = trainer(tmp_path, None, five, per_device_eval_batch_size=2)
+    assert run.predict(five).predictions.shape[:2] == (5, 8)  # alone, the last batch may be short
+    run._layout = mf.Layout(dp=2)
+    with pytest.raises(mf.OptionError, match=r"dp=2\): 3 would be missing; drop it with Batch"):
+        next(iter(run.get_eval_dataloader()))
 
 
 def documents(path: Path) -> mf.Recipe:

@@ -59,7 +59,8 @@ class Feed(StepSource[Delivery]):
             default 1.
         pad_rows: fill microbatches with dummy rows, which have no tokens and bear no loss, if the sequences
             of a step are not a multiple of micro_batch_size x dp. A mean over rows is wrong then: divide by
-            `step.valid_tokens`. Without it such a step is refused when the feed is entered.
+            `step.valid_tokens`. `Samples` has no dummy rows: some ranks get fewer rows, or none. Without it
+            such a step is refused when the feed is entered.
         packing: how sequences of different lengths, such as `Documents`, become microbatches.
         cp_split: how context parallelism splits a sequence, "zigzag" (the default) or "contiguous", or a pack
             as a whole, "pack_zigzag" or "pack_contiguous".

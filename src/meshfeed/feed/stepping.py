@@ -183,10 +183,13 @@ class Stepping:
 
     def _unfilled(self, step: str, size: int, cure: str) -> OptionError:
         rows = self.micro_batch_size * self.layout.dp
+        fate, loop = "be dummies", "divide the loss by step.valid_tokens, not by rows"
+        if not self.rule.has_dummy_rows:
+            fate, loop = "be missing", "take microbatches of fewer rows, or none, on some ranks"
         return OptionError(
             f"{step} has {size} sequences, and a microbatch {rows} rows (micro_batch_size="
-            f"{self.micro_batch_size}, dp={self.layout.dp}): {-size % rows} would be dummies; {cure}, or "
-            f"pass pad_rows=True and divide the loss by step.valid_tokens, not by rows"
+            f"{self.micro_batch_size}, dp={self.layout.dp}): {-size % rows} would {fate}; {cure}, or "
+            f"pass pad_rows=True and {loop}"
         )
 
     def num_microbatches(self, step: int) -> int | None:

@@ -25,7 +25,14 @@ from meshfeed.errors import RecipeError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch
 from meshfeed.integrations.config import gathered_layout, recipe_at
-from meshfeed.integrations.loader import EvalLoader, Settings, TrainLoader, framework, masked_labels
+from meshfeed.integrations.loader import (
+    EvalLoader,
+    Settings,
+    TrainLoader,
+    framework,
+    masked_labels,
+    pads_rows,
+)
 from meshfeed.plan import Align, Packing
 from meshfeed.plan.policy import Oversize
 from meshfeed.recipe import Recipe
@@ -152,7 +159,7 @@ class _FeedConfig(_loader.DataloaderConfig):
         together, collate = 1, _rows
         if rule_of(recipe).packed:
             together, collate = self.local_batch_size, self._collater(recipe, runtime)
-            packing = self._packing(runtime.get("cp_size", 1), accumulated * together)
+            packing = self._packing(runtime.get("cp_size", 1), accumulated * together, together)
             options: dict[str, Any] = {"packing": packing}
         elif self.packs is not None and self.trains:
             raise RecipeError(
@@ -160,7 +167,8 @@ class _FeedConfig(_loader.DataloaderConfig):
                 f"remove packed_sequence, or use mf.Documents()"
             )
         else:
-            options = {"micro_batch_size": self.local_batch_size, "pad_rows": not self.trains}
+            pads = not self.trains and pads_rows(recipe, dp_world_size)
+            options = {"micro_batch_size": self.local_batch_size, "pad_rows": pads}
         options |= {"delivery": given.delivery, "verify": given.verify}
         feed = Feed(recipe, gathered_layout(dp_rank, dp_world_size), **options)
         self._check_end(feed)
@@ -169,8 +177,8 @@ class _FeedConfig(_loader.DataloaderConfig):
             return _Training(feed, collate, together, accumulated)
         return _Validation(feed, collate, together)
 
-    def _packing(self, cp_size: int, num_microbatches: int) -> Packing:
-        """Packs of constant shape, with the padding that context parallelism needs."""
+    def _packing(self, cp_size: int, num_microbatches: int, together: int) -> Packing:
+        """Packs of constant shape that fill batches, with the padding that context parallelism needs."""
         size, multiple = int(self.packs.packed_sequence_size), 2 * cp_size if cp_size > 1 else 1
         if size % multiple:
             raise RecipeError(
@@ -184,6 +192,7 @@ class _FeedConfig(_loader.DataloaderConfig):
             fixed_shapes=True,
             oversize=self.dataset_config.oversize,
             microbatches=num_microbatches if self.trains else None,
+            quantum=None if self.trains else together,
         )
 
     def _collater(self, recipe: Recipe, runtime: Mapping[str, Any]) -> Collate:

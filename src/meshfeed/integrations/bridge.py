@@ -189,7 +189,10 @@ class DatasetConfig(_Provider, _Callback):
         tracker = Path(_paths().get_checkpoint_tracker_filename(folder)) if folder else None
         if dist.get_rank() or tracker is None or not tracker.is_file():  # only local checkpoints so far
             return
-        step = int(tracker.read_text())
+        newest = tracker.read_text().strip()
+        if newest == "release":  # weights that somebody converted
+            return
+        step = int(newest)
         with durable_file(_file_in(folder, step)) as stream:
             stream.write(json.dumps(state_at(self.recipe, step)).encode())
 

@@ -22,6 +22,7 @@ from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.order import draws_of_step
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.columns import rule_of
 from meshfeed.state import State, sealed
 
 BatchOf = Callable[[Microbatch], Any]
@@ -63,6 +64,11 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
     if "loss_mask" not in microbatch:
         return labels
     return labels.masked_fill(microbatch["loss_mask"] == 0, _IGNORED)
+
+
+def pads_rows(recipe: Recipe, dp: int) -> bool:
+    """`pad_rows` for an evaluation: False where ranks would get batches of different sizes."""
+    return dp == 1 or rule_of(recipe).has_dummy_rows
 
 
 class Settings(NamedTuple):

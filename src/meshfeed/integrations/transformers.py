@@ -27,6 +27,7 @@ from meshfeed.integrations.loader import (
     TrainLoader,
     framework,
     masked_labels,
+    pads_rows,
 )
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing, StepPlan
@@ -88,7 +89,7 @@ class FeedTrainer(_Base):
 
     The stream is one epoch of the Trainer, at most `max_steps` long. The state is saved in the checkpoint's
     trainer_state.json; resuming reads and skips no data. Evaluation counts sequences, not the rows that
-    only fill up the last batch.
+    only fill up the last batch. Rows of `Samples` must fill it where there are several data-parallel ranks.
     """
 
     def __init__(
@@ -215,15 +216,16 @@ class FeedTrainer(_Base):
         mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
+        layout = layout or Layout(dp=self.args.world_size)
         options: dict[str, Any] = {"device": self.args.device, **self._feed_options}
         if isinstance(packing := options.get("packing"), Packing):
             check_packing(packing, mesh)
             options["packing"] = replace(packing, microbatches=packing.microbatches or num_microbatches)
         else:
             # an evaluation counts the rows that hold a sequence
-            rows: dict[str, Any] = {"micro_batch_size": micro_batch_size, "pad_rows": pad_rows}
-            options = {**rows, **options}
-        return Feed(recipe, layout or Layout(dp=self.args.world_size), self.args.process_index, **options)
+            pads = pad_rows and pads_rows(recipe, layout.dp)
+            options = {"micro_batch_size": micro_batch_size, "pad_rows": pads, **options}
+        return Feed(recipe, layout, self.args.process_index, **options)
 
 
 def _check_dataset(name: str, given: object) -> None:

@@ -39,6 +39,11 @@ class SequenceRule(Rule):
         return 1
 
     @property
+    def has_dummy_rows(self) -> bool:
+        """Whether rows without loss fill a microbatch; if not, it has only the rows of its sequences."""
+        return True
+
+    @property
     def reads_singly(self) -> bool:
         """Whether to read one microbatch at a time, since lengths do not determine its bytes."""
         return False

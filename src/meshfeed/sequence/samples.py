@@ -85,6 +85,11 @@ class Samples(SequenceRule):
         return self.declared + (PLAN_FIELDS if self.packed else ())
 
     @property
+    def has_dummy_rows(self) -> bool:
+        """False: a dataset does not say what a field without loss is."""
+        return False
+
+    @property
     def reads_singly(self) -> bool:
         """Read one microbatch at a time: the size of items is unknown."""
         return True
