@@ -58,7 +58,9 @@ class Hub:
         self._servers = [_Server(("127.0.0.1", 0), _handler(self, kind)) for kind in (_Hub, _Storage)]
         for server in self._servers:
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        self.endpoint, self.storage = (f"http://127.0.0.1:{server.server_port}" for server in self._servers)
+        hosts = ("127.0.0.1", "localhost")  # clients ask differently for what another host has
+        ports = (server.server_port for server in self._servers)
+        self.endpoint, self.storage = (f"http://{host}:{port}" for host, port in zip(hosts, ports))
         return self
 
     def __exit__(self, *_: object) -> None:
