@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -80,6 +81,21 @@ def leave_this_process(at: mf.EpochIndex) -> Any:
 
 def fail(at: mf.EpochIndex) -> Any:
     raise LookupError(f"nothing at {at.index}, that is it")
+
+
+class Large:
+    """What cannot be sent, as a tensor where the shared memory is full."""
+
+    def __reduce__(self) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/torch_7")
+
+
+def large(at: Any) -> Large:
+    return Large()
+
+
+def lock(at: Any) -> Any:
+    return threading.Lock()
 
 
 def never(at: mf.EpochIndex) -> Any:

@@ -67,6 +67,12 @@ def test_audio_is_as_long_as_its_header_says():
     assert size_of(bytes(streamed)).length == 100
 
 
+def boxes(*brands):
+    """The beginning of a file of ISO boxes: the major brand, and what it is compatible with."""
+    box = b"ftyp" + brands[0] + bytes(4) + b"".join(brands)
+    return (len(box) + 4).to_bytes(4, "big") + box + bytes(99)
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [
@@ -79,6 +85,13 @@ def test_audio_is_as_long_as_its_header_says():
         (b"\xff\xfb" + bytes(99), "MP3 audio"),
         (b"OggS" + bytes(99), "Ogg audio"),
         (bytes(4) + b"ftypisom" + bytes(99), "MP4 video, whose size prepare cannot read; give its frames"),
+        (boxes(b"heic", b"mif1"), "a HEIC image, whose size prepare cannot read; convert it to JPEG"),
+        (boxes(b"mif1", b"heic"), "a HEIC image"),
+        (boxes(b"msf1", b"hevc"), "a HEIC image"),
+        (boxes(b"mif1", b"avif"), "not an image|its header is broken"),  # for Pillow to say
+        (boxes(b"M4A ", b"isom"), "M4A audio, whose size prepare cannot read; convert it to FLAC"),
+        (b"\xff\x0a" + bytes(99), "a JPEG XL image"),
+        (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(99), "a JPEG 2000 image"),
         (b"\x1aE\xdf\xa3" + bytes(99), "Matroska or WebM video"),
         (b"RIFF" + bytes(4) + b"AVI " + bytes(99), "AVI video"),
         (wav(5)[:30], "the file ends before them"),

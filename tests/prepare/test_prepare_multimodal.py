@@ -19,9 +19,10 @@ from tokenizers import Tokenizer
 import meshfeed as mf
 import mosaic
 from meshfeed.cli.main import main
-from meshfeed.errors import ChecksumError, PrepareError
+from meshfeed.errors import ChecksumError, PrepareError, StoreError
 from meshfeed.parts import KINDS
 from meshfeed.prepare import Chats, Multimodal, Text, prepare
+from meshfeed.prepare.samples import Samples
 from meshfeed.store import MultimodalStore
 from services.needs import needs
 from services.nginx import Nginx
@@ -179,7 +180,12 @@ def test_samples_that_make_no_sense_are_refused_by_name(tmp_path, captions):
     def of(told, *files):
         return said(("0.json", json.dumps(told).encode()), *files)
 
-    assert "0: no 'text' or 'caption' or 'texts'" in said(("0.png", PNG))
+    assert "0: no 'text' or 'caption' or 'texts'" in of({}, ("0.png", PNG))
+    apart = said(("0.png", PNG), ("1.txt", b"x"), ("0.json", b'{"text": "x"}'))
+    assert "0: no .json or .txt among its files: png; the files of a sample must be adjacent" in apart
+    heic = b"\0\0\0\x10ftypheic" + bytes(20)
+    assert "0: part 0 (image): a HEIC image, whose size prepare" in said(("0.heic", heic), ("0.txt", b"x"))
+    assert "0: part 0 (image): a JPEG XL image" in said(("0.jxl", b"\xff\x0a" + bytes(20)), ("0.txt", b"x"))
     assert "0: .json: not valid JSON" in said(("0.json", b"{"))
     assert "0: .json: list where an object belongs" in said(("0.json", b"[]"))
     assert "0: .txt: not valid UTF-8" in said(("0.txt", b"\xff"))
@@ -291,6 +297,27 @@ def test_conversations_keep_their_loss_mask(tmp_path, words):
             size = int(store.lengths(np.array([i]))[0])
             marked = store.read(i, 0, size)[masks.read(i, 0, size) == 1]
             assert decode(marked.tolist(), skip_special_tokens=False) == said
+
+
+def test_a_chat_loses_no_text_to_the_images_beside_it():
+    """Without a mark they come first in the first question; <image> is one also in an item of text."""
+    image = {"type": "image"}
+
+    def content(given):
+        record = {"messages": [{"role": "user", "content": given}], "images": [b"abc"]}
+        sample = Samples(chat=True).sample(record, lambda name: b"")
+        assert [part.data for part in sample.parts] == [b"abc"]
+        return sample.text["messages"][0]["content"]
+
+    def text(said):
+        return {"type": "text", "text": said}
+
+    assert content([text("What is shown?")]) == content("What is shown?") == [image, text("What is shown?")]
+    marked = [text("Here: "), image, text(" what?")]
+    assert content([text("Here: <image> what?")]) == content("Here: <image> what?") == marked
+    assert content(None) == [image]
+    with pytest.raises(StoreError, match="message 0: content is dict where text belongs"):
+        content({"text": "x"})
 
 
 def test_the_command(tmp_path, words, capsys):

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import re
 import threading
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import meshfeed as mf
 import mosaic
 import world
 from meshfeed.order import key_of, permute
+from meshfeed.store.workers import Failure, Workers
 from observe import take
 from user_datasets import (
     Fatal,
@@ -29,7 +31,9 @@ from user_datasets import (
     fail_oddly,
     global_randomness,
     kill_this_process,
+    large,
     leave_this_process,
+    lock,
     never,
     samples_recipe,
 )
@@ -248,6 +252,22 @@ def test_a_worker_that_dies_ends_the_feed(prefetch: int, make: Any, how: str) ->
     told = rf"worker [01] \(process \d+\) .*{how} while EpochIndex"
     with mf.Feed(recipe, prefetch=prefetch) as feed, pytest.raises(mf.StoreError, match=told):
         take(feed)
+    assert nothing_runs()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (large, "OSError.*No space left.*\nThe shared memory is full.*/dev/shm.*--shm-size"),
+        (lock, "TypeError: cannot pickle[^\n]*\n$"),
+    ],
+)
+def test_a_worker_tells_why_an_item_cannot_be_sent_and_goes_on(make: Any, said: str) -> None:
+    workers: Workers[int] = Workers(make, 1, 60, "unsent")
+    for at in range(2):
+        (failure,) = workers.fetch([at])
+        assert isinstance(failure, Failure) and re.search(f"(?s){said}", failure.text), failure
+    workers.close()
     assert nothing_runs()
 
 

@@ -110,6 +110,10 @@ def test_reading_needs_with_and_parts_need_a_store_that_has_them(tmp_path):
         DatasetWriter(tmp_path / "e", {"tokens": "u2"}) as w,
     ):
         w.add_parts(*parts_of([[]], None))
+    with pytest.raises(
+        StoreError, match=r"columns \['part_sizes', 'parts'\] would be in the files of the parts"
+    ):
+        DatasetWriter(tmp_path / "e", {"tokens": "u2", "parts": "u1", "part_sizes": "u1"}, parts=True)
     with (
         pytest.raises(StoreError, match="1 documents, and parts of 0"),
         DatasetWriter(tmp_path / "e", {"tokens": "u2"}, parts=True) as w,

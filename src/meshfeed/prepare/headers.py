@@ -66,19 +66,39 @@ def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
 def _other(data: bytes) -> tuple[str, str] | None:
     """What the bytes are, if nobody here reads their size, and what to do; None for what may be an image."""
     brand = data[8:12]
+    if data[4:8] == b"ftyp":
+        return _other_of_iso(data)
     if data[:3] == b"ID3" or (data[0] == 0xFF and len(data) > 1 and data[1] & 0xE6 == 0xE2):  # layer III
         return "MP3 audio", _NO_AUDIO
     if data[:4] == b"OggS":
         return "Ogg audio", _NO_AUDIO
-    if data[4:8] == b"ftyp" and brand not in (b"avif", b"avis", b"mif1"):
-        return "MP4 video", _NO_VIDEO
     if data[:4] == b"\x1aE\xdf\xa3":
         return "Matroska or WebM video", _NO_VIDEO
     if data[:4] == b"RIFF" and brand == b"AVI ":
         return "AVI video", _NO_VIDEO
+    if data[:2] == b"\xff\x0a" or data[:12] == b"\0\0\0\x0cJXL \r\n\x87\n":
+        return "a JPEG XL image", _NO_IMAGE
+    if data[:4] == b"\xff\x4f\xff\x51" or data[:12] == b"\0\0\0\x0cjP  \r\n\x87\n":
+        return "a JPEG 2000 image", _NO_IMAGE
     return None
 
 
+def _other_of_iso(data: bytes) -> tuple[str, str] | None:
+    """By the brands of a file of ISO boxes: the major one, and the compatible ones."""
+    box = data[8 : min(int.from_bytes(data[:4], "big"), _MOST_BRANDS_BYTES)]
+    brands = {data[8:12], *(box[at : at + 4] for at in range(8, len(box), 4))}
+    if brands & {b"avif", b"avis"}:
+        return None
+    if brands & _HEIF:
+        return "a HEIC image", _NO_IMAGE
+    if data[8:12] in (b"M4A ", b"M4B "):
+        return "M4A audio", _NO_AUDIO
+    return "MP4 video", _NO_VIDEO
+
+
+_MOST_BRANDS_BYTES = 256
+_HEIF = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
+_NO_IMAGE = "convert it to JPEG, PNG or WebP"
 _NO_AUDIO = "convert it to FLAC or WAV"
 _NO_VIDEO = "give its frames as images"
 

@@ -5,7 +5,8 @@ The conventions of the field, by the keys that a record has:
     text, caption          text; <image> and <audio> say where parts stand, else they come first
     texts with images      interleaved documents, as OBELICS has them: of each place, one is null
     messages, conversations   chats: role and content, or from and value; content is text with <image>, or a
-                           list of {"type": "text", "text": ...} and {"type": "image", "image": ...}
+                           list of {"type": "text", "text": ...} and {"type": "image", "image": ...};
+                           without either, parts come first in the first question
     image, images, audio, audios   the parts: paths, URLs, bytes, or objects with bytes, path or url
 """
 
@@ -245,9 +246,11 @@ def _of_chat(value: Any, given: Sequence[Part], tools: Any, fetch: Fetch) -> Sam
         raise StoreError("parts both in the messages and beside them; leave one of them out")
     if not kinds and given and messages:  # they belong to the first question
         first = next((k for k, each in enumerate(messages) if each.get("role") == "user"), 0)
-        content = messages[first].get("content")
-        marks = [{"type": each.kind} for each in given]
-        messages[first]["content"] = marks + [{"type": "text", "text": content}] * isinstance(content, str)
+        content: Any = messages[first].get("content") or []
+        if not isinstance(content, str | list):
+            raise StoreError(f"message {first}: content is {type(content).__name__} where text belongs")
+        text = [{"type": "text", "text": content}] if isinstance(content, str) else cast(list[Any], content)
+        messages[first]["content"] = [*({"type": each.kind} for each in given), *text]
         kinds = [each.kind for each in given]
     parts = _matched(kinds, inside or given)
     chat: dict[str, Any] = {"messages": messages}
@@ -264,33 +267,43 @@ def _message(
         message |= {"role": _ROLES.get(role, role), "content": message.pop("value", None)}
     content = message.get("content")
     if isinstance(content, str):
-        pieces, marks = _split(content)
+        items, marks = _marked(content)
         if marks:
-            kind = iter(marks)
-            message["content"] = [
-                {"type": next(kind)} if each is None else {"type": "text", "text": each} for each in pieces
-            ]
+            message["content"] = items
             kinds += marks
     elif isinstance(content, list):
         message["content"] = [
-            _item(f"message {k}, item {i}", each, kinds, inside, fetch)
+            item
             for i, each in enumerate(cast(list[Any], content))
+            for item in _items(f"message {k}, item {i}", each, kinds, inside, fetch)
         ]
     return message
 
 
-def _item(where: str, given: Any, kinds: list[str], inside: list[Part], fetch: Fetch) -> Any:
+def _marked(text: str) -> tuple[list[dict[str, str]], list[str]]:
+    """The items of a text with marks, and the marks' kinds."""
+    pieces, marks = _split(text)
+    kind = iter(marks)
+    items = [{"type": next(kind)} if each is None else {"type": "text", "text": each} for each in pieces]
+    return items, marks
+
+
+def _items(where: str, given: Any, kinds: list[str], inside: list[Part], fetch: Fetch) -> list[Any]:
+    """An item of a message's content; several where its text has marks."""
     if not isinstance(given, Mapping) or not isinstance(cast(Mapping[str, Any], given).get("type"), str):
         raise StoreError(f"{where}: an object with a type belongs there")
     item = cast(Mapping[str, Any], given)
     kind = item["type"].removesuffix("_url")
     if kind not in PART_KEYS.values():
-        return {name: value for name, value in item.items() if value is not None}
+        text = item.get("text")
+        items, marks = _marked(text) if kind == "text" and isinstance(text, str) else ([], [])
+        kinds += marks
+        return items if marks else [{name: value for name, value in item.items() if value is not None}]
     kinds.append(kind)
     ref = _ref(item)
     if ref is not None:
         inside.append(Part(kind, _bytes(ref, where, fetch)))
-    return {"type": kind}
+    return [{"type": kind}]
 
 
 def _ref(item: Mapping[str, Any]) -> Any:

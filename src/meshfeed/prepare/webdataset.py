@@ -23,11 +23,16 @@ from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
 from meshfeed.prepare.samples import PART_KEYS, Sample, Samples, refs_in
 
+_IMAGES = "jpg jpeg jpe jfif png apng webp gif bmp tif tiff ppm pgm pbm pnm avif"
+_OTHER_IMAGES = "heic heif jxl jp2 j2k jpx ico svg psd tga exr dng"
+_AUDIO = "wav flac mp3 ogg oga opus m4a aac aif aiff wma"
+_VIDEO = "mp4 m4v webm mkv avi mov mpg mpeg wmv flv"
 KIND_OF_SUFFIX = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif"), "image"),
-    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a"), "audio"),
-    **dict.fromkeys(("mp4", "webm", "mkv", "avi", "mov"), "video"),
+    **dict.fromkeys((*_IMAGES.split(), *_OTHER_IMAGES.split()), "image"),
+    **dict.fromkeys(_AUDIO.split(), "audio"),
+    **dict.fromkeys(_VIDEO.split(), "video"),
 }
+"""Suffix -> kind, also of what prepare refuses to read: no part is left out in silence."""
 _TEXT = ("txt", "caption")
 _BLOCK_BYTES = 512
 
@@ -81,6 +86,11 @@ def sample_of(key: str, files: Mapping[str, bytes], how: Samples) -> Sample:
             record[how.names[0]] = files[text].decode()
         except UnicodeDecodeError as error:
             raise StoreError(f".{text}: not valid UTF-8: {error}") from error
+    if "json" not in files and text is None:
+        raise StoreError(
+            f"no .json or .txt among its files: {', '.join(sorted(files))}; the files of a sample must be "
+            f"adjacent in the tar: make it with its files sorted by name"
+        )
     stem = f"{key.rpartition('/')[2]}.".lower()
 
     def suffix_of(name: str) -> str:

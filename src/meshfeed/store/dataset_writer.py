@@ -30,7 +30,8 @@ class DatasetWriter:
 
     Args:
         folder: made if missing; its parent must exist.
-        columns: name -> dtype, as `IndexedWriter` takes it; "tokens" is one. Names are file names, too.
+        columns: name -> dtype, as `IndexedWriter` takes it; "tokens" is one. Names are file names, too:
+            with parts, none is "parts" or "part_sizes".
         overwrite: whether an existing dataset may be replaced.
         parts: whether documents have parts: images, audio and video; see `add_parts`.
 
@@ -50,6 +51,10 @@ class DatasetWriter:
         if "tokens" not in columns or not all(name.isidentifier() for name in columns):
             raise StoreError(
                 f"{self.folder}: columns {list(columns)}; one is 'tokens', and all are names as in Python"
+            )
+        if parts and (taken := sorted(columns.keys() & set(FILES.values()))):
+            raise StoreError(
+                f"{self.folder}: columns {taken} would be in the files of the parts; rename them"
             )
         self._writers = {
             name: IndexedWriter(self.folder / name, dtype, overwrite=overwrite)

@@ -277,4 +277,19 @@ def _work(number: int, pipe: Connection, make: Callable[[Any], Any]) -> None:
                 item = make(at)
             except Exception:  # as text: its type might not travel
                 item = Failure(number, traceback.format_exc())
-            pipe.send(item)
+            pipe.send_bytes(_pickled(number, item))
+
+
+def _pickled(number: int, item: Any) -> Any:
+    """An item as it travels, its tensors in shared memory; or a Failure that says why it cannot."""
+    pickler = cast(Any, ForkingPickler)
+    try:
+        return pickler.dumps(item)
+    except Exception:
+        text = traceback.format_exc()
+        if "No space left on device" in text:
+            text += (
+                "\nThe shared memory is full: what workers make ahead lies in /dev/shm until it is used. "
+                "Give it more, in Docker by --shm-size, or use fewer workers or smaller items."
+            )
+        return pickler.dumps(Failure(number, text))
