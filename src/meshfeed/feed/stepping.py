@@ -183,13 +183,16 @@ class Stepping:
 
     def _unfilled(self, step: str, size: int, cure: str) -> OptionError:
         rows = self.micro_batch_size * self.layout.dp
-        fate, loop = "be dummies", "divide the loss by step.valid_tokens, not by rows"
+        layout = f"micro_batch_size={self.micro_batch_size}, dp={self.layout.dp}"
         if not self.rule.has_dummy_rows:
-            fate, loop = "be missing", "take microbatches of fewer rows, or none, on some ranks"
+            return OptionError(
+                f"{step} has {size} sequences, and a microbatch {rows} rows ({layout}): {-size % rows} would "
+                f"be missing; {cure}, or pass pad_rows=True and take microbatches of fewer rows, or none, on "
+                f"some ranks"
+            )
         return OptionError(
-            f"{step} has {size} sequences, and a microbatch {rows} rows (micro_batch_size="
-            f"{self.micro_batch_size}, dp={self.layout.dp}): {-size % rows} would {fate}; {cure}, or "
-            f"pass pad_rows=True and {loop}"
+            f"{step} has {size} sequences, and a microbatch {rows} rows ({layout}): {-size % rows} would be "
+            f"dummies; {cure}, or pass pad_rows=True and divide the loss by step.valid_tokens, not by rows"
         )
 
     def num_microbatches(self, step: int) -> int | None:
