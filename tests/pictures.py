@@ -76,6 +76,9 @@ class Look(Processor):
         values[:, 0] = pixels.ravel()
         return {"pixel_values": values, "image_grid": np.array([[size.height, size.width]])}
 
+    def blank(self, size: Any, rows: Mapping[str, int]) -> Mapping[str, np.ndarray]:
+        return {**super().blank(size, rows), "image_grid": np.array([[size.height, size.width]])}
+
     def num_tokens(self, made: Mapping[str, np.ndarray]) -> int:
         return int(made["image_grid"][0, 0])
 

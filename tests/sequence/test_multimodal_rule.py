@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import re
+import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ import world
 from corpus import write_corpus
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
 from meshfeed.order import draws_of_step
-from meshfeed.sequence import decoding
+from meshfeed.sequence import Processor, decoding
 from meshfeed.testing import assert_rule
 from observe import simulated, take
 from pictures import AUDIO, IMAGE, Look, Pixels, expected_parts, multimodal, recipe_over, write_pictures
@@ -235,6 +239,7 @@ def test_a_broken_part_becomes_zeros(folder: Path, broken: Path, on_bad: Any) ->
             if "pixel_values" in good:
                 assert bad["bad_parts"].tolist() == [list(images[i]) for i in lost]
                 sizes = good["image_grid"].prod(dim=1).tolist()
+                assert torch.equal(bad["image_grid"], good["image_grid"])
                 for i, one in enumerate(good["pixel_values"].split(sizes)):
                     other = bad["pixel_values"].split(sizes)[i]
                     assert torch.equal(other, torch.zeros_like(one) if i in lost else one)
@@ -252,11 +257,40 @@ class Nameless(Look):
     __repr__ = object.__repr__
 
 
+class Told(Pixels):
+    def summary(self) -> str:
+        return "told otherwise"
+
+
+ONE = np.ones(1, np.int64)
+
+
+def wrong(of: type, name: str, what: Any) -> Look:
+    """Look, of which a method, or one of its rule, gives or raises something else."""
+    made = type("Wrong", (of,), {name: lambda self, *given: what(*given)})()
+    return made if of is Look else Look(made)
+
+
+def boom(*_: Any) -> Any:
+    raise ValueError("boom")
+
+
+def looks_by(by: Pixels) -> Processor:
+    """A processor whose repr lacks its rule."""
+
+    @dataclass(frozen=True)
+    class Unannotated(Processor):
+        rule, fields, rows, __call__, num_tokens = by, (), boom, boom, boom
+
+    return Unannotated()
+
+
 def test_its_summary_tells_all_that_decides_what_it_makes_and_no_more() -> None:
     rule = mf.Multimodal(image=Look())
     assert rule.summary() == mf.Multimodal(image=Look(), workers=3, timeout_s=9).summary()
-    others = [mf.Multimodal(image=Look(wide=3)), mf.Multimodal(image=Look(), on_bad="drop"), mf.Multimodal()]
-    assert len({each.summary() for each in (rule, *others)}) == 4
+    images = Look(wide=3), looks_by(Pixels()), looks_by(Pixels(more=1)), looks_by(Told()), None
+    others = [mf.Multimodal(image=Look(), on_bad="drop"), *(mf.Multimodal(image=image) for image in images)]
+    assert len({each.summary() for each in (rule, *others)}) == 7
 
 
 @pytest.mark.parametrize(
@@ -271,6 +305,7 @@ def test_its_summary_tells_all_that_decides_what_it_makes_and_no_more() -> None:
         ({"audio": Look()}, RecipeError, "is for parts of kind 'image', not 'audio'"),
         ({"image": Look(Pixels(widest=4))}, StoreError, r"document \d+, part \d+, \d x 5 pixels: too wide"),
         ({"image": Nameless()}, RecipeError, "Nameless must tell its options in its repr"),
+        ({"image": Look(Pixels(widest=cast(Any, object())))}, RecipeError, "Look must tell its options"),
         ({"workers": -1}, RecipeError, "from 0"),
         ({"on_bad": "skip"}, RecipeError, "choose error, blank, drop"),
     ],
@@ -278,6 +313,76 @@ def test_its_summary_tells_all_that_decides_what_it_makes_and_no_more() -> None:
 def test_what_does_not_fit_is_refused_by_name(folder: Path, options: Any, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         list(mf.simulate(multimodal(folder, **options), mf.Layout(), 1, **PACKING))
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "what", "said"),
+    [
+        (Look, "rows", boom, "ValueError: boom"),
+        (Look, "rows", lambda parts: {"pixel_values": parts.height}, "rows lacks image_grid"),
+        (Look, "rows", lambda parts: {k: v[:1] for k, v in Look().rows(parts).items()}, r"rows of pixel_values: int64 \[1\]"),
+        (Look, "num_tokens", boom, "ValueError: boom"),
+        (Pixels, "tokens", lambda parts: parts.height - 1, r"tokens: int64 \[1\] \(0\) for 1 parts; .* from 1"),
+        (Pixels, "tokens", lambda parts: -parts.height, r"tokens: int64 .* from 1"),
+        (Pixels, "tokens", lambda parts: ONE, r"tokens: int64 \[1\] \(1\) for"),
+        (Pixels, "tokens", lambda parts: parts.height / 2, "tokens: float64"),
+        (Pixels, "work", lambda parts: parts.height * np.nan, "work: float64 .*nan"),
+        (Pixels, "patches", lambda parts: (parts.height, 3 - parts.height), "(patches|work): "),
+    ],
+)  # fmt: skip
+def test_a_rule_or_processor_that_is_wrong_is_named_with_the_part(
+    folder: Path, of: Any, name: str, what: Any, said: str
+) -> None:
+    recipe = multimodal(folder, image=wrong(of, name, what))
+    with pytest.raises(RecipeError, match=rf"{folder}.*document \d+, part \d.*Wrong\(.*{said}"):
+        list(mf.simulate(recipe, mf.Layout(), 1, **PACKING))
+
+
+class Stuck(Look):
+    def __call__(self, *_: Any) -> Any:
+        threading.Event().wait()
+
+
+class Dies(Look):
+    def __call__(self, *_: Any) -> Any:
+        os._exit(3)
+
+
+class Uncounted(Look):
+    rows = boom
+
+
+@pytest.mark.parametrize(
+    ("image", "timeout_s", "said"),
+    [
+        (Stuck(), 0.2, "is not there after .* look at what makes it in a worker"),
+        (Dies(), 60, "ended with exit code"),
+        (Uncounted(), 60, r"Uncounted\(.*ValueError: boom"),
+    ],
+)
+def test_what_workers_fail_at_is_named(
+    folder: Path, image: Any, timeout_s: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshfeed.store.workers._GRACE_S", 0.5)
+    options = {"image": image, "timeout_s": timeout_s}
+    with (
+        mf.Feed(multimodal(folder, workers=1, **options), **PACKING) as feed,
+        pytest.raises(MeshfeedError, match=rf"{folder}.*document \d+, part \d") as raised,
+    ):
+        take(feed)
+    assert re.search(said, str(raised.value))
+
+
+@pytest.mark.parametrize("rule", [mf.Documents(), mf.Windows(4)], ids=["documents", "windows"])
+def test_rules_of_text_refuse_a_store_with_parts(folder: Path, rule: Any) -> None:
+    options = PACKING if rule.packed else {}
+    with pytest.raises(RecipeError, match=r"would train on the placeholders of .*use mf.Multimodal"):
+        list(mf.simulate(recipe_over(mf.open(folder), rule), mf.Layout(), 1, **options))
+
+
+def test_documents_that_are_dropped_whole_are_not_split(folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"on_bad='drop'.* cannot be split"):
+        list(mf.simulate(multimodal(folder, on_bad="drop"), mf.Layout(), 1, **SPLIT))
 
 
 def test_large_arrays_and_little_room_change_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,10 @@ def made(processor: NativePatches, data: bytes, height: int, width: int) -> Any:
     arrays = processor(data, size, mf.rng(0, 0, 0))
     parts = Parts.of_images([(height, width)])
     assert processor.num_tokens(arrays) == processor.rule.tokens(parts)[0]
+    rows = {name: int(count[0]) for name, count in processor.rows(parts).items()}
+    blank = processor.blank(size, rows)
+    assert np.array_equal(blank["image_grid_thw"], arrays["image_grid_thw"])
+    assert blank["pixel_values"].shape == arrays["pixel_values"].shape and not blank["pixel_values"].any()
     assert {name: len(array) for name, array in arrays.items()} == {
         name: rows[0] for name, rows in processor.rows(parts).items()
     }

@@ -116,6 +116,8 @@ class Stepping:
             raise RecipeError(f"{self.rule.summary()} needs packing=mf.Packing(capacity=...)")
         if self.packing is not None and not self.rule.packed:
             raise RecipeError(f"{self.rule.summary()} has sequences of one length; leave packing out")
+        if self.packing is not None and self.packing.oversize == "split" and not self.rule.may_split:
+            raise RecipeError(f"{self.rule.summary()} cannot be split; choose another oversize= of Packing")
         if cuts_packs(self.cp_split) and not self.rule.packed:
             rows = self.cp_split.removeprefix("pack_")
             raise OptionError(f"cp_split={self.cp_split!r} cuts packs; for rows choose {rows!r}")

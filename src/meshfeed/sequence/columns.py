@@ -24,6 +24,7 @@ from meshfeed.roles import Field
 from meshfeed.sequence.compact import Compact, RunField
 from meshfeed.sequence.rule import SequenceRule, TokenRule, has_compact
 from meshfeed.sequence.runs import Longs, Portion, Runs
+from meshfeed.store import MultimodalStore
 
 _REPLACED = ("labels", "loss_mask")
 
@@ -31,9 +32,16 @@ _REPLACED = ("labels", "loss_mask")
 def rule_of(recipe: Recipe) -> SequenceRule:
     """The recipe's sequence rule, extended to the additional columns of its stores.
 
-    Raises RecipeError if the columns of the stores differ or the rule does not support them.
+    Raises RecipeError if the columns of the stores differ or the rule does not support them, or if a store
+    has parts and the rule takes none.
     """
     rule, stores = cast(SequenceRule, recipe.sequence), recipe.sources
+    for store in stores:
+        if isinstance(store, MultimodalStore) and store.num_parts and not rule.takes_parts:
+            raise RecipeError(
+                f"{rule.summary()} would train on the placeholders of {store!r}, which has images, audio or "
+                f"video: use mf.Multimodal"
+            )
     names: list[tuple[str, ...]] = [tuple(sorted(store.columns)) for store in stores]
     for source, store, found in zip(recipe.source_names, stores, names):
         if found != names[0]:
@@ -104,6 +112,10 @@ class WithColumns(SequenceRule):
     @property
     def packed(self) -> bool:
         return self.rule.packed
+
+    @property
+    def may_split(self) -> bool:
+        return self.rule.may_split
 
     @property
     def row_tokens(self) -> int:

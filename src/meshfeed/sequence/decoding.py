@@ -19,7 +19,7 @@ from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.processor import PartSize, Processor
+from meshfeed.sequence.processor import PartSize, Processor, named, rows_of, tokens_of
 from meshfeed.store.workers import Failure, Workers
 
 Made = dict[str, Array]
@@ -93,7 +93,13 @@ class Decoder:
             make = functools.partial(_made_in_worker, dict(self._processors))
             name = f"Multimodal(workers={self._num_workers})"
             self._workers = Workers(
-                make, self._num_workers, self._timeout_s, name, read=self._task, is_full=_is_full
+                make,
+                self._num_workers,
+                self._timeout_s,
+                name,
+                read=self._task,
+                is_full=_is_full,
+                called=self._told,
             )
         return self
 
@@ -113,22 +119,36 @@ class Decoder:
             tasks = {at: self._task(at) for at in dict.fromkeys(places)}
             decoded = {at: made_of(self._processors, task) for at, task in tasks.items()}
             return [decoded[at] for at in places]
-        return [_received(at, item) for at, item in zip(places, self._workers.fetch(places))]
+        return [self._received(at, item) for at, item in zip(places, self._workers.fetch(places))]
 
     def _task(self, at: PartPlace) -> Task:
         store, document = self._recipe.sources[at.source], np.array([at.index])
         part = store.parts(document).only(at.part)
         kind: Kind = KINDS[int(part.kind[0])]
         processor = self._processors[kind]
+        try:
+            rows, tokens = rows_of(processor, part), tokens_of(processor.rule, part)
+        except Exception as error:
+            raise named(error, processor, self._told(at)) from error
         (data,) = store.read_parts(document, np.array([at.part]))
         return Task(
             kind=kind,
             data=data,
-            size=PartSize(int(part.height[0]), int(part.width[0]), int(part.length[0]), float(part.rate[0])),
+            size=PartSize.of(part, 0),
             seeds=(self._recipe.seed, at.epoch, at.index, at.part, at.source),
-            rows={name: int(rows[0]) for name, rows in processor.rows(part).items()},
-            tokens=int(processor.rule.tokens(part)[0]),
+            rows={name: int(count[0]) for name, count in rows.items()},
+            tokens=int(tokens[0]),
         )
+
+    def _told(self, at: PartPlace) -> str:
+        return f"{self._recipe.sources[at.source]}: document {at.index}, part {at.part} (epoch {at.epoch})"
+
+    def _received(self, at: PartPlace, item: Any) -> Made | Bad:
+        if isinstance(item, MeshfeedError):
+            raise item
+        if isinstance(item, Failure):
+            raise StoreError(f"{self._told(at)} failed in worker {item.worker}:\n{item.text}")
+        return item if isinstance(item, Bad) else {name: np.asarray(array) for name, array in item.items()}
 
 
 def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
@@ -154,7 +174,11 @@ def _difference(processor: Processor, task: Task, made: Made) -> str | None:
     }
     if given != promised:
         return f"{processor!r} makes {given}, and its fields and rows say {promised}; make them equal"
-    if (tokens := processor.num_tokens(made)) != task.tokens:
+    try:
+        tokens = processor.num_tokens(made)
+    except Exception as error:
+        return f"num_tokens of {processor!r} raises {type(error).__name__}: {error}"
+    if tokens != task.tokens:
         return (
             f"{processor.rule!r} counts {task.tokens} tokens for {task.size}, and {processor!r} makes "
             f"{tokens}; correct the one that is wrong"
@@ -173,14 +197,6 @@ def _made_in_worker(processors: Mapping[Kind, Processor], task: Task) -> dict[st
         else array
         for name, array in made.items()
     }
-
-
-def _received(at: PartPlace, item: Any) -> Made | Bad:
-    if isinstance(item, MeshfeedError):
-        raise item
-    if isinstance(item, Failure):
-        raise StoreError(f"{at} failed in worker {item.worker}:\n{item.text}")
-    return item if isinstance(item, Bad) else {name: np.asarray(array) for name, array in item.items()}
 
 
 def _is_full(items: Iterable[Any]) -> bool:

@@ -6,12 +6,13 @@ from the index. What is sent is the text as stored, and the decoded parts for th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from dataclasses import field as dataclass_field
 from functools import cached_property, lru_cache
-from typing import Literal, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,15 @@ from meshfeed.roles import Field
 from meshfeed.sequence.decoding import Bad, Decoder, PartPlace
 from meshfeed.sequence.documents import DocumentRule, document_lengths
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
-from meshfeed.sequence.processor import Processor
+from meshfeed.sequence.processor import (
+    PartSize,
+    Processor,
+    named,
+    patches_of,
+    rows_of,
+    tokens_of,
+    work_of,
+)
 from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, runs_of
 from meshfeed.store import StreamStore
@@ -34,6 +43,11 @@ from meshfeed.store import StreamStore
 OnBad = Literal["error", "blank", "drop"]
 
 _IS_BAD = "is_bad"
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+W = TypeVar("W", PartRule, Processor)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -46,8 +60,8 @@ class Multimodal(DocumentRule, TokenRule):
     Attributes:
         image, audio, video: what is made of parts of each kind; None refuses documents that have some.
         on_bad: a part that cannot be decoded stops the job ("error"), becomes zeros ("blank"), or becomes
-            zeros in a document that bears no loss ("drop"). The plan is made before, so that `valid_tokens`
-            still counts its tokens.
+            zeros in a document that bears no loss ("drop"; not with oversize="split"). The plan is made
+            before, so that `valid_tokens` still counts its tokens. "Zeros" are what `Processor.blank` gives.
         workers: processes that decode ahead, on each rank that reads; 0 decodes when a pack is read.
         timeout_s: how long a worker may take for one part.
 
@@ -81,11 +95,13 @@ class Multimodal(DocumentRule, TokenRule):
                 f"Multimodal(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
             )
         for kind, processor in self.processors.items():
-            if type(processor).__repr__ is object.__repr__:
-                raise RecipeError(
-                    f"Multimodal({kind}=...): {type(processor).__name__} must tell its options in its repr, "
-                    f"which is part of the fingerprint; make it a frozen dataclass"
-                )
+            for each in (processor, processor.rule):
+                if _ADDRESS.search(told := each.summary()):
+                    raise RecipeError(
+                        f"Multimodal({kind}=...): {type(each).__name__} must tell its options in its repr, "
+                        f"which is part of the fingerprint; {told} differs from process to process: make it "
+                        f"a frozen dataclass of options with such a repr"
+                    )
         names = [each.name for each in self.fields]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise RecipeError(
@@ -99,9 +115,18 @@ class Multimodal(DocumentRule, TokenRule):
         return {kind: processor for kind, processor in given.items() if processor is not None}
 
     def summary(self) -> str:
-        """The processors and on_bad, in one line."""
-        told = [f"{kind}={processor.summary()}" for kind, processor in self.processors.items()]
+        """The processors, their rules, which need not be fields of theirs, and on_bad, in one line."""
+        told = [f"{kind}={each.summary()} by {each.rule.summary()}" for kind, each in self.processors.items()]
         return f"Multimodal({', '.join(told)}, on_bad={self.on_bad!r})"
+
+    @property
+    def takes_parts(self) -> bool:
+        return True
+
+    @property
+    def may_split(self) -> bool:
+        """Not under "drop": a piece does not know of a part that is decoded for another."""
+        return self.on_bad != "drop"
 
     @property
     def packed(self) -> bool:
@@ -149,7 +174,7 @@ class Multimodal(DocumentRule, TokenRule):
         parts = _parts_of(recipe, draws)
         work = {kind: np.zeros(len(parts)) for kind in self.processors}
         for kind, mine in self._by_kind(recipe, draws, parts):
-            work[kind][mine] = self.processors[kind].rule.work(parts.take(mine))
+            work[kind][mine] = _asked(work_of, self.processors[kind].rule, recipe, draws, parts, mine)
         sums = [parts.per_sample(each) for each in work.values()]
         return np.stack(sums) if sums else np.zeros((0, len(draws)))
 
@@ -184,7 +209,7 @@ class Multimodal(DocumentRule, TokenRule):
         parts = self._decoded(whole, portion)
         for kind, mine in self._by_kind(recipe, portion.draws, whole.parts.take(parts)):
             processor = self.processors[kind]
-            rows = processor.rows(whole.parts.take(parts[mine]))
+            rows = _asked(rows_of, processor, recipe, portion.draws, whole.parts, parts[mine])
             wanted = (each for each in processor.fields if _needs(portion, each.name))
             count += sum(int(rows[each.name].sum()) * each.row_bytes for each in wanted)
         return count + (parts.size if self.on_bad != "error" else 0)
@@ -217,16 +242,20 @@ class Multimodal(DocumentRule, TokenRule):
         for at, part in zip(places, made):
             if isinstance(part, Bad):
                 self._refuse(recipe, at, part)
-        chosen = whole.parts.take(self._decoded(whole, portion))
-        for kind, mine in self._by_kind(recipe, portion.draws, chosen):
+        parts = self._decoded(whole, portion)
+        for kind, mine in self._by_kind(recipe, portion.draws, whole.parts.take(parts)):
             processor = self.processors[kind]
-            rows = processor.rows(chosen.take(mine))
+            rows = _asked(rows_of, processor, recipe, portion.draws, whole.parts, parts[mine])
+            found: list[Mapping[str, Array]] = []
+            for k, i in enumerate(mine.tolist()):
+                part = made[i]
+                if isinstance(part, Bad):
+                    counts = {name: int(count[k]) for name, count in rows.items()}
+                    part = processor.blank(PartSize.of(whole.parts, int(parts[i])), counts)
+                found.append(part)
             for each in processor.fields:
                 if _needs(portion, each.name):
-                    columns[each.name] = [
-                        each.blank(count) if isinstance(part, Bad) else part[each.name]
-                        for part, count in zip((made[i] for i in mine.tolist()), rows[each.name].tolist())
-                    ]
+                    columns[each.name] = [part[each.name] for part in found]
         if self.on_bad != "error":
             columns[_IS_BAD] = np.array([isinstance(part, Bad) for part in made], np.uint8)
         return columns
@@ -315,11 +344,11 @@ class Multimodal(DocumentRule, TokenRule):
         """The named fields of the parts."""
         arrays: Arrays = {}
         mine = self._parts(whole, portion)
-        parts = whole.parts.take(mine)
         for kind, processor in self.processors.items():
-            of_kind = parts.take(parts.of_kind(kind))
             if f"{kind}_cu_seqlens" in names:
-                sequences, patches = processor.rule.patches(of_kind)
+                of_kind = mine[whole.parts.kind[mine] == KINDS.index(kind)]
+                asked = recipe, portion.draws, whole.parts, of_kind
+                sequences, patches = _asked(patches_of, processor.rule, *asked)
                 ends = np.cumsum(patches.repeat(sequences))
                 arrays[f"{kind}_cu_seqlens"] = np.append(0, ends).astype(np.int32)
             for each in processor.fields:
@@ -339,12 +368,7 @@ class Multimodal(DocumentRule, TokenRule):
         parts = _parts_of(recipe, draws)
         tokens = np.zeros(len(parts), np.int64)
         for kind, mine in self._by_kind(recipe, draws, parts):
-            rule = self.processors[kind].rule
-            try:
-                tokens[mine] = rule.tokens(parts.take(mine))
-            except StoreError:
-                _refuse_first(recipe, draws, parts, mine, rule)
-                raise
+            tokens[mine] = _asked(tokens_of, self.processors[kind].rule, recipe, draws, parts, mine)
         return Expansion(parts, tokens, document_lengths(recipe, draws))
 
     def _by_kind(self, recipe: Recipe, draws: Draws, parts: Parts) -> Iterator[tuple[Kind, Longs]]:
@@ -389,16 +413,26 @@ def _parts_at(store: StreamStore, documents: bytes) -> Parts:
     return store.parts(np.frombuffer(documents, np.int64))
 
 
-def _refuse_first(recipe: Recipe, draws: Draws, parts: Parts, places: Longs, rule: PartRule) -> None:
-    """Raise the rule's StoreError for the first part that it refuses, with the part's name."""
-    for place in places.tolist():
-        try:
-            rule.tokens(parts.only(place))
-        except StoreError as error:
-            sample = int(parts.sample[place])
-            store, number = recipe.sources[int(draws.source[sample])], place - int(parts.starts[sample])
-            why = str(error).removeprefix("part 0")
-            raise StoreError(f"{store}: document {draws.index[sample]}, part {number}{why}") from error
+def _asked(
+    ask: Callable[[W, Parts], R], who: W, recipe: Recipe, draws: Draws, parts: Parts, places: Longs
+) -> R:
+    """What a rule or processor says of some parts. Raises for the first one that it fails at, by name."""
+    try:
+        return ask(who, parts.take(places))
+    except Exception as error:
+        for place in places.tolist():
+            try:
+                ask(who, parts.only(place))
+            except Exception as alone:
+                raise named(alone, who, _told(recipe, draws, parts, place)) from alone
+        where = _told(recipe, draws, parts, int(places[0])) if places.size else str(recipe.sources[0])
+        raise named(error, who, f"{where} and {places.size - 1} more") from error
+
+
+def _told(recipe: Recipe, draws: Draws, parts: Parts, place: int) -> str:
+    sample = int(parts.sample[place])
+    store, number = recipe.sources[int(draws.source[sample])], place - int(parts.starts[sample])
+    return f"{store}: document {draws.index[sample]}, part {number}"
 
 
 def _labels(whole: Expansion, starts: Longs, lengths: Longs) -> tuple[Longs, Longs]:

@@ -63,13 +63,8 @@ class NativePatches(Processor):
     def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
         """The patches of one image; nothing is drawn."""
         rule, image = self.rule, _opened(data, size)
-        height, width = native_size(
-            Parts.of_images([(size.height, size.width)]),
-            factor=rule.patch * rule.merge,
-            min_pixels=rule.min_pixels,
-            max_pixels=rule.max_pixels,
-        )
-        pixels = np.asarray(image.resize((int(width[0]), int(height[0])), resample=_BICUBIC))
+        height, width = self._resized(size)
+        pixels = np.asarray(image.resize((width, height), resample=_BICUBIC))
         values = pixels if self.dtype == "uint8" else self._values()[pixels, np.arange(3)]
         rows, columns = (side // rule.patch for side in pixels.shape[:2])
         squares = values.reshape(
@@ -83,9 +78,25 @@ class NativePatches(Processor):
             "image_grid_thw": np.array([[1, rows, columns]]),
         }
 
+    def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
+        """Patches of zeros, and the grid that the image should have had."""
+        height, width = (side // self.rule.patch for side in self._resized(size))
+        return {**super().blank(size, rows), "image_grid_thw": np.array([[1, height, width]])}
+
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """Squares of merge x merge patches."""
         return int(made["image_grid_thw"].prod()) // self.rule.merge**2
+
+    def _resized(self, size: PartSize) -> tuple[int, int]:
+        """(height, width) in pixels of the resized image."""
+        rule = self.rule
+        height, width = native_size(
+            Parts.of_images([(size.height, size.width)]),
+            factor=rule.patch * rule.merge,
+            min_pixels=rule.min_pixels,
+            max_pixels=rule.max_pixels,
+        )
+        return int(height[0]), int(width[0])
 
     def _values(self) -> npt.NDArray[np.float32]:
         """What each byte of each channel becomes, rounded as by the published processor; float32 [256, 3]."""

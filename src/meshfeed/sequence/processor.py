@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array
+from meshfeed.errors import MeshfeedError, RecipeError, StoreError
 from meshfeed.parts import PartRule, Parts
 from meshfeed.roles import StageKind
 from meshfeed.sequence.runs import Longs
@@ -24,6 +26,12 @@ class PartSize(NamedTuple):
     width: int
     length: int
     rate: float
+
+    @classmethod
+    def of(cls, parts: Parts, place: int) -> Self:
+        """The size of one of some parts."""
+        height, width, length = (int(each[place]) for each in (parts.height, parts.width, parts.length))
+        return cls(height, width, length, float(parts.rate[place]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,13 @@ class Processor(ABC):
         index, part, source)`; draw from it whatever is random. Any exception means that the part is broken.
         """
 
+    def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
+        """What stands for a part that cannot be decoded, by default zeros: field -> array.
+
+        Override it where an array tells sizes that the encoder goes by. rows: of each field.
+        """
+        return {each.name: each.blank(rows[each.name]) for each in self.fields}
+
     @abstractmethod
     def num_tokens(self, made: Mapping[str, Array]) -> int:
         """Tokens that the encoder makes of a decoded part, from the arrays alone; compared with the rule."""
@@ -93,3 +108,60 @@ class Processor(ABC):
     def summary(self) -> str:
         """The processor and all its options in one line; part of the fingerprint."""
         return repr(self)
+
+
+# -- what rules and processors say, checked --------------------------------------------------------------
+
+
+def tokens_of(rule: PartRule, parts: Parts) -> Longs:
+    """`rule.tokens`; int64 [p]. Raises RecipeError unless it gives a whole number from 1 for each part."""
+    return _counts("tokens", rule.tokens(parts), len(parts), least=1)
+
+
+def patches_of(rule: PartRule, parts: Parts) -> tuple[Longs, Longs]:
+    """`rule.patches`; int64 [p] twice. Raises RecipeError unless it gives whole numbers from 0."""
+    sequences, patches = (_counts("patches", each, len(parts), least=0) for each in rule.patches(parts))
+    return sequences, patches
+
+
+def work_of(rule: PartRule, parts: Parts) -> npt.NDArray[np.float64]:
+    """`rule.work`; float64 [p]. Raises RecipeError unless it gives a number from 0 for each part."""
+    work = np.asarray(rule.work(parts), np.float64)
+    if work.shape != (len(parts),) or not (np.isfinite(work) & (work >= 0)).all():
+        raise RecipeError(_wrong("work", work, len(parts), "number from 0"))
+    return work
+
+
+def rows_of(processor: Processor, parts: Parts) -> dict[str, Longs]:
+    """`processor.rows` of each field; name -> int64 [p]. Raises RecipeError unless whole numbers from 0."""
+    rows = processor.rows(parts)
+    if lacking := [each.name for each in processor.fields if each.name not in rows]:
+        raise RecipeError(f"rows lacks {', '.join(lacking)}; give those of all fields")
+    return {
+        each.name: _counts(f"rows of {each.name}", rows[each.name], len(parts), least=0)
+        for each in processor.fields
+    }
+
+
+def named(error: Exception, who: PartRule | Processor, where: str) -> MeshfeedError:
+    """What a rule or processor raises for a part, with both names."""
+    text = str(error)
+    if isinstance(error, StoreError):  # a rule calls a part that it was given alone "part 0"
+        return StoreError(where + (text.removeprefix("part 0") if text.startswith("part 0") else f": {text}"))
+    why = text if isinstance(error, MeshfeedError) else f"{type(error).__name__}: {text}"
+    return RecipeError(f"{where}: {who!r}: {why}")
+
+
+def _counts(name: str, given: Any, size: int, *, least: int) -> Longs:
+    counts = np.asarray(given)
+    if counts.shape != (size,) or counts.dtype.kind not in "iu" or (counts < least).any():
+        raise RecipeError(_wrong(name, counts, size, f"whole number from {least}"))
+    return counts.astype(np.int64, copy=False)
+
+
+def _wrong(name: str, given: npt.NDArray[Any], size: int, wanted: str) -> str:
+    values = ", ".join(map(str, given.ravel()[:4].tolist()))
+    return (
+        f"{name}: {given.dtype} {list(given.shape)} ({values}{', ...' * (given.size > 4)}) for {size} parts; "
+        f"give each a {wanted}"
+    )

@@ -44,6 +44,16 @@ class SequenceRule(Rule):
         return True
 
     @property
+    def takes_parts(self) -> bool:
+        """Whether it reads the images, audio and video of a store, too."""
+        return False
+
+    @property
+    def may_split(self) -> bool:
+        """Whether a packing may split its sequences."""
+        return True
+
+    @property
     def reads_singly(self) -> bool:
         """Whether to read one microbatch at a time, since lengths do not determine its bytes."""
         return False

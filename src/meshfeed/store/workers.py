@@ -48,9 +48,10 @@ class Workers(Generic[P]):
         make: place, or what `read` gives for it -> item; runs in the workers.
         count: worker processes, from 1. They start with the first item asked for.
         timeout_s: how long to wait for one item.
-        name: of the dataset, for messages.
+        name: of what makes them, for messages.
         read: place -> what a worker needs to make the item; runs in this process, on the worker's thread. A
             MeshfeedError of it takes the item's place.
+        called: place -> what messages call it.
         is_full: whether the items made and not fetched yet are so many that no further one is begun.
     """
 
@@ -63,9 +64,10 @@ class Workers(Generic[P]):
         *,
         read: Callable[[P], Any] | None = None,
         is_full: Callable[[Iterable[Any]], bool] = lambda items: False,
+        called: Callable[[P], str] = str,
     ) -> None:
         self._make, self._count, self._timeout_s, self._name = make, count, timeout_s, name
-        self._read, self._is_full = read, is_full
+        self._read, self._is_full, self._called = read, is_full, called
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # one fetch at a time
         self._queue: deque[P] = deque()  # not yet given to a worker
@@ -152,17 +154,19 @@ class Workers(Generic[P]):
         if at in self._made:
             return
         if self._closing:
-            raise StoreError(f"{self._name}: closed while {at} was being made")
+            raise StoreError(f"{self._name}: closed while {self._called(at)} was being made")
         if self._dead:
             raise StoreError(
-                f"{self._name}: {self._dead} while {at} was asked for; signal 9 is most often the system out "
-                f"of memory: use fewer workers or smaller items"
+                f"{self._name}: {self._dead} while {self._called(at)} was asked for; signal 9 is most often "
+                f"the system out of memory: use fewer workers or smaller items"
             )
         if self._broken:
-            raise StoreError(f"{self._name}: its workers cannot go on, {at} is asked for:\n{self._broken}")
+            raise StoreError(
+                f"{self._name}: its workers cannot go on, {self._called(at)} is asked for:\n{self._broken}"
+            )
         raise StoreError(
-            f"{self._name}: {at} is not there after {self._timeout_s:g} s; look at what the dataset does in "
-            f"a worker, or raise timeout_s"
+            f"{self._name}: {self._called(at)} is not there after {self._timeout_s:g} s; look at what makes "
+            f"it in a worker, or raise timeout_s"
         )
 
     def _go_on(self) -> None:
