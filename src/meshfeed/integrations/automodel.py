@@ -154,10 +154,11 @@ class _FeedConfig(_loader.DataloaderConfig):
         """The loader of this rank. All ranks call it together."""
         given = self.dataset_config
         recipe = recipe_at(given.recipe)
-        _check_fields(rule_of(recipe))
+        rule = rule_of(recipe)
+        _check_fields(rule)
         accumulated = self.scheduler.global_batch_size // (self.local_batch_size * dp_world_size)
         together, collate = 1, _rows
-        if rule_of(recipe).packed:
+        if rule.packed:
             together, collate = self.local_batch_size, self._collater(recipe, runtime)
             packing = self._packing(runtime.get("cp_size", 1), accumulated * together, together)
             options: dict[str, Any] = {"packing": packing}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshfeed.errors import RecipeError
-from meshfeed.parts.rule import PartRule, check_counts
+from meshfeed.parts.rule import PartRule, check_options
 from meshfeed.parts.types import Kind, Longs, Parts
 
 
@@ -36,13 +36,7 @@ class WhisperAudio(PartRule):
     kind: Kind = "audio"
 
     def __post_init__(self) -> None:
-        check_counts(
-            self,
-            seconds=self.seconds,
-            sample_rate=self.sample_rate,
-            frame_rate=self.frame_rate,
-            pool=self.pool,
-        )
+        check_options(self)
         if self.sample_rate % self.frame_rate:
             raise RecipeError(
                 f"WhisperAudio(frame_rate={self.frame_rate}): a divisor of sample_rate={self.sample_rate}"

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.parts.rule import PartRule, check_counts
+from meshfeed.parts.rule import PartRule, check_options
 from meshfeed.parts.types import Kind, Longs, Parts
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""Formats that Pillow may read from stored bytes: none that runs a program."""
 
 _MOST_ELONGATED = 200
 """The largest ratio of an image's sides that Qwen's processors take."""
@@ -80,17 +83,18 @@ class NativeImages(PartRule):
     kind: Kind = "image"
 
     def __post_init__(self) -> None:
-        check_counts(
-            self, patch=self.patch, merge=self.merge, min_pixels=self.min_pixels, max_pixels=self.max_pixels
-        )
+        check_options(self)
 
     def tokens(self, parts: Parts) -> Longs:
         return self.patches(parts)[1] // self.merge**2
 
+    def resized(self, parts: Parts) -> tuple[Longs, Longs]:
+        """(height, width) of the resized images, in pixels; int64 [p] twice. Raises as `native_size`."""
+        factor = self.patch * self.merge
+        return native_size(parts, factor=factor, min_pixels=self.min_pixels, max_pixels=self.max_pixels)
+
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
-        height, width = native_size(
-            parts, factor=self.patch * self.merge, min_pixels=self.min_pixels, max_pixels=self.max_pixels
-        )
+        height, width = self.resized(parts)
         return np.ones_like(height), (height // self.patch) * (width // self.patch)
 
 
@@ -121,14 +125,7 @@ class TiledImages(PartRule):
     kind: Kind = "image"
 
     def __post_init__(self) -> None:
-        check_counts(
-            self,
-            tile=self.tile,
-            patch=self.patch,
-            tokens_per_tile=self.tokens_per_tile,
-            min_tiles=self.min_tiles,
-            max_tiles=self.max_tiles,
-        )
+        check_options(self)
         if self.min_tiles > self.max_tiles:
             raise RecipeError(
                 f"TiledImages(min_tiles={self.min_tiles}, max_tiles={self.max_tiles}): at most that"
@@ -189,7 +186,7 @@ class AnyResImages(PartRule):
     kind: Kind = "image"
 
     def __post_init__(self) -> None:
-        check_counts(self, tile=self.tile, patch=self.patch, most_tiles=self.most_tiles or 1)
+        check_options(self)
         if not self.grids or any(side < 1 for grid in self.grids for side in grid):
             raise RecipeError(f"AnyResImages(grids={self.grids}): at least one, each of 1 or more tiles")
 
@@ -266,7 +263,7 @@ class FixedImages(PartRule):
     kind: Kind = "image"
 
     def __post_init__(self) -> None:
-        check_counts(self, size=self.size, patch=self.patch, tokens_per_image=self.tokens_per_image or 1)
+        check_options(self)
 
     def tokens(self, parts: Parts) -> Longs:
         patches = self.patches(parts)[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,10 +59,17 @@ def check_rules(rules: Rules) -> None:
             raise RecipeError(f"{rule!r} is for parts of kind {rule.kind!r}, not {kind!r}; name it so")
 
 
-def check_counts(rule: PartRule, **counts: int) -> None:
-    """Raises RecipeError for an option that is not a whole number from 1, or an alpha below 0."""
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise RecipeError(f"{type(rule).__name__}({name}={value!r}): a whole number from 1")
+def check_counts(options: Any) -> None:
+    """Raises RecipeError unless all options of a dataclass that are int are whole numbers from 1."""
+    for each in fields(options):
+        value = vars(options)[each.name]
+        is_count = each.type == "int" or (each.type == "int | None" and value is not None)
+        if is_count and (type(value) is not int or value < 1):
+            raise RecipeError(f"{type(options).__name__}({each.name}={value!r}): a whole number from 1")
+
+
+def check_options(rule: PartRule) -> None:
+    """Raises RecipeError as `check_counts`, and for an alpha below 0. rule: a dataclass."""
+    check_counts(rule)
     if not (np.isfinite(rule.alpha) and rule.alpha >= 0):
         raise RecipeError(f"{type(rule).__name__}(alpha={rule.alpha}): 0 or more")

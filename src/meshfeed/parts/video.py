@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.parts.images import native_size
-from meshfeed.parts.rule import PartRule, check_counts
+from meshfeed.parts.rule import PartRule, check_options
 from meshfeed.parts.types import Kind, Longs, Parts
 
 
@@ -44,17 +44,7 @@ class NativeVideo(PartRule):
     kind: Kind = "video"
 
     def __post_init__(self) -> None:
-        check_counts(
-            self,
-            min_frames=self.min_frames,
-            max_frames=self.max_frames,
-            merge_frames=self.merge_frames,
-            patch=self.patch,
-            merge=self.merge,
-            min_pixels=self.min_pixels,
-            max_pixels=self.max_pixels,
-            max_video_tokens=self.max_video_tokens or 1,
-        )
+        check_options(self)
         if not (np.isfinite(self.fps) and self.fps > 0):
             raise RecipeError(f"NativeVideo(fps={self.fps}): above 0")
 

@@ -231,11 +231,8 @@ def longest_first(work: FloatArray, num_groups: int) -> IntArray:
             heapq.heapreplace(lightest, (loaded + each, int(group[item])))
         return group
     nothing, zeros = np.zeros(work.size, np.int64), np.zeros((2, num_groups), np.int64)
-    slots, loads, heaps = (
-        np.full(num_groups, work.size + 1),
-        np.zeros(num_groups),
-        np.empty((2 * num_groups, 2)),
-    )
+    slots = np.full(num_groups, work.size + 1)
+    loads, heaps = np.zeros(num_groups), np.empty((2 * num_groups, 2))
     load, placed, members = work[order], np.empty(work.size, np.int32), np.arange(work.size)
     _place(
         *(work.size, address(nothing), address(nothing), address(load)),

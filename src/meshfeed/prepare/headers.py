@@ -16,11 +16,11 @@ from typing import Any
 from meshfeed.errors import StoreError
 from meshfeed.extras import install
 from meshfeed.parts import Kind
+from meshfeed.parts.images import FORMATS
 
 MOST_PIXELS = 89_478_485
 """Of an image, unless the user says otherwise: where Pillow begins to warn of a decompression bomb."""
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # no format that runs a program
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: a quarter turn swaps height and width
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _STREAMINFO_SIZE = 34
@@ -114,7 +114,7 @@ def _size_of_image(data: bytes, max_pixels: int) -> Size:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with pillow.open(io.BytesIO(data), formats=_FORMATS) as image:
+            with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
                 width, height = image.size
                 if image.format == "TIFF":  # newer versions of Pillow have turned its size
                     width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]

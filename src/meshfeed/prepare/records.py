@@ -19,7 +19,7 @@ from meshfeed.formats.documents import Span, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
 from meshfeed.prepare.inputs import Input, mds_of
-from meshfeed.prepare.samples import Sample, Samples, fetch_from
+from meshfeed.prepare.samples import Sample, Samples, fetch_from, too_large
 from meshfeed.prepare.webdataset import grouped, sample_of
 
 HERE = "here"
@@ -169,9 +169,7 @@ def _of_mds(url: str, samples: range, how: Reading, columns: Samples) -> Iterato
             try:
                 value = how.value(record, url)
                 if value.size_bytes > how.most_bytes:
-                    raise StoreError(
-                        f"more than {how.most_bytes:,} bytes; leave it out, or allow it by --max-record-bytes"
-                    )
+                    raise StoreError(too_large(how.most_bytes))
             except StoreError as error:
                 value, reason = None, str(error)
             yield Record(number, -1, value, value.size_bytes if value else 0, reason)

@@ -150,13 +150,15 @@ def fetch_from(folder: str, most_bytes: int) -> Fetch:
         with Folder(base).file(named) as file:
             left -= file.size_bytes
             if left < 0:
-                raise StoreError(
-                    f"its parts have more than {most_bytes:,} bytes; leave it out, or allow it by "
-                    f"--max-record-bytes"
-                )
+                raise StoreError(f"its parts have {too_large(most_bytes)}")
             return read_bytes(file, 0, file.size_bytes)
 
     return fetch
+
+
+def too_large(most_bytes: int) -> str:
+    """What is said of a sample of more bytes."""
+    return f"more than {most_bytes:,} bytes; leave it out, or allow it by --max-record-bytes"
 
 
 def _relative(name: str, folder: str) -> str:

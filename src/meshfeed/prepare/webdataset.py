@@ -21,7 +21,7 @@ from meshfeed.errors import ChecksumError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
-from meshfeed.prepare.samples import PART_KEYS, Sample, Samples, refs_in
+from meshfeed.prepare.samples import PART_KEYS, Sample, Samples, refs_in, too_large
 
 _IMAGES = "jpg jpeg jpe jfif png apng webp gif bmp tif tiff ppm pgm pbm pnm avif"
 _OTHER_IMAGES = "heic heif jxl jp2 j2k jpx ico svg psd tga exr dng"
@@ -59,7 +59,7 @@ def grouped(file: ByteFile, most_bytes: int) -> Iterator[tuple[str, dict[str, by
         elif suffix in files:
             reason = f".{suffix} is there twice; give each sample a name of its own"
         elif size > most_bytes:
-            reason = f"more than {most_bytes:,} bytes; leave it out, or allow it by --max-record-bytes"
+            reason = too_large(most_bytes)
         else:
             files[suffix] = read_bytes(file, member.offset_data, member.offset_data + member.size)
     if files or reason:

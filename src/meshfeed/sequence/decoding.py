@@ -27,9 +27,8 @@ Made = dict[str, Array]
 AHEAD_BYTES = 256 << 20
 """Workers begin no further part while so much is decoded and not asked for yet."""
 
-_SHARED_BYTES = (
-    1 << 20
-)  # smaller arrays go through the worker's pipe: each in shared memory takes a descriptor
+# smaller arrays go through the worker's pipe: each in shared memory takes a descriptor
+_SHARED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class Decoder:
                 name,
                 read=self._task,
                 is_full=_is_full,
-                called=self._told,
+                called=self.told,
             )
         return self
 
@@ -129,7 +128,7 @@ class Decoder:
         try:
             rows, tokens = rows_of(processor, part), tokens_of(processor.rule, part)
         except Exception as error:
-            raise named(error, processor, self._told(at)) from error
+            raise named(error, processor, self.told(at)) from error
         (data,) = store.read_parts(document, np.array([at.part]))
         return Task(
             kind=kind,
@@ -140,14 +139,15 @@ class Decoder:
             tokens=int(tokens[0]),
         )
 
-    def _told(self, at: PartPlace) -> str:
+    def told(self, at: PartPlace) -> str:
+        """What messages call a part."""
         return f"{self._recipe.sources[at.source]}: document {at.index}, part {at.part} (epoch {at.epoch})"
 
     def _received(self, at: PartPlace, item: Any) -> Made | Bad:
         if isinstance(item, MeshfeedError):
             raise item
         if isinstance(item, Failure):
-            raise StoreError(f"{self._told(at)} failed in worker {item.worker}:\n{item.text}")
+            raise StoreError(f"{self.told(at)} failed in worker {item.worker}:\n{item.text}")
         return item if isinstance(item, Bad) else {name: np.asarray(array) for name, array in item.items()}
 
 

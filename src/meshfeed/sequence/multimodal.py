@@ -225,7 +225,10 @@ class Multimodal(DocumentRule, TokenRule):
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Announce the text to the stores, and the parts to them and to the workers."""
         super().announce(recipe, portions)
-        places = [at for portion in portions for at in self._places(recipe, portion)[1]]
+        places: list[PartPlace] = []
+        for portion in portions:
+            whole = self.expansion(recipe, portion.draws)
+            places += _places(portion.draws, whole.parts, self._decoded(whole, portion))
         for source in sorted({at.source for at in places}):
             mine = {(at.index, at.part) for at in places if at.source == source}
             documents, numbers = np.array(sorted(mine), np.int64).T
@@ -236,13 +239,14 @@ class Multimodal(DocumentRule, TokenRule):
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The text of the documents, and their parts, decoded."""
         columns = dict(super().load(recipe, portion, allocate))
-        whole, places = self._places(recipe, portion)
+        whole = self.expansion(recipe, portion.draws)
+        parts = self._decoded(whole, portion)
+        places = _places(portion.draws, whole.parts, parts)
         decoder = self.decoder or Decoder(recipe, self.processors, 0, self.timeout_s)
         made = decoder.decode(places)
         for at, part in zip(places, made):
             if isinstance(part, Bad):
-                self._refuse(recipe, at, part)
-        parts = self._decoded(whole, portion)
+                self._refuse(decoder.told(at), part)
         for kind, mine in self._by_kind(recipe, portion.draws, whole.parts.take(parts)):
             processor = self.processors[kind]
             rows = _asked(rows_of, processor, recipe, portion.draws, whole.parts, parts[mine])
@@ -260,16 +264,7 @@ class Multimodal(DocumentRule, TokenRule):
             columns[_IS_BAD] = np.array([isinstance(part, Bad) for part in made], np.uint8)
         return columns
 
-    def _places(self, recipe: Recipe, portion: Portion) -> tuple[Expansion, list[PartPlace]]:
-        """The parts that a portion's reader decodes."""
-        draws, whole = portion.draws, self.expansion(recipe, portion.draws)
-        parts = self._decoded(whole, portion)
-        of = whole.parts.sample[parts]
-        columns = (draws.source[of], draws.epoch[of], draws.index[of], parts - whole.parts.starts[of])
-        return whole, [PartPlace(*row) for row in zip(*(column.tolist() for column in columns))]
-
-    def _refuse(self, recipe: Recipe, at: PartPlace, bad: Bad) -> None:
-        where = f"{recipe.sources[at.source]}: document {at.index}, part {at.part} (epoch {at.epoch})"
+    def _refuse(self, where: str, bad: Bad) -> None:
         if not bad.is_broken:
             raise RecipeError(f"{where}: {bad.why}")
         if self.on_bad == "error":
@@ -292,7 +287,8 @@ class Multimodal(DocumentRule, TokenRule):
         whole, arrays = self.expansion(recipe, portion.draws), Arrays()
         held = Slices(np.arange(len(portion.draws), dtype=np.int32), 0 * portion.whole, portion.whole)
         own, at = portion.own_tokens
-        expanded = self._expanded(recipe, portion, whole, columns, names)
+        mine = self._parts(whole, portion)
+        expanded = self._expanded(portion, whole, mine, columns, names)
         for field in self.fields:
             if field.name in expanded:
                 column, ahead = expanded[field.name]
@@ -300,18 +296,21 @@ class Multimodal(DocumentRule, TokenRule):
                 out[:] = field.pad
                 runs_of(own, held, at, ahead=ahead).copy(column, out[0])
                 arrays[field.name] = out
-        arrays |= self._of_parts(recipe, portion, whole, columns, names, allocate)
+        arrays |= self._of_parts(recipe, portion, whole, mine, columns, names, allocate)
         return [arrays | fields_of_plan(portion, names, allocate)]
 
     def _expanded(
         self,
-        recipe: Recipe,
         portion: Portion,
         whole: Expansion,
+        mine: Longs,
         columns: Columns | None,
         names: Sequence[str],
     ) -> dict[str, tuple[Array, int]]:
-        """Name -> what its field has at every token of the whole documents; and how far ahead it looks."""
+        """Name -> what its field has at every token of the whole documents; and how far ahead it looks.
+
+        mine: places of the pack's parts.
+        """
         made: dict[str, tuple[Array, int]] = {}
         if {"labels", "loss_mask"} & set(names):
             bears = np.ones(whole.repeats.size, np.bool_)
@@ -325,11 +324,9 @@ class Multimodal(DocumentRule, TokenRule):
                 made["labels"] = np.where(bears, np.asarray(columns["tokens"]).repeat(whole.repeats), 0), 1
         if columns is not None and "tokens" in names:
             made["tokens"] = np.asarray(columns["tokens"]).repeat(whole.repeats), 0
-        mine = self._parts(whole, portion)
         for kind in self.processors:
             if f"{kind}_index" in names:
-                of_kind = mine[whole.parts.kind[mine] == KINDS.index(kind)]
-                made[f"{kind}_index"] = whole.outputs(of_kind), 0
+                made[f"{kind}_index"] = whole.outputs(mine[whole.parts.take(mine).of_kind(kind)]), 0
         return {name: column for name, column in made.items() if name in names}
 
     def _of_parts(
@@ -337,16 +334,16 @@ class Multimodal(DocumentRule, TokenRule):
         recipe: Recipe,
         portion: Portion,
         whole: Expansion,
+        mine: Longs,
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
     ) -> Arrays:
-        """The named fields of the parts."""
+        """The named fields of the pack's parts. mine: their places."""
         arrays: Arrays = {}
-        mine = self._parts(whole, portion)
         for kind, processor in self.processors.items():
             if f"{kind}_cu_seqlens" in names:
-                of_kind = mine[whole.parts.kind[mine] == KINDS.index(kind)]
+                of_kind = mine[whole.parts.take(mine).of_kind(kind)]
                 asked = recipe, portion.draws, whole.parts, of_kind
                 sequences, patches = _asked(patches_of, processor.rule, *asked)
                 ends = np.cumsum(patches.repeat(sequences))
@@ -391,9 +388,8 @@ class Multimodal(DocumentRule, TokenRule):
 
     def _decoded(self, whole: Expansion, portion: Portion) -> Longs:
         """Those that the portion's reader decodes: all or none."""
-        made = {each.name for processor in self.processors.values() for each in processor.fields} | {
-            "bad_parts"
-        }
+        made = {each.name for processor in self.processors.values() for each in processor.fields}
+        made.add("bad_parts")
         if portion.needs is None or self.on_bad == "drop" or not made.isdisjoint(portion.needs):
             return self._parts(whole, portion)
         return np.zeros(0, np.int64)
@@ -411,6 +407,13 @@ def _parts_of(recipe: Recipe, draws: Draws) -> Parts:
 def _parts_at(store: StreamStore, documents: bytes) -> Parts:
     """The parts of documents, the bytes of int64 [n]; kept, as a step asks for the same ones again."""
     return store.parts(np.frombuffer(documents, np.int64))
+
+
+def _places(draws: Draws, parts: Parts, chosen: Longs) -> list[PartPlace]:
+    """Some parts of draws, by source, epoch, document and number."""
+    of = parts.sample[chosen]
+    columns = (draws.source[of], draws.epoch[of], draws.index[of], chosen - parts.starts[of])
+    return [PartPlace(*row) for row in zip(*(column.tolist() for column in columns))]
 
 
 def _asked(

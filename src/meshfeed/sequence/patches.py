@@ -14,7 +14,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import RecipeError
 from meshfeed.extras import install
 from meshfeed.parts import NativeImages, Parts
-from meshfeed.parts.images import native_size
+from meshfeed.parts.images import FORMATS
 from meshfeed.parts.rule import check_counts
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.runs import Longs
@@ -45,7 +45,7 @@ class NativePatches(Processor):
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "uint8"):
             raise RecipeError(f"NativePatches(dtype={self.dtype!r}): choose float32, uint8")
-        check_counts(self.rule, frames=self.frames)
+        check_counts(self)
 
     @property
     def fields(self) -> tuple[PartField, ...]:
@@ -89,13 +89,7 @@ class NativePatches(Processor):
 
     def _resized(self, size: PartSize) -> tuple[int, int]:
         """(height, width) in pixels of the resized image."""
-        rule = self.rule
-        height, width = native_size(
-            Parts.of_images([(size.height, size.width)]),
-            factor=rule.patch * rule.merge,
-            min_pixels=rule.min_pixels,
-            max_pixels=rule.max_pixels,
-        )
+        height, width = self.rule.resized(Parts.of_images([(size.height, size.width)]))
         return int(height[0]), int(width[0])
 
     def _values(self) -> npt.NDArray[np.float32]:
@@ -104,7 +98,6 @@ class NativePatches(Processor):
         return (shares - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
 
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")  # none that runs a program
 _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 
@@ -114,7 +107,7 @@ def _opened(data: bytes, size: PartSize) -> Any:
         from PIL import Image, ImageOps
     except ImportError as missing:
         raise ImportError(f"decoding images needs Pillow: {install('vlm')}") from missing
-    with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if {image.height, image.width} != {size.height, size.width}:  # before any pixel is decoded
             raise _other_size(image, size)
         turned = ImageOps.exif_transpose(image)
