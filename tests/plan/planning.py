@@ -1,6 +1,8 @@
 """What every plan must satisfy, whatever made it, and small brute-force oracles."""
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -8,7 +10,7 @@ from meshfeed.plan import Packing, StepPlan, account_of, packs_of
 from meshfeed.plan.groups import cp_sizes
 
 
-def check_plan(plan: StepPlan, lengths, packing: Packing, *, dp: int, cp: int, quantum: int = 1) -> None:
+def check_plan(plan: StepPlan, lengths: Any, packing: Packing, *, dp: int, cp: int, quantum: int = 1) -> None:
     """The laws of the planner; lengths are all short enough to be kept."""
     lengths = np.asarray(lengths, np.int64)
     ranks = dp * cp
@@ -68,7 +70,9 @@ def submasks(mask: int) -> np.ndarray:
     return np.array([part for part in range(mask + 1) if part & mask == part])
 
 
-def least_objective(lengths, packing: Packing, *, ranks: int, sizes, num_microbatches: int) -> float:
+def least_objective(
+    lengths: Any, packing: Packing, *, ranks: int, sizes: Any, num_microbatches: int
+) -> float:
     """The optimum of sum over microbatches of the largest load, over all groups and assignments.
 
     Tables hold the optimum of every subset of the sequences; all splits of a subset in two are tried.
@@ -90,7 +94,7 @@ def least_objective(lengths, packing: Packing, *, ranks: int, sizes, num_microba
     def blocks(shape: tuple[int, ...]) -> np.ndarray:
         return block[shape[0]] if len(shape) == 1 else split(block[shape[0]], blocks(shape[1:]), np.maximum)
 
-    def shapes(free: int, widest: int):
+    def shapes(free: int, widest: int) -> Iterator[tuple[int, ...]]:
         if free == 0:
             yield ()
         for size in sizes:
@@ -102,3 +106,17 @@ def least_objective(lengths, packing: Packing, *, ranks: int, sizes, num_microba
     for _ in range(num_microbatches - 1):
         step = split(microbatch, step, np.add)
     return float(step[-1])
+
+
+def some_parts(rng: np.random.Generator, lengths: np.ndarray) -> tuple[list[int], list[int], list[int]]:
+    """Parts that lie among the tokens of some sequences: the sequence, first token and tokens of each."""
+    of: list[int] = []
+    start: list[int] = []
+    tokens: list[int] = []
+    for sequence, length in enumerate(lengths.tolist()):
+        at = int(rng.integers(0, 9))
+        while at < length and rng.random() < 0.7:
+            size = int(rng.integers(1, length - at + 1))
+            of, start, tokens = [*of, sequence], [*start, at], [*tokens, size]
+            at += size + int(rng.integers(0, 9))
+    return of, start, tokens

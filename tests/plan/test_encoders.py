@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning import some_parts
 
 from meshfeed.errors import PlanError
 from meshfeed.plan import Packing, encoders, least_loaded, plan_encoder, plan_step
@@ -19,25 +21,21 @@ CALM = settings(max_examples=cases(60), deadline=None, derandomize=True)
 
 @CALM
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["with sample", "balanced"]), st.sampled_from([1, 2, 6]))
-def test_each_part_is_encoded_once_wherever_its_tokens_are_needed(seed, encoder, ranks):
+def test_each_part_is_encoded_once_wherever_its_tokens_are_needed(
+    seed: int, encoder: Any, ranks: int
+) -> None:
     """Any number of parts, none too; sequences that are split, truncated or dropped; ranks without a part."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 20))
     lengths = rng.integers(0, 120, n)
     packing = Packing(
         capacity=50,
-        policy=str(rng.choice(["balanced", "dynamic_cp"])),
+        policy=rng.choice(["balanced", "dynamic_cp"]).item(),
         cp_sizes=None,
-        oversize=str(rng.choice(["split", "truncate", "drop"])),
+        oversize=rng.choice(["split", "truncate", "drop"]).item(),
     )
     plan = plan_step(lengths, packing, dp=ranks)
-    of, start, tokens = [], [], []
-    for sequence, length in enumerate(lengths):
-        at = int(rng.integers(0, 9))
-        while at < length and rng.random() < 0.7:
-            size = int(rng.integers(1, length - at + 1))
-            of, start, tokens = [*of, sequence], [*start, at], [*tokens, size]
-            at += size + int(rng.integers(0, 9))
+    of, start, tokens = some_parts(rng, lengths)
     work = rng.pareto(1, len(of)) * rng.choice([0, 1], len(of))
     made = plan_encoder(plan, of, work, encoder=encoder, start=start, tokens=tokens)
     # token by token: where is the output of each part needed?
@@ -76,7 +74,7 @@ def least_top(work: np.ndarray, ranks: int) -> float:
     return float(loads.max(axis=0).min())
 
 
-def test_a_step_without_parts():
+def test_a_step_without_parts() -> None:
     plan = plan_step([5, 6], Packing(capacity=64, microbatches=2), dp=4)
     made = plan_encoder(plan, [], [])
     assert made.part.size == 0 and made.loads.shape == (plan.num_microbatches, 4)
@@ -86,7 +84,7 @@ def test_a_step_without_parts():
 
 @CALM
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(1, 9))
-def test_the_compiled_loop_takes_the_same_rank(seed, num_parts, ranks):
+def test_the_compiled_loop_takes_the_same_rank(seed: int, num_parts: int, ranks: int) -> None:
     needs_compiled()
     work = np.random.default_rng(seed).choice([0.0, 1, 1, 2.5, 7], num_parts)
     compiled = least_loaded.longest_first(work, ranks)
@@ -106,7 +104,7 @@ def test_the_compiled_loop_takes_the_same_rank(seed, num_parts, ranks):
         (([0, 1], [1.0, 1]), {"encoder": "evenly"}, "choose one of with sample, balanced"),
     ],
 )
-def test_other_arguments_are_refused(arguments, options, message):
+def test_other_arguments_are_refused(arguments: Any, options: Any, message: str) -> None:
     plan = plan_step([5, 600], Packing(capacity=64, oversize="split"), dp=2)
     with pytest.raises(PlanError, match=message):
         encoders.plan_encoder(plan, *arguments, **options)

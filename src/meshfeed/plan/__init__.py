@@ -2,14 +2,16 @@
 
 Read it in this order: `types` (what a plan is), `cost` and `policy` (what a user chooses), `groups`,
 `oversize`, `step` (the front door), `assign` (stream order), `balance` with `forecast`, `fill` and
-`least_loaded` (equal work), `two_costs` with `swap` and `encoders` (encoders, too), `account` (how good
-it is), `split` (context parallelism), `best_fit` (documents into fixed lengths).
+`least_loaded` (equal work), `two_costs` with `swap` and `encoders` (encoders, too), `encoder_routes` (where
+their output goes), `account` (how good it is), `split` (context parallelism), `best_fit` (documents into
+fixed lengths).
 """
 
 from meshfeed.plan.account import Account, account_of, flops
 from meshfeed.plan.assign import plan_fixed
 from meshfeed.plan.best_fit import best_fit
 from meshfeed.plan.cost import CostModel, ModelShape
+from meshfeed.plan.encoder_routes import EncoderRoute, encoder_routes
 from meshfeed.plan.encoders import EncoderPlan, plan_encoder
 from meshfeed.plan.groups import cp_groups
 from meshfeed.plan.policy import Packing
@@ -23,6 +25,7 @@ __all__ = [
     "CostModel",
     "CpSplit",
     "EncoderPlan",
+    "EncoderRoute",
     "ModelShape",
     "Pack",
     "PackShape",
@@ -32,6 +35,7 @@ __all__ = [
     "account_of",
     "best_fit",
     "cp_groups",
+    "encoder_routes",
     "flops",
     "packs_of",
     "plan_encoder",
