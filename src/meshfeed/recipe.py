@@ -148,7 +148,7 @@ class Blocks:
         return f"blocks: sequences={self.sequences}, window={self.window}, lanes={self.lanes}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class Recipe:
     """What to train on, in which order, in which batches.
 

@@ -7,8 +7,8 @@ No list is built and no state is kept: position 10**12 costs the same as positio
 from __future__ import annotations
 
 import hashlib
+import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,8 +22,6 @@ from meshfeed.order.schedule import end_of, interleaving_of, segments_of, sizes_
 from meshfeed.recipe import Blocks, Recipe
 
 Longs = npt.NDArray[np.int64]
-
-_MOST_STREAMS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,17 +210,17 @@ class Stream:
         return key_of(self._seed, self._numbers[source], epoch)
 
 
-# by id, as equal recipes may differ in stores
-_streams: OrderedDict[int, tuple[Recipe, Stream]] = OrderedDict()
+# by id, as equal recipes may differ in stores; an entry goes when its recipe does
+_streams: dict[int, tuple[weakref.ref[Recipe], Stream]] = {}
 
 
 def stream_of(recipe: Recipe) -> Stream:
     """A recipe's stream; cached, since it asks the stores for their sizes."""
-    found = _streams.get(id(recipe))
+    key = id(recipe)
+    found = _streams.get(key)
     if found is None:
-        found = _streams[id(recipe)] = recipe, Stream(recipe)
-        if len(_streams) > _MOST_STREAMS:
-            _streams.popitem(last=False)
+        ref = weakref.ref(recipe, lambda _: _streams.pop(key, None))
+        found = _streams[key] = ref, Stream(recipe)
     return found[1]
 
 

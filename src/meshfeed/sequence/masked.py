@@ -26,6 +26,7 @@ from meshfeed.roles import Field
 from meshfeed.sequence.documents import DocumentRule, document_lengths
 from meshfeed.sequence.runs import Longs, Portion, Runs, holding, runs_of
 from meshfeed.store import StreamStore
+from meshfeed.store.kept import kept_by_store
 from meshfeed.store.marks import Marks, marks_of
 
 _TAG = 0x4D41534B  # separates these keys from others of the same four numbers
@@ -316,7 +317,7 @@ def _fields(pad_token: int) -> tuple[Field, ...]:
     )
 
 
-@lru_cache(maxsize=16)
+@kept_by_store(most=4)
 def _special_marks(store: StreamStore, tokens: tuple[int, ...]) -> Marks:
     """Marks of the special tokens of a store; cached, since they map a file."""
     return marks_of(store, Cache(), tokens)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from dataclasses import field as dataclass_field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, TypeVar, cast, get_args
 
 import numpy as np
@@ -39,6 +39,7 @@ from meshfeed.sequence.processor import (
 from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, runs_of
 from meshfeed.store import StreamStore
+from meshfeed.store.kept import kept_by_store
 
 OnBad = Literal["error", "blank", "drop"]
 
@@ -403,7 +404,7 @@ def _parts_of(recipe: Recipe, draws: Draws) -> Parts:
     return Parts.merged(len(draws), found)
 
 
-@lru_cache(maxsize=64)
+@kept_by_store(most=64)
 def _parts_at(store: StreamStore, documents: bytes) -> Parts:
     """The parts of documents, the bytes of int64 [n]; kept, as a step asks for the same ones again."""
     return store.parts(np.frombuffer(documents, np.int64))

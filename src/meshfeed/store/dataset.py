@@ -13,7 +13,6 @@ Version 2 has parts, too: images, audio and video of the documents; see `part_fi
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -29,6 +28,7 @@ from meshfeed.parts import Parts
 from meshfeed.store.base import LengthsIndex, StreamStore
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
+from meshfeed.store.kept import kept_by_store
 from meshfeed.store.marks import Marks, marks_of
 from meshfeed.store.part_files import FILES, PartFiles
 
@@ -277,7 +277,7 @@ class MultimodalStore(DatasetStore):
         self._parts.acquire(stack)
 
 
-@functools.lru_cache(maxsize=16)
+@kept_by_store(most=1)
 def _marks_of(column: IndexedStore, cache: Cache) -> Marks:
     """The marks of a column; kept, since they map a file."""
     return marks_of(column, cache)
