@@ -32,9 +32,12 @@ from meshfeed.integrations.loader import (
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.multimodal import MROPE
 from meshfeed.sequence.packed import PLAN_FIELDS, RUN_FIELDS
 
-_CAUSAL = frozenset({"tokens", "labels", "loss_mask", *RUN_FIELDS, *(field.name for field in PLAN_FIELDS)})
+_CAUSAL = frozenset(
+    {"tokens", "labels", "loss_mask", MROPE.name, *RUN_FIELDS, *(field.name for field in PLAN_FIELDS)}
+)
 """The fields that `causal_batch` uses, or has no use for."""
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
@@ -51,7 +54,7 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
     input_ids, position_ids, labels, shift_labels: int64 [rows, tokens]; -100 where there is no loss.
     For a pack, [1, tokens]: position_ids restart at every sequence, which separates sequences for eager, sdpa
     and flex attention. cu_seq_lens_q, cu_seq_lens_k (int32), max_length_q and max_length_k are for flash
-    attention.
+    attention. With mrope_position_ids, position_ids are [4, 1, tokens]: these, then time, height and width.
     """
     labels = masked_labels(microbatch)
     made: dict[str, Any] = {
@@ -69,6 +72,9 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
         made |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
         made |= dict.fromkeys(("max_length_q", "max_length_k"), int(microbatch["max_seqlen"]))
         made["use_cache"] = False  # with a cache, transformers does not detect packed sequences
+    if MROPE.name in microbatch:
+        axes = microbatch[MROPE.name].movedim(-1, 0)
+        made["position_ids"] = torch.cat([made["position_ids"][None], axes])
     return made
 
 

@@ -64,6 +64,25 @@ class Expansion:
         index[number + (begins - np.cumsum(tokens) + tokens).repeat(tokens)] = number
         return index
 
+    def mrope(self, rows: Longs, columns: Longs) -> Longs:
+        """Positions in time, height and width of each token, from 0 in each sample; int64 [sum(lengths), 3].
+
+        Those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191) for images: text counts on in all three; an
+        image stands still in time, and what follows it comes after the longer side of its grid.
+        rows, columns: of each part's tokens; int64 [p] twice.
+        """
+        steps = np.ones(int(self.text.sum()), np.int64)
+        steps[self.placeholders] = np.maximum(rows, columns)
+        ends = np.append(0, np.cumsum(steps))
+        before = ends[np.cumsum(self.text) - self.text]
+        positions = (ends[:-1] - before.repeat(self.text)).repeat(self.repeats)[:, None].repeat(3, axis=1)
+        of_part = np.flatnonzero(self.outputs(np.arange(len(self.parts))) >= 0)
+        number = np.arange(of_part.size) - (np.cumsum(self.tokens) - self.tokens).repeat(self.tokens)
+        wide = columns.repeat(self.tokens)
+        positions[of_part, 1] += number // wide
+        positions[of_part, 2] += number % wide
+        return positions
+
     @cached_property
     def repeats(self) -> Longs:
         """How often each stored token stands there, sample after sample; int64 [sum(text)]."""

@@ -97,6 +97,10 @@ class NativeImages(PartRule):
         height, width = self.resized(parts)
         return np.ones_like(height), (height // self.patch) * (width // self.patch)
 
+    def grid(self, parts: Parts) -> tuple[Longs, Longs]:
+        height, width = self.resized(parts)
+        return height // (self.patch * self.merge), width // (self.patch * self.merge)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TiledImages(PartRule):

@@ -37,6 +37,13 @@ class PartRule(ABC):
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
         """What the encoder attends over: (sequences, patches in each), of each part; int64 [p] twice."""
 
+    def grid(self, parts: Parts) -> tuple[Longs, Longs] | None:
+        """(rows, columns) that the tokens of each part form, row after row; int64 [p] twice.
+
+        The positions of a multimodal rope follow it. By default None: the tokens form no grid.
+        """
+        return None
+
     def work(self, parts: Parts) -> npt.NDArray[np.float64]:
         """Work of the encoder on each part, `sequences * patches * (patches + alpha)`; float64 [p]."""
         sequences, patches = self.patches(parts)

@@ -30,6 +30,7 @@ from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.processor import (
     PartSize,
     Processor,
+    grid_of,
     named,
     patches_of,
     rows_of,
@@ -42,6 +43,10 @@ from meshfeed.store import StreamStore
 from meshfeed.store.kept import kept_by_store
 
 OnBad = Literal["error", "blank", "drop"]
+Positions = Literal["tokens", "mrope"]
+
+MROPE = Field(name="mrope_position_ids", dtype="int64", split=True, stored=False)
+"""Computed from the index alone, so that every stage has it; see `Multimodal`."""
 
 _IS_BAD = "is_bad"
 
@@ -63,6 +68,7 @@ class Multimodal(DocumentRule, TokenRule):
         on_bad: a part that cannot be decoded stops the job ("error"), becomes zeros ("blank"), or becomes
             zeros in a document that bears no loss ("drop"; not with oversize="split"). The plan is made
             before, so that `valid_tokens` still counts its tokens. "Zeros" are what `Processor.blank` gives.
+        positions: "mrope" gives mrope_position_ids too; every rule must tell the grid of its parts.
         workers: processes that decode ahead, on each rank that reads; 0 decodes when a pack is read.
         timeout_s: how long a worker may take for one part.
 
@@ -72,6 +78,9 @@ class Multimodal(DocumentRule, TokenRule):
     - image_index int32 [1, t]: which of the encoder's outputs, of all these parts, a token is; -1 for none.
     - image_cu_seqlens int32 [n + 1], for the first stage: where the sequences that the encoder attends
       within begin in its patches, then their end.
+    - mrope_position_ids int64 [1, t, 3], under positions="mrope": positions in time, height and width of a
+      multimodal rope; see `Expansion.mrope`. They restart at 0 in each document, and in each piece of one
+      that the packing splits.
     - bad_parts int64 [k, 2], unless on_bad is "error": parts that are not what was stored, each as its
       sequence in the pack and its number in that document.
 
@@ -83,6 +92,7 @@ class Multimodal(DocumentRule, TokenRule):
     audio: Processor | None = None
     video: Processor | None = None
     on_bad: OnBad = "error"
+    positions: Positions = "tokens"
     workers: int = dataclass_field(default=0, repr=False)
     timeout_s: float = dataclass_field(default=600.0, repr=False)
     decoder: Decoder | None = dataclass_field(default=None, repr=False, compare=False)
@@ -91,6 +101,10 @@ class Multimodal(DocumentRule, TokenRule):
         check_rules({kind: processor.rule for kind, processor in self.processors.items()})
         if self.on_bad not in get_args(OnBad):
             raise RecipeError(f"Multimodal(on_bad={self.on_bad!r}): choose {', '.join(get_args(OnBad))}")
+        if self.positions not in get_args(Positions):
+            raise RecipeError(
+                f"Multimodal(positions={self.positions!r}): choose {', '.join(get_args(Positions))}"
+            )
         if type(self.workers) is not int or self.workers < 0 or not self.timeout_s > 0:
             raise RecipeError(
                 f"Multimodal(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
@@ -103,6 +117,11 @@ class Multimodal(DocumentRule, TokenRule):
                         f"which is part of the fingerprint; {told} differs from process to process: make it "
                         f"a frozen dataclass of options with such a repr"
                     )
+            if self.positions == "mrope" and processor.rule.grid(Parts.none(0)) is None:
+                raise RecipeError(
+                    f"Multimodal(positions='mrope', {kind}=...): {type(processor.rule).__name__} does not "
+                    f"tell the rows and columns of a part's tokens; give its `grid`, or leave positions out"
+                )
         names = [each.name for each in self.fields]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise RecipeError(
@@ -116,9 +135,12 @@ class Multimodal(DocumentRule, TokenRule):
         return {kind: processor for kind, processor in given.items() if processor is not None}
 
     def summary(self) -> str:
-        """The processors, their rules, which need not be fields of theirs, and on_bad, in one line."""
+        """The processors, their rules, which need not be fields of theirs, and options, in one line."""
         told = [f"{kind}={each.summary()} by {each.rule.summary()}" for kind, each in self.processors.items()]
-        return f"Multimodal({', '.join(told)}, on_bad={self.on_bad!r})"
+        told.append(f"on_bad={self.on_bad!r}")
+        if self.positions != "tokens":
+            told.append(f"positions={self.positions!r}")
+        return f"Multimodal({', '.join(told)})"
 
     @property
     def takes_parts(self) -> bool:
@@ -152,6 +174,8 @@ class Multimodal(DocumentRule, TokenRule):
                 made.append(Field(name=each.name, dtype=each.dtype, stages=each.stages))
             made.append(Field(name=f"{kind}_index", dtype="int32", split=True, pad=-1, stored=False))
             made.append(Field(name=f"{kind}_cu_seqlens", dtype="int32", stages=("first",), stored=False))
+        if self.positions == "mrope":
+            made.append(MROPE)
         if self.on_bad != "error":
             made.append(
                 Field(name="bad_parts", dtype="int64", stages=("first", "last") if drops else ("first",))
@@ -290,13 +314,18 @@ class Multimodal(DocumentRule, TokenRule):
         own, at = portion.own_tokens
         mine = self._parts(whole, portion)
         expanded = self._expanded(portion, whole, mine, columns, names)
+        if MROPE.name in names and self.positions == "mrope":
+            expanded[MROPE.name] = self._mrope(recipe, portion, whole), 0
         for field in self.fields:
             if field.name in expanded:
                 column, ahead = expanded[field.name]
-                out = allocate((1, portion.num_tokens), field.dtype)
+                out = allocate((1, portion.num_tokens, *column.shape[1:]), field.dtype)
                 out[:] = field.pad
-                runs_of(own, held, at, ahead=ahead).copy(column, out[0])
+                runs_of(own, held, at, ahead=ahead).copy(column.T, out[0].T)
                 arrays[field.name] = out
+                if field is MROPE:  # the dummy counts from 0, as in position_ids
+                    tail = portion.tail_tokens
+                    tail.copy(np.arange((tail.start + tail.size).max(initial=0)), out[0].T)
         arrays |= self._of_parts(recipe, portion, whole, mine, columns, names, allocate)
         return [arrays | fields_of_plan(portion, names, allocate)]
 
@@ -329,6 +358,18 @@ class Multimodal(DocumentRule, TokenRule):
             if f"{kind}_index" in names:
                 made[f"{kind}_index"] = whole.outputs(mine[whole.parts.take(mine).of_kind(kind)]), 0
         return {name: column for name, column in made.items() if name in names}
+
+    def _mrope(self, recipe: Recipe, portion: Portion, whole: Expansion) -> Longs:
+        """The positions of all tokens of the whole documents, 0 in time at the first one of each piece."""
+        rows, columns = np.zeros((2, len(whole.parts)), np.int64)
+        for kind, mine in self._by_kind(recipe, portion.draws, whole.parts):
+            rule = self.processors[kind].rule
+            rows[mine], columns[mine] = _asked(grid_of, rule, recipe, portion.draws, whole.parts, mine)
+        positions = whole.mrope(rows, columns)
+        if portion.starts.any():
+            first = np.cumsum(whole.lengths) - whole.lengths + portion.starts
+            positions -= positions[first.clip(max=len(positions) - 1), 0].repeat(whole.lengths)[:, None]
+        return positions
 
     def _of_parts(
         self,

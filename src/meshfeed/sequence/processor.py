@@ -132,6 +132,17 @@ def work_of(rule: PartRule, parts: Parts) -> npt.NDArray[np.float64]:
     return work
 
 
+def grid_of(rule: PartRule, parts: Parts) -> tuple[Longs, Longs]:
+    """`rule.grid`; int64 [p] twice. Raises RecipeError unless each part's tokens fill its grid."""
+    if (grid := rule.grid(parts)) is None:
+        raise RecipeError("grid: None; a multimodal rope needs the rows and columns of tokens of every part")
+    rows, columns = (_counts("grid", each, len(parts), least=1) for each in grid)
+    if wrong := np.flatnonzero(rows * columns != tokens_of(rule, parts)).tolist():
+        at = wrong[0]
+        raise RecipeError(f"grid: {rows[at]} x {columns[at]} for {tokens_of(rule, parts)[at]} tokens")
+    return rows, columns
+
+
 def rows_of(processor: Processor, parts: Parts) -> dict[str, Longs]:
     """`processor.rows` of each field; name -> int64 [p]. Raises RecipeError unless whole numbers from 0."""
     rows = processor.rows(parts)

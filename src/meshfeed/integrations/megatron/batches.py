@@ -16,6 +16,7 @@ from meshfeed.integrations.megatron.samples import AXES_FIRST
 from meshfeed.integrations.megatron.stages import core
 from meshfeed.plan import Pack, StepPlan, packs_of
 from meshfeed.roles import Field
+from meshfeed.sequence.multimodal import MROPE
 
 MODEL_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 """What Megatron's own `get_batch` returns, in its order."""
@@ -145,7 +146,8 @@ def get_batch(
     both; sequences then attend to their own padding.
     Every tensor is cut for this rank, and nothing is sent. What the stage does not need is None: tokens and
     position_ids are for the first stage and those with MTP layers, labels and loss_mask for the last one,
-    attention_mask for none. packed_seq_params is a PackedSeqParams on every stage; None for rows of one
+    attention_mask for none. With mrope_position_ids, position_ids are theirs, [3, 1, t], on every stage, as
+    Megatron's mrope takes them. packed_seq_params is a PackedSeqParams on every stage; None for rows of one
     length.
     Raises LayoutError where Megatron has no group for the cp ranks of a pack.
     """
@@ -154,6 +156,8 @@ def get_batch(
     made["packed_seq_params"] = None
     if made["tokens"] is None:
         made["position_ids"] = None
+    if (axes := batch.pop(MROPE.name, None)) is not None:
+        made["position_ids"] = axes.movedim(-1, 0)
     if "cu_seqlens" in batch:
         told = {
             name: batch.pop(name) for name in ("cu_seqlens", "cu_seqlens_padded", *_TOLD) if name in batch
