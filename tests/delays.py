@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container
-from typing import Any
+from typing import Any, cast
 
 import meshfeed.feed.run
 import meshfeed.metrics.recorder
+import meshfeed.sequence.decoding
 from meshfeed.feed.ahead import Prefetcher
 
 LEAP_S = 1000.0
@@ -24,11 +25,27 @@ class _Clock:
     def monotonic(self) -> float:
         return time.monotonic() + self.leapt
 
+    def thread_time(self) -> float:
+        return time.thread_time() + self.leapt
+
+    def process_time(self) -> float:
+        return time.process_time() + self.leapt
+
+
+_CLOCK = _Clock()
+
+
+def leap() -> None:
+    """The clock of this process, which is one of its own, leaps."""
+    for module in (meshfeed.metrics.recorder, meshfeed.feed.run, meshfeed.sequence.decoding):
+        module.time = _CLOCK  # type: ignore[attr-defined]
+    _CLOCK.leapt += LEAP_S
+
 
 def delayed(function: Callable[..., Any], at: Container[int]) -> Callable[..., Any]:
     """A function that the producer calls, which takes LEAP_S more at these of its calls. For a process of its own."""
-    clock, num_calls, has_news = _Clock(), 0, Prefetcher._has_news
-    waiting: Prefetcher[Any] | None = None
+    num_calls, has_news = 0, cast(Any, Prefetcher)._has_news
+    waiting: Any = None
 
     def noting(prefetcher: Prefetcher[Any]) -> bool:
         nonlocal waiting
@@ -41,9 +58,8 @@ def delayed(function: Callable[..., Any], at: Container[int]) -> Callable[..., A
         if num_calls - 1 in at:
             while waiting is None or waiting._queue:  # the loop takes what was made before
                 time.sleep(0.001)
-            clock.leapt += LEAP_S
+            leap()
         return function(*given)
 
-    meshfeed.metrics.recorder.time = meshfeed.feed.run.time = clock  # type: ignore[assignment]
     Prefetcher._has_news = noting  # type: ignore[method-assign]
     return late

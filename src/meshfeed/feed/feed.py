@@ -197,9 +197,15 @@ class Feed(StepSource[Delivery]):
         return super()._new_run(by_stage)
 
     def _about(self, step: int) -> RunStart:
-        recipe = self.recipe
+        recipe, decode_costs = self.recipe, self._rule.decode_costs
         return RunStart.here(
-            step, self.layout, self.rank, self.delivery, recipe.fingerprint, recipe.source_names
+            step,
+            self.layout,
+            self.rank,
+            self.delivery,
+            recipe.fingerprint,
+            recipe.source_names,
+            decode_workers=None if decode_costs is None else decode_costs.workers,
         )
 
     def _stop(self) -> None:
@@ -235,7 +241,8 @@ class Feed(StepSource[Delivery]):
 
     def _items(self, start: int, delivery: Delivery, placer: Placer, clock: StageClock) -> Iterator[Item]:
         """The path of every sequence, from its position in the stream to the device."""
-        meter = Meter(self.recipe.sources, delivery.traffic)
+        decode_costs = self._rule.decode_costs if self.role.reads else None
+        meter = Meter(self.recipe.sources, delivery.traffic, decode_costs=decode_costs)
         ahead = Ahead(
             self._stepping,
             self.layout.coord(self.rank),
@@ -252,8 +259,11 @@ class Feed(StepSource[Delivery]):
             for portion in portions:
                 columns, hint = None, self._rule.num_bytes(self.recipe, portion) if is_sent else 0
                 if self.role.reads:
+                    waited_s = 0.0 if decode_costs is None else decode_costs.wait_s
                     with clock.stage("read"):
                         columns = self._load(batch.step, portion, delivery, hint)
+                    if decode_costs is not None:
+                        clock.split("decode", decode_costs.wait_s - waited_s)
                 with clock.stage("deliver"):
                     columns = delivery.deliver(columns, hint)
                 with clock.stage("build"):

@@ -36,7 +36,7 @@ class Made:
 
     microbatches: list[Microbatch]
     ticket: Any
-    counted: Mapping[str, int]
+    counted: Mapping[str, float]
 
     def without(self, names: frozenset[str]) -> list[Microbatch]:
         """The microbatches without some fields."""

@@ -11,7 +11,15 @@ one that grows.
 """
 
 from meshfeed.metrics.boards import TensorBoard, WandB
-from meshfeed.metrics.history import MixtureHistory, RankHistory, RunHistory, RunReader, Start, read_run
+from meshfeed.metrics.history import (
+    DecodeHistory,
+    MixtureHistory,
+    RankHistory,
+    RunHistory,
+    RunReader,
+    Start,
+    read_run,
+)
 from meshfeed.metrics.ranges import ProfilerRanges
 from meshfeed.metrics.recorder import Meter, Recorder, Span, StageClock, StepCosts
 from meshfeed.metrics.run_log import RunLog
@@ -21,6 +29,7 @@ from meshfeed.metrics.telemetry import Telemetry
 
 __all__ = [
     "STAGES",
+    "DecodeHistory",
     "Meter",
     "MixtureHistory",
     "ProfilerRanges",

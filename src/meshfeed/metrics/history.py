@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import MetricsError
 from meshfeed.metrics.rank_file import OF_THE_JOB, RankFile, RankStart
+from meshfeed.metrics.recorder import DECODE_COUNTERS
 from meshfeed.metrics.run_log import COUNTED, file_name
 
 Longs = npt.NDArray[np.int64]
@@ -29,6 +30,7 @@ class Start:
         world_size: ranks of the job.
         delivery, fingerprint: see `RunStart`.
         meshfeed: version of the package; None if it was not installed.
+        decode_workers: see `RunStart`.
         ranks: those that logged this start, ascending.
         hosts: of these ranks, ascending.
     """
@@ -42,6 +44,21 @@ class Start:
     meshfeed: str | None
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
+    decode_workers: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecodeHistory:
+    """What one rank decoded for each of its steps; NaN while it decoded nothing.
+
+    Attributes:
+        parts, num_bytes, busy_s, cpu_s: `parts_decoded` and so on of `StepStats`; float64 [n].
+    """
+
+    parts: Floats
+    num_bytes: Floats
+    busy_s: Floats
+    cpu_s: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,6 +78,7 @@ class RankHistory:
         tokens: of the global batch, without padding; int64 [n].
         padding: share of padding in the global batch; NaN without packing; float64 [n].
         imbalance: work of the busiest rank over the mean; NaN likewise; float64 [n].
+        decoded: images, audio and videos that it decoded; None if none.
     """
 
     rank: int
@@ -82,6 +100,7 @@ class RankHistory:
     tokens: Longs
     padding: Floats
     imbalance: Floats
+    decoded: DecodeHistory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -196,6 +215,7 @@ def _start_of(ranks: Sequence[RankStart]) -> Start:
         meshfeed=told.get("meshfeed"),
         ranks=tuple(sorted(each.told["rank"] for each in ranks)),
         hosts=tuple(sorted({each.told["host"] for each in ranks})),
+        decode_workers=told.get("decode_workers"),
         **{name: told[name] for name in OF_THE_JOB},
     )
 
@@ -231,7 +251,15 @@ def _rank_history(
         **{name: np.nan_to_num(column(name)).astype(np.int64) for name in ("step", *COUNTED, "tokens")},
         padding=column("padding"),
         imbalance=column("imbalance"),
+        decoded=_decoded(*(column(name) for name in DECODE_COUNTERS)),
     )
+
+
+def _decoded(parts: Floats, *others: Floats) -> DecodeHistory | None:
+    if not np.nansum(parts):
+        return None
+    num_bytes, busy_s, cpu_s = others
+    return DecodeHistory(parts=parts, num_bytes=num_bytes, busy_s=busy_s, cpu_s=cpu_s)
 
 
 def _column(start: RankStart, name: str) -> Floats:

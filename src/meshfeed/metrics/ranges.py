@@ -17,7 +17,7 @@ _range = getattr(cast(Any, torch)._C._profiler, "_RecordFunctionFast", record_fu
 class ProfilerRanges(Sink):
     """Adds ranges to a trace: "meshfeed.wait" for waits of the loop, "meshfeed.read" and so on for stages.
 
-    torch traces the producer's own thread only with
+    Decoding is in "meshfeed.read". torch traces the producer's own thread only with
     `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`, or with
     `prefetch=0`.
     """

@@ -15,9 +15,12 @@ from meshfeed.errors import MetricsError
 from meshfeed.metrics.background import BackgroundSinks
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 from meshfeed.metrics.stats import StepStats
+from meshfeed.sequence.decode_costs import DecodeCosts
 
 COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
 """The counters of every microbatch, summed in a step's stats."""
+DECODE_COUNTERS = ("parts_decoded", "bytes_decoded", "decode_busy_s", "decode_cpu_s")
+"""Those of a rank that decodes."""
 
 _NOTHING = contextlib.nullcontext()
 
@@ -58,6 +61,13 @@ class StageClock:
                     yield
         finally:
             self.spans.append(Span(name, start, time.monotonic()))
+
+    def split(self, name: str, seconds: float) -> None:
+        """The last so many seconds of the last span were another stage."""
+        last = self.spans[-1]
+        at = max(last.stop - seconds, last.start)
+        if at < last.stop:
+            self.spans[-1:] = [last._replace(stop=at), Span(name, at, last.stop)]
 
     def take(self) -> list[Span]:
         """The spans since the last call."""
@@ -100,7 +110,7 @@ class StepCosts:
         self.planned = cache(planned)
         self._queue_depth, self._metrics_lost = 0, cast(int | None, None)
         self._waits: list[tuple[float, float, Sequence[Span]]] = []
-        self._counts: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+        self._counts: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
 
     def begin(self, queue_depth: int, metrics_lost: int | None) -> None:
         """The loop receives the step."""
@@ -110,10 +120,10 @@ class StepCosts:
         """The loop asked for something at `start` and got it at `stop`. spans: how it was made."""
         self._waits.append((start, stop, spans))
 
-    def counted(self, counts: Mapping[str, int]) -> None:
+    def counted(self, counts: Mapping[str, float]) -> None:
         """Add counters."""
         for name, count in counts.items():
-            self._counts[name] += count
+            self._counts[name] = self._counts.get(name, 0) + count
 
     @property
     def stats(self) -> StepStats:
@@ -133,18 +143,25 @@ class StepCosts:
 
 
 class Meter:
-    """Counts data read and delivered, from one `take` to the next."""
+    """Counts data read, decoded and delivered, from one `take` to the next.
 
-    def __init__(self, sources: Sequence[Any], *traffic: Traffic) -> None:
-        self._sources, self._traffic = sources, traffic
+    Args:
+        decode_costs: of what this rank decodes; None if it decodes nothing.
+    """
+
+    def __init__(
+        self, sources: Sequence[Any], *traffic: Traffic, decode_costs: DecodeCosts | None = None
+    ) -> None:
+        self._sources, self._traffic, self._decoded = sources, traffic, decode_costs
+        self._names = COUNTERS if decode_costs is None else COUNTERS + DECODE_COUNTERS
         self._before = self._now()
 
-    def take(self) -> dict[str, int]:
+    def take(self) -> dict[str, float]:
         """The counts since the last call."""
         before, self._before = self._before, self._now()
-        return {name: now - then for name, now, then in zip(COUNTERS, self._before, before)}
+        return {name: now - then for name, now, then in zip(self._names, self._before, before)}
 
-    def _now(self) -> tuple[int, ...]:
+    def _now(self) -> tuple[float, ...]:
         bytes_read = bytes_fetched = opens = collectives = delivered_bytes = 0
         for source in self._sources:
             stats = source.stats
@@ -154,7 +171,9 @@ class Meter:
         for traffic in self._traffic:
             collectives += traffic.collectives
             delivered_bytes += traffic.num_bytes
-        return bytes_read, bytes_fetched, opens, collectives, delivered_bytes
+        counts = bytes_read, bytes_fetched, opens, collectives, delivered_bytes
+        done = self._decoded
+        return counts if done is None else (*counts, done.parts, done.num_bytes, done.busy_s, done.cpu_s)
 
 
 class Recorder:

@@ -16,20 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from meshfeed.errors import MetricsError
+from meshfeed.metrics.recorder import DECODE_COUNTERS
 from meshfeed.metrics.sink import RunStart, Sink, StepRecord
 from meshfeed.metrics.stats import STAGES
 
 COUNTED = ("queue_depth", "bytes_read", "bytes_fetched", "delivered_bytes", "opens", "collectives")
-_COLUMNS = (
-    "step",
-    "time",
-    *(f"wait_{stage}" for stage in STAGES),
-    *(f"work_{stage}" for stage in STAGES),
-    *COUNTED,
-    "tokens",
-    "padding",
-    "imbalance",
-)
+_OF_TEXT = tuple(stage for stage in STAGES if stage != "decode")
 _LOOK_BACK = 1 << 16
 
 
@@ -66,7 +58,8 @@ class RunLog(Sink):
         start = next((entry for entry in reversed(entries) if isinstance(entry, RunStart)), self._start)
         if start is None:
             raise MetricsError(f"{self._folder}: a log begins with the start of a run")
-        told = [_start(entry) if isinstance(entry, RunStart) else _step(entry) for entry in entries]
+        decodes = start.decode_workers is not None  # always or never, in one Feed
+        told = [_start(entry) if isinstance(entry, RunStart) else _step(entry, decodes) for entry in entries]
         drawn = [
             entry for entry in entries if isinstance(entry, StepRecord) and "source_drawn" in entry.stats
         ]
@@ -105,21 +98,42 @@ def _line(told: Any) -> str:
     return json.dumps(told, separators=(",", ":"), allow_nan=False) + "\n"
 
 
+def _stages(decodes: bool) -> tuple[str, ...]:
+    return STAGES if decodes else _OF_TEXT
+
+
 def _start(start: RunStart) -> dict[str, Any]:
-    told = asdict(start) | {"version": 1, "time": start.time_s, "stages": STAGES, "columns": _COLUMNS}
-    return {"start": told}
+    decodes = start.decode_workers is not None
+    told, stages = asdict(start), _stages(decodes)
+    if not decodes:
+        del told["decode_workers"]
+    columns = (
+        "step",
+        "time",
+        *(f"wait_{stage}" for stage in stages),
+        *(f"work_{stage}" for stage in stages),
+        *COUNTED,
+        "tokens",
+        "padding",
+        "imbalance",
+        *(DECODE_COUNTERS if decodes else ()),
+    )
+    return {"start": told | {"version": 1, "time": start.time_s, "stages": stages, "columns": columns}}
 
 
-def _step(record: StepRecord) -> list[float | None]:
-    stats = record.stats
-    seconds = [*map(stats.exposed_wait_s.get, STAGES), *map(stats.work_s.get, STAGES)]
+def _step(record: StepRecord, decodes: bool) -> list[float | None]:
+    stats, stages = record.stats, _stages(decodes)
+    seconds = [*map(stats.exposed_wait_s.get, stages), *map(stats.work_s.get, stages)]
+    shares = [stats.padding, stats.max_over_mean]
+    if decodes:
+        shares += [getattr(stats, name) for name in DECODE_COUNTERS]
     return [
         record.step,
         round(record.time_s, 6),
         *(round(each, 6) if each else 0 for each in seconds),
         *(getattr(stats, name) for name in COUNTED),
         record.tokens,
-        *(None if share is None else round(share, 6) for share in (stats.padding, stats.max_over_mean)),
+        *(None if share is None else round(share, 6) for share in shares),
     ]
 
 

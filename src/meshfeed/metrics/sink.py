@@ -35,6 +35,8 @@ class RunStart:
         sources: their names.
         host, pid: the process.
         meshfeed: the package's version; None if it is not installed.
+        decode_workers: processes of each reader that decode images, audio and video; 0 if the reader does
+            itself, None if its rule decodes nothing.
     """
 
     step: int
@@ -50,6 +52,7 @@ class RunStart:
     host: str
     pid: int
     meshfeed: str | None
+    decode_workers: int | None = None
 
     @classmethod
     def here(
@@ -60,6 +63,7 @@ class RunStart:
         delivery: str,
         fingerprint: str | None = None,
         sources: Sequence[str] = (),
+        decode_workers: int | None = None,
     ) -> RunStart:
         """A run that begins now, in this process."""
         text = str(layout)
@@ -78,6 +82,7 @@ class RunStart:
             host=socket.gethostname(),
             pid=os.getpid(),
             meshfeed=version_of("meshfeed"),
+            decode_workers=decode_workers,
         )
 
 

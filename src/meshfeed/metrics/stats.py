@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-STAGES = ("start", "plan", "read", "exchange", "deliver", "build", "copy", "verify", "other")
-"""All stages: joining the peers, planning and announcing, storage (or a user's iterator), exchanging items,
-delivery with its waiting for peers, making fields, copying to the device, comparing replicas, the rest."""
+STAGES = ("start", "plan", "read", "decode", "exchange", "deliver", "build", "copy", "verify", "other")
+"""All stages: joining the peers, planning and announcing, storage (or a user's iterator), decoding parts,
+exchanging items, delivery with its waiting for peers, making fields, copying to the device, comparing
+replicas, the rest."""
 
 SequenceName = tuple[int, int, int]
 """(source, epoch, index) of a sequence."""
@@ -25,8 +26,9 @@ class StepStats(Mapping[str, Any]):
 
     Attributes:
         exposed_wait_s: seconds that the loop waited, by stage. Stages are start (joining the peers), plan (of
-            a later step), read (storage, or a user's iterator), exchange, deliver (including waits for
-            peers), build, copy, verify and other.
+            a later step), read (storage, or a user's iterator), decode (images, audio and video, including
+            waits for the workers that decode), exchange, deliver (including waits for peers), build, copy,
+            verify and other.
         work_s: seconds that the producer worked, by stage.
         queue_depth: reads that were ready, of at most `prefetch`, when the loop asked for the step.
         bytes_read: from storage.
@@ -34,6 +36,10 @@ class StepStats(Mapping[str, Any]):
         opens: data files opened.
         collectives: collectives called.
         delivered_bytes: sent or received.
+        parts_decoded, bytes_decoded: images, audio and videos decoded for this rank to read, and their bytes
+            before that. None if this rank decodes nothing, as are the next two.
+        decode_busy_s, decode_cpu_s: seconds that decoding them took, summed over workers, most of it ahead
+            of the step; and CPU seconds.
         efficiency, objective_over_bound, max_over_mean, padding: of the global batch's packs; see `Account`.
             None without packing, as are the next two.
         oversize, empty: the sequences that were too long, and those without tokens.
@@ -51,6 +57,10 @@ class StepStats(Mapping[str, Any]):
     opens: int = 0
     collectives: int = 0
     delivered_bytes: int = 0
+    parts_decoded: int | None = None
+    bytes_decoded: int | None = None
+    decode_busy_s: float | None = None
+    decode_cpu_s: float | None = None
     efficiency: float | None = None
     objective_over_bound: float | None = None
     max_over_mean: float | None = None

@@ -20,6 +20,10 @@ _COUNTERS = {
     "delivered_bytes": ("meshfeed.delivered", "By", "sent to peers or received"),
     "opens": ("meshfeed.opens", "{file}", "data files opened"),
     "collectives": ("meshfeed.collectives", "{collective}", "collectives called"),
+    "parts_decoded": ("meshfeed.decoded.parts", "{part}", "images, audio and videos decoded"),
+    "bytes_decoded": ("meshfeed.decoded", "By", "their bytes before decoding"),
+    "decode_busy_s": ("meshfeed.decode.busy", "s", "seconds that decoding took, over all workers"),
+    "decode_cpu_s": ("meshfeed.decode.cpu", "s", "CPU seconds of decoding"),
 }
 _GAUGES = {
     "queue_depth": ("meshfeed.queue.depth", "reads that were ready when the loop asked for its last step"),
@@ -80,7 +84,8 @@ class Telemetry(Sink):
             for stage, seconds in stats.work_s.items():
                 self._work(seconds, of_stage[stage])
         for key, count in self._counters.items():
-            count(sum(getattr(record.stats, key) for record in records), who)
+            if getattr(last, key) is not None:
+                count(sum(getattr(record.stats, key) or 0 for record in records), who)
         for key, report in self._gauges.items():
             if (value := getattr(last, key)) is not None:
                 report(value, who)

@@ -22,6 +22,7 @@ from meshfeed.order import Draws
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.compact import Compact, RunField
+from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.rule import SequenceRule, TokenRule, has_compact
 from meshfeed.sequence.runs import Longs, Portion, Runs
 from meshfeed.store import MultimodalStore
@@ -130,6 +131,10 @@ class WithColumns(SequenceRule):
 
     def lengths(self, recipe: Recipe, draws: Draws) -> Longs:
         return self.rule.lengths(recipe, draws)
+
+    @property
+    def decode_costs(self) -> DecodeCosts | None:
+        return self.rule.decode_costs
 
     def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
         return self.rule.encoder_work(recipe, draws)

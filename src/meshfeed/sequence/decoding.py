@@ -7,7 +7,8 @@ it is made.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from meshfeed.errors import MeshfeedError, StoreError
 from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.processor import PartSize, Processor, named, rows_of, tokens_of
 from meshfeed.store.workers import Failure, Workers
 
@@ -61,6 +63,7 @@ class Task:
         seeds: of its generator; see `order.rng`.
         rows: of each field, by the processor.
         tokens: by the rule.
+        read_s: seconds that reading the bytes took.
     """
 
     kind: Kind
@@ -69,6 +72,26 @@ class Task:
     seeds: tuple[int, ...]
     rows: Mapping[str, int]
     tokens: int
+    read_s: float
+
+
+@dataclass(slots=True)
+class Decoded:
+    """What a part became, and what that cost.
+
+    Attributes:
+        made: its arrays, from a worker as tensors; or why there are none.
+        num_bytes, read_s: of the part before decoding; seconds that reading it took.
+        busy_s, cpu_s: seconds that decoding took, and CPU seconds.
+        is_counted: whether the costs are in the decoder's: several packs may ask for one part.
+    """
+
+    made: dict[str, Any] | Bad
+    num_bytes: int
+    read_s: float
+    busy_s: float
+    cpu_s: float
+    is_counted: bool = False
 
 
 class Decoder:
@@ -78,6 +101,9 @@ class Decoder:
         processors: by kind.
         workers: processes that decode what is announced, each in its turn; 0 decodes what is asked for.
         timeout_s: how long a worker may take for a part.
+
+    Attributes:
+        costs: of all that was asked for.
     """
 
     def __init__(
@@ -86,10 +112,11 @@ class Decoder:
         self._recipe, self._processors = recipe, processors
         self._num_workers, self._timeout_s = workers, timeout_s
         self._workers: Workers[PartPlace] | None = None
+        self.costs = DecodeCosts(workers)
 
     def __enter__(self) -> Self:
         if self._num_workers:
-            make = functools.partial(_made_in_worker, dict(self._processors))
+            make = functools.partial(_decoded_in_worker, dict(self._processors))
             name = f"Multimodal(workers={self._num_workers})"
             self._workers = Workers(
                 make,
@@ -116,9 +143,30 @@ class Decoder:
         """Each part, decoded and checked. Raises StoreError if it cannot be read, or a worker dies."""
         if self._workers is None:
             tasks = {at: self._task(at) for at in dict.fromkeys(places)}
-            decoded = {at: made_of(self._processors, task) for at, task in tasks.items()}
-            return [decoded[at] for at in places]
-        return [self._received(at, item) for at, item in zip(places, self._workers.fetch(places))]
+            decoded = {at: _decoded(self._processors, task, time.thread_time) for at, task in tasks.items()}
+            self.costs.wait_s += self._count(decoded.values())[0]
+            return [decoded[at].made for at in places]
+        begin = time.monotonic()
+        items = self._workers.fetch(places)
+        waited = time.monotonic() - begin
+        received = [self._received(at, item) for at, item in zip(places, items)]
+        busy, read = self._count(received)
+        # workers also wait for the bytes that they decode: that part of the wait is reading
+        self.costs.wait_s += waited * busy / (busy + read) if busy else 0.0
+        return [_arrays(each.made) for each in received]
+
+    def _count(self, decoded: Iterable[Decoded]) -> tuple[float, float]:
+        """Add up what was not counted yet. Returns its seconds of decoding, and those of reading."""
+        busy_s = read_s = 0.0
+        for each in decoded:
+            if not each.is_counted:
+                each.is_counted = True
+                self.costs.parts += 1
+                self.costs.num_bytes += each.num_bytes
+                self.costs.cpu_s += each.cpu_s
+                busy_s, read_s = busy_s + each.busy_s, read_s + each.read_s
+        self.costs.busy_s += busy_s
+        return busy_s, read_s
 
     def _task(self, at: PartPlace) -> Task:
         store, document = self._recipe.sources[at.source], np.array([at.index])
@@ -129,7 +177,9 @@ class Decoder:
             rows, tokens = rows_of(processor, part), tokens_of(processor.rule, part)
         except Exception as error:
             raise named(error, processor, self.told(at)) from error
+        begin = time.monotonic()
         (data,) = store.read_parts(document, np.array([at.part]))
+        read_s = time.monotonic() - begin
         return Task(
             kind=kind,
             data=data,
@@ -137,18 +187,19 @@ class Decoder:
             seeds=(self._recipe.seed, at.epoch, at.index, at.part, at.source),
             rows={name: int(count[0]) for name, count in rows.items()},
             tokens=int(tokens[0]),
+            read_s=read_s,
         )
 
     def told(self, at: PartPlace) -> str:
         """What messages call a part."""
         return f"{self._recipe.sources[at.source]}: document {at.index}, part {at.part} (epoch {at.epoch})"
 
-    def _received(self, at: PartPlace, item: Any) -> Made | Bad:
+    def _received(self, at: PartPlace, item: Any) -> Decoded:
         if isinstance(item, MeshfeedError):
             raise item
         if isinstance(item, Failure):
             raise StoreError(f"{self.told(at)} failed in worker {item.worker}:\n{item.text}")
-        return item if isinstance(item, Bad) else {name: np.asarray(array) for name, array in item.items()}
+        return item
 
 
 def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
@@ -186,19 +237,32 @@ def _difference(processor: Processor, task: Task, made: Made) -> str | None:
     return None
 
 
-def _made_in_worker(processors: Mapping[Kind, Processor], task: Task) -> dict[str, Any] | Bad:
-    """What travels of a part: large arrays as tensors, which torch moves through shared memory."""
+def _decoded(processors: Mapping[Kind, Processor], task: Task, cpu_clock: Callable[[], float]) -> Decoded:
+    begin, cpu = time.monotonic(), cpu_clock()
     made = made_of(processors, task)
-    if isinstance(made, Bad):
-        return made
-    return {
-        name: torch.from_numpy(np.require(array, requirements=["C", "W"]))
-        if array.nbytes >= _SHARED_BYTES
-        else array
-        for name, array in made.items()
-    }
+    busy_s, cpu_s = time.monotonic() - begin, cpu_clock() - cpu
+    return Decoded(made, len(task.data), task.read_s, busy_s, cpu_s)
+
+
+def _decoded_in_worker(processors: Mapping[Kind, Processor], task: Task) -> Decoded:
+    """What travels of a part: large arrays as tensors, which torch moves through shared memory."""
+    decoded = _decoded(processors, task, time.process_time)
+    if not isinstance(decoded.made, Bad):
+        decoded.made = {
+            name: torch.from_numpy(np.require(array, requirements=["C", "W"]))
+            if array.nbytes >= _SHARED_BYTES
+            else array
+            for name, array in decoded.made.items()
+        }
+    return decoded
+
+
+def _arrays(made: dict[str, Any] | Bad) -> Made | Bad:
+    """What was made, its tensors as arrays of the same memory."""
+    return made if isinstance(made, Bad) else {name: np.asarray(array) for name, array in made.items()}
 
 
 def _is_full(items: Iterable[Any]) -> bool:
-    arrays = (array for item in items if isinstance(item, dict) for array in item.values())
+    made = (item.made for item in items if isinstance(item, Decoded))
+    arrays = (array for each in made if not isinstance(each, Bad) for array in each.values())
     return sum(array.nbytes for array in arrays) >= AHEAD_BYTES

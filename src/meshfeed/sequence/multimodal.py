@@ -24,6 +24,7 @@ from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, check_rules
 from meshfeed.plan import Slices
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
+from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.decoding import Bad, Decoder, PartPlace
 from meshfeed.sequence.documents import DocumentRule, document_lengths
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
@@ -150,6 +151,10 @@ class Multimodal(DocumentRule, TokenRule):
     def may_split(self) -> bool:
         """Not under "drop": a piece does not know of a part that is decoded for another."""
         return self.on_bad != "drop"
+
+    @property
+    def decode_costs(self) -> DecodeCosts | None:
+        return None if self.decoder is None else self.decoder.costs
 
     @property
     def packed(self) -> bool:

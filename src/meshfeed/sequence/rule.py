@@ -19,6 +19,7 @@ from meshfeed.order import Draws
 from meshfeed.recipe import Recipe, Rule
 from meshfeed.roles import Field
 from meshfeed.sequence.compact import Compact
+from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.runs import Longs, Portion
 
 
@@ -77,6 +78,11 @@ class SequenceRule(Rule):
     def opened(self, recipe: Recipe) -> AbstractContextManager[SequenceRule]:
         """The rule with what `load` needs beside stores, such as worker processes, for a `with`."""
         return nullcontext(self)
+
+    @property
+    def decode_costs(self) -> DecodeCosts | None:
+        """What an opened rule has decoded in `load` so far; None for one that decodes nothing."""
+        return None
 
     def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
         """Work of each encoder on the parts of each sequence, from the index alone; float64 [encoders, n].

@@ -165,12 +165,14 @@ class Grid:
             count = self._over(np.add, np.isfinite(table).sum(axis=0))
             total = self._over(np.add, np.nansum(table, axis=0))
             told[name] = _pair(total / _positive(count), self._over(extreme, extreme.reduce(table)))
-        for name in _OF_THE_JOB:
-            counts = np.nansum(self.table(lambda rank, name=name: getattr(rank, name)), axis=0)
+        for name, value in _OF_THE_JOB.items():
+            counts = np.nansum(self.table(value), axis=0)
             counts = np.where(np.isnan(seconds), 0.0, counts)
             spent = _positive(self._over(np.add, np.nan_to_num(seconds)))
             fastest = self._over(np.fmax, counts / _positive(seconds))
-            told[_OF_THE_JOB[name]] = _pair(self._over(np.add, counts) / spent, fastest)
+            told[name] = _pair(self._over(np.add, counts) / spent, fastest)
+        if all(rank.decoded is None for rank in self._histories):
+            del told["decoded"]
         return told
 
     def _over(self, by: np.ufunc, steps: np.ndarray) -> np.ndarray:
@@ -193,7 +195,12 @@ _OF_A_RANK: dict[str, Callable[[RankHistory], np.ndarray]] = {
     "padding": lambda rank: rank.padding,
     "imbalance": lambda rank: rank.imbalance,
 }
-_OF_THE_JOB = {"bytes_read": "read", "bytes_fetched": "fetched", "delivered_bytes": "delivered"}
+_OF_THE_JOB: dict[str, Callable[[RankHistory], np.ndarray]] = {
+    "read": lambda rank: rank.bytes_read,
+    "fetched": lambda rank: rank.bytes_fetched,
+    "delivered": lambda rank: rank.delivered_bytes,
+    "decoded": lambda rank: np.zeros(rank.step.size) if rank.decoded is None else rank.decoded.parts,
+}
 
 
 def _last_axis(of_stages: list[np.ndarray], shape: tuple[int, int]) -> np.ndarray:

@@ -257,6 +257,7 @@ function drawAll() {
   const { series } = data, entry = (name, key, colour, extreme = "largest") => ({ name, series: series[key], colour, extreme });
   drawSeries("chart-traffic", [entry("read", "read", "--read"), entry("fetched from remote storage", "fetched", "--exchange"), entry("between ranks", "delivered", "--deliver")]
     .filter(({ series }) => series.mean.some((each) => each)), rate, "bytes per second");
+  if (series.decoded) drawSeries("chart-decoding", [entry("decoded", "decoded", "--decode")], (value) => value == null ? "–" : `${digits(value)}/s`, "parts decoded per second");
   drawSeries("chart-padding", [entry("padding", "padding", "--build")], percent, "padding over steps");
   drawSeries("chart-imbalance", [entry("imbalance", "imbalance", "--plan")], plain, "imbalance over steps", 1);
   drawSeries("chart-queue", [entry("ready ahead", "queue_depth", "--copy", "emptiest rank")], plain, "queue depth over steps");

@@ -7,9 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from meshfeed.metrics import RunHistory
+from meshfeed.report.history.decoding import decoding_of, figures, limiting, verdict
 from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.loop import longest_outside
-from meshfeed.report.history.waits import Waits, longest_of, sentence, worst_of
+from meshfeed.report.history.waits import Waits, longest_of, worst_of
 from meshfeed.report.words import counted, duration
 
 _NOTICEABLE = 0.01  # share of the ranks' time above which waiting counts as bad
@@ -19,12 +20,13 @@ def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
     """The figures for scripts, JSON-able; durations in seconds, without the first step of each start.
 
     worst: rank and stage to look at first, see `waits.Worst`. longest: the longest wait of a single step.
-    outside: see `loop.Outside`.
+    outside: see `loop.Outside`. decoding: see `decoding.figures`; only where something was decoded.
     """
+    decoding = decoding_of(history)
     worst = worst_of(waits)
     longest, outside = longest_of(waits), longest_outside(history)
     return {
-        "says": sentence(waits),
+        "says": verdict(waits, decoding),
         "steps": num_steps(history),
         "starts": [{"step": start.step, "layout": start.layout} for start in history.starts],
         "wait_share": waits.share,
@@ -35,7 +37,7 @@ def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
             {"rank": int(rank), "wait_s": dict(zip(waits.stages, per_step.tolist()))}
             for rank, per_step in zip(waits.ranks, waits.per_step)
         ],
-    }
+    } | ({} if decoding is None else {"decoding": figures(decoding, waits)})
 
 
 def num_steps(history: RunHistory) -> int:
@@ -49,7 +51,7 @@ def mood(waits: Waits) -> str:
     worst = worst_of(waits)
     if worst is None or worst.share < _NOTICEABLE:
         return "good"
-    return "bad" if worst.stands_out else "even"
+    return "bad" if worst.stands_out or limiting(waits) is not None else "even"
 
 
 def when(history: RunHistory, waits: Waits) -> str:
