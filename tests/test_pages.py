@@ -77,7 +77,7 @@ def test_concepts() -> None:
 
 def test_multimodal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("multimodal.md", 10)
+    run_page("multimodal.md", 12)
 
 
 def test_planner() -> None:
@@ -182,7 +182,7 @@ def test_the_search_works_from_a_folder(site: Path) -> None:
     needs("chromium")
     from playwright.sync_api import sync_playwright
 
-    options = {"executable_path": program_path("chromium"), "args": ["--no-sandbox"]}
+    options: Any = {"executable_path": program_path("chromium"), "args": ["--no-sandbox"]}
     with sync_playwright() as playwright, playwright.chromium.launch(**options) as browser:
         tab = browser.new_page()
         tab.goto((site / "start.html").as_uri())

@@ -32,7 +32,7 @@ from meshfeed.integrations.loader import (
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
-from meshfeed.sequence.multimodal import MROPE
+from meshfeed.sequence.multimodal import MROPE, Multimodal
 from meshfeed.sequence.packed import PLAN_FIELDS, RUN_FIELDS
 
 _CAUSAL = frozenset(
@@ -91,7 +91,8 @@ class FeedTrainer(_Base):
         gradient_accumulation_steps microbatches; a step that needs more is refused.
     batch_of: the model's inputs from a microbatch: those of `causal_batch`, and further fields of the recipe,
         such as pixel_values, that the model's forward names. A recipe without a field named tokens gives its
-        fields alone, by the model's own names. Override it for models with other inputs.
+        fields alone, by the model's own names. A field without rows is left out: these models take no
+        pixel_values of no image. Override it for models with other inputs.
 
     The stream is one epoch of the Trainer, at most `max_steps` long. The state is saved in the checkpoint's
     trainer_state.json; resuming reads and skips no data. Evaluation counts sequences, not the rows that
@@ -144,7 +145,7 @@ class FeedTrainer(_Base):
         made, used = dict[str, Any](), frozenset[str]()
         if "tokens" in microbatch:
             made, used = causal_batch(microbatch), _CAUSAL
-        further = {name: value for name, value in microbatch.items() if name not in used}
+        further = {name: value for name, value in microbatch.items() if name not in used and _has_rows(value)}
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
             self._set_signature_columns_if_needed()
             further = {name: value for name, value in further.items() if name in self._signature_columns}
@@ -219,6 +220,7 @@ class FeedTrainer(_Base):
         *,
         pad_rows: bool = False,
     ) -> Feed:
+        _check_positions(recipe, self.model)
         mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
@@ -242,6 +244,22 @@ def _check_dataset(name: str, given: object) -> None:
             f"{name} is a {type(given).__name__} of {held}; give a mf.Recipe: data=mf.Mixture(...) for "
             f"several sources, data=mf.Mapped(...) for your own items; the Trainer handles a torch Dataset"
         )
+
+
+def _check_positions(recipe: Recipe, model: torch.nn.Module) -> None:
+    """Raises RecipeError for packs that lack the positions which the model computes for rows."""
+    rule = recipe.sequence
+    if not isinstance(rule, Multimodal) or rule.positions == "mrope":
+        return
+    if rule.image is not None and any(hasattr(module, "get_rope_index") for module in model.modules()):
+        raise RecipeError(
+            f"{type(model).__name__} has a multimodal rope, whose positions it cannot compute for packs; "
+            f"make them by Multimodal(..., positions='mrope')"
+        )
+
+
+def _has_rows(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) > 0
 
 
 def check_packing(packing: Packing, mesh: Any) -> None:

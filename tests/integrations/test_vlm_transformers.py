@@ -1,0 +1,144 @@
+"""A real Qwen2-VL, tiny, in transformers' Trainer: packs train it as the batches of its own processor do."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import meshfeed as mf
+from meshfeed.errors import RecipeError
+from meshfeed.integrations.transformers import FeedTrainer
+from qwen_vl import BEGIN, END, IMAGE, PATCHES, Document, picture, write_documents
+
+DOCUMENTS: list[Document] = [
+    [7, 8, (60, 90), 9, (150, 40), 3],
+    [1, 2, 3],
+    [(84, 28), 5, (28, 84), 11],
+    [(30, 30), *range(1, 20)],
+    [*range(40, 60)],
+    [4, 5],
+]
+RATE = 0.5
+RULE = mf.Multimodal(image=PATCHES, positions="mrope")
+
+
+def recipe(folder: Path, rule: mf.Multimodal = RULE) -> mf.Recipe:
+    """Two documents a step, in their order; those of the third step have no image."""
+    return mf.Recipe(data=mf.open(folder), sequence=rule, batch=mf.Batch(sequences=2), shuffle="none")
+
+
+def model() -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
+    tokens: Any = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+    text |= {"bos_token_id": None, "eos_token_id": None}
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **tokens))
+
+
+def processor() -> Any:
+    """Qwen2-VL's own, over a vocabulary whose words are numbers."""
+    from transformers import PreTrainedTokenizerFast, Qwen2VLProcessor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    special = {"<|image_pad|>": IMAGE, "<|vision_start|>": BEGIN, "<|vision_end|>": END, "<pad>": 127}
+    words = Tokenizer(models.WordLevel({str(n): n for n in range(100)} | special, unk_token="<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(list(special))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", padding_side="right")
+    limits = {"shortest_edge": PATCHES.rule.min_pixels, "longest_edge": PATCHES.rule.max_pixels}
+
+    class Images(Qwen2VLProcessor):
+        def check_argument_for_proper_class(self, argument_name: Any, argument: Any) -> Any:
+            """Asks for its processor of video, which needs torchvision."""
+
+    return Images(Qwen2VLImageProcessorPil(size=limits), tokenizer)
+
+
+def by_hand(documents: list[Document]) -> dict[str, torch.Tensor]:
+    """Padded rows of documents, by the processor, with labels as its users make them."""
+    sizes = [each for document in documents for each in document if isinstance(each, tuple)]
+    parts = "<|vision_start|><|image_pad|><|vision_end|>"
+    text = [" ".join(str(e) if isinstance(e, int) else parts for e in document) for document in documents]
+    images = [Image.open(io.BytesIO(picture(*size))) for size in sizes] or None
+    made = dict(processor()(text=text, images=images, padding=True, return_tensors="pt"))
+    kept = (made["attention_mask"] > 0) & (made["input_ids"] != IMAGE)
+    return made | {"labels": made["input_ids"].where(kept, -100)}
+
+
+def test_a_pack_trains_a_model_as_the_rows_of_its_own_processor_do(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    write_documents(tmp_path / "store", DOCUMENTS)
+    losses: list[float] = []
+    seen: list[list[int]] = []
+    keys: list[set[str]] = []
+
+    class Watched(FeedTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            first = 2 * self.state.global_step
+            seen.append([first, first + 1])
+            keys.append(set(inputs))
+            loss = super().training_step(model, inputs, *args)
+            losses.append(float(loss))
+            return loss
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=1,
+        optim="sgd",
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+    )
+    own = model()
+    options = {"packing": mf.Packing(capacity=128)}
+    Watched(own, arguments, train_dataset=recipe(tmp_path / "store"), feed_options=options).train()
+
+    other = model().train()
+    optimizer = torch.optim.SGD(other.parameters(), lr=RATE)
+    wanted: list[float] = []
+    for step in seen:
+        loss = other(**by_hand([DOCUMENTS[number] for number in step])).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    assert losses == pytest.approx(wanted, rel=1e-5) and len(set(losses)) == 3
+    for mine, theirs in zip(own.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    with_images = [any(isinstance(e, tuple) for n in step for e in DOCUMENTS[n]) for step in seen]
+    assert ["pixel_values" in each for each in keys] == with_images == [True, True, False]
+
+
+def test_packs_without_the_positions_of_the_model_are_refused(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    write_documents(tmp_path / "store", DOCUMENTS)
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to=[])
+    plain = recipe(tmp_path / "store", mf.Multimodal(image=PATCHES))
+    options = {"packing": mf.Packing(capacity=128)}
+    with pytest.raises(RecipeError, match=r"Qwen2VLForConditionalGeneration .* positions='mrope'"):
+        FeedTrainer(model(), arguments, train_dataset=plain, feed_options=options).train()
