@@ -52,15 +52,10 @@ def train(args: argparse.Namespace, after: Callable[[mf.Step], None] = lambda st
     dist.barrier()
     stage = VisionStage(Shape(vocab=IMAGE + 1, window=64, width=32), place)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, weight_decay=0.01)
-    recipe = mf.Recipe(
-        data=mf.open(args.shapes),
-        sequence=mf.Multimodal(image=PATCHES, workers=args.workers),
-        batch=mf.Batch(sequences=args.sequences),
-        seed=args.seed,
-        steps=args.steps,
-    )
     packing = mf.Packing(capacity=args.capacity)
-    feed = mf.Feed(recipe, layout, packing=packing, delivery=args.delivery, verify=True, timeout_s=600)
+    feed = mf.Feed(
+        recipe_of(args), layout, packing=packing, delivery=args.delivery, verify=True, timeout_s=600
+    )
     place.make_cp_groups(feed)
     with feed, Journal(args.out, args.name, place, feed) as journal:
         if args.resume:
@@ -70,6 +65,17 @@ def train(args: argparse.Namespace, after: Callable[[mf.Step], None] = lambda st
             if (step.index + 1) % args.checkpoint_every == 0:
                 save(args.out / f"checkpoint-{step.index + 1:06}", stage, optimizer, feed, place)
             after(step)
+
+
+def recipe_of(args: argparse.Namespace) -> mf.Recipe:
+    """What is trained on, and in which order."""
+    return mf.Recipe(
+        data=mf.open(args.shapes),
+        sequence=mf.Multimodal(image=PATCHES, workers=args.workers),
+        batch=mf.Batch(sequences=args.sequences),
+        seed=args.seed,
+        steps=args.steps,
+    )
 
 
 class Vision(Part):

@@ -180,3 +180,48 @@ def test_options_that_would_change_nothing_are_refused(
     status, out, err = told(capsys, "plan", *given, "--layout", "dp2", "--capacity", "65536")
     assert (status, out) == (2, "")
     assert says in err
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_images_have_a_load_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe of examples/train_vlm.py: 3 of 4 of its documents have pictures."""
+    monkeypatch.setenv("SHAPES", str(tmp_path / "shapes"))
+    html = tmp_path / "plan.html"
+    recipe = str(ROOT / "examples" / "vlm_recipe.py")
+    given = ("plan", recipe, "--layout", "tp2-dp2-pp2", "--capacity", "128", "--steps", "0:3")
+    status, out, _ = told(capsys, *given, "--json", "--html", str(html))
+    steps = json.loads(out)["steps"]
+    assert status == 0
+    for step in steps:
+        model, encoder = step["loads"]["language model"], step["loads"]["image encoder"]
+        assert model["max_over_mean"] == pytest.approx(1 / step["E"])
+        assert 1 <= encoder["lower_bound"] <= encoder["max_over_mean"] < 1.5
+    status, out, _ = told(capsys, *given)
+    rows = {line[:14]: line.split()[2:] for line in out.splitlines()}
+    worst = max(steps, key=lambda step: step["loads"]["image encoder"]["max_over_mean"])
+    mean = np.mean([step["loads"]["image encoder"]["max_over_mean"] for step in steps])
+    most = worst["loads"]["image encoder"]
+    assert rows["image encoder "][0] == f"{mean:.3f}"
+    assert rows["image encoder "][2:] == [
+        str(worst["step"]),
+        f"{most['max_over_mean']:.3f}",
+        f"{most['lower_bound']:.3f}",
+    ]
+    page = html.read_text()
+    assert page.count('<svg viewBox="0 0 1100') == 3  # the language model over time, both loads, the encoder
+    assert page.count(">image of sequence ") > 10
+    assert f"lower bound {steps[0]['loads']['image encoder']['lower_bound']:.3f}" in page
+
+
+def test_text_has_one_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_corpus(tmp_path / "c")
+    html = tmp_path / "plan.html"
+    given = ("plan", str(tmp_path / "c"), "--layout", "dp2", "--capacity", "1024", "--html", str(html))
+    _, out, _ = told(capsys, *given)
+    assert "load" not in out.replace("max/mean", "")
+    assert html.read_text().count('<svg viewBox="0 0 1100') == 1
+    assert "loads" not in json.loads(told(capsys, *given, "--json")[1])["steps"][0]

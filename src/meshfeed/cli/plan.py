@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from meshfeed.cli.packing import JobOptions
 from meshfeed.cli.recipes import RecipeOptions
 from meshfeed.errors import MeshfeedError
 from meshfeed.feed.stepping import GlobalBatch
-from meshfeed.plan import Account, StepPlan, account_of, plan_step
+from meshfeed.plan import Account, EncoderPlan, Load, StepPlan, account_of, loads_of, plan_step
 from meshfeed.report.plan import page
 from meshfeed.report.words import counted
 
@@ -50,6 +50,8 @@ class Plan(Command, JobOptions, RecipeOptions):
         "empty_microbatches": "number of microbatches without a sequence on any rank",
         "planning_s": "seconds that planning took",
         "sources": "name -> sequences and epochs that a mixture has given when the step is done",
+        "loads": "with images, audio or video: the language model and each encoder -> max_over_mean, of the "
+        "busiest rank of each microbatch, and its lower_bound",
     }
 
     recipe: str | None = argument("RECIPE", recipes.HELP, nargs="?")
@@ -75,13 +77,17 @@ class Plan(Command, JobOptions, RecipeOptions):
             write_text(self.dump, json.dumps(_dump(first.plan)))
         if self.html:
             layout = str(mf.Layout.parse(self.layout))
-            write_text(self.html, page(layout, first.step, first.plan, first.account))
+            write_text(
+                self.html, page(layout, first.step, first.plan, first.account, first.encoders, first.loads)
+            )
         if self.json:
             print_json(
                 {"steps": [each.facts for each in planned]} if self.recipe is not None else first.facts
             )
         else:
             _print([each.facts for each in planned])
+            if first.loads:
+                _print_loads(planned)
         return OK
 
     def _of_lengths(self) -> Iterator[_Planned]:
@@ -93,7 +99,8 @@ class Plan(Command, JobOptions, RecipeOptions):
             lengths, packed, dp=layout.dp, cp=layout.cp, pp=layout.pp, vpp=self.vpp, cp_split=self.cp_split
         )
         seconds = time.perf_counter() - began
-        yield _Planned(0, plan, account_of(plan, packed, pp=layout.pp, vpp=self.vpp), seconds, {})
+        account = account_of(plan, packed, pp=layout.pp, vpp=self.vpp)
+        yield _Planned(step=0, plan=plan, account=account, planning_s=seconds)
 
     def _of_recipe(self, text: str) -> Iterator[_Planned]:
         packed, recipe = self.packing_of(self.capacity), self.recipe_of(text)
@@ -115,18 +122,37 @@ class Plan(Command, JobOptions, RecipeOptions):
                 if batch is None:
                     return
                 account = account_of(batch.plan, packed, pp=stepping.layout.pp, vpp=self.vpp)
-                yield _Planned(step, batch.plan, account, seconds, _drawn(recipe, batch))
+                encoders = stepping.rule.encoder_plans(recipe, batch.draws, batch.plan)
+                loads = loads_of(batch.plan, packed, account, encoders) if encoders else {}
+                yield _Planned(
+                    step=step,
+                    plan=batch.plan,
+                    account=account,
+                    planning_s=seconds,
+                    sources=_drawn(recipe, batch),
+                    encoders=encoders,
+                    loads=loads,
+                )
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A step's plan, and what there is to tell of it."""
+    """A step's plan, and what there is to tell of it. encoders, loads: empty for text."""
 
-    def __init__(
-        self, step: int, plan: StepPlan, account: Account, seconds: float, sources: dict[str, Any]
-    ) -> None:
-        self.step, self.plan, self.account = step, plan, account
-        self.facts = {
-            "step": step,
+    step: int
+    plan: StepPlan
+    account: Account
+    planning_s: float
+    sources: dict[str, Any] = field(default_factory=dict)
+    encoders: Mapping[str, EncoderPlan] = field(default_factory=dict)
+    loads: Mapping[str, Load] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For --json; see `Plan.keys`."""
+        plan, account = self.plan, self.account
+        facts = {
+            "step": self.step,
             "sequences": int(np.unique(plan.sequence[plan.microbatch >= 0]).size),
             "microbatches": plan.num_microbatches,
             "tokens": account.tokens,
@@ -143,9 +169,15 @@ class _Planned:
             "oversize": plan.oversize.tolist(),
             "empty": int(plan.empty.size),
             "empty_microbatches": int((~account.loads.any(axis=1)).sum()),
-            "planning_s": seconds,
-            "sources": sources,
+            "planning_s": self.planning_s,
+            "sources": self.sources,
         }
+        if self.loads:
+            facts["loads"] = {
+                name: {"max_over_mean": load.max_over_mean, "lower_bound": load.bound}
+                for name, load in self.loads.items()
+            }
+        return facts
 
 
 def _drawn(recipe: mf.Recipe, batch: GlobalBatch) -> dict[str, Any]:
@@ -197,3 +229,18 @@ def _print(steps: list[dict[str, Any]]) -> None:
             f"{name}: {counted(int(drawn['sequences']), 'sequence')}, {drawn['epochs']:.3f} epochs "
             f"after step {steps[-1]['step']}"
         )
+
+
+def _print_loads(planned: list[_Planned]) -> None:
+    """How even each load is over all steps, and in the worst of them; beside each the lower bound."""
+    table = Table("load", "max/mean", "bound", "worst step", "max/mean", "bound")
+    for name in planned[0].loads:
+        of_steps = [each.loads[name] for each in planned]
+        ratios, bounds = ([getattr(load, what) for load in of_steps] for what in ("max_over_mean", "bound"))
+        worst = int(np.argmax(ratios))
+        cells = np.mean(ratios), np.mean(bounds), ratios[worst], bounds[worst]
+        mean, least, most, least_of_worst = (f"{each:.3f}" for each in cells)
+        table.add_row(name, mean, least, str(planned[worst].step), most, least_of_worst)
+    console = Console()
+    console.print()
+    console.print(table)

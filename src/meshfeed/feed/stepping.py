@@ -211,6 +211,7 @@ class Stepping:
                 return _plan_of_rows(lengths.tobytes(), dp, cp, self.micro_batch_size, self._row_align)
             size, align = self.micro_batch_size, self._row_align
             return plan_fixed(lengths, dp=dp, cp=cp, micro_batch_size=size, align=align, order=order)
+        in_order = self.packing.policy == "in_order"
         try:
             return plan_step(
                 lengths,
@@ -220,7 +221,7 @@ class Stepping:
                 pp=pp,
                 vpp=self.vpp,
                 cp_split=self.cp_split,
-                encoder_work=self.rule.encoder_work(self.recipe, draws),
+                encoder_work=None if in_order else self.rule.encoder_work(self.recipe, draws),
             )
         except PlanError as error:
             longest = int(lengths.argmax())

@@ -83,9 +83,6 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
     share = (pp - 1) / vpp
     tops = loads.max(axis=1, initial=0.0)
     even = float(cost.work(lengths).sum()) / plan.num_ranks
-    widest = plan.idle_cp_size
-    if packing.policy == "dynamic_cp":
-        widest = max(packing.cp_sizes) if packing.cp_sizes else plan.num_ranks
     return Account(
         tokens=exact_sum(lengths),
         padded_tokens=exact_sum(rank_tokens.ravel()),
@@ -98,12 +95,19 @@ def account_of(plan: StepPlan, packing: Packing, *, pp: int = 1, vpp: int = 1) -
             lengths,
             cost,
             num_ranks=plan.num_ranks,
-            widest=widest,
+            widest=widest_group(plan, packing),
             num_microbatches=plan.num_microbatches,
             bubble_share=share,
         ),
         efficiency=even / float(tops.sum()) if tops.any() else 1.0,
     )
+
+
+def widest_group(plan: StepPlan, packing: Packing) -> int:
+    """Ranks of the widest cp group that the packing allows."""
+    if packing.policy == "dynamic_cp":
+        return max(packing.cp_sizes) if packing.cp_sizes else plan.num_ranks
+    return plan.idle_cp_size
 
 
 def step_time(loads: FloatArray, packing: Packing, bubble_share: float) -> float:

@@ -26,7 +26,9 @@ class EncoderPlan:
     its rows, and one that no row holds has none. Entries are in the order of the parts.
 
     Attributes:
+        encoder: which ranks share parts.
         part: which of the parts given each is; int64 [k].
+        work: of the encoder on it; float64 [k].
         row: the row of the step's plan that holds tokens of it; int32 [k].
         microbatch: of that row; int32 [k].
         rank: the dp_cp rank that encodes it; int32 [k].
@@ -38,7 +40,9 @@ class EncoderPlan:
         bound: what no choice of ranks for these parts can bring `max_over_mean` below.
     """
 
+    encoder: Encoder
     part: LongArray
+    work: FloatArray
     row: IntArray
     microbatch: IntArray
     rank: IntArray
@@ -49,7 +53,7 @@ class EncoderPlan:
     bound: float
 
     def __post_init__(self) -> None:
-        entries = (self.part, self.row, self.microbatch, self.rank, self.first_rank, self.cp_size)
+        entries = (self.part, self.work, self.row, self.microbatch, self.rank, self.first_rank, self.cp_size)
         for array in (*entries, self.loads):
             array.flags.writeable = False
 
@@ -109,7 +113,9 @@ def plan_encoder(
         if descending.size:
             least += max(means.item(m), least_pile(descending, plan.num_ranks))
     return EncoderPlan(
+        encoder=encoder,
         part=part,
+        work=cost,
         row=row,
         microbatch=microbatch,
         rank=rank,

@@ -19,6 +19,7 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Store
 from meshfeed.order import Draws
+from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.compact import Compact, RunField
@@ -138,6 +139,9 @@ class WithColumns(SequenceRule):
 
     def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
         return self.rule.encoder_work(recipe, draws)
+
+    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
+        return self.rule.encoder_plans(recipe, draws, plan)
 
     @property
     def _masks(self) -> bool:

@@ -21,7 +21,7 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import Draws
 from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, check_rules
-from meshfeed.plan import Slices
+from meshfeed.plan import EncoderPlan, Slices, StepPlan, plan_encoder
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
@@ -207,6 +207,17 @@ class Multimodal(DocumentRule, TokenRule):
             work[kind][mine] = _asked(work_of, self.processors[kind].rule, recipe, draws, parts, mine)
         sums = [parts.per_sample(each) for each in work.values()]
         return np.stack(sums) if sums else np.zeros((0, len(draws)))
+
+    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
+        """The plan of each kind's encoder, of a kind without parts in the step too."""
+        whole = self.expansion(recipe, draws)
+        parts, made = whole.parts, dict[str, EncoderPlan]()
+        for kind, processor in self.processors.items():
+            mine = parts.of_kind(kind)
+            work = _asked(work_of, processor.rule, recipe, draws, parts, mine)
+            start, tokens = whole.begins[mine], whole.tokens[mine]
+            made[kind] = plan_encoder(plan, parts.sample[mine], work, start=start, tokens=tokens)
+        return made
 
     def stream_ranges(
         self, recipe: Recipe, source: int, draws: Draws, starts: Longs, lengths: Longs, *, ahead: int

@@ -8,7 +8,7 @@ fields computed from lengths alone are never sent.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Arrays, Columns
 from meshfeed.order import Draws
+from meshfeed.plan import EncoderPlan, StepPlan
 from meshfeed.recipe import Recipe, Rule
 from meshfeed.roles import Field
 from meshfeed.sequence.compact import Compact
@@ -91,6 +92,13 @@ class SequenceRule(Rule):
         where it runs on other ranks than those that hold the sequence.
         """
         return None
+
+    def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
+        """Which rank encodes which part of a step: kind of part -> plan, from the index alone.
+
+        plan: of the draws. Empty where no encoder runs.
+        """
+        return {}
 
     def announce(self, recipe: Recipe, portions: Sequence[Portion]) -> None:
         """Tell the stores that `load` will read the portions of a step."""
