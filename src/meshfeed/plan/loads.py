@@ -39,29 +39,47 @@ def loads_of(
     account: of the plan. encoders: kind of part -> plan of its encoder in the same step.
     """
     widest = widest_group(plan, packing)
-    work = packing.cost.work(plan.lengths[plan.microbatch >= 0])
-    least = _least_of_busiest(work, plan.num_ranks, widest)
-    loads = {LANGUAGE_MODEL: _load(account.loads, float(work.sum()), packing, least)}
+    of_rows = packing.cost.work(plan.lengths) * (plan.microbatch >= 0)
+    loads = {LANGUAGE_MODEL: _load(account.loads, of_rows, [(of_rows, widest)], plan, packing)}
     for kind, encoder in encoders.items():
+        of_rows = np.bincount(encoder.row, encoder.work, plan.lengths.size).astype(np.float64)
         # one rank encodes a part: of those that hold its sequence, unless all share the parts
-        least = _least_of_busiest(encoder.work, plan.num_ranks, 1)
+        pieces = [(encoder.work, 1)]
         if encoder.encoder == "with sample":
-            of_row = np.bincount(encoder.row, encoder.work).astype(np.float64)
-            least = max(least, _least_of_busiest(of_row, plan.num_ranks, widest))
-        loads[f"{kind} encoder"] = _load(encoder.loads, float(encoder.work.sum()), packing, least)
+            pieces.append((of_rows, widest))
+        loads[f"{kind} encoder"] = _load(encoder.loads, of_rows, pieces, plan, packing)
     return loads
 
 
-def _load(by_rank: FloatArray, work: float, packing: Packing, least: float) -> Load:
-    if not work:
+def _load(
+    by_rank: FloatArray,
+    of_rows: FloatArray,
+    pieces: list[tuple[FloatArray, int]],
+    plan: StepPlan,
+    packing: Packing,
+) -> Load:
+    """of_rows: work of each row of the plan; float64 [n]. pieces: (works, how many ranks can share each)."""
+    mean = float(of_rows.sum()) / plan.num_ranks
+    if not mean:
         return Load(by_rank=by_rank, max_over_mean=1.0, bound=1.0)
-    meet_often = packing.objective == "microbatch"
-    busiest = by_rank.max(axis=1).sum() if meet_often else by_rank.sum(axis=0).max()
-    mean = work / by_rank.shape[1]
-    return Load(by_rank=by_rank, max_over_mean=float(busiest) / mean, bound=max(least / mean, 1.0))
+    least = max(mean, *(_least_of_busiest(works, plan.num_ranks, most) for works, most in pieces))
+    busiest = by_rank.sum(axis=0).max()
+    if packing.objective == "microbatch":
+        busiest = by_rank.max(axis=1).sum()
+        # the microbatch of the largest piece takes as long, though little else may fit into it
+        beside = _most_in_a_microbatch(of_rows, plan, packing) / plan.num_ranks
+        largest = max(float(works.max()) / most for works, most in pieces)
+        least = max(least, mean + largest - beside)
+    return Load(by_rank=by_rank, max_over_mean=float(busiest) / mean, bound=least / mean)
 
 
 def _least_of_busiest(work: FloatArray, num_ranks: int, widest: int) -> float:
     """The least load of the busiest rank in any plan in which up to `widest` ranks share each work."""
-    descending = -np.sort(-work) / widest
-    return least_pile(descending, num_ranks // widest) if work.size else 0.0
+    return least_pile(-np.sort(-work) / widest, num_ranks // widest)
+
+
+def _most_in_a_microbatch(of_rows: FloatArray, plan: StepPlan, packing: Packing) -> float:
+    """The most work of all ranks together in one microbatch: rows with most work per token, in part too."""
+    order = np.argsort(-of_rows / np.maximum(plan.lengths, 1))
+    tokens, work = (np.append(0, np.cumsum(each[order])) for each in (plan.lengths, of_rows))
+    return float(np.interp(packing.capacity * plan.num_ranks, tokens, work))

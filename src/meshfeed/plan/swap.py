@@ -18,13 +18,13 @@ from meshfeed.plan.types import FloatArray, LongArray
 MOST_COSTS = 4
 """As many as loops.c has places for."""
 
-TRIES, MOST_SWEEPS = 4, 24
+TRIES, MOST_SWEEPS = 4, 12
 """How many packs one above its target tries in a sweep; how many times all packs above theirs try."""
 
 ENOUGH = 0.25
 """A swap that takes away this part of the difference between two packs is made, and no better one sought."""
 
-WORTH = 4
+WORTH = 16
 """A sweep in which fewer than one in so many packs found a swap is the last."""
 
 MOST_CHOSEN = 8

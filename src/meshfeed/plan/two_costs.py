@@ -34,7 +34,7 @@ on text."""
 FAR = 0.08
 """Where encoders, so weighed, are further from even than this, the groups are filled again."""
 
-MOST_SHARE = 2.0
+MOST_SHARE = 1.5
 """A microbatch is to take at most so many times its share of an encoder's work, however large its largest."""
 
 GROWTH = 8
@@ -63,9 +63,7 @@ def even_out(
         loads_again = loads if again is None else packs.loads(again)
         if again is not None and packs.unevenness(loads_again).max() < before.max():
             pack, loads = again, loads_again
-    # the language model may stay as uneven as it was
-    allowed = max(packing.tolerance, before.item(0))
-    contents = packs.contents(pack, loads, allowed, packing.tolerance, room.max_sequences)
+    contents = packs.contents(pack, loads, packing.tolerance, room.max_sequences)
     swap(contents, packing.tolerance)
     held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
     swapped = np.empty_like(pack)
@@ -223,18 +221,13 @@ class _Packs:
             np.subtract.at(slots, into, 1)
         return pack
 
-    def contents(
-        self, pack: LongArray, loads: FloatArray, allowed: float, tolerance: float, max_sequences: int
-    ) -> Contents:
-        """What packs hold, and how far above its targets each is.
-
-        allowed: how far above its mean in a microbatch the language model may be, as a part; with more than
-        that, its excess is above the tolerance.
-        """
+    def contents(self, pack: LongArray, loads: FloatArray, tolerance: float, max_sequences: int) -> Contents:
+        """What packs hold, and how far above its targets each is."""
         own = self.cost[:, self.size_at[pack], np.arange(pack.size)]
         longest = np.zeros(self.num_microbatches)
         np.maximum.at(longest, self.microbatch[pack], own[0])
-        most = np.maximum(self.means(loads[0]) * (1 + allowed), longest) - tolerance
+        # excess above the tolerance is more than this part of the mean
+        most = np.maximum(self.means(loads[0]) * (1 + tolerance), longest) - tolerance
         targets = [most, *(self.targets(own[c], self.means(loads[c])) for c in range(1, len(own)))]
         counts = np.bincount(pack, minlength=self.size.size)
         members = np.zeros((counts.size, int(counts.max()) + GROWTH), np.int64)
