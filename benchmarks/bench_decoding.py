@@ -1,0 +1,360 @@
+"""Images per second, and their CPU time, against a torch DataLoader, WebDataset and Megatron Energon.
+
+Captioned JPEGs of 300 to 900 pixels a side, in tars as WebDataset has them, shuffled. All contestants decode
+with the same code: NativePatches on Pillow, the float32 patches of Qwen2-VL's processor at the image's own
+size. That they give the same bytes for every image is checked first. Each has two worker processes and reads
+one epoch in a process of its own, several times in turn; medians. The patches of each batch are copied once
+into a buffer, as on the way to a device. CPU time counts the workers. Importing is not measured, opening is.
+
+How the peers are set up: the DataLoader over files, shuffled; WebDataset with shuffled shards, a buffer of
+100, and batches made in the workers; Energon prepared by its own tool, with get_train_dataset, a buffer of
+100 and get_savable_loader. They make batches of 8 images, and pass on the captions as text. meshfeed's store
+is made of the same tars by `meshfeed prepare`; it gives packs of tokens, labels, positions and patches.
+
+The limit is the decoder alone: processes that have the bytes in memory, decode them, and keep nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import multiprocessing
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import measure
+import numpy as np
+import torch
+from measure import Row, from_ranks, ratio
+
+import meshfeed as mf
+from meshfeed.sequence import NativePatches, PartSize
+
+SHARDS, BATCH, WORKERS, SEED = 8, 8, 2, 1234
+CAPACITY = 4096  # tokens of a pack: some eight images
+SIDES = (300, 900)
+STAGING_VALUES = 64 << 20
+OURS, ALONE = "meshfeed", "the decoder alone"
+PATCHES = NativePatches()
+
+Batch = Mapping[str, Any]
+
+
+def measured(short: bool) -> Iterator[Row]:
+    """One rank with two workers."""
+    count, rounds = (32, 1) if short else (768, 5)
+    with tempfile.TemporaryDirectory() as scratch:
+        few = write_all(Path(scratch) / "few", 32)
+        check(few, 32)
+        yield from compare(few if short else write_all(Path(scratch) / "all", count), count, rounds)
+
+
+def check(folder: Path, count: int) -> None:
+    """Every contestant gives every image once, and the same bytes for it."""
+    expected = sorted(digests_of(batch)[0] for batch in alone(folder, 0, 1))
+    for name in CONTESTANTS:
+        if read(name, 1, folder, digests=True)["digests"] != expected or len(set(expected)) != count:
+            raise SystemExit(f"{name} decodes other images")
+
+
+def compare(folder: Path, count: int, rounds: int) -> Iterator[Row]:
+    """Ours beside each of theirs, and beside the decoder alone."""
+    asked = [(name, 1) for name in CONTESTANTS] + [(ALONE, 1), (ALONE, WORKERS)]
+    told: dict[tuple[str, int], list[dict[str, Any]]] = {each: [] for each in asked}
+    for round_ in range(-1 if rounds > 1 else 0, rounds):
+        for (name, ranks), figures in told.items():
+            found = read(name, ranks, folder)
+            if found["images"] != count:
+                raise SystemExit(f"{name} gave {found['images']} images of {count}")
+            if round_ >= 0:  # the first one warms caches
+                figures.append(found)
+    wall, cpu = ({who: [each[key] for each in told[who]] for who in asked} for key in ("s", "cpu_s"))
+    ours = OURS, 1
+    for peer in PEERS:
+        yield Row(
+            name="images per second, 1 rank",
+            against=peer,
+            value=ratio(wall[peer, 1], wall[ours]),
+            aim=1.0,
+            at_least=True,
+            headline=True,
+        )
+        yield Row(
+            name="CPU time of an image, 1 rank",
+            against=peer,
+            value=ratio(cpu[ours], cpu[peer, 1]),
+            aim=1.0,
+            headline=True,
+        )
+    yield Row(
+        name="images per second, 1 rank",
+        against=f"{ALONE}, {WORKERS} processes",
+        value=ratio(wall[ALONE, WORKERS], wall[ours]),
+    )
+    yield Row(
+        name="CPU time of an image, 1 rank",
+        against=f"{ALONE}, 1 process",
+        value=ratio(cpu[ours], cpu[ALONE, 1]),
+    )
+    for ranks in (1, WORKERS):
+        rate = count / statistics.median(wall[ALONE, ranks])
+        yield Row(
+            name=f"{ALONE}, {ranks} processes" if ranks > 1 else f"{ALONE}, 1 process",
+            value=rate,
+            unit="images/s",
+        )
+
+
+# -- a contestant, in processes of its own ---------------------------------------------------------------
+
+
+def read(name: str, ranks: int, folder: Path, *, digests: bool = False) -> dict[str, Any]:
+    """One epoch: images, s from the first begin to the last end, cpu_s of all; digests where asked for."""
+    told = list(from_ranks(rank_main, ranks, ranks, ranks, name, folder, digests))
+    return {
+        "images": sum(each["images"] for each in told),
+        "s": max(each["ended"] for each in told) - min(each["began"] for each in told),
+        "cpu_s": sum(each["cpu_s"] for each in told),
+        "digests": sorted(digest for each in told for digest in each["digests"]),
+    }
+
+
+def rank_main(rank: int, port: int, results: Any, ranks: int, name: str, folder: Path, digests: bool) -> None:
+    """One process: from the first request to the last batch and the end of its workers."""
+    multiprocessing.set_start_method("fork", force=True)  # of workers, as under torchrun
+    torch.set_num_threads(1)
+    for module in ("PIL.JpegImagePlugin", "meshfeed.feed.feed", "meshfeed.store.dataset"):
+        importlib.import_module(module)  # which the first use would import
+    batches = (alone if name == ALONE else CONTESTANTS[name])(folder, rank, ranks)
+    images, seen, staging = 0, list[int](), torch.zeros(STAGING_VALUES)
+    before, began = cpu_s(), time.monotonic()
+    for batch in batches:
+        images += len(batch["image_grid_thw"])
+        values = torch.as_tensor(batch["pixel_values"]).view(-1)
+        staging[: values.numel()].copy_(values)
+        if digests:
+            seen += digests_of(batch)
+    del batches
+    told = {"began": began, "ended": time.monotonic(), "cpu_s": cpu_s() - before}
+    results.put(told | {"images": images, "digests": seen})
+
+
+def cpu_s() -> float:
+    """CPU time of this process and of its ended children."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def digests_of(batch: Batch) -> list[int]:
+    """A number for each image of a batch, of its grid and its patches."""
+    grids = np.asarray(batch["image_grid_thw"])
+    values = np.split(np.asarray(batch["pixel_values"]), np.cumsum(grids.prod(1))[:-1])
+    return [zlib.crc32(value.tobytes(), zlib.crc32(grid.tobytes())) for value, grid in zip(values, grids)]
+
+
+# -- the contestants: each imports, and gives batches; nothing is opened before the first ----------------
+
+
+def meshfeed(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:
+    """Through a Feed, as a trainer would."""
+
+    def microbatches() -> Iterator[Batch]:
+        recipe = mf.Recipe(
+            data=mf.open(folder / "store"),
+            sequence=mf.Multimodal(image=PATCHES, workers=WORKERS),
+            batch=mf.Batch(sequences=4 * BATCH),
+            seed=SEED,
+            epochs=1,
+        )
+        with mf.Feed(recipe, rank=rank, packing=mf.Packing(capacity=CAPACITY)) as feed:
+            for step in feed:
+                yield from step.microbatches
+
+    return microbatches()
+
+
+def dataloader(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:
+    """torch's DataLoader over a data set of files."""
+    names = sorted(str(path.with_suffix("")) for path in (folder / "files").glob("*.jpg"))
+
+    def batches() -> Iterator[Batch]:
+        yield from torch.utils.data.DataLoader(
+            Files(names),
+            batch_size=BATCH,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(SEED),
+            num_workers=WORKERS,
+            collate_fn=collated,
+        )
+
+    return batches()
+
+
+class Files(torch.utils.data.Dataset[Any]):
+    """name.jpg and name.json of each sample."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, at: int) -> Batch:
+        name = Path(self._names[at])
+        return encoded(name.with_suffix(".jpg").read_bytes(), name.with_suffix(".json").read_bytes())
+
+
+def webdataset(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:
+    """WebDataset under torch's DataLoader."""
+    wds: Any = importlib.import_module("webdataset")
+
+    def batches() -> Iterator[Batch]:
+        shards = [str(path) for path in sorted((folder / "shards").glob("*.tar"))]
+        data = wds.WebDataset(shards, shardshuffle=SHARDS, seed=SEED).shuffle(100, seed=SEED)
+        data = data.to_tuple("jpg", "json").map(encoded_pair).batched(BATCH, collation_fn=collated)
+        yield from torch.utils.data.DataLoader(data, batch_size=None, num_workers=WORKERS)
+
+    return batches()
+
+
+def energon(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:
+    """Megatron Energon with its own loader."""
+    of: Any = importlib.import_module("megatron.energon")
+
+    class Encoder(of.DefaultTaskEncoder):
+        decoder = None  # the sample keeps its bytes
+
+        @of.stateless
+        def encode_sample(self, sample: Any) -> Any:
+            return encoded(sample.image, sample.caption)
+
+        def batch(self, samples: list[Any]) -> Any:
+            return collated(samples)
+
+    def batches() -> Iterator[Batch]:
+        data = of.get_train_dataset(
+            folder / "shards",
+            worker_config=of.WorkerConfig(rank=0, world_size=1, num_workers=WORKERS),
+            batch_size=BATCH,
+            shuffle_buffer_size=100,
+            max_samples_per_sequence=100,
+            task_encoder=Encoder(),
+            repeat=False,
+        )
+        yield from of.get_savable_loader(data)
+
+    return batches()
+
+
+def alone(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:
+    """This process's share of the images, decoded one by one."""
+    names = sorted((folder / "files").glob("*.jpg"))[rank::ranks]
+    samples = [(name.read_bytes(), name.with_suffix(".json").read_bytes()) for name in names]
+    return (encoded(*sample) for sample in samples)
+
+
+def encoded(image: bytes, text: bytes) -> Batch:
+    """A sample as the encoder takes it. text: JSON, with the size beside the caption."""
+    told = json.loads(text)
+    size = PartSize(told["height"], told["width"], 1, 0.0)
+    return {**PATCHES(image, size, np.random.default_rng(0)), "text": told["text"]}
+
+
+def encoded_pair(sample: tuple[bytes, bytes]) -> Batch:
+    """The same of (image, text)."""
+    return encoded(*sample)
+
+
+def collated(samples: Iterable[Batch]) -> Batch:
+    """A batch of samples: their patches one after the other, and their texts."""
+    samples = list(samples)
+    made = {
+        name: torch.cat([torch.from_numpy(sample[name]) for sample in samples])
+        for name in ("pixel_values", "image_grid_thw")
+    }
+    return {**made, "text": [sample["text"] for sample in samples]}
+
+
+PEERS: dict[str, Callable[[Path, int, int], Iterator[Batch]]] = {
+    "torch DataLoader": dataloader,
+    "WebDataset": webdataset,
+    "Megatron Energon": energon,
+}
+CONTESTANTS = {OURS: meshfeed, **PEERS}
+
+
+# -- the same images for everybody -----------------------------------------------------------------------
+
+
+def write_all(folder: Path, count: int) -> Path:
+    """files/ NAME.jpg and NAME.json; shards/ the same in tars, with Energon's index; store/ by meshfeed."""
+    rng, words = np.random.default_rng(SEED), random.Random(SEED)
+    for name in ("files", "shards"):
+        (folder / name).mkdir(parents=True)
+    for shard in range(SHARDS):
+        with tarfile.open(folder / f"shards/{shard:03}.tar", "w") as tar:
+            for i in range(shard, count, SHARDS):
+                height, width = rng.integers(*SIDES, 2, endpoint=True).tolist()
+                caption = " ".join("".join(words.choices("etaoinshr", k=5)) for _ in range(20))
+                text = json.dumps({"text": f"<image> {caption}", "height": height, "width": width})
+                for ending, data in (("jpg", picture(rng, height, width)), ("json", text.encode())):
+                    (folder / f"files/{i:06}.{ending}").write_bytes(data)
+                    tar.add(folder / f"files/{i:06}.{ending}", f"{i:06}.{ending}")
+    run(
+        *("megatron.energon.cli.main", "prepare", folder / "shards", "--non-interactive", "--no-progress"),
+        *("--num-workers", "1", "--split-ratio", "1,0,0", "--sample-type", "CaptioningSample"),
+        *("--field-map", '{"image": "jpg", "caption": "json"}'),
+    )
+    write_tokenizer(folder / "tokenizer.json")
+    run(
+        *("meshfeed", "prepare", folder / "shards", "--multimodal", "--out", folder / "store"),
+        *("--tokenizer", folder / "tokenizer.json", "--eod-token", "<|end|>", "--image-token", "<|image|>"),
+    )
+    return folder
+
+
+def picture(rng: np.random.Generator, height: int, width: int) -> bytes:
+    """A JPEG of about as many bits a pixel as a photograph: noise, the finer the fainter."""
+    from PIL import Image
+
+    pixels = np.zeros((height, width, 3), np.float32)
+    for scale, strength in ((32, 70), (8, 25), (2, 10)):
+        coarse = rng.normal(128, strength, (height // scale + 1, width // scale + 1, 3)).clip(0, 255)
+        smooth = Image.fromarray(coarse.astype(np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+        pixels += np.asarray(smooth, np.float32) - 128
+    out = io.BytesIO()
+    Image.fromarray((pixels + 128).clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def write_tokenizer(path: Path) -> None:
+    """Bytes as tokens, and a placeholder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.add_special_tokens(["<|image|>", "<|end|>"])
+    tokenizer.save(str(path))
+
+
+def run(module: str, *args: object) -> None:
+    """A tool of Python's; its output only where it fails."""
+    done = subprocess.run([sys.executable, "-m", module, *map(str, args)], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{module} failed:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+
+
+if __name__ == "__main__":
+    measure.main(__doc__, measured)
