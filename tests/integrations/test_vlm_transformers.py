@@ -24,7 +24,7 @@ DOCUMENTS: list[Document] = [
     [*range(40, 60)],
     [4, 5],
 ]
-RATE = 0.5
+RATE = 0.1
 RULE = mf.Multimodal(image=PATCHES, positions="mrope")
 
 
@@ -37,7 +37,7 @@ def model() -> Any:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     torch.manual_seed(0)
-    text = {
+    text: dict[str, Any] = {
         "vocab_size": 128,
         "hidden_size": 32,
         "intermediate_size": 32,
@@ -46,10 +46,12 @@ def model() -> Any:
         "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
     }
+    text["initializer_range"] = 0.3  # so that attention is uneven, and positions matter
     vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2}
     tokens: Any = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
     text |= {"bos_token_id": None, "eos_token_id": None}
-    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **tokens))
+    config = Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    return Qwen2VLForConditionalGeneration(config)
 
 
 def processor() -> Any:
