@@ -136,6 +136,14 @@ def test_a_server_that_stalls_is_given_up(faults: Faults) -> None:
         client.read("data.bin", 0, 100, tag)
 
 
+def test_an_option_says_how_long_to_try() -> None:
+    with pytest.raises(UnavailableError, match=r"http://127.0.0.1:1/data.bin: failed"):
+        Client("http://127.0.0.1:1", {"give_up_s": "0.1"}).stat("data.bin")
+    for wrong in ("0", "nan", "soon"):
+        with pytest.raises(StoreError, match=f"option give_up_s='{wrong}': give seconds above 0"):
+            Client("http://127.0.0.1:1", {"give_up_s": wrong})
+
+
 def test_a_slow_request_is_asked_again_and_not_waited_for(faults: Faults) -> None:
     client = Client(faults.url, {}, Patience(timeout_s=100))
     assert read_all(client) == DATA  # so that it knows what is usual

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from media import bomb, flac, picture, turned, wav
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
 from meshfeed.errors import StoreError
 from meshfeed.prepare.headers import Size, size_of
@@ -103,6 +103,22 @@ def boxes(*brands):
 def test_what_is_refused_is_named(data, said):
     with pytest.raises(StoreError, match=said):
         size_of(data)
+
+
+def test_a_pillow_without_a_format_says_so(monkeypatch):
+    """As older ones are without AVIF; a broken image is then still told as one."""
+    for form in filter(features.check, ("avif", "webp")):
+        data = picture(5, 9, form.upper())
+        assert size_of(data) == Size("image", 5, 9, 1, 0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(features, "check", lambda name: False)
+            with pytest.raises(StoreError, match=f"(?i)an? {form} image, which this Pillow cannot read"):
+                size_of(data)
+            patch.delitem(Image.OPEN, form.upper())
+            with pytest.raises(StoreError, match=f"(?i)an? {form} image, which this Pillow cannot read"):
+                size_of(data)
+            with pytest.raises(StoreError, match="not an image, WAV or FLAC"):
+                size_of(b"<html>")
 
 
 def test_an_image_may_be_larger_if_the_user_says_so():

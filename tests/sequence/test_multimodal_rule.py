@@ -177,7 +177,7 @@ CASES = (
 )  # fmt: skip
 
 
-def every_case(rank: int, folder: str) -> tuple[list[str], int]:
+def every_case(rank: int, folder: str, broken: str) -> tuple[list[str], int]:
     """What differs from simulate, each case going on where the one before was left; and parts decoded in one."""
     multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers
     wrong: list[str] = []
@@ -195,11 +195,17 @@ def every_case(rank: int, folder: str) -> tuple[list[str], int]:
         if got != simulated(recipe, layout, range(begun, begun + 2), rank, **PACKING):
             wrong.append(f"{text} {delivery}")
         begun += 2
+    recipe, layout = multimodal(broken, on_bad="drop"), mf.Layout.parse("pp2-dp2")
+    with mf.Feed(recipe, layout, verify=True, timeout_s=600, **PACKING) as feed:
+        if take(feed, 2) != simulated(recipe, layout, range(2), rank, **PACKING):
+            wrong.append("drop")
     return wrong, decoded
 
 
-def test_all_deliveries_give_the_bytes_of_simulate_and_go_on_under_another_layout(folder: Path) -> None:
-    results = world.run(every_case, 4, str(folder))
+def test_all_deliveries_give_the_bytes_of_simulate_and_go_on_under_another_layout(
+    folder: Path, broken: Path
+) -> None:
+    results = world.run(every_case, 4, str(folder), str(broken))
     assert [wrong for wrong, _ in results] == [[]] * 4
     decoded = [count for _, count in results]
     assert decoded[0] > 0 and decoded[1:] == [0, 0, 0], "one rank decodes for the node and replica"
@@ -251,6 +257,25 @@ def test_a_broken_part_becomes_zeros(folder: Path, broken: Path, on_bad: Any) ->
                     assert torch.equal(bad[name], good[name] * kept)
     assert store.num_parts > passed
     assert passed > 5
+
+
+@pytest.mark.parametrize(
+    ("blank", "said"),
+    [
+        (
+            lambda size, rows: Look().blank(size, rows) | {"image_grid": np.zeros((2, 2), np.int64)},
+            r"\(2, 2\)",
+        ),
+        (lambda size, rows: Look().blank(size, rows) | {"image_grid": np.zeros((1, 2))}, "'float64'"),
+        (lambda size, rows: {"image_grid": np.zeros((1, 2), np.int64)}, "fields and rows say"),
+        (lambda size, rows: 1 / 0, "ZeroDivisionError"),
+    ],
+    ids=["rows", "dtype", "fields", "raises"],
+)
+def test_what_stands_for_a_broken_part_is_checked(broken: Path, blank: Any, said: str) -> None:
+    recipe = multimodal(broken, image=wrong(Look, "blank", blank), on_bad="blank")
+    with pytest.raises(RecipeError, match=rf"{broken}.*document \d+, part \d+.*Wrong\(.*{said}"):
+        list(mf.simulate(recipe, mf.Layout(), 1, **PACKING))
 
 
 class Nameless(Look):

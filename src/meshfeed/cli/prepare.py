@@ -38,6 +38,7 @@ from meshfeed.prepare.encoders import DTYPES
 from meshfeed.prepare.headers import MOST_PIXELS
 from meshfeed.prepare.inputs import KINDS
 from meshfeed.prepare.records import RECORD_BYTES
+from meshfeed.prepare.samples import URL_TIMEOUT_S
 from meshfeed.report.words import counted
 
 _SUFFIXES = 8  # that are named of files that are not read
@@ -83,6 +84,11 @@ class _Parts:
     audio_text: str | None = option("text for audio, with its token in it", metavar="TEXT")
     parts_folder: str | None = option(
         "folder or URL that paths in JSON and Parquet begin at (default: the file's own)", metavar="DIR"
+    )
+    url_timeout: float = option(
+        "seconds after which a part that a URL names is given up, with all attempts",
+        default=URL_TIMEOUT_S,
+        metavar="SECONDS",
     )
     max_pixels: int = option("refuse larger images, before anything decodes them", default=MOST_PIXELS)
 
@@ -194,6 +200,7 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
                 validation=self.validation,
                 max_errors=self.max_errors,
                 max_record_bytes=self.max_record_bytes,
+                url_timeout_s=self.url_timeout,
                 text_encoding=self.encoding,
                 engine=self._engine(),
                 resume=self.resume,
@@ -224,7 +231,8 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
             return Multimodal(
                 text=self._text(), tokens=tokens, around=around, max_pixels=limit, folder=folder
             )
-        if tokens or around or self.parts_folder or self.max_pixels != MOST_PIXELS:
+        limits = self.max_pixels, self.url_timeout
+        if tokens or around or self.parts_folder or limits != (MOST_PIXELS, URL_TIMEOUT_S):
             raise PrepareError("--image-token, --audio-token, --max-pixels and the like need --multimodal")
         return self._text()
 

@@ -15,7 +15,7 @@ from meshfeed.extras import install
 from meshfeed.files.hub import HubClient
 from meshfeed.files.local import typed_errors
 from meshfeed.files.refusals import REPLACED, reason, refuses_method
-from meshfeed.files.retries import Patience, Retries, Stat
+from meshfeed.files.retries import GIVE_UP, Patience, Retries, Stat
 from meshfeed.files.url import AUTHORIZATION, credentials_of, is_hub, split
 
 
@@ -25,12 +25,12 @@ class Client(Retries):
     Args:
         root: such as s3://bucket or https://host.
         options: obstore's names: `endpoint`, `region`, `skip_signature`, credentials and so on; the cloud's
-            usual credential chain supplies the rest.
-        patience: timeouts and retries.
+            usual credential chain supplies the rest. And GIVE_UP.
+        patience: timeouts and retries; None for those of the options.
     """
 
     def __init__(self, root: str, options: Mapping[str, str], patience: Patience | None = None) -> None:
-        super().__init__(split(root.rstrip("/"))[0], patience)
+        super().__init__(split(root.rstrip("/"))[0], patience or Patience.of(options))
         self._store = store_of(self._root, credentials_of(root) | dict(options), self._patience)
 
     def stat(self, path: str) -> Stat:
@@ -125,7 +125,7 @@ def store_of(
         from obstore.store import from_url
     except ImportError as missing:
         raise StoreError(f"{root}: remote storage needs obstore: {install('remote')}") from missing
-    lower = {name.lower(): value for name, value in options.items()}
+    lower = {name.lower(): value for name, value in options.items() if name != GIVE_UP}
     authorization = lower.pop(AUTHORIZATION, None)
     given: Any = {name: value for name, value in lower.items() if _plain(name) not in _OF_CLIENT}
     endpoint = next((value for name, value in given.items() if "endpoint" in name), root)

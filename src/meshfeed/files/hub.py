@@ -34,7 +34,7 @@ from meshfeed.extras import install
 from meshfeed.files.durable import durable_file
 from meshfeed.files.lock import locked
 from meshfeed.files.refusals import REPLACED, reason
-from meshfeed.files.retries import Patience, Retries, Stat
+from meshfeed.files.retries import GIVE_UP, Patience, Retries, Stat
 from meshfeed.files.url import HUB
 
 ENDPOINT = "https://huggingface.co"
@@ -86,7 +86,7 @@ def is_commit(revision: str) -> bool:
 
 def hub_options(root: str, options: Mapping[str, str]) -> dict[str, str]:
     """`endpoint` and `token`, in any case, with or without HF_ before. Raises StoreError for others."""
-    lower = {name.lower().removeprefix("hf_"): value for name, value in options.items()}
+    lower = {name.lower().removeprefix("hf_"): value for name, value in options.items() if name != GIVE_UP}
     unknown = sorted(lower.keys() - {"endpoint", "token"})
     if unknown:
         raise StoreError(
@@ -114,15 +114,15 @@ class HubClient(Retries):
 
     Args:
         root: hf://datasets/OWNER/NAME@REVISION.
-        options: `endpoint` and `token`; HF_ENDPOINT and HF_TOKEN are their defaults.
+        options: `endpoint` and `token`; HF_ENDPOINT and HF_TOKEN are their defaults. And GIVE_UP.
         folder: for what the node shares; private to this user, since signed URLs are secrets.
-        patience: timeouts and retries.
+        patience: timeouts and retries; None for those of the options.
     """
 
     def __init__(
         self, root: str, options: Mapping[str, str], folder: Path, patience: Patience | None = None
     ) -> None:
-        super().__init__(root, patience)
+        super().__init__(root, patience or Patience.of(options))
         given = hub_options(root, options)
         self._repo, self._revision, _ = hub_path(root)
         self._endpoint = given.get("endpoint", ENDPOINT).rstrip("/")

@@ -9,11 +9,12 @@ random pause that doubles, or as late as the server asks. A permanent failure ra
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,6 +26,9 @@ from meshfeed.files.url import without_secrets
 T = TypeVar("T")
 
 _log = logging.getLogger("meshfeed")
+
+GIVE_UP = "give_up_s"
+"""Storage option: `Patience.give_up_s`."""
 
 _THREADS = 48
 _RECENT = 64  # requests whose times define what is slow
@@ -65,6 +69,20 @@ class Patience:
     give_up_s: float = 180.0
     attempts: int | None = None
     hedge: bool = True
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> Patience:
+        """That of storage options: see GIVE_UP. Raises StoreError for other text."""
+        usual = cls()
+        if GIVE_UP not in options:
+            return usual
+        try:
+            give_up_s = float(options[GIVE_UP])
+        except ValueError:
+            give_up_s = math.nan
+        if not 0 < give_up_s < math.inf:
+            raise StoreError(f"option {GIVE_UP}={options[GIVE_UP]!r}: give seconds above 0")
+        return cls(timeout_s=min(usual.timeout_s, give_up_s), give_up_s=give_up_s)
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class Writer(Client):
     """
 
     def __init__(self, root: str, options: Mapping[str, str], patience: Patience | None = None) -> None:
-        patience = patience or Patience()
+        patience = patience or Patience.of(options)
         super().__init__(root, options, patience)
         retries = {
             "max_retries": 100 if patience.attempts is None else patience.attempts - 1,

@@ -5,8 +5,6 @@ What the bytes are decides, not what the file is called. An animated picture cou
 
 from __future__ import annotations
 
-import importlib
-import io
 import struct
 import warnings
 from collections.abc import Iterator
@@ -14,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshfeed.errors import StoreError
-from meshfeed.extras import install
 from meshfeed.parts import Kind
-from meshfeed.parts.images import FORMATS
+from meshfeed.parts.opened import brands_of, opened_image
 
 MOST_PIXELS = 89_478_485
 """Of an image, unless the user says otherwise: where Pillow begins to warn of a decompression bomb."""
@@ -85,8 +82,7 @@ def _other(data: bytes) -> tuple[str, str] | None:
 
 def _other_of_iso(data: bytes) -> tuple[str, str] | None:
     """By the brands of a file of ISO boxes: the major one, and the compatible ones."""
-    box = data[8 : min(int.from_bytes(data[:4], "big"), _MOST_BRANDS_BYTES)]
-    brands = {data[8:12], *(box[at : at + 4] for at in range(8, len(box), 4))}
+    brands = brands_of(data)
     if brands & {b"avif", b"avis"}:
         return None
     if brands & _HEIF:
@@ -96,7 +92,6 @@ def _other_of_iso(data: bytes) -> tuple[str, str] | None:
     return "MP4 video", _NO_VIDEO
 
 
-_MOST_BRANDS_BYTES = 256
 _HEIF = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"}
 _NO_IMAGE = "convert it to JPEG, PNG or WebP"
 _NO_AUDIO = "convert it to FLAC or WAV"
@@ -108,26 +103,17 @@ _NO_VIDEO = "give its frames as images"
 
 def _size_of_image(data: bytes, max_pixels: int) -> Size:
     try:
-        pillow = importlib.import_module("PIL.Image")
-    except ImportError as missing:
-        raise StoreError(f"sizes of images need Pillow: {install('vlm')}") from missing
-    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with pillow.open(io.BytesIO(data), formats=FORMATS) as image:
+            with opened_image(data) as image:
                 width, height = image.size
                 if image.format == "TIFF":  # newer versions of Pillow have turned its size
                     width, height = image.tag_v2[_TIFF_WIDTH], image.tag_v2[_TIFF_HEIGHT]
-                turned = _orientation(pillow, image, data) in _TURNED
-    except pillow.DecompressionBombError as error:
-        raise StoreError(f"{error}; leave it out, or store it smaller") from error
-    except pillow.UnidentifiedImageError as error:
-        raise StoreError(
-            f"not an image, WAV or FLAC: {len(data)} bytes that begin with {data[:_SHOWN]!r}; fetch it "
-            f"again, or leave its sample out"
-        ) from error
+                turned = _orientation(image, data) in _TURNED
+    except ImportError as missing:
+        raise StoreError(str(missing)) from missing
     except Exception as error:  # each format has its own for a broken header
-        raise StoreError(f"its header is broken: {error or type(error).__name__}; fetch it again") from error
+        raise StoreError(_refusal(error, data)) from error
     if height < 1 or width < 1:
         raise StoreError(f"its header says {height} x {width} pixels; fetch it again")
     if height * width > max_pixels:
@@ -137,13 +123,29 @@ def _size_of_image(data: bytes, max_pixels: int) -> Size:
     return Size("image", width, height, 1, 0.0) if turned else Size("image", height, width, 1, 0.0)
 
 
-def _orientation(pillow: Any, image: Any, data: bytes) -> int:
+def _refusal(error: Exception, data: bytes) -> str:
+    """What is said of an image that Pillow cannot open."""
+    from PIL import Image, UnidentifiedImageError
+
+    if isinstance(error, Image.DecompressionBombError):
+        return f"{error}; leave it out, or store it smaller"
+    if isinstance(error, UnidentifiedImageError):
+        return (
+            f"not an image, WAV or FLAC: {len(data)} bytes that begin with {data[:_SHOWN]!r}; fetch it "
+            f"again, or leave its sample out"
+        )
+    return f"its header is broken: {error or type(error).__name__}; fetch it again"
+
+
+def _orientation(image: Any, data: bytes) -> int:
     """As EXIF numbers it; 1 where nothing is said, or nothing that can be read."""
+    from PIL import Image
+
     if image.format == "PNG":  # Pillow would decode it, since its EXIF may come last
         exif = next((body for name, body in _chunks(data) if name == b"eXIf"), None)
         if exif is not None:
             image.info["exif"] = exif
-        found = pillow.Image.getexif(image)
+        found = Image.Image.getexif(image)
     else:
         found = image.getexif()
     return found.get(_ORIENTATION, 1)

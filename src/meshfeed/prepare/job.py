@@ -28,6 +28,7 @@ from meshfeed.prepare.inputs import Input, version_of
 from meshfeed.prepare.part_file import VERSION as PART_VERSION
 from meshfeed.prepare.part_file import write_array
 from meshfeed.prepare.records import UTF8, Reading
+from meshfeed.prepare.samples import URL_TIMEOUT_S
 
 I64 = npt.NDArray[np.int64]
 
@@ -35,6 +36,8 @@ JOB = "job.json"
 """Says what the job is; a folder without it has none."""
 VERSION = 1
 """Of what a job says, and so of what it makes."""
+LIMITS = ("max_malformed", "max_record_bytes", "url_timeout_s")
+"""Attributes of a job that may change on resume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,9 @@ class Job:
         request: what was asked.
         spans: part, input, begin, end; int64 [num_spans, 4].
         max_malformed: records that may be left out.
-        max_record_bytes: of a record. Both may change on resume: they decide only whether the run finishes.
+        max_record_bytes: of a record.
+        url_timeout_s: of all attempts at the URL of a part. All three may change on resume: they decide only
+            what is left out, and whether the run finishes.
     """
 
     folder: Path
@@ -87,6 +92,7 @@ class Job:
     spans: I64
     max_malformed: int
     max_record_bytes: int
+    url_timeout_s: float = URL_TIMEOUT_S
 
     @property
     def num_parts(self) -> int:
@@ -101,7 +107,13 @@ class Job:
     def reading(self) -> Reading:
         """How its records are read."""
         columns = encoding_of(self.request.encoder).columns
-        return Reading(columns, self.request.encodings.split(","), self.max_record_bytes)
+        encodings = self.request.encodings.split(",")
+        return Reading(columns, encodings, self.max_record_bytes, self.url_timeout_s)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Those that may change on resume."""
+        return {name: getattr(self, name) for name in LIMITS}
 
     def encoder(self) -> Encoder:
         """What encodes its records, newly loaded. Raises StoreError, PrepareError."""
@@ -114,8 +126,7 @@ class Job:
         with durable_file(self.folder / "spans.npy") as stream:
             write_array(stream, self.spans)
         inputs = [asdict(each) for each in self.request.inputs]  # workers need the passwords
-        limits = {"max_malformed": self.max_malformed, "max_record_bytes": self.max_record_bytes}
-        record = self.request.record() | {"inputs": inputs, "part_version": PART_VERSION} | limits
+        record = self.request.record() | {"inputs": inputs, "part_version": PART_VERSION} | self.limits
         write_json(self.folder / JOB, record, mode=0o600)
 
     def refuse_changed(self) -> None:
@@ -139,7 +150,7 @@ def load_job(folder: Path) -> Job:
     inputs = tuple(Input(**each) for each in record["inputs"])
     encodings = record.get("encodings", UTF8)
     request = Request(inputs, record["encoder"], record["dedup"], record["validation"], encodings)
-    return Job(folder, request, spans, record["max_malformed"], record["max_record_bytes"])
+    return Job(folder, request, spans, **{name: record[name] for name in LIMITS if name in record})
 
 
 def write_json(path: Path, value: Any, mode: int = 0o666) -> None:

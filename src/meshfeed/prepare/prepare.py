@@ -14,6 +14,7 @@ The output depends on the inputs and on what was asked alone: not on engine, wor
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +35,13 @@ from meshfeed.prepare.encoding import Encoding
 from meshfeed.prepare.engine import Engine, Local
 from meshfeed.prepare.folder import clear, forget_unbegun, held
 from meshfeed.prepare.inputs import KINDS, MULTIMODAL_KINDS, cut, find_inputs
-from meshfeed.prepare.job import JOB, Job, Request, load_job, read_json, write_json
+from meshfeed.prepare.job import JOB, LIMITS, Job, Request, load_job, read_json, write_json
 from meshfeed.prepare.merge import merge
 from meshfeed.prepare.multimodal import Multimodal
 from meshfeed.prepare.output import OnDisk, Output
 from meshfeed.prepare.part_file import Malformed, PartSummary, part_path, summary_of_part
 from meshfeed.prepare.records import RECORD_BYTES, encodings_of
-from meshfeed.prepare.samples import Samples
+from meshfeed.prepare.samples import URL_TIMEOUT_S, Samples
 from meshfeed.prepare.storage import InStorage
 from meshfeed.prepare.train import train_bpe
 
@@ -89,6 +90,7 @@ def prepare(
     validation: float = 0.0,
     max_errors: int = 0,
     max_record_bytes: int = RECORD_BYTES,
+    url_timeout_s: float = URL_TIMEOUT_S,
     text_encoding: str = "utf-8",
     engine: Engine | None = None,
     resume: bool = False,
@@ -110,6 +112,7 @@ def prepare(
     validation: share of the documents, chosen by their text, that goes to out/validation and not out/train.
     max_errors: malformed records that may be left out, listed in out/errors.jsonl.
     max_record_bytes: limit of a document's line, file or row, uncompressed; a longer one ends the run.
+    url_timeout_s: of all attempts at the URL of an image or audio; after it, its sample is malformed.
     text_encoding: of text and JSON lines, as Python calls it; of several, separated by commas, the first that
     decodes a text file, or a line of JSON, is used.
     engine: who encodes; None for a process per core of this machine.
@@ -131,11 +134,13 @@ def prepare(
             f"part_bytes={part_bytes}, max_errors={max_errors}, max_record_bytes={max_record_bytes}: must be "
             f"at least 1, 0 and 1"
         )
+    if not 0 < url_timeout_s < math.inf:
+        raise PrepareError(f"url_timeout_s={url_timeout_s}: seconds above 0")
     engine = engine or Local(os.cpu_count() or 1)
     output = _output(os.fspath(out), work, engine)
     kinds = MULTIMODAL_KINDS if isinstance(encoding, Multimodal) else KINDS
-    given = [os.fspath(each) for each in inputs]
-    files, passed_over = find_inputs(given, pattern=pattern, kind=kind, kinds=kinds)
+    names = [os.fspath(each) for each in inputs]
+    files, passed_over = find_inputs(names, pattern=pattern, kind=kind, kinds=kinds)
     if passed_over:
         on_passed_over(passed_over)
     encodings = encodings_of(text_encoding, files)
@@ -149,7 +154,8 @@ def prepare(
             )
         manifest = output.finished(request) if resume else None
         if manifest is None:
-            limits = {"max_malformed": max_errors, "max_record_bytes": max_record_bytes}
+            given = max_errors, max_record_bytes, url_timeout_s
+            limits = dict[str, Any](zip(LIMITS, given, strict=True))
             job = _job(output.work, request, encoding, limits, part_bytes, resume=resume)
             manifest = _published(job, output, engine, on_progress, overwrite=overwrite)
         with typed_errors(output.work):
@@ -206,7 +212,7 @@ def _job(
     work: Path,
     request: Request,
     encoding: Encoding,
-    limits: Mapping[str, int],
+    limits: Mapping[str, Any],
     part_bytes: int | None,
     *,
     resume: bool,

@@ -83,18 +83,21 @@ class Reading:
         columns: that are their values; or how samples with parts are made of them.
         encodings: of text and JSON lines; the first that decodes a file, or a line of JSON, is taken.
         most_bytes: of a record, uncompressed; of a sample, with its parts.
+        url_timeout_s: of all attempts at the URL of a part.
     """
 
     columns: Columns | Samples
     encodings: Sequence[str]
     most_bytes: int
+    url_timeout_s: float
 
     def value(self, record: Mapping[str, Any], url: str) -> Any:
         """Of a record of a file. Raises StoreError."""
         if isinstance(self.columns, Columns):
             return self.columns.value(record)
         folder = parent(url)[0] if self.columns.folder is None else self.columns.folder
-        return self.columns.sample(record, fetch_from(folder, self.most_bytes))
+        fetch = fetch_from(folder, self.most_bytes, self.url_timeout_s)
+        return self.columns.sample(record, fetch)
 
 
 def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record | None]:

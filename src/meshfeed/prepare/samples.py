@@ -23,8 +23,12 @@ from typing import Any, cast
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Folder
+from meshfeed.files.retries import GIVE_UP
 from meshfeed.files.url import is_remote, parent
 from meshfeed.formats.documents import read_bytes
+
+URL_TIMEOUT_S = 60.0
+"""For the bytes of a part that a URL names, unless the user says otherwise."""
 
 Fetch = Callable[[str], bytes]
 """The bytes of a part that a record names. Raises StoreError."""
@@ -135,11 +139,12 @@ class Samples:
         return _of_text(value, given)
 
 
-def fetch_from(folder: str, most_bytes: int) -> Fetch:
+def fetch_from(folder: str, most_bytes: int, url_timeout_s: float) -> Fetch:
     """How the parts are fetched that a record names: by path from a folder, never out of it, or by URL.
 
-    most_bytes: of the parts of a record together.
+    most_bytes: of the parts of a record together. url_timeout_s: of all attempts at one URL.
     """
+    options = {GIVE_UP: f"{url_timeout_s:g}"}
     left = most_bytes
 
     def fetch(name: str) -> bytes:
@@ -147,7 +152,7 @@ def fetch_from(folder: str, most_bytes: int) -> Fetch:
         if name.startswith("data:"):
             return _of_data_url(name)
         base, named = parent(name) if is_remote(name) else (folder, _relative(name, folder))
-        with Folder(base).file(named) as file:
+        with Folder(base, options=options).file(named) as file:
             left -= file.size_bytes
             if left < 0:
                 raise StoreError(f"its parts have {too_large(most_bytes)}")

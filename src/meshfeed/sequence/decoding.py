@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from meshfeed.columns import Array
-from meshfeed.errors import MeshfeedError, StoreError
+from meshfeed.errors import MeshfeedError, RecipeError, StoreError
 from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind
 from meshfeed.recipe import Recipe
@@ -216,15 +216,30 @@ def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
     return made
 
 
-def _difference(processor: Processor, task: Task, made: Made) -> str | None:
-    """How what was made differs from what was promised."""
-    promised = {each.name: (each.dtype, (task.rows[each.name], *each.shape)) for each in processor.fields}
+def blank_of(processor: Processor, size: PartSize, rows: Mapping[str, int]) -> Made:
+    """What stands for a part that cannot be decoded. rows: of each field. Raises RecipeError."""
+    blank = dict(processor.blank(size, rows))
+    if wrong := _other_arrays(processor, rows, blank):
+        raise RecipeError(f"blank({size}) {wrong}")
+    return blank
+
+
+def _other_arrays(processor: Processor, rows: Mapping[str, int], made: Made) -> str | None:
+    """How arrays differ from the fields and rows of a processor."""
+    promised = {each.name: (each.dtype, (rows[each.name], *each.shape)) for each in processor.fields}
     given: dict[str, Any] = {
         name: (array.dtype.name, array.shape) if isinstance(array, np.ndarray) else type(array).__name__
         for name, array in made.items()
     }
-    if given != promised:
-        return f"{processor!r} makes {given}, and its fields and rows say {promised}; make them equal"
+    if given == promised:
+        return None
+    return f"makes {given}, and its fields and rows say {promised}; make them equal"
+
+
+def _difference(processor: Processor, task: Task, made: Made) -> str | None:
+    """How what was made differs from what was promised."""
+    if wrong := _other_arrays(processor, task.rows, made):
+        return f"{processor!r} {wrong}"
     try:
         tokens = processor.num_tokens(made)
     except Exception as error:

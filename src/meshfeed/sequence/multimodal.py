@@ -25,7 +25,7 @@ from meshfeed.plan import EncoderPlan, Slices, StepPlan, plan_encoder
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
-from meshfeed.sequence.decoding import Bad, Decoder, PartPlace
+from meshfeed.sequence.decoding import Bad, Decoder, PartPlace, blank_of
 from meshfeed.sequence.documents import DocumentRule, document_lengths
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.processor import (
@@ -296,7 +296,11 @@ class Multimodal(DocumentRule, TokenRule):
                 part = made[i]
                 if isinstance(part, Bad):
                     counts = {name: int(count[k]) for name, count in rows.items()}
-                    part = processor.blank(PartSize.of(whole.parts, int(parts[i])), counts)
+                    size = PartSize.of(whole.parts, int(parts[i]))
+                    try:
+                        part = blank_of(processor, size, counts)
+                    except Exception as error:
+                        raise named(error, processor, decoder.told(places[i])) from error
                 found.append(part)
             for each in processor.fields:
                 if _needs(portion, each.name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,9 +11,8 @@ import numpy.typing as npt
 
 from meshfeed.columns import Array
 from meshfeed.errors import RecipeError
-from meshfeed.extras import install
 from meshfeed.parts import NativeImages, Parts
-from meshfeed.parts.images import FORMATS
+from meshfeed.parts.opened import opened_image
 from meshfeed.parts.rule import check_counts
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.runs import Longs
@@ -103,11 +101,9 @@ _BICUBIC = 3  # PIL.Image.Resampling.BICUBIC
 
 def _opened(data: bytes, size: PartSize) -> Any:
     """A decoded RGB image, turned as EXIF asks. Raises ValueError if the index knows another size."""
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as missing:
-        raise ImportError(f"decoding images needs Pillow: {install('vlm')}") from missing
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+    with opened_image(data) as image:
+        from PIL import ImageOps
+
         if {image.height, image.width} != {size.height, size.width}:  # before any pixel is decoded
             raise _other_size(image, size)
         turned = ImageOps.exif_transpose(image)

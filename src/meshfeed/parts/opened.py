@@ -1,0 +1,47 @@
+"""Opening stored images by Pillow, of the extra "vlm": headers alone, in formats that run no program."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from meshfeed.extras import install
+from meshfeed.parts.images import FORMATS
+
+_MOST_BRANDS_BYTES = 256
+_NAMES = {"AVIF": "an AVIF", "WEBP": "a WebP"}
+
+
+def opened_image(data: bytes) -> Any:
+    """An image, a PIL.Image.Image; nothing is decoded.
+
+    Raises ImportError without Pillow, or for a format that this Pillow is built without; for other bytes
+    whatever Pillow raises.
+    """
+    try:
+        from PIL import Image, features
+    except ImportError as missing:
+        raise ImportError(f"reading images needs Pillow: {install('vlm')}") from missing
+    Image.init()  # or those that no one has used yet are missing
+    found = _optional(data)
+    if found is not None and (found not in Image.OPEN or not features.check(found.lower())):
+        raise ImportError(
+            f"{_NAMES[found]} image, which this Pillow cannot read; install one that does (its wheels read "
+            f"AVIF from 11.3 on), or convert it to JPEG or PNG"
+        )
+    return Image.open(io.BytesIO(data), formats=[name for name in FORMATS if name in Image.OPEN])
+
+
+def brands_of(data: bytes) -> set[bytes]:
+    """What a file of ISO boxes says that it is: the major brand and the compatible ones; empty of others."""
+    if data[4:8] != b"ftyp":
+        return set()
+    box = data[8 : min(int.from_bytes(data[:4], "big"), _MOST_BRANDS_BYTES)]
+    return {data[8:12], *(box[at : at + 4] for at in range(8, len(box), 4))}
+
+
+def _optional(data: bytes) -> str | None:
+    """The format, if it is one that Pillow may be built without."""
+    if brands_of(data) & {b"avif", b"avis"}:
+        return "AVIF"
+    return "WEBP" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
