@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
+from meshfeed.cli.calibrate import encoder_times
 from meshfeed.cli.main import main
+from meshfeed.parts import NativeImages, Parts
 from meshfeed.plan import CostModel
+from soak import cases
 
 _SMALL = ("--hidden", "32", "--heads", "2", "--kv-heads", "1", "--ffn", "48", "--device", "cpu")
 
@@ -79,6 +86,60 @@ def test_a_plan_refuses_a_table_that_is_none(
     ]
     assert main(arguments) == 2
     assert str(table) in capsys.readouterr().err
+
+
+@settings(max_examples=cases(30), deadline=None)
+@given(
+    st.floats(10, 1e5),
+    st.floats(1e-12, 1e-6),
+    st.floats(0, 1e-2),
+    st.lists(st.integers(16, 40_000), min_size=4, max_size=40, unique=True),
+)
+def test_an_encoders_alpha_is_found_again(
+    tmp_path_factory: pytest.TempPathFactory, alpha: float, scale: float, fixed: float, patches: list[int]
+) -> None:
+    """Times by the model of PartRule.work, and a fixed time for each image."""
+    assume(max(patches) > 4 * min(patches))
+    times = np.array([scale * p * (p + alpha) + fixed for p in patches])
+    # where a term does not show in the times, nobody can tell it
+    terms = np.array([[alpha * p, p**2, fixed / scale] for p in patches], float) * scale / times[:, None]
+    assume(terms[:, :2].max(axis=0).min() > 0.02)
+    table = tmp_path_factory.mktemp("times") / "vision.csv"
+    rows = (f"{p},{t!r}" for p, t in zip(patches, times.tolist()))
+    table.write_text("patches,seconds\n" + "\n".join(rows))
+    cost = CostModel.fit(*(lambda p, t: (p, p**2, t))(*encoder_times(table)))
+    assert cost.alpha == pytest.approx(alpha, rel=1e-4)
+    work = NativeImages(alpha=cost.alpha).work(Parts.of_images([(28 * 8, 28 * 9), (28 * 20, 28 * 30)]))
+    assert work[1] / work[0] == pytest.approx(2400 * (2400 + alpha) / (288 * (288 + alpha)), rel=1e-3)
+
+
+def test_the_alpha_of_an_encoder_is_told_with_its_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "vision.csv"
+    rows = [(p, 2e-9 * p * (p + 5000) * (1 + 0.02 * (-1) ** i)) for i, p in enumerate(range(256, 9000, 512))]
+    table.write_text("seconds,patches\n" + "".join(f"{t},{p}\n" for p, t in rows))
+    assert main(["calibrate", "--encoder", str(table)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"alpha (\d+), median error [1-3]\.\d% over 18 rows", said)
+    assert "NativeImages(alpha=" in said
+    assert main(["calibrate", "--encoder", str(table), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["alpha"] == pytest.approx(5000, rel=0.3) and told["packs"] == 18
+    for content, why in (
+        ("a,b\n1,2\n", "columns patches, seconds"),
+        ("patches,seconds\n1,x\n", "columns patches, seconds"),
+        ("patches,seconds\n1,1\n2,2\n", "tells no cost: [2, 2, 2] measurements"),
+        ("patches,seconds\n1,1\n1,1\n1,1\n", "vary tokens and lengths more"),
+        ("patches,seconds\n1,1\n2,-2\n3,3\n", "every time above 0"),
+    ):
+        table.write_text(content)
+        assert main(["calibrate", "--encoder", str(table)]) == 2
+        assert str(table) in (said := capsys.readouterr().err) and why in said
+    assert main(["calibrate", "--encoder", str(table), "--out", "x.csv"]) == 2
+    assert "--out has no effect with --encoder" in capsys.readouterr().err
+    assert main(["calibrate"]) == 2
+    assert "give --out" in capsys.readouterr().err
 
 
 def test_calibrate_answers_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
 from meshfeed.cli.command import OK, Console, print_json
-from meshfeed.cli.options import Command, option, required
+from meshfeed.cli.options import Command, option, refuse_given
 from meshfeed.errors import MeshfeedError, PlanError
 from meshfeed.plan import CostModel, ModelShape
+
+Floats = npt.NDArray[np.float64]
 
 _HEADER = ("kind", "total_tokens", "max_seq_len", "n_seqs", "sum_sq", "ms_layer")
 
@@ -29,19 +32,21 @@ class Calibrate(Command):
     """time a transformer layer and fit the planner's cost model
 
     Time one layer, forward and backward, on packs of several shapes. Write the times to a CSV and fit the
-    cost of a token against that of a pair. The defaults are a Llama-8B layer.
+    cost of a token against that of a pair. The defaults are a Llama-8B layer. With --encoder, fit the alpha
+    of a part rule to times of your encoder instead.
     """
 
     examples = """
         meshfeed calibrate --device cuda --out layer_cost.csv
         meshfeed calibrate --hidden 2048 --heads 16 --kv-heads 4 --ffn 8192 --out cost.csv
         meshfeed plan corpus --layout dp64 --capacity 16384 --policy dynamic_cp --cost layer_cost.csv
+        meshfeed calibrate --encoder vision.csv
     """
     keys = {
         "alpha, alpha_by_flops": "linear over quadratic cost: as measured, and by the FLOPs of the shape",
         "overhead": "cost of a pack by itself, in pairs of tokens",
-        "median_error, packs": "error of the fit; number of packs timed",
-        "out": "the CSV",
+        "median_error, packs": "error of the fit; number of packs timed, or of rows of --encoder",
+        "out": "the CSV; with --encoder, that one",
     }
 
     hidden: int = option("width of the residual stream", default=4096)
@@ -53,9 +58,36 @@ class Calibrate(Command):
     device: str | None = option("device to time (default: cuda if there is one, else cpu)", metavar="NAME")
     dtype: Literal["bfloat16", "float32"] = option("dtype of the layer", default="bfloat16")
     seed: int = option("seed of the mixed packs' lengths", default=0, least=0)
-    out: Path = required("the CSV to write")
+    out: Path | None = option("the CSV to write")
+    encoder: Path | None = option(
+        "CSV of your encoder's times, columns patches and seconds: patches of an image, all in one sequence, "
+        "and its time forward and backward"
+    )
 
     def run(self) -> int:
+        if self.encoder is not None:
+            refuse_given(self, ("out", "device"), "has no effect with --encoder")
+            return self._of_encoder(self.encoder)
+        if self.out is None:
+            raise MeshfeedError("give --out, the CSV to write, or --encoder, the CSV of an encoder's times")
+        return self._of_layer(self.out)
+
+    def _of_encoder(self, table: Path) -> int:
+        patches, seconds = encoder_times(table)
+        try:
+            cost = CostModel.fit(patches, patches**2, seconds * 1e3)
+        except PlanError as error:
+            raise MeshfeedError(f"{table}: tells no cost: {error}") from error
+        error = _median_error(cost, patches, patches**2, seconds)
+        if self.json:
+            facts = {"alpha": cost.alpha, "overhead": cost.microbatch_overhead, "median_error": error}
+            print_json(facts | {"packs": seconds.size, "out": str(table)})
+            return OK
+        print(f"alpha {cost.alpha:.0f}, median error {error:.1%} over {seconds.size} rows")
+        print(f"give it to the rule: NativeImages(alpha={cost.alpha:.0f}), or that of your encoder")
+        return OK
+
+    def _of_layer(self, out: Path) -> int:
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         shape = ModelShape(
             num_layers=1,
@@ -71,9 +103,9 @@ class Calibrate(Command):
             )
         try:
             layer = _Layer(shape, torch.device(device), getattr(torch, self.dtype))
-            measured = self._measured(layer)
+            measured = self._measured(layer, out)
         except OSError as error:
-            raise MeshfeedError(f"{self.out}: {error}") from error
+            raise MeshfeedError(f"{out}: {error}") from error
         except (
             RuntimeError,
             AssertionError,
@@ -87,23 +119,22 @@ class Calibrate(Command):
         try:
             cost = CostModel.fit(tokens, squares, times)
         except PlanError as error:
-            raise MeshfeedError(f"{self.out} is written, but tells no cost: {error}") from error
-        model = cost.alpha * tokens + squares + cost.microbatch_overhead
-        error = float(np.median(np.abs(model * np.median(times / model) / times - 1)))
+            raise MeshfeedError(f"{out} is written, but tells no cost: {error}") from error
+        error = _median_error(cost, tokens, squares, times)
         by_flops = CostModel.of_shape(shape).alpha
         if self.json:
             facts = {"alpha": cost.alpha, "alpha_by_flops": by_flops, "overhead": cost.microbatch_overhead}
-            print_json(facts | {"median_error": error, "packs": times.size, "out": str(self.out)})
+            print_json(facts | {"median_error": error, "packs": times.size, "out": str(out)})
             return OK
         print(f"alpha {cost.alpha:.0f} (by the shape's FLOPs {by_flops:.0f})")
         print(f"overhead {cost.microbatch_overhead:.3g}, median error {error:.1%} over {times.size} packs")
         return OK
 
-    def _measured(self, layer: _Layer) -> list[tuple[int, int, float]]:
+    def _measured(self, layer: _Layer, out: Path) -> list[tuple[int, int, float]]:
         """(tokens, sum of squares, ms) of every pack, written to the table as they come."""
         console = Console(stderr=True)
         measured: list[tuple[int, int, float]] = []
-        with self.out.open("w", newline="") as file:
+        with out.open("w", newline="") as file:
             table = csv.writer(file)
             table.writerow(_HEADER)
             for kind, lengths in _packs(self.tokens, self.seed):
@@ -120,6 +151,27 @@ class Calibrate(Command):
                 )
                 measured.append((total, sum_sq, ms))
         return measured
+
+
+def encoder_times(table: Path) -> tuple[Floats, Floats]:
+    """(patches, seconds) of the rows of a CSV; float64 [k] twice. Raises MeshfeedError."""
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            rows = [(float(row["patches"]), float(row["seconds"])) for row in csv.DictReader(file)]
+    except OSError as error:
+        raise MeshfeedError(f"{table}: {error.strerror or error}") from error
+    except (KeyError, TypeError, ValueError, csv.Error) as bad:
+        raise MeshfeedError(
+            f"{table}: not a table of an encoder's times ({bad!r}); it has columns patches, seconds"
+        ) from bad
+    patches, seconds = np.array(rows, np.float64).reshape(-1, 2).T
+    return patches, seconds
+
+
+def _median_error(cost: CostModel, tokens: Floats, squares: Floats, times: Floats) -> float:
+    """Of the fit, as a share of each time; float64 [k] thrice."""
+    model = cost.alpha * tokens + squares + cost.microbatch_overhead
+    return float(np.median(np.abs(model * np.median(times / model) / times - 1)))
 
 
 def _packs(tokens: tuple[int, ...], seed: int) -> Iterator[tuple[str, list[int]]]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.text import Text
 
+import meshfeed.parts
 from meshfeed.cli.command import (
     OK,
     WRONG,
@@ -19,8 +21,9 @@ from meshfeed.cli.command import (
     say,
     show_progress,
     shown,
+    write_text,
 )
-from meshfeed.cli.options import Command, argument, option
+from meshfeed.cli.options import Command, argument, option, refuse_given
 from meshfeed.cli.recipes import StoreOptions
 from meshfeed.errors import (
     AccessError,
@@ -36,8 +39,10 @@ from meshfeed.files.url import is_remote, without_secrets
 from meshfeed.formats.documents import DocumentFiles
 from meshfeed.formats.tokenizer import BYTES, tokenizer_file
 from meshfeed.formats.tokens import TOKEN_COLUMNS
-from meshfeed.parts import KINDS
+from meshfeed.parts import KINDS, PartRule, Rules
 from meshfeed.report.lengths import Lengths
+from meshfeed.report.samples import page, shown_documents
+from meshfeed.sequence.named import parsed_call
 from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
 from meshfeed.store.checksums import is_of, write_checksums
 from meshfeed.store.node_index import checksums_beside
@@ -48,6 +53,10 @@ _BLOCK_DOCUMENTS = 1 << 12
 _PARTS_OF = 1 << 16  # documents
 _BAR_WIDTH = 40
 _SHOWN_TOKENS = 256
+_ON_PAGE = 20
+_PART_RULES = ("NativeImages", "NativeVideo", "WhisperAudio")
+
+Decode = Callable[[Sequence[int]], str]
 
 _UNASKED = (
     OptionError,
@@ -71,6 +80,7 @@ class Inspect(Command, StoreOptions):
         meshfeed inspect corpus --show 3 --tokenizer tokenizer.json
         meshfeed inspect s3://bucket/corpus --storage region=eu-west-1 --cache /local/cache --json
         meshfeed inspect corpus --verify && sbatch train.sh
+        meshfeed inspect captions --html captions.html --tokenizer tokenizer.json
     """
     wrong = "the store is broken; stderr, or the key 'broken', says where"
     keys = {
@@ -81,11 +91,21 @@ class Inspect(Command, StoreOptions):
         "image, audio, video": "of a multimodal store: parts of its first 65,536 documents, and their sizes",
         "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
         "texts": "with --show: document and text, or tokens without --tokenizer",
+        "page": "with --html: file, documents, and the parts that are wrong: document, part, why",
         "verified, broken": "with --verify: true, or what is broken and where",
     }
 
     path: str = argument("PATH", "path or URL (s3://, gs://, az://, https://) of the store")
     show: int | None = option("show how N documents begin, decoded by --tokenizer")
+    documents: tuple[int, ...] | None = option("show these documents, instead of some", least=0)
+    html: Path | None = option(
+        f"write a page of --show N ({_ON_PAGE}) or --documents into this file: texts, pictures and sizes"
+    )
+    part_rule: list[str] | None = option(
+        "how --html counts the tokens of parts, such as 'NativeImages(max_pixels=200_000)'; one per kind "
+        "(NativeImages, NativeVideo, WhisperAudio)",
+        metavar="RULE",
+    )
     verify: bool = option(
         "check every entry, checksum, hash and length that the format has, and name what is broken",
         default=False,
@@ -109,14 +129,18 @@ class Inspect(Command, StoreOptions):
             return self._ended({"path": without_secrets(self.path)}, str(error))
         if self.write_checksums:
             show_progress("summing", _written_checksums(store), quiet=self.json)
-        decode = _decoder(self.tokenizer) if self.tokenizer and self.show else None
+        if self.html is None:
+            refuse_given(self, ("part_rule",), "has no effect without --html")
+        decode = _decoder(self.tokenizer) if self.tokenizer and self._shows else None
         facts: dict[str, Any] = {"path": without_secrets(self.path)}
         texts: list[tuple[int, str]] = []
+        written: dict[str, Any] = {}
         lengths, looked, broken = Lengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
         try:
             facts = facts_of(store)
             lengths = look_at_lengths(store)
-            texts = _beginnings(store, self.show, decode) if self.show else []
+            texts = _beginnings(store, self._chosen, decode) if self._prints else []
+            written = self._write(self.html, store, decode) if self.html else {}
             looked = True
             if self.verify:
                 show_progress("checking", store.verify(), quiet=self.json)
@@ -126,10 +150,52 @@ class Inspect(Command, StoreOptions):
             broken = str(error)
         if looked and not self.json:
             _print(facts, lengths, texts)
+            for each in written.get("wrong", ()):
+                print(f"document {each['document']}, part {each['part']}: {each['why']}")
         facts["document_lengths"] = lengths.facts()
-        if self.show:
+        facts |= {"page": written} if written else {}
+        if self._prints:
             facts["texts"] = [{"document": document, "text": text} for document, text in texts]
         return self._ended(facts, broken)
+
+    @property
+    def _shows(self) -> bool:
+        """Whether documents are shown, anywhere."""
+        return bool(self.show or self.documents or self.html)
+
+    @property
+    def _prints(self) -> bool:
+        """Whether they are shown on the terminal: those of a page are not, unless --show asks for it."""
+        return bool(self.show or (self.documents and not self.html))
+
+    def _chosen(self, num_documents: int) -> list[int]:
+        """The documents to show; if none are named, some from all over the store. Raises MeshfeedError."""
+        if self.documents is None:
+            count = min(self.show or _ON_PAGE, num_documents)
+            return np.unique(np.linspace(0, num_documents - 1, count).astype(np.int64)).tolist()
+        if max(self.documents) >= num_documents:
+            raise MeshfeedError(f"--documents {max(self.documents)}: the store has {num_documents:,}, from 0")
+        return list(self.documents)
+
+    def _write(self, file: Path, store: StreamStore, decode: Decode | None) -> dict[str, Any]:
+        """Write the page; returns what it has. Raises StoreError, MeshfeedError."""
+        given = map(_part_rule, [*_PART_RULES, *(self.part_rule or ())])
+        rules: Rules = {rule.kind: rule for rule in given}
+        with store:
+            num = store.num_documents
+            documents = [*shown_documents(store, self._chosen(num), decode or _as_ids, rules)]
+        there = {part.kind for one in documents for part in one.parts}
+        told = "; ".join(rule.summary() for kind, rule in rules.items() if kind in there)
+        note = f"Text by {self.tokenizer}." if decode else "Token ids: give --tokenizer to see text."
+        note += f" Tokens of parts by {told}." if told else ""
+        write_text(file, page(without_secrets(self.path), documents, num, note))
+        wrong = [
+            {"document": one.number, "part": k, "why": why}
+            for one in documents
+            for k, part in enumerate(one.parts)
+            for why in part.wrong
+        ]
+        return {"file": str(file), "documents": len(documents), "wrong": wrong}
 
     def _ended(self, facts: dict[str, Any], broken: str | None) -> int:
         if self.verify and not broken:
@@ -152,7 +218,7 @@ class Inspect(Command, StoreOptions):
         store = self.open(self.path, cache=cache, tokenizer=None)
         if isinstance(store, DocumentFiles) and self.column not in TOKEN_COLUMNS:
             return self.open(self.path, cache=cache)
-        if not self.show:
+        if not self._shows:
             raise MeshfeedError(
                 f"--tokenizer {self.tokenizer}: {store.path} holds tokens; add --show N to decode some"
             )
@@ -210,24 +276,43 @@ def look_at_lengths(store: StreamStore) -> Lengths:
 
 
 def _beginnings(
-    store: StreamStore, count: int, decode: Callable[[Sequence[int]], str] | None
+    store: StreamStore, chosen: Callable[[int], list[int]], decode: Decode | None
 ) -> list[tuple[int, str]]:
-    """(document, how it begins) of documents spread evenly over a store; token ids without a decoder.
+    """(document, how it begins); token ids without a decoder. chosen: number of documents -> those.
 
     Raises StoreError, or MeshfeedError for tokens that the tokenizer does not know.
     """
     found: list[tuple[int, str]] = []
     with store:
-        num = store.num_documents
-        for document in np.unique(np.linspace(0, num - 1, min(count, num)).astype(np.int64)).tolist():
+        for document in chosen(store.num_documents):
             length = int(store.lengths(np.array([document]))[0])
             tokens = store.read(document, 0, min(length, _SHOWN_TOKENS)).tolist()
-            text = " ".join(map(str, tokens)) if decode is None else decode(tokens)
+            text = (decode or _as_ids)(tokens)
             found.append((document, text + (" …" if length > _SHOWN_TOKENS else "")))
     return found
 
 
-def _decoder(tokenizer: str) -> Callable[[Sequence[int]], str]:
+def _as_ids(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def _part_rule(text: str) -> PartRule:
+    """A rule of meshfeed.parts. Raises MeshfeedError."""
+    rules = (each for each in vars(meshfeed.parts).values() if isinstance(each, type))
+    known = {each.__name__: each for each in rules if issubclass(each, PartRule) and each is not PartRule}
+    try:
+        name, arguments, options = parsed_call(text)
+        return known[name](*arguments, **options)
+    except MeshfeedError:
+        raise
+    except (KeyError, ValueError, TypeError) as error:
+        raise MeshfeedError(
+            f"--part-rule {text!r}: write a name and options, such as NativeImages(max_pixels=200_000); "
+            f"known rules: {', '.join(known)}"
+        ) from error
+
+
+def _decoder(tokenizer: str) -> Decode:
     """How tokens are read as text. tokenizer: `formats.tokenizer.KNOWN`. Raises StoreError for another."""
     made = tokenizer_file(tokenizer).load()
     size = made.vocab_size + (tokenizer == BYTES)  # what ends a document there is no byte

@@ -1,4 +1,4 @@
-"""Counts and durations in words."""
+"""Counts, durations and bytes in words."""
 
 from __future__ import annotations
 
@@ -16,3 +16,11 @@ def duration(seconds: float) -> str:
         if seconds >= 0.9995 * size:  # 999.6 ms would round to 1000 ms
             return f"{seconds / size:.3g} {unit}"
     return "0 ms" if seconds < 5e-7 else "1 µs"
+
+
+def in_bytes(number: int) -> str:
+    """Two digits or more in a suitable unit: 999 -> "999 B", 1234 -> "1.2 kB", 25_600_000 -> "26 MB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= 0.9995 * size:
+            return f"{number / size:,.{1 if number < 9.95 * size else 0}f} {unit}"
+    return f"{number} B"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from typing import Any
 
 from meshfeed.errors import OptionError
 from meshfeed.plugins import RULES, loaded, registered
@@ -16,15 +17,8 @@ def rule_named(text: str) -> SequenceRule:
     for anything else, RecipeError for arguments that the rule refuses.
     """
     try:
-        call = ast.parse(text.strip(), mode="eval").body
-        if isinstance(call, ast.Name):
-            call = ast.Call(call, [], [])
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
-            raise ValueError("not a call")
-        name = call.func.id
-        arguments = [ast.literal_eval(each) for each in call.args]
-        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    except (SyntaxError, ValueError) as error:
+        name, arguments, options = parsed_call(text)
+    except ValueError as error:
         raise OptionError(
             f"rule {text!r}: write a name and literal arguments, such as windows(4096); {_known()}"
         ) from error
@@ -41,6 +35,20 @@ def rule_named(text: str) -> SequenceRule:
             f"rule {text!r}: {points[name].value} made {type(rule).__name__}, not a SequenceRule"
         )
     return rule
+
+
+def parsed_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """(name, arguments, options) of a name, or of a call with literals. Raises ValueError for other text."""
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(str(error)) from error
+    if isinstance(call, ast.Name):
+        call = ast.Call(call, [], [])
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+        raise ValueError("not a call")
+    arguments = [ast.literal_eval(each) for each in call.args]
+    return call.func.id, arguments, {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
 
 
 def _known() -> str:

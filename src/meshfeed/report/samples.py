@@ -1,0 +1,166 @@
+"""Documents of a store as a page: their text, and their images, audio and video where they stand in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from string import Template
+
+import numpy as np
+
+from meshfeed.parts import KINDS, Parts, Rules
+from meshfeed.report.thumbnails import thumbnail
+from meshfeed.report.words import counted, in_bytes
+from meshfeed.sequence.processor import tokens_of
+from meshfeed.store import MultimodalStore, StreamStore
+
+_MOST_TOKENS, _MOST_PARTS = 1024, 24
+_SHOWN_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # ␀, ␁ ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPart:
+    """A part as the page shows it.
+
+    Attributes:
+        kind: of it.
+        size: in words.
+        num_bytes: as stored.
+        tokens: that its rule makes of it; None without a rule, or where that refuses it.
+        picture: data URL; None without one: audio, video, what cannot be decoded.
+        wrong: why there is no picture, or no tokens.
+    """
+
+    kind: str
+    size: str
+    num_bytes: int
+    tokens: int | None
+    picture: str | None
+    wrong: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownDocument:
+    """A document as the page shows it.
+
+    Attributes:
+        number: in the store.
+        num_tokens, num_parts: of the whole document.
+        pieces: text, and the numbers of parts where they stand.
+        parts: the first of them.
+        is_cut: whether its text goes on.
+    """
+
+    number: int
+    num_tokens: int
+    num_parts: int
+    pieces: tuple[str | int, ...]
+    parts: tuple[ShownPart, ...]
+    is_cut: bool
+
+
+def shown_documents(
+    store: StreamStore, documents: Sequence[int], decode: Callable[[Sequence[int]], str], rules: Rules
+) -> Iterator[ShownDocument]:
+    """Some documents, up to 1,024 tokens and 24 parts of each. The store must be entered.
+
+    decode: tokens -> text. rules: how many tokens a part becomes. Raises StoreError, and what `decode` does.
+    """
+    for number in documents:
+        chosen = np.array([number])
+        parts = store.parts(chosen) if isinstance(store, MultimodalStore) else Parts.none(1)
+        size = int(store.lengths(chosen)[0])
+        tokens = store.read(number, 0, min(size, _MOST_TOKENS))
+        pieces: list[str | int] = []
+        begin = 0
+        for k, at in enumerate(parts.at[parts.at < len(tokens)].tolist()):
+            pieces += [decode(tokens[begin:at].tolist()), k] if at > begin else [k]
+            begin = at + 1
+        if begin < len(tokens):
+            pieces.append(decode(tokens[begin:].tolist()))
+        some = np.arange(min(len(parts), _MOST_PARTS))
+        data = (
+            store.read_parts(np.full(some.size, number), some) if isinstance(store, MultimodalStore) else []
+        )
+        shown = tuple(_shown(parts.only(k), each, rules) for k, each in enumerate(data))
+        yield ShownDocument(number, size, len(parts), tuple(pieces), shown, size > len(tokens))
+
+
+def _shown(part: Parts, data: bytes, rules: Rules) -> ShownPart:
+    """part: alone."""
+    kind = KINDS[int(part.kind[0])]
+    height, width, length = (int(each[0]) for each in (part.height, part.width, part.length))
+    tokens, picture, wrong = None, None, list[str]()
+    if kind in rules:
+        try:
+            tokens = int(tokens_of(rules[kind], part)[0])
+        except Exception as error:  # a rule may be anybody's
+            wrong.append(f"{type(rules[kind]).__name__}: {str(error).removeprefix('part 0, ')}")
+    if kind == "image":
+        try:
+            picture = thumbnail(data, height, width)
+        except Exception as error:  # each format has its own
+            wrong.append(f"cannot be shown: {error or type(error).__name__}")
+    pixels = f"{height} x {width} pixels"
+    seconds = f"{length / (part.rate[0] or 1):,.2f} s"
+    size = {
+        "image": pixels,
+        "audio": f"{seconds} at {part.rate[0]:,.0f} Hz",
+        "video": f"{pixels}, {counted(length, 'frame')}, {seconds}",
+    }[kind]
+    return ShownPart(kind, size, len(data), tokens, picture, tuple(wrong))
+
+
+def page(path: str, documents: Sequence[ShownDocument], num_documents: int, note: str) -> str:
+    """The whole page: self-contained, no script, no outside request; all that a store says is escaped.
+
+    path: of the store. num_documents: of the whole store. note: how tokens are counted and text is read.
+    """
+    shell = Template(Path(__file__).with_name("samples.html").read_text(encoding="utf-8"))
+    return shell.substitute(
+        path=escape(path),
+        shown=f"{len(documents):,}",
+        documents=counted(num_documents, "document"),
+        parts=f"{sum(len(each.parts) for each in documents):,}",
+        wrong=f"{sum(bool(part.wrong) for each in documents for part in each.parts):,}",
+        note=escape(note),
+        panels="\n".join(map(_panel, documents)),
+    )
+
+
+def _panel(one: ShownDocument) -> str:
+    said = [counted(one.num_tokens, "token") + " as stored"]
+    if one.num_parts:
+        said += [counted(one.num_parts, "part"), in_bytes(sum(part.num_bytes for part in one.parts))]
+    if one.num_parts > len(one.parts):
+        said[-1] += f" in the {len(one.parts)} shown"
+    text = "".join(
+        _mark(one, each) if isinstance(each, int) else escape(each.translate(_SHOWN_CONTROL))
+        for each in one.pieces
+    )
+    figures = "".join(_figure(one, k) for k in range(len(one.parts)))
+    return (
+        f'<section class="panel"><h2>Document {one.number:,}</h2><p>{", ".join(said)}</p>'
+        f'<div class="text" dir="auto">{text or "<i>empty</i>"}{" …" if one.is_cut else ""}</div>'
+        f'<div class="parts">{figures}</div></section>'
+    )
+
+
+def _mark(one: ShownDocument, number: int) -> str:
+    if number >= len(one.parts):
+        return f'<span class="mark">part {number}</span>'
+    return f'<a class="mark" href="#d{one.number}p{number}">{one.parts[number].kind} {number}</a>'
+
+
+def _figure(one: ShownDocument, number: int) -> str:
+    part = one.parts[number]
+    name = f"{part.kind} {number}"
+    told = [in_bytes(part.num_bytes)] + ([] if part.tokens is None else [counted(part.tokens, "token")])
+    picture = "" if part.picture is None else f'<img alt="{name}" src="{part.picture}">'
+    wrong = "".join(f'<p class="wrong">{escape(why)}</p>' for why in part.wrong)
+    return (
+        f'<figure id="d{one.number}p{number}">{picture}{wrong}'
+        f"<figcaption><b>{name}</b>{part.size}<br>{', '.join(told)}</figcaption></figure>"
+    )
