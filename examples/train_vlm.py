@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 8 examples/train_vlm.py --layout tp2-dp2-pp2 --shapes DIR --out DIR
 
 The first stage has a vision transformer beside the embedding. Everything else is that of train_gpt.py: the
-loop, the checkpoints and the files under --out. The shapes are drawn where DIR does not exist.
+loop, the checkpoints and the files under --out. The shapes are drawn where DIR does not exist. What each step
+cost is logged: `meshfeed report OUT/run-train`.
 """
 
 from __future__ import annotations
@@ -53,8 +54,15 @@ def train(args: argparse.Namespace, after: Callable[[mf.Step], None] = lambda st
     stage = VisionStage(Shape(vocab=IMAGE + 1, window=64, width=32), place)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, weight_decay=0.01)
     packing = mf.Packing(capacity=args.capacity)
+    log = mf.metrics.RunLog(args.out / f"run-{args.name}")
     feed = mf.Feed(
-        recipe_of(args), layout, packing=packing, delivery=args.delivery, verify=True, timeout_s=600
+        recipe_of(args),
+        layout,
+        packing=packing,
+        delivery=args.delivery,
+        verify=True,
+        metrics=log,
+        timeout_s=600,
     )
     place.make_cp_groups(feed)
     with feed, Journal(args.out, args.name, place, feed) as journal:

@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,13 +19,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from delays import LEAP_S, delayed, leap
+from meshfeed.cli.frame import frame_of
 from meshfeed.cli.main import main
-from meshfeed.metrics import Span, StageClock, read_run
+from meshfeed.cli.watch import alarms, picture_of, told
+from meshfeed.metrics import DecodeHistory, RankHistory, RunHistory, Span, StageClock, read_run
 from meshfeed.report.history.page import page
 from meshfeed.sequence import decoding
 from meshfeed.store.workers import Workers
@@ -73,10 +76,10 @@ def train(rank: int, folder: str, workers: int, slow: str) -> list[dict[str, Any
 
 def report(log: Path, out: Path) -> tuple[dict[str, Any], str]:
     """What `meshfeed report --json` says, and its page without the script."""
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(io.StringIO()):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
         assert main(["report", str(log), "--out", str(out), "--json"]) == 0
-    return json.loads(told.getvalue()), out.read_text().split("<script")[0]
+    return json.loads(printed.getvalue()), out.read_text().split("<script")[0]
 
 
 @pytest.mark.parametrize(
@@ -93,8 +96,9 @@ def test_a_job_that_is_slow_at_one_thing(tmp_path: Path, slow: str, workers: int
     stats = world.run(train, 4, str(tmp_path), workers, slow)
     said, shown = report(tmp_path / f"{slow}-{workers}", tmp_path / "page.html")
     assert re.search(says, said["says"]), said["says"]
-    assert said["decoding"]["limits"] == (slow == "decode") and said["decoding"]["workers"] == workers
-    assert [each["rank"] for each in said["decoding"]["ranks"]] == [0, 2], "only they read"
+    assert said["decoding"]["limits"] == (slow == "decode")
+    decode = [(each["rank"], each["workers"]) for each in said["decoding"]["ranks"]]
+    assert decode == [(0, workers), (2, workers)], "only they read"
     assert 'id="decoding"' in shown
     history = read_run(tmp_path / f"{slow}-{workers}")
     for rank, mine in enumerate(stats):
@@ -152,11 +156,46 @@ def test_text_has_nothing_of_it(tmp_path: Path) -> None:
     with mf.Feed(recipe_of(str(tmp_path / "text")), metrics=mf.metrics.RunLog(tmp_path / "run")) as feed:
         stats = [dict(step.stats) for step in itertools.islice(feed, 4)]
     said, shown = report(tmp_path / "run", tmp_path / "page.html")
+    watched = told(frame_of(read_run(tmp_path / "run"), 0.0))
     for each in (
         *stats,
         said,
+        watched,
         shown.replace("--decode:", ""),
         (tmp_path / "run/rank-000000.jsonl").read_text(),
     ):
         assert "decod" not in str(each)
     assert "decod" not in page(made_up.history(2), "x").split("<script")[0].replace("--decode:", "")
+
+
+SECONDS = st.integers(0, 99).map(lambda number: number / 64)
+
+
+@given(st.lists(SECONDS, min_size=3, max_size=3), SECONDS, st.sampled_from([0, 4]))
+@settings(max_examples=cases(40), deadline=None)
+def test_watch_says_that_decoding_limits(decode: list[float], read: float, workers: int) -> None:
+    """It does if that is the longest wait for something of one's own, from a twentieth of a step on."""
+    history = made_up.history(3, ((0, 12),))
+    starts = tuple(replace(start, decode_workers=workers) for start in history.starts)
+    ranks: dict[int, RankHistory] = {}
+    for number, rank in history.ranks.items():
+        waits = np.zeros_like(rank.wait)
+        waits[:, made_up.STAGES.index("read")] = read
+        done = DecodeHistory(**dict.fromkeys(("parts", "num_bytes", "busy_s", "cpu_s"), np.ones(12)))
+        ranks[number] = replace(
+            rank,
+            time=np.arange(12.0),
+            wait=np.column_stack([waits, np.full(12, decode[number])]),
+            work=np.column_stack([waits, np.full(12, decode[number])]),
+            decoded=done,
+        )
+    history = RunHistory(stages=(*made_up.STAGES, "decode"), starts=starts, ranks=ranks, mixture=None)
+    frame = frame_of(history, 12.0)
+    slowest = max(range(3), key=lambda number: (decode[number], number))
+    limits = decode[slowest] >= max(read, 0.05)
+    assert frame.decode_limit == (slowest if limits else None)
+    assert any(line.startswith(f"Decoding limits: rank {slowest} ") for line in alarms(frame)) == limits
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(picture_of(frame, Path("run"), 9))
+    assert "parts/s" in screen.getvalue() and f"{25 if workers else 100}% busy" in screen.getvalue()
+    assert told(frame)["decode_limit"] == frame.decode_limit

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.metrics import MixtureHistory, RunHistory, Start
+from meshfeed.report.history.decoding import LIMITS, STAGE, Decoded, decoded_in
 from meshfeed.report.history.waits import FOLLOWS
 
 Does = Literal["waits", "works"]
@@ -34,6 +35,7 @@ class Standing:
         queue_depth: steps that are ready, at the last step.
         bytes_per_s: read by this rank.
         padding: share of the padded tokens; None without packing.
+        decoded: images, audio and videos that it decoded; None for none.
         quiet_s: seconds since its last entry in the log.
         silent_s: the same if that is long, else None.
     """
@@ -50,6 +52,7 @@ class Standing:
     queue_depth: int
     bytes_per_s: float | None
     padding: float | None
+    decoded: Decoded | None
     quiet_s: float
     silent_s: float | None
 
@@ -101,6 +104,7 @@ class Frame:
         ranks: of the last start, worst first: silent ones, then by waits for their own work.
         missing: ranks of the last start without an entry in the log.
         straggler: None if no rank differs much.
+        decode_limit: the rank that waits longest for decoding, if that limits; see `decode_limit_of`.
         mixture: by source; empty for a single source.
     """
 
@@ -113,6 +117,7 @@ class Frame:
     ranks: tuple[Standing, ...] = ()
     missing: tuple[int, ...] = ()
     straggler: Straggler | None = None
+    decode_limit: int | None = None
     mixture: tuple[Share, ...] = ()
 
     @property
@@ -151,8 +156,23 @@ def frame_of(
         ranks=tuple(ranks),
         missing=tuple(rank for rank in range(last.world_size) if rank not in told),
         straggler=straggler_of(ranks, history.stages, step_s or 0.0),
+        decode_limit=decode_limit_of(ranks),
         mixture=shares_of(history.mixture),
     )
+
+
+def decode_limit_of(ranks: Sequence[Standing]) -> int | None:
+    """The rank that waits longest for decoding; None if that is little, or another rank waits longer for
+    something of its own."""
+    own = [
+        (seconds, stage == STAGE and seconds >= LIMITS * each.step_s, each.rank)
+        for each in ranks
+        if each.step_s is not None
+        for stage, seconds in each.wait_s.items()
+        if stage not in FOLLOWS
+    ]
+    _, limits, rank = max(own, default=(0.0, False, 0))
+    return rank if limits else None
 
 
 def straggler_of(ranks: Sequence[Standing], stages: Sequence[str], step_s: float) -> Straggler | None:
@@ -224,6 +244,7 @@ def _standing(run: RunHistory, rank: int, now: float, steps: int, silent_s: floa
         tokens_per_s=rate(history.tokens),
         queue_depth=int(history.queue_depth[late[-1]]) if late.size else 0,
         bytes_per_s=rate(history.bytes_read),
+        decoded=decoded_in(history, late[1:], span, run.starts[-1].decode_workers or 0),
         padding=float(np.nanmean(padding)) if late.size and not np.isnan(padding).all() else None,
         quiet_s=max(quiet, 0.0),
         silent_s=quiet if quiet > limit else None,

@@ -17,6 +17,7 @@ from meshfeed.cli.command import OK, WRONG, Console, Table, print_json
 from meshfeed.cli.frame import Frame, Standing, Straggler, frame_of
 from meshfeed.cli.options import Command, argument, option
 from meshfeed.metrics import RunReader
+from meshfeed.report.history.decoding import STAGE, limit_words
 from meshfeed.report.words import counted, duration
 
 _KEEP_STEPS = 1000
@@ -49,6 +50,7 @@ class Watch(Command):
         "wait_s, work_s": "stage -> seconds per step, averaged over the last --steps",
         "step_s, tokens_per_s": "seconds a step; tokens of the whole job at this rank's pace",
         "bytes_per_s, queue_depth": "bytes that it reads itself; steps that are ready",
+        "decoded, decode_limit": "with images and so on: workers, parts_per_s, busy, ...; rank that limits",
         "padding, quiet_s, silent_s": "null if not packed; seconds since its last entry; null if not silent",
         "stages": "stages in which some rank waits",
         "missing, silent": "ranks that have not logged this start; ranks that have stopped logging",
@@ -110,7 +112,14 @@ def _has_begun(path: Path) -> bool:
 
 def told(frame: Frame) -> dict[str, Any]:
     """A frame as JSON."""
-    return asdict(frame) | {"silent": frame.silent}
+    made: dict[str, Any] = asdict(frame) | {"silent": frame.silent}
+    if frame.start is None or frame.start.decode_workers is None:  # text has nothing of it
+        del made["decode_limit"]
+        for each in made["ranks"]:
+            del each["decoded"]
+        if made["start"]:
+            del made["start"]["decode_workers"]
+    return made
 
 
 # -- pictures -----------------------------------------------------------------------------------------
@@ -145,7 +154,11 @@ def headline(frame: Frame) -> str:
 def alarms(frame: Frame) -> list[str]:
     """Problems to look at, a line each."""
     lines: list[str] = []
-    if frame.straggler is not None:
+    limited = next((each for each in frame.ranks if each.rank == frame.decode_limit), None)
+    if limited is not None and limited.step_s is not None:
+        waited = limited.wait_s[STAGE]
+        lines.append(limit_words(limited.rank, waited, min(waited / limited.step_s, 1.0), limited.decoded))
+    elif frame.straggler is not None:
         lines.append(straggler_words(frame.straggler))
     silent = [each for each in frame.ranks if each.silent_s is not None]
     if silent and len(silent) == len(frame.ranks):
@@ -173,15 +186,19 @@ def straggler_words(straggler: Straggler) -> str:
 def _table(frame: Frame, num_rows: int) -> Table:
     stages = [name for name in frame.stages if any(each.wait_s[name] >= _SHOWN_S for each in frame.ranks)]
     packed = any(each.padding is not None for each in frame.ranks)
+    decodes = any(each.decoded is not None for each in frame.ranks)
     table = Table(title_justify="left", title="exposed wait, ms a step, by stage")
-    padding = ["padding"] if packed else []
-    for name in ("rank", "place", "step", *stages, "all", "tokens/s", "queue", "bytes/s", *padding, ""):
+    more = ["parts/s", "decoders"] * decodes + ["padding"] * packed
+    for name in ("rank", "place", "step", *stages, "all", "tokens/s", "queue", "bytes/s", *more, ""):
         table.add_column(name, justify="left" if name in ("place", "") else "right")
     shown = frame.ranks if len(frame.ranks) <= num_rows else frame.ranks[: max(num_rows - 1, 1)]
     dims = [name for name in frame.ranks[0].coord if any(each.coord.get(name) for each in frame.ranks)]
     for each in shown:
         place = " ".join(f"{name}{each.coord[name]}" for name in dims) or "-"
-        row = [Text(cell) for cell in (str(each.rank), place, *_cells([each], stages, packed), _note(each))]
+        row = [
+            Text(cell)
+            for cell in (str(each.rank), place, *_cells([each], stages, decodes, packed), _note(each))
+        ]
         worst = frame.straggler
         if worst is not None and worst.rank == each.rank and worst.stage in stages:
             for at in (0, 3 + stages.index(worst.stage)):
@@ -189,7 +206,7 @@ def _table(frame: Frame, num_rows: int) -> Table:
         table.add_row(*row, style="dim" if each.silent_s is not None else None)
     if rest := frame.ranks[len(shown) :]:
         many = f"{counted(len(rest), 'rank')}, at worst"
-        table.add_row("others", many, *_cells(rest, stages, packed), "", style="dim")
+        table.add_row("others", many, *_cells(rest, stages, decodes, packed), "", style="dim")
     return table
 
 
@@ -203,7 +220,7 @@ def _note(each: Standing) -> str:
     return ""
 
 
-def _cells(ranks: Sequence[Standing], stages: Sequence[str], packed: bool) -> list[str]:
+def _cells(ranks: Sequence[Standing], stages: Sequence[str], decodes: bool, packed: bool) -> list[str]:
     """The values of a rank, or the worst of each value of several."""
     steps = [each.step for each in ranks if each.step is not None]
     paddings = [each.padding for each in ranks if each.padding is not None]
@@ -214,8 +231,17 @@ def _cells(ranks: Sequence[Standing], stages: Sequence[str], packed: bool) -> li
         _least(each.tokens_per_s for each in ranks),
         str(min(each.queue_depth for each in ranks)),
         _least(each.bytes_per_s for each in ranks),
+        *(_decoded(ranks) if decodes else []),
         *([f"{max(paddings):.1%}" if paddings else "-"] if packed else []),
     ]
+
+
+def _decoded(ranks: Sequence[Standing]) -> list[str]:
+    """Parts a second, and how busy those are that decode them."""
+    done = [each.decoded for each in ranks if each.decoded is not None]
+    if not done:
+        return ["-", "-"]
+    return [_amount(min(each.parts_per_s for each in done)), f"{max(each.busy for each in done):.0%} busy"]
 
 
 def _mixture(frame: Frame) -> list[Text]:

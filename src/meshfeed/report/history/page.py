@@ -13,7 +13,7 @@ import numpy as np
 
 from meshfeed.metrics import RunHistory
 from meshfeed.report.history import summary
-from meshfeed.report.history.decoding import decoding_of, verdict
+from meshfeed.report.history.decoding import decoded_of, verdict
 from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.tables import decoding_section, mixture_table, ranks_table, starts_table
 from meshfeed.report.history.waits import FOLLOWS, Waits, stragglers, waits_of
@@ -21,19 +21,19 @@ from meshfeed.report.history.waits import FOLLOWS, Waits, stragglers, waits_of
 
 def page(history: RunHistory, name: str) -> str:
     """The whole page: self-contained, no outside request, at most about 3 MB however long the run was."""
-    waits, grid, decoding = waits_of(history), Grid(history), decoding_of(history)
+    waits, grid, decoded = waits_of(history), Grid(history), decoded_of(history)
     folder = Path(__file__).parent
     shell = Template((folder / "page.html").read_text())
     return shell.substitute(
         name=escape(name),
         when=escape(summary.when(history, waits)),
         mood=summary.mood(waits),
-        sentence=escape(verdict(waits, decoding)),
+        sentence=escape(verdict(waits, decoded)),
         kpis="".join(
             f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd></div>"
             for what, value in summary.kpis(history, waits)
         ),
-        decoding="" if decoding is None else decoding_section(history, waits, decoding),
+        decoding=decoding_section(history, waits, decoded) if decoded else "",
         mixture=mixture_table(history.mixture),
         traffic=escape(summary.traffic(history)),
         resumes=escape(summary.resumes(history)),

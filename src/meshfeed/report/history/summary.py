@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from meshfeed.metrics import RunHistory
-from meshfeed.report.history.decoding import decoding_of, figures, limiting, verdict
+from meshfeed.report.history.decoding import decoded_of, figures, limiting, verdict
 from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.loop import longest_outside
 from meshfeed.report.history.waits import Waits, longest_of, worst_of
@@ -22,11 +22,11 @@ def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
     worst: rank and stage to look at first, see `waits.Worst`. longest: the longest wait of a single step.
     outside: see `loop.Outside`. decoding: see `decoding.figures`; only where something was decoded.
     """
-    decoding = decoding_of(history)
+    decoded = decoded_of(history)
     worst = worst_of(waits)
     longest, outside = longest_of(waits), longest_outside(history)
     return {
-        "says": verdict(waits, decoding),
+        "says": verdict(waits, decoded),
         "steps": num_steps(history),
         "starts": [{"step": start.step, "layout": start.layout} for start in history.starts],
         "wait_share": waits.share,
@@ -37,7 +37,7 @@ def summary_of(history: RunHistory, waits: Waits) -> dict[str, Any]:
             {"rank": int(rank), "wait_s": dict(zip(waits.stages, per_step.tolist()))}
             for rank, per_step in zip(waits.ranks, waits.per_step)
         ],
-    } | ({} if decoding is None else {"decoding": figures(decoding, waits)})
+    } | ({"decoding": figures(waits, decoded)} if decoded else {})
 
 
 def num_steps(history: RunHistory) -> int:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 
 import numpy as np
 
 from meshfeed.metrics import MixtureHistory, RunHistory
-from meshfeed.report.history.decoding import STAGE, Decoding
+from meshfeed.report.history.decoding import STAGE, Decoded
 from meshfeed.report.history.summary import short
 from meshfeed.report.history.waits import Waits, stragglers
-from meshfeed.report.words import counted, duration
+from meshfeed.report.words import duration
 
 _MOST_RANKS, _MOST_SOURCES = 32, 40
 _TEXT, _TEXTS = ' class="text"', frozenset({"place", "host", "hosts", "layout", "delivery", "recipe", "UTC"})
-_DECODING_HEAD = ("rank", "host", "waits a step", "parts", "parts/s", "bytes/s", "busy", "of a core")
+_DECODING_HEAD = (
+    "rank",
+    "host",
+    "waits a step",
+    "parts",
+    "parts/s",
+    "bytes/s",
+    "workers",
+    "busy",
+    "of a core",
+)
 _MIXTURE_HEAD = ("source", "", "realised", "asked", "sequences", "off by")
 
 
@@ -56,32 +66,27 @@ def ranks_table(history: RunHistory, waits: Waits) -> str:
     return table(head, lines)
 
 
-def decoding_section(history: RunHistory, waits: Waits, decoding: Decoding) -> str:
+def decoding_section(history: RunHistory, waits: Waits, decoded: Mapping[int, Decoded]) -> str:
     """The section of a run that decodes: a chart's place, and the ranks that waited longest for it."""
     waited = dict(zip(waits.ranks.tolist(), waits.per_step[:, waits.stages.index(STAGE)].tolist()))
-    seconds = np.maximum(decoding.seconds, 1e-9)
-    order = np.argsort([-waited[rank] for rank in decoding.ranks.tolist()], kind="stable")[:_MOST_RANKS]
     lines: list[tuple[str, list[str]]] = []
-    for row in order.tolist():
-        rank = int(decoding.ranks[row])
+    for rank, done in sorted(decoded.items(), key=lambda each: -waited[each[0]])[:_MOST_RANKS]:
         cells = [
             f"{rank:,}",
             escape(history.ranks[rank].host),
             duration(waited[rank]),
-            f"{decoding.parts[row]:,.0f}",
-            f"{decoding.parts[row] / seconds[row]:,.3g}",
-            f"{short(float(decoding.num_bytes[row] / seconds[row]))}B/s",
-            f"{decoding.busy[row]:.0%}",
-            f"{decoding.of_a_core[row]:.0%}",
+            f"{done.parts:,}",
+            f"{done.parts_per_s:,.3g}",
+            f"{short(done.bytes_per_s)}B/s",
+            f"{done.workers:,}",
+            f"{done.busy:.0%}",
+            f"{done.of_a_core:.0%}",
         ]
         lines.append(("", cells))
-    who = "their reading threads"
-    if decoding.workers:
-        who = f"{counted(decoding.workers, 'worker')} of each"
     return (
         '<section id="decoding">\n<h2>Decoding</h2>\n'
-        f"<p>Images, audio and video decoded on the ranks that read, by {who}. Busy is the part of the time "
-        "in which they decoded; of a core, how much CPU time they had then.</p>\n"
+        "<p>Images, audio and video decoded, on the ranks that read; without workers, by the thread that "
+        "reads. Busy is the part of the time in which a worker decoded; of a core, its CPU time then.</p>\n"
         '<div class="panel"><div class="chart" id="chart-decoding"></div></div>\n'
         f'<div class="panel scroll">{table(_DECODING_HEAD, lines)}</div>\n</section>\n\n'
     )
