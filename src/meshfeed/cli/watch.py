@@ -17,7 +17,7 @@ from meshfeed.cli.command import OK, WRONG, Console, Table, print_json
 from meshfeed.cli.frame import Frame, Standing, Straggler, frame_of
 from meshfeed.cli.options import Command, argument, option
 from meshfeed.metrics import RunReader
-from meshfeed.report.history.decoding import STAGE, limit_words
+from meshfeed.report.history.decoding import STAGE, advice, limit_words
 from meshfeed.report.words import counted, duration
 
 _KEEP_STEPS = 1000
@@ -157,7 +157,8 @@ def alarms(frame: Frame) -> list[str]:
     limited = next((each for each in frame.ranks if each.rank == frame.decode_limit), None)
     if limited is not None and limited.step_s is not None:
         waited = limited.wait_s[STAGE]
-        lines.append(limit_words(limited.rank, waited, min(waited / limited.step_s, 1.0), limited.decoded))
+        words = limit_words(limited.rank, waited, min(waited / limited.step_s, 1.0))
+        lines.append(words if limited.decoded is None else f"{words} {advice(limited.decoded)}")
     elif frame.straggler is not None:
         lines.append(straggler_words(frame.straggler))
     silent = [each for each in frame.ranks if each.silent_s is not None]

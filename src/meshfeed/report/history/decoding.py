@@ -88,16 +88,17 @@ def verdict(waits: Waits, decoded: Mapping[int, Decoded]) -> str:
     worst = limiting(waits)
     if worst is None:
         return sentence(waits)
-    told = limit_words(worst.rank, worst.wait_s, worst.share, decoded.get(worst.rank))
-    return f"{told} The ranks that it serves wait with it." if worst.others_follow else told
+    told = limit_words(worst.rank, worst.wait_s, worst.share)
+    if worst.others_follow:
+        told += " The ranks that it serves wait with it."
+    return f"{told} {advice(decoded[worst.rank])}" if worst.rank in decoded else told
 
 
-def limit_words(rank: int, wait_s: float, share: float, decoded: Decoded | None) -> str:
-    """That decoding limits, on which rank, and what to do. wait_s: a step. share: of its time."""
-    told = (
+def limit_words(rank: int, wait_s: float, share: float) -> str:
+    """That decoding limits, and on which rank. wait_s: a step. share: of its time."""
+    return (
         f"Decoding limits: rank {rank} waits {duration(wait_s)} a step for decode, {share:.0%} of its time."
     )
-    return told if decoded is None else f"{told} {advice(decoded)}"
 
 
 def advice(decoded: Decoded) -> str:

@@ -61,7 +61,8 @@ function lines(svg, box, values, kind, colour = null) {
 function drawSeries(id, entries, format, label, floor = 0) {
   const holder = byId(id), every = entries.flatMap(({ series }) => [...series.mean, ...series.extreme]).filter((each) => each != null);
   if (!every.length) { holder.replaceChildren(); html(holder, "p", "Nothing of this was measured.", { class: "note" }); return; }
-  const [svg, box] = base(holder, 170, Math.max(...every, floor + 1e-9) * 1.05, floor, format, label);
+  const high = Math.max(...every);
+  const [svg, box] = base(holder, 170, high > floor ? high * 1.05 : floor + 1, floor, format, label);
   for (const { series, colour } of entries) {
     if (series.extreme.some((each, i) => each !== series.mean[i])) lines(svg, box, series.extreme, "extreme", css(colour));
     lines(svg, box, series.mean, "mean", css(colour));
@@ -257,7 +258,7 @@ function drawAll() {
   const { series } = data, entry = (name, key, colour, extreme = "largest") => ({ name, series: series[key], colour, extreme });
   drawSeries("chart-traffic", [entry("read", "read", "--read"), entry("fetched from remote storage", "fetched", "--exchange"), entry("between ranks", "delivered", "--deliver")]
     .filter(({ series }) => series.mean.some((each) => each)), rate, "bytes per second");
-  if (series.decoded) drawSeries("chart-decoding", [entry("decoded", "decoded", "--decode")], (value) => value == null ? "–" : `${digits(value)}/s`, "parts decoded per second");
+  if (series.decoded) drawSeries("chart-decoding", [entry("parts of all ranks", "decoded", "--decode")], (value) => value == null ? "–" : `${digits(value)}/s`, "parts decoded per second");
   drawSeries("chart-padding", [entry("padding", "padding", "--build")], percent, "padding over steps");
   drawSeries("chart-imbalance", [entry("imbalance", "imbalance", "--plan")], plain, "imbalance over steps", 1);
   drawSeries("chart-queue", [entry("ready ahead", "queue_depth", "--copy", "emptiest rank")], plain, "queue depth over steps");
