@@ -24,7 +24,7 @@ TRIES, MOST_SWEEPS = 4, 12
 ENOUGH = 0.25
 """A swap that takes away this part of the difference between two packs is made, and no better one sought."""
 
-WORTH = 16
+WORTH = 4
 """A sweep in which fewer than one in so many packs found a swap is the last."""
 
 MOST_CHOSEN = 8
@@ -65,13 +65,13 @@ class Contents:
     counts: LongArray
 
 
-def swap(contents: Contents, tolerance: float) -> int:
+def swap(contents: Contents, tolerance: float, worth: int = WORTH) -> int:
     """Swap until no excess is above the tolerance, or few swaps help; returns how many were made.
 
-    contents: its arrays are changed; at most MOST_COSTS costs.
+    contents: its arrays are changed; at most MOST_COSTS costs. worth: see `WORTH`.
     """
     if _swap is not None:
-        return _swapped(_swap, contents, tolerance)
+        return _swapped(_swap, contents, tolerance, worth)
     num_packs, num_swaps = contents.counts.size, 0
     for sweep in range(MOST_SWEEPS):
         before, worst = num_swaps, contents.excess.max(axis=0)
@@ -98,16 +98,16 @@ def swap(contents: Contents, tolerance: float) -> int:
             if best is not None:
                 _make(contents, p, *best)
                 num_swaps += 1
-        if (num_swaps - before) * WORTH <= len(above):
+        if (num_swaps - before) * worth <= len(above):
             break
     return num_swaps
 
 
-def _swapped(compiled_swap: Callable[..., int], contents: Contents, tolerance: float) -> int:
+def _swapped(compiled_swap: Callable[..., int], contents: Contents, tolerance: float, worth: int) -> int:
     """The same in one call."""
     num_costs, num_sizes, num_columns = contents.cost.shape
     num_packs = contents.counts.size
-    bounds = np.array([MOST_SWEEPS, TRIES, WORTH], np.int64)
+    bounds = np.array([MOST_SWEEPS, TRIES, worth], np.int64)
     limits = np.array([tolerance, tolerance / 10, ENOUGH])
     lowest, heaps = np.empty((num_costs, num_packs), np.int64), np.empty((num_costs, num_packs, 2))
     above = np.empty((num_packs, 2))

@@ -23,7 +23,7 @@ import numpy as np
 from meshfeed.plan.balance import Placement
 from meshfeed.plan.least_loaded import Sequences, place
 from meshfeed.plan.policy import Packing, Room
-from meshfeed.plan.swap import Contents, swap
+from meshfeed.plan.swap import WORTH, Contents, swap
 from meshfeed.plan.types import FloatArray, LongArray
 
 ENCODER_WEIGHT = 0.25
@@ -36,6 +36,9 @@ FAR = 0.08
 
 MOST_SHARE = 1.5
 """A microbatch is to take at most so many times its share of an encoder's work, however large its largest."""
+
+WORTH_UNEVEN = 16
+"""In place of WORTH where the language model is uneven by tokens alone: few swaps help, but each does."""
 
 GROWTH = 8
 """Sequences that a pack can gain, beyond the most that one has, while it swaps."""
@@ -64,7 +67,7 @@ def even_out(
         if again is not None and packs.unevenness(loads_again).max() < before.max():
             pack, loads = again, loads_again
     contents = packs.contents(pack, loads, packing.tolerance, room.max_sequences)
-    swap(contents, packing.tolerance)
+    swap(contents, packing.tolerance, WORTH if before[0] <= packing.tolerance else WORTH_UNEVEN)
     held = np.arange(contents.members.shape[1]) < contents.counts[:, None]
     swapped = np.empty_like(pack)
     swapped[contents.members[held]] = np.arange(contents.counts.size).repeat(contents.counts)
