@@ -12,6 +12,11 @@ How the peers are set up: the DataLoader over files, shuffled; WebDataset with s
 is made of the same tars by `meshfeed prepare`; it gives packs of tokens, labels, positions and patches.
 
 The limit is the decoder alone: processes that have the bytes in memory, decode them, and keep nothing.
+
+Then 8 ranks of one node and replica (tp2-cp2-pp2, gloo; few images, for two cores). Each rank of a peer has a
+loader of its own with the same seed, as Megatron-Bridge's `vlm_step` asks for: all 8 read and decode all.
+meshfeed is at its defaults. Decodings are counted. For bytes, meshfeed's store lies behind nginx, whose log
+counts every byte of every answer, index and headers included. Needs nginx.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import importlib
 import io
 import json
 import multiprocessing
+import os
 import random
 import resource
 import statistics
@@ -36,6 +42,7 @@ from typing import Any
 import measure
 import numpy as np
 import torch
+import torch.distributed as dist
 from measure import Row, from_ranks, ratio
 
 import meshfeed as mf
@@ -44,110 +51,146 @@ from meshfeed.sequence import NativePatches, PartSize
 SHARDS, BATCH, WORKERS, SEED = 8, 8, 2, 1234
 CAPACITY = 4096  # tokens of a pack: some eight images
 SIDES = (300, 900)
-STAGING_VALUES = 64 << 20
-OURS, ALONE = "meshfeed", "the decoder alone"
-PATCHES = NativePatches()
+STAGING_VALUES = 40 << 20  # more than 8 images of 900 x 900 pixels have
+OURS, NODE, COUNTED = "meshfeed", "tp2-cp2-pp2", "BENCH_DECODING_COUNTED"
+ALONE = {"the decoder alone, 1 process": 1, f"the decoder alone, {WORKERS} processes": WORKERS}
 
 Batch = Mapping[str, Any]
 
 
+class Counted(NativePatches):
+    """Adds a byte to a file for each image that it decodes."""
+
+    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Any]:
+        with Path(os.environ.get(COUNTED, os.devnull)).open("ab", buffering=0) as file:
+            file.write(b".")
+        return super().__call__(data, size, rng)
+
+
+PATCHES = Counted()
+
+
 def measured(short: bool) -> Iterator[Row]:
-    """One rank with two workers."""
-    count, rounds = (32, 1) if short else (768, 5)
+    """One rank with two workers; then a node of eight ranks that need the same images."""
+    measure.needs("nginx")
+    few, count, rounds = (32, 32, 1) if short else (64, 768, 5)
     with tempfile.TemporaryDirectory() as scratch:
-        few = write_all(Path(scratch) / "few", 32)
-        check(few, 32)
-        yield from compare(few if short else write_all(Path(scratch) / "all", count), count, rounds)
+        small = write_all(Path(scratch) / "few", few)
+        check(small, few)
+        yield from compare("tp1", small if short else write_all(Path(scratch) / "all", count), count, rounds)
+        yield from compare(NODE, small, few, min(rounds, 3))
+        yield fetched(small)
 
 
 def check(folder: Path, count: int) -> None:
     """Every contestant gives every image once, and the same bytes for it."""
     expected = sorted(digests_of(batch)[0] for batch in alone(folder, 0, 1))
     for name in CONTESTANTS:
-        if read(name, 1, folder, digests=True)["digests"] != expected or len(set(expected)) != count:
+        if read(name, "tp1", folder, digests=True)["digests"] != expected or len(set(expected)) != count:
             raise SystemExit(f"{name} decodes other images")
 
 
-def compare(folder: Path, count: int, rounds: int) -> Iterator[Row]:
-    """Ours beside each of theirs, and beside the decoder alone."""
-    asked = [(name, 1) for name in CONTESTANTS] + [(ALONE, 1), (ALONE, WORKERS)]
-    told: dict[tuple[str, int], list[dict[str, Any]]] = {each: [] for each in asked}
+def compare(layout: str, folder: Path, count: int, rounds: int) -> Iterator[Row]:
+    """Ours beside each of theirs and, on one rank, beside the decoder alone."""
+    asked = [*CONTESTANTS, *(ALONE if layout == "tp1" else ())]
+    told: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
     for round_ in range(-1 if rounds > 1 else 0, rounds):
-        for (name, ranks), figures in told.items():
-            found = read(name, ranks, folder)
+        for name, figures in told.items():
+            found = read(name, layout, folder)
             if found["images"] != count:
-                raise SystemExit(f"{name} gave {found['images']} images of {count}")
+                raise SystemExit(f"{name}, {layout}: {found['images']} images of {count}")
             if round_ >= 0:  # the first one warms caches
                 figures.append(found)
-    wall, cpu = ({who: [each[key] for each in told[who]] for who in asked} for key in ("s", "cpu_s"))
-    ours = OURS, 1
+    wall, cpu = ({name: [each[key] for each in told[name]] for name in asked} for key in ("s", "cpu_s"))
+    rate, cost = f"images per second, {layout}", f"CPU time of an image, {layout}"
     for peer in PEERS:
-        yield Row(
-            name="images per second, 1 rank",
-            against=peer,
-            value=ratio(wall[peer, 1], wall[ours]),
-            aim=1.0,
-            at_least=True,
-            headline=True,
-        )
-        yield Row(
-            name="CPU time of an image, 1 rank",
-            against=peer,
-            value=ratio(cpu[ours], cpu[peer, 1]),
-            aim=1.0,
-            headline=True,
-        )
-    yield Row(
-        name="images per second, 1 rank",
-        against=f"{ALONE}, {WORKERS} processes",
-        value=ratio(wall[ALONE, WORKERS], wall[ours]),
-    )
-    yield Row(
-        name="CPU time of an image, 1 rank",
-        against=f"{ALONE}, 1 process",
-        value=ratio(cpu[ours], cpu[ALONE, 1]),
-    )
-    for ranks in (1, WORKERS):
-        rate = count / statistics.median(wall[ALONE, ranks])
-        yield Row(
-            name=f"{ALONE}, {ranks} processes" if ranks > 1 else f"{ALONE}, 1 process",
-            value=rate,
-            unit="images/s",
-        )
+        faster = ratio(wall[peer], wall[OURS])
+        yield Row(name=rate, against=peer, value=faster, aim=1.0, at_least=True, headline=True)
+        yield Row(name=cost, against=peer, value=ratio(cpu[OURS], cpu[peer]), aim=1.0, headline=True)
+    if layout == "tp1":
+        one, two = ALONE
+        yield Row(name=rate, against=two, value=ratio(wall[two], wall[OURS]))
+        yield Row(name=cost, against=one, value=ratio(cpu[OURS], cpu[one]))
+        for name in ALONE:
+            yield Row(name=name, value=count / statistics.median(wall[name]), unit="images/s")
+    else:
+        for name in CONTESTANTS:
+            aim = 1.0 if name == OURS else None
+            decoded = told[name][0]["decoded"] / count
+            yield Row(name=f"times an image is decoded, {layout}, {name}", value=decoded, unit="", aim=aim)
+
+
+def fetched(folder: Path) -> Row:
+    """Bytes that a node of eight ranks fetches of a store behind nginx, index and headers included."""
+    nginx = importlib.import_module("services.nginx")
+    used = sum(file.stat().st_size for file in (folder / "store").rglob("*") if file.is_file())
+    with tempfile.TemporaryDirectory() as cache, nginx.Nginx(folder) as server:
+        read(OURS, NODE, folder, store=f"{server.url}/store", cache=cache)
+        value = server.fetched_bytes() / used
+    return Row(name=f"bytes fetched on a node for each byte used, {NODE}", value=value, unit="", aim=1.02)
 
 
 # -- a contestant, in processes of its own ---------------------------------------------------------------
 
 
-def read(name: str, ranks: int, folder: Path, *, digests: bool = False) -> dict[str, Any]:
-    """One epoch: images, s from the first begin to the last end, cpu_s of all; digests where asked for."""
-    told = list(from_ranks(rank_main, ranks, ranks, ranks, name, folder, digests))
+def read(name: str, layout: str, folder: Path, *, digests: bool = False, **ours: str) -> dict[str, Any]:
+    """One epoch of all ranks.
+
+    Gives images, of rank 0, or all that the decoder alone made; s, from the first begin to the last end;
+    cpu_s and decoded, of all; digests where asked for.
+    """
+    ranks = ALONE.get(name) or mf.Layout.parse(layout).world_size
+    with tempfile.NamedTemporaryFile() as counted:
+        args = ranks, name, layout, folder, counted.name, digests, ours
+        told = list(from_ranks(rank_main, ranks, ranks, *args))
+        decoded = Path(counted.name).stat().st_size
     return {
-        "images": sum(each["images"] for each in told),
+        "images": sum(each["images"] for each in told if name in ALONE or each["rank"] == 0),
         "s": max(each["ended"] for each in told) - min(each["began"] for each in told),
         "cpu_s": sum(each["cpu_s"] for each in told),
+        "decoded": decoded,
         "digests": sorted(digest for each in told for digest in each["digests"]),
     }
 
 
-def rank_main(rank: int, port: int, results: Any, ranks: int, name: str, folder: Path, digests: bool) -> None:
+def rank_main(
+    rank: int,
+    port: int,
+    results: Any,
+    ranks: int,
+    name: str,
+    layout: str,
+    folder: Path,
+    counted: str,
+    digests: bool,
+    ours: dict[str, str],
+) -> None:
     """One process: from the first request to the last batch and the end of its workers."""
     multiprocessing.set_start_method("fork", force=True)  # of workers, as under torchrun
     torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), COUNTED: counted}
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
     for module in ("PIL.JpegImagePlugin", "meshfeed.feed.feed", "meshfeed.store.dataset"):
         importlib.import_module(module)  # which the first use would import
-    batches = (alone if name == ALONE else CONTESTANTS[name])(folder, rank, ranks)
-    images, seen, staging = 0, list[int](), torch.zeros(STAGING_VALUES)
+    if name == OURS:
+        batches = meshfeed(layout, **{"store": str(folder / "store")} | ours)
+    else:
+        batches = alone(folder, rank, ranks) if name in ALONE else PEERS[name](folder)
+    images, seen, staging = 0, list[int](), torch.ones(STAGING_VALUES)
+    dist.barrier()
     before, began = cpu_s(), time.monotonic()
     for batch in batches:
-        images += len(batch["image_grid_thw"])
-        values = torch.as_tensor(batch["pixel_values"]).view(-1)
-        staging[: values.numel()].copy_(values)
-        if digests:
-            seen += digests_of(batch)
+        if "pixel_values" in batch:  # those of later stages of meshfeed's have none
+            images += len(batch["image_grid_thw"])
+            values = torch.as_tensor(batch["pixel_values"]).view(-1)
+            staging[: values.numel()].copy_(values)
+            if digests:
+                seen += digests_of(batch)
     del batches
-    told = {"began": began, "ended": time.monotonic(), "cpu_s": cpu_s() - before}
+    told = {"rank": rank, "began": began, "ended": time.monotonic(), "cpu_s": cpu_s() - before}
     results.put(told | {"images": images, "digests": seen})
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def cpu_s() -> float:
@@ -166,25 +209,26 @@ def digests_of(batch: Batch) -> list[int]:
 # -- the contestants: each imports, and gives batches; nothing is opened before the first ----------------
 
 
-def meshfeed(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:
+def meshfeed(layout: str, store: str, cache: str | None = None) -> Iterator[Batch]:
     """Through a Feed, as a trainer would."""
 
     def microbatches() -> Iterator[Batch]:
         recipe = mf.Recipe(
-            data=mf.open(folder / "store"),
+            data=mf.open(store, cache=cache),
             sequence=mf.Multimodal(image=PATCHES, workers=WORKERS),
             batch=mf.Batch(sequences=4 * BATCH),
             seed=SEED,
             epochs=1,
         )
-        with mf.Feed(recipe, rank=rank, packing=mf.Packing(capacity=CAPACITY)) as feed:
+        packing = mf.Packing(capacity=CAPACITY // mf.Layout.parse(layout).cp)
+        with mf.Feed(recipe, mf.Layout.parse(layout), packing=packing) as feed:
             for step in feed:
                 yield from step.microbatches
 
     return microbatches()
 
 
-def dataloader(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:
+def dataloader(folder: Path) -> Iterator[Batch]:
     """torch's DataLoader over a data set of files."""
     names = sorted(str(path.with_suffix("")) for path in (folder / "files").glob("*.jpg"))
 
@@ -215,20 +259,21 @@ class Files(torch.utils.data.Dataset[Any]):
         return encoded(name.with_suffix(".jpg").read_bytes(), name.with_suffix(".json").read_bytes())
 
 
-def webdataset(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:
+def webdataset(folder: Path) -> Iterator[Batch]:
     """WebDataset under torch's DataLoader."""
     wds: Any = importlib.import_module("webdataset")
 
     def batches() -> Iterator[Batch]:
         shards = [str(path) for path in sorted((folder / "shards").glob("*.tar"))]
-        data = wds.WebDataset(shards, shardshuffle=SHARDS, seed=SEED).shuffle(100, seed=SEED)
+        every = {"shardshuffle": SHARDS, "seed": SEED, "nodesplitter": iter}  # each rank reads all shards
+        data = wds.WebDataset(shards, **every).shuffle(100, seed=SEED)
         data = data.to_tuple("jpg", "json").map(encoded_pair).batched(BATCH, collation_fn=collated)
         yield from torch.utils.data.DataLoader(data, batch_size=None, num_workers=WORKERS)
 
     return batches()
 
 
-def energon(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:
+def energon(folder: Path) -> Iterator[Batch]:
     """Megatron Energon with its own loader."""
     of: Any = importlib.import_module("megatron.energon")
 
@@ -286,12 +331,12 @@ def collated(samples: Iterable[Batch]) -> Batch:
     return {**made, "text": [sample["text"] for sample in samples]}
 
 
-PEERS: dict[str, Callable[[Path, int, int], Iterator[Batch]]] = {
+PEERS: dict[str, Callable[[Path], Iterator[Batch]]] = {
     "torch DataLoader": dataloader,
     "WebDataset": webdataset,
     "Megatron Energon": energon,
 }
-CONTESTANTS = {OURS: meshfeed, **PEERS}
+CONTESTANTS = (OURS, *PEERS)
 
 
 # -- the same images for everybody -----------------------------------------------------------------------
