@@ -1,4 +1,4 @@
-"""Processors that ship: the arrays of the published ones, bit for bit; and what they refuse."""
+"""Processors of images that ship: the arrays of the published ones, bit for bit; and what they refuse."""
 
 from __future__ import annotations
 
@@ -7,18 +7,80 @@ import io
 import struct
 import zlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 import meshfeed as mf
-from meshfeed.parts import NativeImages, Parts
-from meshfeed.sequence import NativePatches, PartSize
+from meshfeed.errors import RecipeError
+from meshfeed.parts import AnyResImages, FixedImages, NativeImages, Parts, TiledImages
+from meshfeed.sequence import AnyResPixels, FixedPixels, ImageProcessor, NativePatches, PartSize, TiledPixels
 from soak import SEED, cases
 
-QWEN = "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl"
+STORED = [("RGB", "JPEG"), ("RGBA", "PNG"), ("L", "PNG"), ("P", "PNG"), ("CMYK", "JPEG")]
+HALF = (0.5, 0.5, 0.5)
+SQUARE = {"height": 56, "width": 56}
+GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
+OF_TILES: dict[str, tuple[ImageProcessor, tuple[str, str], dict[str, Any]]] = {
+    "CLIP": (
+        FixedPixels(FixedImages(size=57)),
+        ("clip", "CLIP"),
+        {"size": {"shortest_edge": 57}, "crop_size": 57},
+    ),
+    "LLaVA-1.5": (
+        FixedPixels(FixedImages(size=56), fit="pad"),
+        ("llava", "Llava"),
+        {"size": {"shortest_edge": 56}, "crop_size": 56, "do_pad": True},
+    ),
+    "SigLIP": (
+        FixedPixels(FixedImages(size=56), fit="stretch", mean=HALF, std=HALF),
+        ("siglip", "Siglip"),
+        {"size": SQUARE},
+    ),
+    "Gemma 3": (
+        FixedPixels(
+            FixedImages(size=56, tokens_per_image=4), fit="stretch", mean=HALF, std=HALF, resample="bilinear"
+        ),
+        ("gemma3", "Gemma3"),
+        {"size": SQUARE},
+    ),
+    "InternVL": (
+        TiledPixels(TiledImages(tile=56)),
+        ("got_ocr2", "GotOcr2"),
+        {
+            "size": SQUARE,
+            "crop_to_patches": True,
+            "image_mean": (0.485, 0.456, 0.406),
+            "image_std": (0.229, 0.224, 0.225),
+        },
+    ),
+    "LLaVA-NeXT": (
+        AnyResPixels(AnyResImages(tile=56)),
+        ("llava_next", "LlavaNext"),
+        {
+            "size": {"shortest_edge": 56},
+            "crop_size": 56,
+            "image_grid_pinpoints": [[56 * rows, 56 * columns] for rows, columns in GRIDS],
+        },
+    ),
+    "LLaVA-OneVision": (
+        AnyResPixels(replace(AnyResImages.onevision(), tile=56), mean=HALF, std=HALF),
+        ("llava_onevision", "LlavaOnevision"),
+        {
+            "size": SQUARE,
+            "image_grid_pinpoints": [
+                [56 * rows, 56 * columns] for rows, columns in AnyResImages.onevision().grids
+            ],
+            "image_mean": HALF,
+            "image_std": HALF,
+        },
+    ),
+}
 
 
 def picture(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Any:
@@ -42,34 +104,37 @@ def stored(image: Any, kind: str = "PNG", **options: Any) -> bytes:
     return stream.getvalue()
 
 
-def made(processor: NativePatches, data: bytes, height: int, width: int) -> Any:
+def made(processor: ImageProcessor, data: bytes, height: int, width: int) -> Any:
     size = PartSize(height, width, 1, 0.0)
     arrays = processor(data, size, mf.rng(0, 0, 0))
     parts = Parts.of_images([(height, width)])
     assert processor.num_tokens(arrays) == processor.rule.tokens(parts)[0]
     rows = {name: int(count[0]) for name, count in processor.rows(parts).items()}
     blank = processor.blank(size, rows)
-    assert np.array_equal(blank["image_grid_thw"], arrays["image_grid_thw"])
-    assert blank["pixel_values"].shape == arrays["pixel_values"].shape and not blank["pixel_values"].any()
-    assert {name: len(array) for name, array in arrays.items()} == {
-        name: rows[0] for name, rows in processor.rows(parts).items()
-    }
+    for field in processor.fields:
+        array = arrays[field.name]
+        assert (array.dtype, array.shape) == (field.dtype, (rows[field.name], *field.shape))
+        assert (blank[field.name].dtype, blank[field.name].shape) == (array.dtype, array.shape)
+        assert np.array_equal(blank[field.name], array * (field.name != "pixel_values"))
     return arrays
+
+
+def published(family: str, name: str, **options: Any) -> Any:
+    module = importlib.import_module(f"transformers.models.{family}.image_processing_pil_{family}")
+    return getattr(module, f"{name}ImageProcessorPil")(**options)
 
 
 @pytest.mark.parametrize("patch", [14, 16])
 def test_native_patches_are_qwens(patch: int) -> None:
     limits = {"shortest_edge": 3136, "longest_edge": 40_000}
-    qwen = importlib.import_module(QWEN).Qwen2VLImageProcessorPil(size=limits, patch_size=patch)
+    qwen = published("qwen2_vl", "Qwen2VL", size=limits, patch_size=patch)
     ours = NativePatches(NativeImages(patch=patch, min_pixels=3136, max_pixels=40_000))
     rng = np.random.default_rng(SEED)
     for case in range(cases(8)):
         height, width = rng.integers(1, 400, 2).tolist()
         if max(height, width) > 200 * min(height, width):
             continue
-        mode, kind = [("RGB", "JPEG"), ("RGBA", "PNG"), ("L", "PNG"), ("P", "PNG"), ("CMYK", "JPEG")][
-            case % 5
-        ]
+        mode, kind = STORED[case % 5]
         data = stored(picture(height, width, mode, case), kind)
         theirs = qwen(Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="np")
         arrays = made(ours, data, height, width)
@@ -82,13 +147,62 @@ def test_native_patches_are_qwens(patch: int) -> None:
         assert np.allclose((small / 255 - mean) / std, theirs["pixel_values"], atol=1e-6)
 
 
-def test_an_image_is_turned_as_it_is_shown() -> None:
-    image = picture(30, 90)
-    exif = image.getexif()
-    exif[0x0112] = 6  # shown after a quarter turn clockwise
-    turned = stored(image.rotate(-90, expand=True))
-    one = made(NativePatches(), stored(image, "PNG", exif=exif), 90, 30)
-    assert np.array_equal(one["pixel_values"], made(NativePatches(), turned, 90, 30)["pixel_values"])
+@pytest.mark.parametrize("family", OF_TILES)
+@settings(max_examples=cases(8))
+@given(
+    height=st.integers(1, 300),
+    width=st.integers(1, 300),
+    stored_as=st.sampled_from(STORED),
+    seed=st.integers(0, 9),
+)
+@example(height=56, width=56, stored_as=STORED[0], seed=0)
+@example(height=112, width=168, stored_as=STORED[0], seed=0)
+@example(height=1, width=300, stored_as=STORED[0], seed=0)
+def test_images_of_one_size_are_the_published_ones(
+    family: str, height: int, width: int, stored_as: tuple[str, str], seed: int
+) -> None:
+    ours, name, options = OF_TILES[family]
+    mode, kind = stored_as
+    data = stored(picture(height, width, mode, seed), kind)
+    theirs = published(*name, **options)(Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="np")
+    arrays = made(ours, data, height, width)
+    pixels = theirs["pixel_values"]
+    assert np.array_equal(arrays["pixel_values"], pixels.reshape(-1, *pixels.shape[-3:]))
+    if isinstance(ours, AnyResPixels):
+        assert np.array_equal(arrays["image_sizes"], theirs["image_sizes"])
+    small = made(replace(ours, dtype="uint8"), data, height, width)["pixel_values"]
+    mean, std = (np.array(each)[:, None, None] for each in (ours.mean, ours.std))
+    assert np.allclose((small / 255 - mean) / std, arrays["pixel_values"], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", OF_TILES)
+def test_a_feed_gives_them(family: str, tmp_path: Path) -> None:
+    ours = OF_TILES[family][0]
+    pictures = {size: stored(picture(*size)) for size in ((40, 90), (120, 60), (100, 100))}
+    with mf.DatasetWriter(tmp_path / "store", {"tokens": np.uint16}, parts=True) as writer:
+        for (height, width), data in pictures.items():
+            size = replace(
+                Parts.of_images([(height, width)]), at=np.array([1]), num_bytes=np.array([len(data)])
+            )
+            writer.add_document(tokens=np.array([5, 9, 7], np.uint16))
+            writer.add_parts(size, [data])
+    recipe = mf.Recipe(
+        data=mf.open(tmp_path / "store"),
+        sequence=mf.Multimodal(image=ours),
+        batch=mf.Batch(sequences=3),
+        epochs=1,
+    )
+    most = int(ours.rule.tokens(Parts.of_images(list(pictures))).sum()) + 6
+    with mf.Feed(recipe, packing=mf.Packing(capacity=most)) as feed:
+        (microbatch,) = [microbatch for step in feed for microbatch in step.microbatches]
+    documents = [list(pictures.items())[i] for i in microbatch.draws.index.tolist()]
+    for field in ours.fields:
+        expected = [made(ours, data, *size)[field.name] for size, data in documents]
+        assert np.array_equal(microbatch[field.name], np.concatenate(expected))
+    index = microbatch["image_index"]
+    assert index.max() + 1 == (index >= 0).sum() == most - 6
+    sequences, patches = ours.rule.patches(Parts.of_images([size for size, _ in documents]))
+    assert microbatch["image_cu_seqlens"].tolist() == [0, *np.cumsum(patches.repeat(sequences))]
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
@@ -96,7 +210,7 @@ def test_an_animated_image_is_its_first_frame(kind: str) -> None:
     frames = [picture(30, 40, "RGB", seed) for seed in range(3)]
     moving = stored(frames[0], kind, save_all=True, append_images=frames[1:], duration=40, lossless=True)
     with Image.open(io.BytesIO(moving)) as image:
-        assert image.n_frames == 3
+        assert getattr(image, "n_frames", 1) == 3
         still = stored(image.convert("RGB"))
     one, other = (made(NativePatches(), data, 30, 40)["pixel_values"] for data in (moving, still))
     assert np.array_equal(one, other)
@@ -117,3 +231,33 @@ def test_an_animated_image_is_its_first_frame(kind: str) -> None:
 def test_what_is_no_such_image_is_broken(data: bytes, said: str) -> None:
     with pytest.raises((OSError, ValueError, Image.DecompressionBombError), match=said):
         NativePatches()(data, PartSize(40, 40, 1, 0.0), mf.rng(0, 0, 0))
+
+
+@pytest.mark.parametrize("fit", ["crop", "pad"])
+def test_an_image_so_long_that_it_would_fill_the_memory_is_broken(fit: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"1 x 20000 pixels: so long an image would become \d+ x \d+, more than"
+    ):
+        FixedPixels(fit=fit)(stored(picture(1, 20_000)), PartSize(1, 20_000, 1, 0.0), mf.rng(0, 0, 0))
+    assert made(FixedPixels(fit="stretch"), stored(picture(1, 20_000)), 1, 20_000)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (NativePatches, {"dtype": "int8"}, r"NativePatches\(dtype='int8'\): choose float32, uint8"),
+        (TiledPixels, {"resample": "box"}, r"resample='box'\): choose bilinear, bicubic"),
+        (FixedPixels, {"fit": "cut"}, r"fit='cut'\): choose crop, stretch, pad"),
+        (AnyResPixels, {"std": (1, 0, 1)}, "std above 0"),
+        (AnyResPixels, {"mean": (1, 1)}, "three numbers each"),
+        (NativePatches, {"frames": 0}, r"frames=0\): a whole number from 1"),
+    ],
+)
+def test_other_options_are_refused(make: Any, options: Any, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        make(**options)
+
+
+def test_a_rule_is_told_once() -> None:
+    told = mf.Multimodal(image=NativePatches()).summary()
+    assert told.count("NativeImages(") == 1 and "max_pixels=" in told

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.parts.rule import PartRule, check_options
@@ -43,8 +44,18 @@ class WhisperAudio(PartRule):
             )
 
     def tokens(self, parts: Parts) -> Longs:
-        samples = np.ceil(parts.length * self.sample_rate / parts.rate).astype(np.int64)
-        frames = np.minimum(-(-samples // (self.sample_rate // self.frame_rate)), self._most_frames)
+        return self.tokens_of_frames(self.frames_of(parts.length, parts.rate))
+
+    def frames_of(self, length: Longs, rate: npt.NDArray[np.float64]) -> Longs:
+        """Spectrum frames of each part that are not padding; int64 [p].
+
+        length, rate: PCM samples of each, and per second; [p].
+        """
+        samples = np.ceil(length * self.sample_rate / rate).astype(np.int64)
+        return np.minimum(-(-samples // (self.sample_rate // self.frame_rate)), self._most_frames)
+
+    def tokens_of_frames(self, frames: Longs) -> Longs:
+        """Tokens of parts of so many spectrum frames; int64 [p] -> int64 [p]."""
         encoded = (frames - 1) // 2 + 1
         return np.maximum((encoded - self.pool) // self.pool + 1, 1)
 

@@ -139,29 +139,29 @@ class TiledImages(PartRule):
         return self.patches(parts)[0] * self.tokens_per_tile
 
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
-        tiles = self._grid(parts).prod(axis=0)
+        tiles = self.tile_grid(parts).prod(axis=0)
         tiles += (tiles > 1) & self.thumbnail
         return tiles, np.full_like(tiles, (self.tile // self.patch) ** 2)
 
-    def _grid(self, parts: Parts) -> Longs:
-        """(columns, rows) of each image; int64 [2, p].
+    def tile_grid(self, parts: Parts) -> Longs:
+        """(rows, columns) of each image's tiles; int64 [2, p].
 
         Of grids that are equally near to the image's shape, a larger one is taken if the image covers more
         than half of its tiles.
         """
         shape, area = parts.width / parts.height, parts.width * parts.height
         nearest, grid = np.full(len(parts), np.inf), np.ones((2, len(parts)), np.int64)
-        for columns, rows in self._grids():
+        for rows, columns in self._grids():
             distance = np.abs(shape - columns / rows)
             covers = area > 0.5 * self.tile * self.tile * columns * rows
             better = (distance < nearest) | ((distance == nearest) & covers)
-            grid[:, better] = [[columns], [rows]]
+            grid[:, better] = [[rows], [columns]]
             nearest = np.minimum(nearest, distance)
         return grid
 
     def _grids(self) -> list[tuple[int, int]]:
         sides = range(1, self.max_tiles + 1)
-        grids = [(c, r) for c in sides for r in sides if self.min_tiles <= c * r <= self.max_tiles]
+        grids = [(r, c) for c in sides for r in sides if self.min_tiles <= r * c <= self.max_tiles]
         return sorted(grids, key=lambda grid: grid[0] * grid[1])
 
 
@@ -207,7 +207,7 @@ class AnyResImages(PartRule):
         return self.tile // self.patch
 
     def tokens(self, parts: Parts) -> Longs:
-        rows, columns = self._grid(parts) * self._side
+        rows, columns = self.tile_grid(parts) * self._side
         # the image keeps its shape in the grid; half of what it leaves is cut off at either edge
         wide = parts.width / parts.height > columns / rows
         fitted_rows = parts.height * columns // parts.width
@@ -217,17 +217,17 @@ class AnyResImages(PartRule):
             columns - np.where(wide, 0, (columns - fitted_columns) // 2 * 2),
         )
         if self.most_tiles is not None:
-            ratio = np.sqrt(rows * columns / (self.most_tiles * self._side**2))
+            ratio = np.maximum(np.sqrt(rows * columns / (self.most_tiles * self._side**2)), 1)
             over = ratio > 1.1
             rows, columns = (np.where(over, side // ratio, side).astype(np.int64) for side in (rows, columns))
         return rows * columns + rows + self._side**2
 
     def patches(self, parts: Parts) -> tuple[Longs, Longs]:
-        tiles = self._grid(parts).prod(axis=0) + 1
+        tiles = self.tile_grid(parts).prod(axis=0) + 1
         return tiles, np.full_like(tiles, self._side**2)
 
-    def _grid(self, parts: Parts) -> Longs:
-        """(rows, columns) of each image; int64 [2, p].
+    def tile_grid(self, parts: Parts) -> Longs:
+        """(rows, columns) of each image's tiles; int64 [2, p].
 
         The grid that keeps most of its pixels, and the smallest of those.
         """

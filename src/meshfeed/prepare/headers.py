@@ -14,6 +14,7 @@ from typing import Any
 from meshfeed.errors import StoreError
 from meshfeed.parts import Kind
 from meshfeed.parts.opened import brands_of, opened_image
+from meshfeed.parts.wav import is_wav, wav_header
 
 MOST_PIXELS = 89_478_485
 """Of an image, unless the user says otherwise: where Pillow begins to warn of a decompression bomb."""
@@ -49,7 +50,7 @@ def size_of(data: bytes, max_pixels: int = MOST_PIXELS) -> Size:
     """
     if not data:
         raise StoreError("empty; fetch it again, or leave its sample out")
-    if data[:4] in (b"RIFF", b"RF64") and data[8:12] == b"WAVE":
+    if is_wav(data):
         return _size_of_wav(data)
     if data[:4] == b"fLaC":
         return _size_of_flac(data)
@@ -164,17 +165,10 @@ def _chunks(png: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _size_of_wav(data: bytes) -> Size:
-    """Microsoft's RIFF: "fmt " has the rate and bytes of a frame of all channels, "data" their bytes."""
-    at, rate, frame_bytes = 12, 0, 0
-    while at + 8 <= len(data):
-        name, size = struct.unpack_from("<4sI", data, at)
-        if name == b"fmt " and size >= 16 and at + 24 <= len(data):
-            _, _, rate, _, frame_bytes = struct.unpack_from("<HHIIH", data, at + 8)
-        if name == b"data":
-            # a writer that could not seek back leaves a size that no file has
-            return _audio(min(size, len(data) - at - 8) // max(frame_bytes, 1), rate if frame_bytes else 0)
-        at += 8 + size + size % 2
-    raise StoreError("WAV audio without its samples: the file ends before them; fetch it again")
+    header = wav_header(data)
+    if header is None:
+        raise StoreError("WAV audio without its samples: the file ends before them; fetch it again")
+    return _audio(header.length, header.rate if header.frame_bytes else 0)
 
 
 def _size_of_flac(data: bytes) -> Size:

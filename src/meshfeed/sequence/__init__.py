@@ -9,20 +9,26 @@ from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.multimodal import Multimodal
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.patches import NativePatches
+from meshfeed.sequence.pixels import ImageProcessor
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.rule import SequenceRule, has_compact
 from meshfeed.sequence.runs import Portion, Runs, portions_of
 from meshfeed.sequence.samples import Samples
+from meshfeed.sequence.tiles import AnyResPixels, FixedPixels, TiledPixels
+from meshfeed.sequence.whisper import WhisperFeatures
 from meshfeed.sequence.windows import Windows
 
 __all__ = [
     "PLAN_FIELDS",
+    "AnyResPixels",
     "Arrays",
     "Chat",
     "Columns",
     "Compact",
     "DocumentRule",
     "Documents",
+    "FixedPixels",
+    "ImageProcessor",
     "Masked",
     "Multimodal",
     "NativePatches",
@@ -34,6 +40,8 @@ __all__ = [
     "Runs",
     "Samples",
     "SequenceRule",
+    "TiledPixels",
+    "WhisperFeatures",
     "Windows",
     "document_lengths",
     "fields_of_plan",

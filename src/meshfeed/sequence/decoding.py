@@ -207,7 +207,7 @@ def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
     processor = processors[task.kind]
     try:
         made = dict(processor(task.data, task.size, rng(*task.seeds)))
-    except (ImportError, MemoryError) as error:  # of this machine, not of the part
+    except (ImportError, MemoryError, RecipeError) as error:  # of this machine or recipe, not of the part
         return Bad(f"{type(error).__name__}: {error}", is_broken=False)
     except Exception as error:  # whatever a decoder raises: the bytes are the user's
         return Bad(f"{type(error).__name__}: {error}", is_broken=True)

@@ -136,8 +136,8 @@ class Multimodal(DocumentRule, TokenRule):
         return {kind: processor for kind, processor in given.items() if processor is not None}
 
     def summary(self) -> str:
-        """The processors, their rules, which need not be fields of theirs, and options, in one line."""
-        told = [f"{kind}={each.summary()} by {each.rule.summary()}" for kind, each in self.processors.items()]
+        """The processors, their rules and options, in one line."""
+        told = [f"{kind}={_summary(each)}" for kind, each in self.processors.items()]
         told.append(f"on_bad={self.on_bad!r}")
         if self.positions != "tokens":
             told.append(f"positions={self.positions!r}")
@@ -455,6 +455,12 @@ class Multimodal(DocumentRule, TokenRule):
         if portion.needs is None or self.on_bad == "drop" or not made.isdisjoint(portion.needs):
             return self._parts(whole, portion)
         return np.zeros(0, np.int64)
+
+
+def _summary(processor: Processor) -> str:
+    """With its rule, which need not be a field of it."""
+    own, rule = processor.summary(), processor.rule.summary()
+    return own if rule in own else f"{own} by {rule}"
 
 
 def _parts_of(recipe: Recipe, draws: Draws) -> Parts:

@@ -91,7 +91,8 @@ class Processor(ABC):
         """Decode a part: field -> array. Pure: nothing but its arguments decides.
 
         data: as stored. rng: keyed by (seed, epoch, index, part) and the source, so `mf.rng(seed, epoch,
-        index, part, source)`; draw from it whatever is random. Any exception means that the part is broken.
+        index, part, source)`; draw from it whatever is random. Any exception means that the part is broken,
+        but ImportError, MemoryError and RecipeError stop the job, whatever `on_bad` says.
         """
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:

@@ -1,0 +1,153 @@
+"""WhisperFeatures: the spectrum of audio, as Whisper's encoder takes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from meshfeed.columns import Array
+from meshfeed.errors import RecipeError
+from meshfeed.parts import Parts, WhisperAudio
+from meshfeed.parts.rule import check_counts
+from meshfeed.parts.wav import is_wav, wav_header, wav_samples
+from meshfeed.sequence.processor import PartField, PartSize, Processor
+from meshfeed.sequence.runs import Longs
+
+Sound = npt.NDArray[np.float64]
+
+_HIGHEST_HZ = 8000.0
+_MOST_HZ = 768_000
+
+
+@dataclass(frozen=True)
+class WhisperFeatures(Processor):
+    """The log-mel spectrum of WAV audio, with the values of Whisper's feature extractor.
+
+    Channels are averaged. Audio of another rate than the rule's is resampled by its Fourier transform.
+
+    Attributes:
+        rule: rates, and how much of a part is kept.
+        mels: bands of the spectrum: 128 for Qwen2-Audio and Whisper large-v3, 80 for earlier ones.
+        window: samples that a frame of the spectrum is of.
+
+    Fields, both for the first stage, of `frames` = seconds * frame_rate: input_features float32
+    [parts, mels, frames]; feature_attention_mask int32 [parts, frames], 1 for frames of the part and 0 for
+    padding. Audio whose length or rate is not the one in the index is broken. Raises RecipeError for options
+    below 1.
+    """
+
+    rule: WhisperAudio = WhisperAudio()  # noqa: RUF009  # pyright: ignore[reportIncompatibleVariableOverride]
+    _: KW_ONLY
+    mels: int = 128
+    window: int = 400
+
+    def __post_init__(self) -> None:
+        check_counts(self)
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        """input_features and feature_attention_mask."""
+        frames = self.rule.seconds * self.rule.frame_rate
+        return (
+            PartField(name="input_features", dtype="float32", shape=(self.mels, frames)),
+            PartField(name="feature_attention_mask", dtype="int32", shape=(frames,)),
+        )
+
+    def rows(self, parts: Parts) -> Mapping[str, Longs]:
+        """One of each."""
+        one = np.ones(len(parts), np.int64)
+        return {each.name: one for each in self.fields}
+
+    def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
+        """The spectrum of one part; nothing is drawn."""
+        rule = self.rule
+        sound = np.zeros(rule.seconds * rule.sample_rate)
+        heard = resampled(heard_in(data, size, rule.seconds + 1), size.rate, rule.sample_rate)[: sound.size]
+        sound[: heard.size] = heard
+        spectrum = log_mel(sound, rule.sample_rate, rule.frame_rate, self.window, self.mels)
+        return {"input_features": spectrum[None], "feature_attention_mask": self._mask(size)}
+
+    def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
+        """A spectrum of zeros, and the frames that the part should have had."""
+        return {**super().blank(size, rows), "feature_attention_mask": self._mask(size)}
+
+    def num_tokens(self, made: Mapping[str, Array]) -> int:
+        """As the rule says of that many frames."""
+        return int(self.rule.tokens_of_frames(made["feature_attention_mask"].sum(axis=1)).sum())
+
+    def _mask(self, size: PartSize) -> Array:
+        frames = self.rule.frames_of(np.array([size.length]), np.array([size.rate]))
+        return (np.arange(self.rule.seconds * self.rule.frame_rate) < frames[:, None]).astype(np.int32)
+
+
+def heard_in(data: bytes, size: PartSize, seconds: int) -> Sound:
+    """The first seconds of WAV audio, from -1 to 1, the mean of its channels; float64 [samples].
+
+    Raises RecipeError for FLAC, and ValueError for other bytes or another size than the index says.
+    """
+    if data[:4] == b"fLaC":
+        raise RecipeError("FLAC audio, which WhisperFeatures does not decode; convert it to WAV")
+    header = wav_header(data) if is_wav(data) else None
+    if header is None:
+        raise ValueError("not WAV audio; convert it to WAV")
+    if (header.length, header.rate) != (size.length, size.rate):
+        raise ValueError(
+            f"{header.length} samples at {header.rate} Hz, and the index says {size.length} at "
+            f"{size.rate:.0f} Hz"
+        )
+    return wav_samples(data, header, seconds * header.rate).mean(axis=1)
+
+
+def resampled(sound: Sound, rate: float, new_rate: int) -> Sound:
+    """Samples at another rate, ceil(samples * new_rate / rate) of them; float64 [samples] -> float64 [k].
+
+    By Fourier's transform: frequencies below half of the lower rate are kept as they are, others dropped.
+    Raises ValueError for a rate above 768 kHz.
+    """
+    if rate == new_rate:
+        return sound
+    if rate > _MOST_HZ:
+        raise ValueError(f"audio at {rate:g} Hz; resample it to {_MOST_HZ} Hz or less")
+    shared = math.gcd(int(rate), new_rate)
+    down, up = int(rate) // shared, new_rate // shared
+    # a tenth of a second of silence keeps the end from running on into the begin
+    blocks = -(-(sound.size + int(rate) // 10) // down)
+    spectrum = np.fft.rfft(sound, blocks * down)[: blocks * min(up, down) // 2 + 1]
+    return np.fft.irfft(spectrum, blocks * up)[: -(-sound.size * up // down)] * (up / down)
+
+
+def log_mel(sound: Sound, rate: int, frame_rate: int, window: int, mels: int) -> npt.NDArray[np.float32]:
+    """(decades + 4) / 4 of the power of sound in bands; float32 [mels, frames].
+
+    From Whisper (Radford et al. 2022, arXiv 2212.04356): windows of Hann, centered at each frame, and 8
+    decades below the loudest band.
+    """
+    hop = rate // frame_rate
+    around = np.pad(sound, window // 2, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(around, window)[::hop][: sound.size // hop]
+    hann = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(window) / window)
+    power = np.abs(np.fft.rfft(frames * hann)) ** 2
+    decades = np.log10(np.maximum(power @ mel_bands(mels, window, rate), 1e-10))
+    return ((np.maximum(decades, decades.max() - 8) + 4) / 4).T.astype(np.float32)
+
+
+@lru_cache(maxsize=8)
+def mel_bands(mels: int, window: int, rate: int) -> Sound:
+    """What each frequency of a spectrum counts in each band; float64 [window // 2 + 1, mels].
+
+    Triangles of equal area over Slaney's mel scale (Auditory Toolbox, 1998), from 0 to 8000 Hz: linear to
+    1000 Hz, logarithmic above.
+    """
+    per_mel, step = 200 / 3, math.log(6.4) / 27
+    knee = 1000 / per_mel
+    mel = np.linspace(0, knee + math.log(_HIGHEST_HZ / 1000) / step, mels + 2)
+    edges = np.where(mel < knee, mel * per_mel, 1000 * np.exp((mel - knee) * step))
+    hertz = np.linspace(0, rate // 2, window // 2 + 1)[:, None]
+    widths = np.diff(edges)
+    rising, falling = (hertz - edges[:-2]) / widths[:-1], (edges[2:] - hertz) / widths[1:]
+    return np.minimum(rising, falling).clip(0) * (2 / (edges[2:] - edges[:-2]))
