@@ -68,7 +68,7 @@ class WhisperFeatures(Processor):
         rule = self.rule
         sound = np.zeros(rule.seconds * rule.sample_rate)
         heard = resampled(heard_in(data, size, rule.seconds + 1), size.rate, rule.sample_rate)[: sound.size]
-        sound[: heard.size] = heard
+        sound[: heard.size] = heard.astype(np.float32)  # the extractor takes no finer samples
         spectrum = log_mel(sound, rule.sample_rate, rule.frame_rate, self.window, self.mels)
         return {"input_features": spectrum[None], "feature_attention_mask": self._mask(size)}
 
