@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -416,6 +417,19 @@ def test_a_trainers_policy_widens_the_groups_no_more_than_it_must() -> None:
 def chosen(text: str, ranks_per_node: int | None, can_share: bool, reads: set[int] | None = None) -> str:
     layout = mf.Layout.parse(text, ranks_per_node=ranks_per_node)
     return choose_delivery(layout, mf.StageMap(pp=layout.pp), FIELDS, reads, can_share=can_share)
+
+
+def test_auto_lets_each_node_read_what_is_larger_when_decoded() -> None:
+    def chosen(text: str, ranks_per_node: int, **options: Any) -> str:
+        layout = mf.Layout.parse(text, ranks_per_node=ranks_per_node)
+        options = {"can_share": True, "decoded_is_larger": True} | options
+        return choose_delivery(layout, mf.StageMap(pp=layout.pp), FIELDS, **options)
+
+    assert chosen("tp8", 4) == "share", "one rank of each of two nodes reads and decodes"
+    assert chosen("tp2-cp4-pp2", 4) == "share"
+    assert chosen("tp8", 1) == "direct", "every rank its own node"
+    assert chosen("tp8", 4, can_share=False) == "broadcast"
+    assert chosen("tp8", 4, decoded_is_larger=False) == "tree"
 
 
 def test_auto_chooses_by_what_crosses_nodes() -> None:

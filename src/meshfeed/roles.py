@@ -353,16 +353,19 @@ def choose_delivery(
     reads: Iterable[int] | None = None,
     *,
     can_share: bool,
+    decoded_is_larger: bool = False,
 ) -> DeliveryName:
     """The delivery for "auto": direct for single ranks, share within a node, tree or broadcast across nodes.
 
     tree if sharing saves network traffic, that is, if some node holds several ranks of a group. broadcast if
     each rank of a group has its own node, or the machine cannot share.
     can_share: whether this machine supports share (memfd and abstract Unix sockets).
+    decoded_is_larger: whether readers decode to more bytes than they read. Then share across nodes too: each
+        node reads the stored bytes, which is less traffic than to receive what another node has decoded.
     """
     policy = None if reads is None else tuple(reads)
     split = layout.node(layout.groups("tp-cp"))
-    if can_share and (split == split[:, :1]).all():
+    if can_share and (decoded_is_larger or (split == split[:, :1]).all()):
         try:
             return _or_direct("share", assign_roles(layout, stage_map, fields, "share", policy))
         except RoleError:

@@ -173,25 +173,28 @@ def test_the_columns_have_the_bytes_that_the_index_tells(folder: Path) -> None:
 
 CASES = (
     ("tp2-pp2", "share", 0), ("cp2-dp2", "broadcast", 0), ("dp4", "direct", 2), ("tp2-cp2", "share", 1),
-    ("pp2-dp2", "auto", 0),
+    ("pp2-dp2", "auto", 0), ("tp4", "auto", 0), ("tp4", "tree", 0),
 )  # fmt: skip
 
 
-def every_case(rank: int, folder: str, broken: str) -> tuple[list[str], int]:
-    """What differs from simulate, each case going on where the one before was left; and parts decoded in one."""
+def every_case(rank: int, folder: str, broken: str) -> tuple[list[str], dict[str, int]]:
+    """What differs from simulate, each case going on where the one before was left; and the parts decoded.
+
+    A tp group of four has two nodes.
+    """
     multiprocessing.current_process()._config["daemon"] = False  # so that it may have workers
     wrong: list[str] = []
-    state, begun, decoded = None, 0, 0
+    state, begun, decoded = None, 0, dict[str, int]()
     for text, delivery, workers in CASES:
-        recipe, layout = multimodal(folder, workers=workers), mf.Layout.parse(text)
+        recipe, nodes = multimodal(folder, workers=workers), 2 if text == "tp4" else 4
+        layout = mf.Layout.parse(text, ranks_per_node=nodes)
         before = pictures.CALLS[0]
         with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=600, **PACKING) as feed:
             if state is not None:
                 feed.load_state_dict(state)
             got = take(feed, 2)
             state = feed.state_dict()
-        if text == "tp2-pp2":
-            decoded = pictures.CALLS[0] - before
+        decoded[f"{text} {delivery}"] = pictures.CALLS[0] - before
         if got != simulated(recipe, layout, range(begun, begun + 2), rank, **PACKING):
             wrong.append(f"{text} {delivery}")
         begun += 2
@@ -207,8 +210,9 @@ def test_all_deliveries_give_the_bytes_of_simulate_and_go_on_under_another_layou
 ) -> None:
     results = world.run(every_case, 4, str(folder), str(broken))
     assert [wrong for wrong, _ in results] == [[]] * 4
-    decoded = [count for _, count in results]
-    assert decoded[0] > 0 and decoded[1:] == [0, 0, 0], "one rank decodes for the node and replica"
+    for case, who in (("tp2-pp2 share", [0]), ("tp4 auto", [0, 2]), ("tp4 tree", [0])):
+        counts = [decoded[case] for _, decoded in results]
+        assert counts == [max(counts) * (rank in who) for rank in range(4)] and counts[0], case
 
 
 # -- what cannot be decoded ------------------------------------------------------------------------

@@ -235,6 +235,15 @@ class Feed(StepSource[Delivery]):
         meets_stages = any(self.layout.coord(peer).pp != pp for peer in self.role.peers)
         return self._options.prefetch or int(meets_stages or (self._options.verify and self.layout.pp > 1))
 
+    @property
+    def _decoded_is_larger(self) -> bool:
+        if not self._rule.takes_parts:
+            return False
+        with contextlib.ExitStack() as stack:
+            for store in self.recipe.sources:
+                stack.enter_context(store)  # the sizes are in their indices
+            return self._rule.decoded_is_larger(self.recipe)
+
     def _new_delivery(self, meeting: Meeting | None, patience_s: float | None) -> Delivery:
         slots = self._depth + 2
         return make_delivery(self.delivery, self.role, meeting, num_slots=slots, patience_s=patience_s)

@@ -101,6 +101,11 @@ class StepSource(abc.ABC, Generic[D]):
         return [*(field.name for field in self._fields), *RUN_FIELDS]
 
     @property
+    def _decoded_is_larger(self) -> bool:
+        """See `choose_delivery`."""
+        return False
+
+    @property
     def _run_name(self) -> str:
         """Distinguishes its runs from those of other sources that ranks begin in different orders."""
         return self._options.name
@@ -130,8 +135,14 @@ class StepSource(abc.ABC, Generic[D]):
         return self._chosen_delivery()
 
     def _chosen_delivery(self) -> DeliveryName:
-        shares = can_share() is None
-        return choose_delivery(self.layout, self.stage_map, self._fields, self._readers, can_share=shares)
+        return choose_delivery(
+            self.layout,
+            self.stage_map,
+            self._fields,
+            self._readers,
+            can_share=can_share() is None,
+            decoded_is_larger=self._decoded_is_larger,
+        )
 
     @cached_property
     def roles(self) -> Roles:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError, StoreError
-from meshfeed.order import Draws
+from meshfeed.order import Draws, draws_of_step
 from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, check_rules
 from meshfeed.plan import EncoderPlan, Slices, StepPlan, plan_encoder
 from meshfeed.recipe import Recipe
@@ -254,6 +254,17 @@ class Multimodal(DocumentRule, TokenRule):
             wanted = (each for each in processor.fields if _needs(portion, each.name))
             count += sum(int(rows[each.name].sum()) * each.row_bytes for each in wanted)
         return count + (parts.size if self.on_bad != "error" else 0)
+
+    def decoded_is_larger(self, recipe: Recipe) -> bool:
+        """Whether the parts of the first step have more bytes decoded than stored."""
+        draws = draws_of_step(recipe, 0)
+        parts, decoded = _parts_of(recipe, draws), 0
+        for kind, mine in self._by_kind(recipe, draws, parts):
+            rows = _asked(rows_of, self.processors[kind], recipe, draws, parts, mine)
+            decoded += sum(
+                int(rows[each.name].sum()) * each.row_bytes for each in self.processors[kind].fields
+            )
+        return decoded > int(parts.num_bytes.sum())
 
     # -- reading ----------------------------------------------------------------------------------------
 

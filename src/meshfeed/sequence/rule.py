@@ -112,6 +112,13 @@ class SequenceRule(Rule):
         """Bytes of the columns as far as the plan determines them; a hint for the buffer size."""
         return 0
 
+    def decoded_is_larger(self, recipe: Recipe) -> bool:
+        """Whether its columns are larger than what it reads for them, so that each node had better read.
+
+        The same on every rank: from the index alone.
+        """
+        return False
+
     @abstractmethod
     def build(
         self,
