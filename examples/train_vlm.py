@@ -51,7 +51,7 @@ def train(args: argparse.Namespace, after: Callable[[mf.Step], None] = lambda st
     if place.rank == 0 and not args.shapes.exists():
         draw_shapes(args.shapes)
     dist.barrier()
-    stage = VisionStage(Shape(vocab=IMAGE + 1, window=64, width=32), place)
+    stage = VisionStage(Shape(vocab=IMAGE + 1, window=64, width=32), place, args.encoder)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.lr, weight_decay=0.01)
     packing = mf.Packing(capacity=args.capacity)
     log = mf.metrics.RunLog(args.out / f"run-{args.name}")
@@ -79,7 +79,7 @@ def recipe_of(args: argparse.Namespace) -> mf.Recipe:
     """What is trained on, and in which order."""
     return mf.Recipe(
         data=mf.open(args.shapes),
-        sequence=mf.Multimodal(image=PATCHES, workers=args.workers),
+        sequence=mf.Multimodal(image=PATCHES, workers=args.workers, encoder=args.encoder),
         batch=mf.Batch(sequences=args.sequences),
         seed=args.seed,
         steps=args.steps,
@@ -116,8 +116,9 @@ class Vision(Part):
 class VisionStage(Stage):
     """A stage of the language model; the first has the encoder, too."""
 
-    def __init__(self, shape: Shape, place: Place) -> None:
+    def __init__(self, shape: Shape, place: Place, encoder: str = "with sample") -> None:
         super().__init__(shape, place)
+        self.is_shared = encoder == "balanced"
         self.vision = Vision(shape, place) if place.is_first else None
 
     def embed(self, microbatch: mf.Microbatch) -> torch.Tensor:
@@ -128,6 +129,8 @@ class VisionStage(Stage):
         assert self.vision is not None
         x = super().embed(microbatch)
         encoded = self.vision(microbatch["pixel_values"].double(), microbatch["image_cu_seqlens"])
+        if self.is_shared:
+            encoded = mf.exchange_encoded(encoded, microbatch, "image", self.vision.place.replicas)
         index = microbatch["image_index"]
         return x.masked_scatter((index >= 0)[..., None], encoded[index[index >= 0].long()])
 
@@ -183,6 +186,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="a checkpoint, of any layout")
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps")
     parser.add_argument("--delivery", default="auto", choices=("auto", "direct", "broadcast", "share"))
+    parser.add_argument("--encoder", default="with sample", choices=("with sample", "balanced"))
     parser.add_argument("--workers", type=int, default=2, help="processes that decode, on ranks that read")
     parser.add_argument("--sequences", type=int, default=24, help="per step")
     parser.add_argument("--capacity", type=int, default=128, help="tokens per rank and microbatch")

@@ -49,7 +49,18 @@ def test_killed_and_resumed_under_another_layout_it_has_equal_losses(tmp_path: P
     alone = ["--layout", "dp1", "--name", "alone", "--workers", "0"]
     world.run(train, 1, out, *alone)
     job = world.start(
-        train, 8, out, "--layout", "tp2-dp2-pp2", "--name", "first", "--workers", "1", killed=True
+        train,
+        8,
+        out,
+        "--layout",
+        "tp2-dp2-pp2",
+        "--name",
+        "first",
+        "--workers",
+        "1",
+        "--encoder",
+        "balanced",
+        killed=True,
     )
     dist.FileStore(f"{out}/events", -1).wait([f"at{rank}" for rank in range(8)], timedelta(seconds=600))
     job.kill(range(8))

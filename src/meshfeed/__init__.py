@@ -63,6 +63,7 @@ if typing.TYPE_CHECKING:
     from meshfeed.exchange import Exchange
     from meshfeed.feed import Feed
     from meshfeed.feed.batch import Microbatch, Step
+    from meshfeed.feed.encoded import exchange_encoded
     from meshfeed.files import Cache
     from meshfeed.integrations.megatron.gpt import MegatronGPT
     from meshfeed.sequence import Chat, Documents, Masked, Multimodal, Samples, Windows
@@ -132,6 +133,7 @@ __all__ = [
     "account_of",
     "assign_roles",
     "encoder_routes",
+    "exchange_encoded",
     "open",
     "packs_of",
     "plan_encoder",
@@ -160,6 +162,7 @@ _ON_FIRST_USE = {
     "Samples": "meshfeed.sequence",
     "Step": "meshfeed.feed.batch",
     "Windows": "meshfeed.sequence",
+    "exchange_encoded": "meshfeed.feed.encoded",
     "open": "meshfeed.store:open_store",
     "simulate": "meshfeed.simulation",
 }

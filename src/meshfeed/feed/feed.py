@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import cached_property
 from os import PathLike
 from typing import Any, Unpack
 
@@ -27,7 +28,7 @@ from meshfeed.feed.device import OnHost, Placer, microbatches_of
 from meshfeed.feed.options import FeedKeywords, FeedOptions
 from meshfeed.feed.run import Item, Made, Run, StepEnd, StepStart
 from meshfeed.feed.source import StepSource
-from meshfeed.feed.stepping import Stepping
+from meshfeed.feed.stepping import Stepping, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, StageClock
 from meshfeed.order import num_positions, num_steps
@@ -130,6 +131,14 @@ class Feed(StepSource[Delivery]):
         lengths."""
         return replace(self._stepping, layout=self.layout).num_microbatches(step)
 
+    @cached_property
+    def encoder_ranks(self) -> tuple[int, ...]:
+        """The ranks that share the encoders' work with this one, ascending; see `exchange_encoded`.
+
+        Those of its tp and pp coordinates. A trainer makes their process group once, at its start.
+        """
+        return tuple(sorted(ranks_beside(self.layout, self.layout.coord(self.rank)).tolist()))
+
     # -- opening and closing --------------------------------------------------------------------------
 
     def _open(self) -> None:
@@ -227,6 +236,7 @@ class Feed(StepSource[Delivery]):
             "steps": str(self.recipe.steps),
             "micro_batch_size": str(self.micro_batch_size),
             "pad_rows": str(self._pads_rows),
+            "encoder": "balanced" if self._rule.sees_step else "with sample",
         }
 
     @property

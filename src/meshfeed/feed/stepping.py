@@ -37,7 +37,7 @@ from meshfeed.plan.policy import sizes_of
 from meshfeed.plan.split import cuts_packs
 from meshfeed.plan.types import exact_sum
 from meshfeed.recipe import Blocks, Recipe
-from meshfeed.sequence import Portion, SequenceRule, portions_of, rule_of
+from meshfeed.sequence import Portion, SequenceRule, WholeStep, portions_of, rule_of
 
 _TOKENS_TOGETHER = 1 << 18  # 64 windows of 4,096: above that, the fixed cost of a read is negligible
 
@@ -261,6 +261,10 @@ class Stepping:
         if rows and not has_lanes:
             cut = _cut_rows(batch.plan, rank, group, rows, self.cp_split, together, self.layout, coord)
             return [portion.of(batch.draws) for portion in cut]
+        beside, step = ranks_beside(self.layout, coord), None
+        if self.rule.sees_step:
+            order = tuple(np.argsort(np.argsort(beside)).tolist())
+            step = WholeStep(draws=batch.draws, plan=batch.plan, rank=rank, served=group, order=order)
         return portions_of(
             batch.plan,
             batch.draws,
@@ -270,8 +274,9 @@ class Stepping:
             rows=rows,
             split=self.cp_split,
             together=together,
-            rank_of_dp_cp=ranks_beside(self.layout, coord),
+            rank_of_dp_cp=beside,
             needs=needs,
+            step=step,
         )
 
     def cp_groups(self, coord: Coord) -> dict[int, tuple[int, ...]]:

@@ -66,6 +66,15 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
     return labels.masked_fill(microbatch["loss_mask"] == 0, _IGNORED)
 
 
+def check_encoder(recipe: Recipe) -> None:
+    """Raises RecipeError where other ranks encode: models of trainers do not exchange their outputs."""
+    if rule_of(recipe).sees_step:
+        raise RecipeError(
+            "Multimodal(encoder='balanced') needs mf.exchange_encoded between encoder and language model, "
+            "which this trainer's model does not call; choose encoder='with sample'"
+        )
+
+
 def pads_rows(recipe: Recipe, dp: int) -> bool:
     """`pad_rows` for an evaluation: False where ranks would get batches of different sizes."""
     return dp == 1 or rule_of(recipe).has_dummy_rows

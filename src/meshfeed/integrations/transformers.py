@@ -25,6 +25,7 @@ from meshfeed.integrations.loader import (
     EvalLoader,
     Settings,
     TrainLoader,
+    check_encoder,
     framework,
     masked_labels,
     pads_rows,
@@ -225,6 +226,7 @@ class FeedTrainer(_Base):
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
         layout = layout or Layout(dp=self.args.world_size)
+        check_encoder(recipe)
         options: dict[str, Any] = {"device": self.args.device, **self._feed_options}
         if isinstance(packing := options.get("packing"), Packing):
             check_packing(packing, mesh)

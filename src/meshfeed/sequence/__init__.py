@@ -12,7 +12,7 @@ from meshfeed.sequence.patches import NativePatches
 from meshfeed.sequence.pixels import ImageProcessor
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.rule import SequenceRule, has_compact
-from meshfeed.sequence.runs import Portion, Runs, portions_of
+from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
 from meshfeed.sequence.samples import Samples
 from meshfeed.sequence.tiles import AnyResPixels, FixedPixels, TiledPixels
 from meshfeed.sequence.whisper import WhisperFeatures
@@ -42,6 +42,7 @@ __all__ = [
     "SequenceRule",
     "TiledPixels",
     "WhisperFeatures",
+    "WholeStep",
     "Windows",
     "document_lengths",
     "fields_of_plan",

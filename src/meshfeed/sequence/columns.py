@@ -120,6 +120,10 @@ class WithColumns(SequenceRule):
         return self.rule.may_split
 
     @property
+    def sees_step(self) -> bool:
+        return self.rule.sees_step
+
+    @property
     def row_tokens(self) -> int:
         return self.rule.row_tokens
 

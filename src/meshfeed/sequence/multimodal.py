@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from dataclasses import field as dataclass_field
 from functools import cached_property
+from itertools import compress
 from typing import Literal, TypeVar, cast, get_args
 
 import numpy as np
@@ -21,7 +22,9 @@ from meshfeed.columns import Allocate, Array, Arrays, Columns
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.order import Draws, draws_of_step
 from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, check_rules
-from meshfeed.plan import EncoderPlan, Slices, StepPlan, plan_encoder
+from meshfeed.plan import EncoderPlan, EncoderRoute, Slices, StepPlan, encoder_routes, plan_encoder
+from meshfeed.plan.encoder_routes import ROUTE
+from meshfeed.plan.encoders import Encoder
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field
 from meshfeed.sequence.decode_costs import DecodeCosts
@@ -39,7 +42,7 @@ from meshfeed.sequence.processor import (
     work_of,
 )
 from meshfeed.sequence.rule import SequenceRule, TokenRule
-from meshfeed.sequence.runs import Longs, Portion, runs_of
+from meshfeed.sequence.runs import Longs, Portion, WholeStep, runs_of
 from meshfeed.store import StreamStore
 from meshfeed.store.kept import kept_by_store
 
@@ -57,6 +60,44 @@ W = TypeVar("W", PartRule, Processor)
 R = TypeVar("R")
 
 
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """The parts that a reader decodes.
+
+    Attributes:
+        draws, whole: of which documents.
+        places: of the parts; int64 [k], ascending. One with tokens in several packs may be there repeatedly.
+        is_own: which of them this rank encodes; bool [k].
+    """
+
+    draws: Draws
+    whole: Expansion
+    places: Longs
+    is_own: npt.NDArray[np.bool_]
+
+    @cached_property
+    def parts(self) -> Parts:
+        """The parts themselves."""
+        return self.whole.parts.take(self.places)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """The parts of a step that all its ranks share.
+
+    Attributes:
+        whole: of its global batch.
+        places: of the parts of each kind; int64 [p].
+        plans: of each kind.
+        routes: of each kind, this rank's, one for each microbatch.
+    """
+
+    whole: Expansion
+    places: Mapping[str, Longs]
+    plans: Mapping[str, EncoderPlan]
+    routes: Mapping[str, Sequence[EncoderRoute]]
+
+
 @dataclass(frozen=True)
 class Multimodal(DocumentRule, TokenRule):
     """A sequence is a document, each placeholder repeated as often as its part has tokens; packed.
@@ -70,6 +111,8 @@ class Multimodal(DocumentRule, TokenRule):
             zeros in a document that bears no loss ("drop"; not with oversize="split"). The plan is made
             before, so that `valid_tokens` still counts its tokens. "Zeros" are what `Processor.blank` gives.
         positions: "mrope" gives mrope_position_ids too; every rule must tell the grid of its parts.
+        encoder: the ranks that hold a pack encode its parts ("with sample"), or all dp and cp ranks share the
+            parts of a microbatch ("balanced"): see `exchange_encoded`. Not part of the fingerprint.
         workers: processes that decode ahead, on each rank that reads; 0 decodes when a pack is read.
         timeout_s: how long a worker may take for one part.
 
@@ -85,6 +128,13 @@ class Multimodal(DocumentRule, TokenRule):
     - bad_parts int64 [k, 2], unless on_bad is "error": parts that are not what was stored, each as its
       sequence in the pack and its number in that document.
 
+    With encoder="balanced", all these but image_index are of the parts that this rank encodes, which may be
+    of any pack, in the order of the global batch; a bad part's sequence is its place there. Parts are encoded
+    on the first stage, so processors make fields for this one alone. In addition:
+
+    - image_send_rows, image_send_counts, image_receive_counts, image_receive_rows int64, for the first stage:
+      the arrays of `EncoderRoute` for the ranks of `Feed.encoder_ranks`.
+
     A pack without parts has these arrays with no row. Raises RecipeError for other arguments.
     """
 
@@ -94,6 +144,7 @@ class Multimodal(DocumentRule, TokenRule):
     video: Processor | None = None
     on_bad: OnBad = "error"
     positions: Positions = "tokens"
+    encoder: Encoder = dataclass_field(default="with sample", repr=False)
     workers: int = dataclass_field(default=0, repr=False)
     timeout_s: float = dataclass_field(default=600.0, repr=False)
     decoder: Decoder | None = dataclass_field(default=None, repr=False, compare=False)
@@ -106,6 +157,10 @@ class Multimodal(DocumentRule, TokenRule):
             raise RecipeError(
                 f"Multimodal(positions={self.positions!r}): choose {', '.join(get_args(Positions))}"
             )
+        if self.encoder not in get_args(Encoder):
+            raise RecipeError(f"Multimodal(encoder={self.encoder!r}): choose {', '.join(get_args(Encoder))}")
+        if self.encoder == "balanced":
+            self._check_sharing()
         if type(self.workers) is not int or self.workers < 0 or not self.timeout_s > 0:
             raise RecipeError(
                 f"Multimodal(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
@@ -128,6 +183,21 @@ class Multimodal(DocumentRule, TokenRule):
             raise RecipeError(
                 f"Multimodal: several fields are called {', '.join(twice)}; rename the processor's"
             )
+
+    def _check_sharing(self) -> None:
+        if self.on_bad == "drop":
+            raise RecipeError(
+                "Multimodal(encoder='balanced', on_bad='drop'): the rank that has a document's loss does not "
+                "decode its parts; choose on_bad='blank', or encoder='with sample'"
+            )
+        for processor in self.processors.values():
+            for each in processor.fields:
+                if each.stages != ("first",):
+                    raise RecipeError(
+                        f"Multimodal(encoder='balanced'): {each.name} of {type(processor).__name__} is for "
+                        f"the stages {', '.join(each.stages)}, and parts are encoded on the first; leave its "
+                        f"stages out, or choose encoder='with sample'"
+                    )
 
     @property
     def processors(self) -> Mapping[Kind, Processor]:
@@ -157,6 +227,11 @@ class Multimodal(DocumentRule, TokenRule):
         return None if self.decoder is None else self.decoder.costs
 
     @property
+    def sees_step(self) -> bool:
+        """A rank may encode the parts of any pack."""
+        return self.encoder == "balanced"
+
+    @property
     def packed(self) -> bool:
         """Documents differ in length, so they are packed."""
         return True
@@ -179,6 +254,8 @@ class Multimodal(DocumentRule, TokenRule):
                 made.append(Field(name=each.name, dtype=each.dtype, stages=each.stages))
             made.append(Field(name=f"{kind}_index", dtype="int32", split=True, pad=-1, stored=False))
             made.append(Field(name=f"{kind}_cu_seqlens", dtype="int32", stages=("first",), stored=False))
+            for name in ROUTE if self.encoder == "balanced" else ():
+                made.append(Field(name=f"{kind}_{name}", dtype="int64", stages=("first",), stored=False))
         if self.positions == "mrope":
             made.append(MROPE)
         if self.on_bad != "error":
@@ -199,8 +276,11 @@ class Multimodal(DocumentRule, TokenRule):
         first, stop = _labels(whole, starts, lengths)
         return (stop - first).clip(0) - whole.parts.per_sample(whole.inside(first, stop))
 
-    def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64]:
-        """Work of each kind's encoder on the parts of each document; float64 [kinds, n]."""
+    def encoder_work(self, recipe: Recipe, draws: Draws) -> npt.NDArray[np.float64] | None:
+        """Work of each kind's encoder on the parts of each document; float64 [kinds, n]. None if all ranks
+        share the parts."""
+        if self.encoder == "balanced":
+            return None
         parts = _parts_of(recipe, draws)
         work = {kind: np.zeros(len(parts)) for kind in self.processors}
         for kind, mine in self._by_kind(recipe, draws, parts):
@@ -210,13 +290,19 @@ class Multimodal(DocumentRule, TokenRule):
 
     def encoder_plans(self, recipe: Recipe, draws: Draws, plan: StepPlan) -> Mapping[str, EncoderPlan]:
         """The plan of each kind's encoder, of a kind without parts in the step too."""
-        whole = self.expansion(recipe, draws)
+        return self._plans(recipe, draws, self.expansion(recipe, draws), plan)
+
+    def _plans(
+        self, recipe: Recipe, draws: Draws, whole: Expansion, plan: StepPlan
+    ) -> dict[str, EncoderPlan]:
         parts, made = whole.parts, dict[str, EncoderPlan]()
         for kind, processor in self.processors.items():
             mine = parts.of_kind(kind)
             work = _asked(work_of, processor.rule, recipe, draws, parts, mine)
             start, tokens = whole.begins[mine], whole.tokens[mine]
-            made[kind] = plan_encoder(plan, parts.sample[mine], work, start=start, tokens=tokens)
+            made[kind] = plan_encoder(
+                plan, parts.sample[mine], work, encoder=self.encoder, start=start, tokens=tokens
+            )
         return made
 
     def stream_ranges(
@@ -245,15 +331,14 @@ class Multimodal(DocumentRule, TokenRule):
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
         """Exact bytes of all columns, from the index."""
-        whole = self.expansion(recipe, portion.draws)
-        count = super().num_bytes(recipe, portion)
-        parts = self._decoded(whole, portion)
-        for kind, mine in self._by_kind(recipe, portion.draws, whole.parts.take(parts)):
+        count, chosen = super().num_bytes(recipe, portion), self._decoded(recipe, portion)
+        for kind, mine in self._by_kind(recipe, chosen.draws, chosen.parts):
             processor = self.processors[kind]
-            rows = _asked(rows_of, processor, recipe, portion.draws, whole.parts, parts[mine])
+            asked = recipe, chosen.draws, chosen.whole.parts, chosen.places[mine]
+            rows = _asked(rows_of, processor, *asked)
             wanted = (each for each in processor.fields if _needs(portion, each.name))
             count += sum(int(rows[each.name].sum()) * each.row_bytes for each in wanted)
-        return count + (parts.size if self.on_bad != "error" else 0)
+        return count + (chosen.places.size if self.on_bad != "error" else 0)
 
     def decoded_is_larger(self, recipe: Recipe) -> bool:
         """Whether the parts of the first step have more bytes decoded than stored."""
@@ -279,8 +364,7 @@ class Multimodal(DocumentRule, TokenRule):
         super().announce(recipe, portions)
         places: list[PartPlace] = []
         for portion in portions:
-            whole = self.expansion(recipe, portion.draws)
-            places += _places(portion.draws, whole.parts, self._decoded(whole, portion))
+            places += _places(self._decoded(recipe, portion))
         for source in sorted({at.source for at in places}):
             mine = {(at.index, at.part) for at in places if at.source == source}
             documents, numbers = np.array(sorted(mine), np.int64).T
@@ -291,23 +375,23 @@ class Multimodal(DocumentRule, TokenRule):
     def load(self, recipe: Recipe, portion: Portion, allocate: Allocate) -> Columns:
         """The text of the documents, and their parts, decoded."""
         columns = dict(super().load(recipe, portion, allocate))
-        whole = self.expansion(recipe, portion.draws)
-        parts = self._decoded(whole, portion)
-        places = _places(portion.draws, whole.parts, parts)
+        chosen = self._decoded(recipe, portion)
+        places = _places(chosen)
         decoder = self.decoder or Decoder(recipe, self.processors, 0, self.timeout_s)
         made = decoder.decode(places)
         for at, part in zip(places, made):
             if isinstance(part, Bad):
                 self._refuse(decoder.told(at), part)
-        for kind, mine in self._by_kind(recipe, portion.draws, whole.parts.take(parts)):
+        for kind, mine in self._by_kind(recipe, chosen.draws, chosen.parts):
             processor = self.processors[kind]
-            rows = _asked(rows_of, processor, recipe, portion.draws, whole.parts, parts[mine])
+            asked = recipe, chosen.draws, chosen.whole.parts, chosen.places[mine]
+            rows = _asked(rows_of, processor, *asked)
             found: list[Mapping[str, Array]] = []
             for k, i in enumerate(mine.tolist()):
                 part = made[i]
                 if isinstance(part, Bad):
                     counts = {name: int(count[k]) for name, count in rows.items()}
-                    size = PartSize.of(whole.parts, int(parts[i]))
+                    size = PartSize.of(chosen.parts, i)
                     try:
                         part = blank_of(processor, size, counts)
                     except Exception as error:
@@ -340,11 +424,10 @@ class Multimodal(DocumentRule, TokenRule):
         allocate: Allocate,
     ) -> list[Arrays]:
         """The named fields of the one pack; see the class."""
-        whole, arrays = self.expansion(recipe, portion.draws), Arrays()
+        whole, arrays = self._whole(recipe, portion), Arrays()
         held = Slices(np.arange(len(portion.draws), dtype=np.int32), 0 * portion.whole, portion.whole)
         own, at = portion.own_tokens
-        mine = self._parts(whole, portion)
-        expanded = self._expanded(portion, whole, mine, columns, names)
+        expanded = self._expanded(recipe, portion, whole, columns, names)
         if MROPE.name in names and self.positions == "mrope":
             expanded[MROPE.name] = self._mrope(recipe, portion, whole), 0
         for field in self.fields:
@@ -357,27 +440,25 @@ class Multimodal(DocumentRule, TokenRule):
                 if field is MROPE:  # the dummy counts from 0, as in position_ids
                     tail = portion.tail_tokens
                     tail.copy(np.arange((tail.start + tail.size).max(initial=0)), out[0].T)
-        arrays |= self._of_parts(recipe, portion, whole, mine, columns, names, allocate)
+        arrays |= self._of_parts(recipe, portion, columns, names, allocate)
+        arrays |= self._of_routes(recipe, portion, names)
         return [arrays | fields_of_plan(portion, names, allocate)]
 
     def _expanded(
         self,
+        recipe: Recipe,
         portion: Portion,
         whole: Expansion,
-        mine: Longs,
         columns: Columns | None,
         names: Sequence[str],
     ) -> dict[str, tuple[Array, int]]:
-        """Name -> what its field has at every token of the whole documents; and how far ahead it looks.
-
-        mine: places of the pack's parts.
-        """
+        """Name -> what its field has at every token of the whole documents; and how far ahead it looks."""
         made: dict[str, tuple[Array, int]] = {}
         if {"labels", "loss_mask"} & set(names):
             bears = np.ones(whole.repeats.size, np.bool_)
             bears[whole.placeholders] = False
             if self.on_bad == "drop" and columns and _IS_BAD in columns:
-                bad = self._decoded(whole, portion)[np.asarray(columns[_IS_BAD]) > 0]
+                bad = self._decoded(recipe, portion).places[np.asarray(columns[_IS_BAD]) > 0]
                 bears &= ~np.isin(np.arange(whole.text.size), whole.parts.sample[bad]).repeat(whole.text)
             bears = bears.repeat(whole.repeats)
             made["loss_mask"] = bears, 1
@@ -385,6 +466,7 @@ class Multimodal(DocumentRule, TokenRule):
                 made["labels"] = np.where(bears, np.asarray(columns["tokens"]).repeat(whole.repeats), 0), 1
         if columns is not None and "tokens" in names:
             made["tokens"] = np.asarray(columns["tokens"]).repeat(whole.repeats), 0
+        mine = self._parts(whole, portion)
         for kind in self.processors:
             if f"{kind}_index" in names:
                 made[f"{kind}_index"] = whole.outputs(mine[whole.parts.take(mine).of_kind(kind)]), 0
@@ -406,29 +488,41 @@ class Multimodal(DocumentRule, TokenRule):
         self,
         recipe: Recipe,
         portion: Portion,
-        whole: Expansion,
-        mine: Longs,
         columns: Columns | None,
         names: Sequence[str],
         allocate: Allocate,
     ) -> Arrays:
-        """The named fields of the pack's parts. mine: their places."""
-        arrays: Arrays = {}
+        """The named fields of the parts that this rank encodes."""
+        chosen, arrays = self._chosen(recipe, portion), Arrays()
         for kind, processor in self.processors.items():
+            of_kind = chosen.parts.of_kind(kind)
+            is_own = chosen.is_own[of_kind]
             if f"{kind}_cu_seqlens" in names:
-                of_kind = mine[whole.parts.take(mine).of_kind(kind)]
-                asked = recipe, portion.draws, whole.parts, of_kind
+                asked = recipe, chosen.draws, chosen.whole.parts, chosen.places[of_kind[is_own]]
                 sequences, patches = _asked(patches_of, processor.rule, *asked)
                 ends = np.cumsum(patches.repeat(sequences))
                 arrays[f"{kind}_cu_seqlens"] = np.append(0, ends).astype(np.int32)
             for each in processor.fields:
                 if each.name in names and columns is not None:
                     values = cast(Sequence[Array], columns.get(each.name, ()))
-                    arrays[each.name] = each.joined(values, allocate)
+                    arrays[each.name] = each.joined(list(compress(values, is_own)), allocate)
         if "bad_parts" in names and columns is not None:
-            bad = mine[np.asarray(columns[_IS_BAD]) > 0]
-            of = whole.parts.sample[bad]
-            arrays["bad_parts"] = np.stack([of, bad - whole.parts.starts[of]], axis=1)
+            bad = chosen.places[(np.asarray(columns[_IS_BAD]) > 0) & chosen.is_own]
+            parts = chosen.whole.parts
+            of = parts.sample[bad]
+            arrays["bad_parts"] = np.stack([of, bad - parts.starts[of]], axis=1)
+        return arrays
+
+    def _of_routes(self, recipe: Recipe, portion: Portion, names: Sequence[str]) -> Arrays:
+        """The named fields of the exchange of encoder outputs."""
+        arrays: Arrays = {}
+        if portion.step is None:
+            return arrays
+        shared = self._shared(recipe, portion.step)
+        for kind, routes in shared.routes.items():
+            for name, array in routes[portion.microbatches.start].arrays.items():
+                if f"{kind}_{name}" in names:
+                    arrays[f"{kind}_{name}"] = array.copy()
         return arrays
 
     # -- the parts of a pack ----------------------------------------------------------------------------
@@ -459,13 +553,49 @@ class Multimodal(DocumentRule, TokenRule):
         stops = portion.starts + portion.pack.lengths
         return np.flatnonzero(whole.inside(portion.starts, stops))
 
-    def _decoded(self, whole: Expansion, portion: Portion) -> Longs:
-        """Those that the portion's reader decodes: all or none."""
+    def _whole(self, recipe: Recipe, portion: Portion) -> Expansion:
+        """That of the portion's documents."""
+        return portion.once(recipe, lambda: self.expansion(recipe, portion.draws))
+
+    def _chosen(self, recipe: Recipe, portion: Portion) -> _Chosen:
+        """The parts that the ranks of the portion's reader encode: of the pack, or of the step."""
+        step = portion.step
+        if step is None:
+            whole = self._whole(recipe, portion)
+            places = self._parts(whole, portion)
+            return _Chosen(portion.draws, whole, places, np.ones(places.size, np.bool_))
+        shared, now = self._shared(recipe, step), portion.microbatches.start
+        found, own = [np.zeros(0, np.int64)], [np.zeros(0, np.bool_)]
+        for kind, made in shared.plans.items():
+            served = np.flatnonzero((made.microbatch == now) & np.isin(made.rank, step.served))
+            found.append(shared.places[kind][made.part[served]])
+            own.append(made.rank[served] == step.rank)
+        places, is_own = np.concatenate(found), np.concatenate(own)
+        order = np.argsort(places, kind="stable")
+        return _Chosen(step.draws, shared.whole, places[order], is_own[order])
+
+    def _shared(self, recipe: Recipe, step: WholeStep) -> _Shared:
+        """Which rank encodes which parts of a step; made once."""
+        return step.once(recipe, lambda: self._plan(recipe, step))
+
+    def _plan(self, recipe: Recipe, step: WholeStep) -> _Shared:
+        whole = self.expansion(recipe, step.draws)
+        plans = self._plans(recipe, step.draws, whole, step.plan)
+        places: dict[str, Longs] = {kind: whole.parts.of_kind(kind) for kind in self.processors}
+        routes = {
+            kind: encoder_routes(made, whole.tokens[places[kind]], step.rank, order=step.order)
+            for kind, made in plans.items()
+        }
+        return _Shared(whole, places, plans, routes)
+
+    def _decoded(self, recipe: Recipe, portion: Portion) -> _Chosen:
+        """Those of `_chosen` that the portion's reader decodes: all or none."""
         made = {each.name for processor in self.processors.values() for each in processor.fields}
         made.add("bad_parts")
         if portion.needs is None or self.on_bad == "drop" or not made.isdisjoint(portion.needs):
-            return self._parts(whole, portion)
-        return np.zeros(0, np.int64)
+            return self._chosen(recipe, portion)
+        none = np.zeros(0, np.int64)
+        return _Chosen(portion.draws, self._whole(recipe, portion), none, none > 0)
 
 
 def _summary(processor: Processor) -> str:
@@ -488,10 +618,11 @@ def _parts_at(store: StreamStore, documents: bytes) -> Parts:
     return store.parts(np.frombuffer(documents, np.int64))
 
 
-def _places(draws: Draws, parts: Parts, chosen: Longs) -> list[PartPlace]:
-    """Some parts of draws, by source, epoch, document and number."""
-    of = parts.sample[chosen]
-    columns = (draws.source[of], draws.epoch[of], draws.index[of], chosen - parts.starts[of])
+def _places(chosen: _Chosen) -> list[PartPlace]:
+    """The parts, by source, epoch, document and number."""
+    draws, parts = chosen.draws, chosen.whole.parts
+    of = parts.sample[chosen.places]
+    columns = (draws.source[of], draws.epoch[of], draws.index[of], chosen.places - parts.starts[of])
     return [PartPlace(*row) for row in zip(*(column.tolist() for column in columns))]
 
 

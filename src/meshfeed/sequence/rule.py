@@ -61,6 +61,12 @@ class SequenceRule(Rule):
         return False
 
     @property
+    def sees_step(self) -> bool:
+        """Whether its portions need the whole step: encoders run on other ranks than those that hold a
+        sequence."""
+        return False
+
+    @property
     @abstractmethod
     def fields(self) -> tuple[Field, ...]:
         """Every field that `build` can make."""

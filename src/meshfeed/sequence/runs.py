@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from meshfeed.plan import CpSplit, Pack, Slices, StepPlan, packs_of, slices_of
 from meshfeed.recipe import Recipe
 
 Longs = npt.NDArray[np.int64]
+M = TypeVar("M")
 
 
 # What loops.c widens, in its order: the types of tokens in stores, to that of tokens and labels in fields.
@@ -115,6 +116,37 @@ def runs_of(own: Slices, held: Slices, at: Longs, *, ahead: int = 0) -> Runs:
     return Runs(at, start, np.minimum(own.sizes, (offsets + held.sizes)[holder] - start))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeStep:
+    """The step that a rank's portions are of, for a rule that looks beyond their packs; see `sees_step`.
+
+    Attributes:
+        draws: its global batch.
+        plan: which sequence goes where.
+        rank: the dp_cp rank.
+        served: the dp_cp ranks that its reader serves, including it.
+        order: the place of each dp_cp rank among the same ranks in ascending global order.
+    """
+
+    draws: Draws
+    plan: StepPlan
+    rank: int
+    served: tuple[int, ...]
+    order: tuple[int, ...]
+    _made: dict[int, Any] = field(default_factory=dict[int, Any], init=False, repr=False)
+
+    def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
+        """What a rule makes of the step's draws in a recipe, made once."""
+        return _once(self._made, recipe, make)
+
+
+def _once(made: dict[int, Any], recipe: Recipe, make: Callable[[], M]) -> M:
+    # by identity: a step is of one recipe and those of its columns, which outlive it and are not kept by it
+    if id(recipe) not in made:
+        made[id(recipe)] = make()
+    return made[id(recipe)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Portion:
     """One rank's part of some consecutive microbatches, and the part of its delivery group.
@@ -136,6 +168,7 @@ class Portion:
         split: how the cp group splits the pack.
         cp_ranks: global ranks of the cp group, in the order of their slices.
         needs: names of the fields of a pack that the ranks of its reader need; None for all.
+        step: the whole step, if the rule asks for it.
     """
 
     microbatches: range
@@ -151,6 +184,8 @@ class Portion:
     tail: Slices
     split: CpSplit
     needs: frozenset[str] | None = None
+    step: WholeStep | None = None
+    _made: dict[int, Any] = field(default_factory=dict[int, Any], init=False, repr=False)
     _read: dict[int, Slices] = field(default_factory=dict[int, Slices], init=False, repr=False)
     _runs: dict[tuple[int, int], Runs] = field(
         default_factory=dict[tuple[int, int], Runs], init=False, repr=False
@@ -179,7 +214,16 @@ class Portion:
         """
         made = copy(self)
         object.__setattr__(made, "draws", draws.take(self.draws.index))
+        object.__setattr__(made, "_made", {})
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what only the rule needs: a microbatch is pickled with its portion."""
+        return {**self.__dict__, "step": None, "_made": {}}
+
+    def once(self, recipe: Recipe, make: Callable[[], M]) -> M:
+        """What a rule makes of the draws in a recipe, made once."""
+        return _once(self._made, recipe, make)
 
     def draws_of(self, microbatch: int) -> Draws:
         """The draws of one of the microbatches."""
@@ -247,13 +291,14 @@ def portions_of(
     together: int,
     rank_of_dp_cp: npt.NDArray[np.int64],
     needs: frozenset[str] | None = None,
+    step: WholeStep | None = None,
 ) -> list[Portion]:
     """One rank's portions of a step, each of `together` microbatches.
 
     draws: the step's global batch. lengths: tokens of each; int64 [n]. group: the dp_cp ranks that this
     rank's reader serves, including this one; they share every pack. rank_of_dp_cp: the global rank of each
-    dp_cp rank at this rank's tp and pp. needs: see `Portion`. Raises PlanError if cp cannot split
-    the sequences.
+    dp_cp rank at this rank's tp and pp. needs, step: see `Portion`. Raises PlanError if cp cannot
+    split the sequences.
     """
     portions: list[Portion] = []
     starts = range(0, plan.num_microbatches, together)
@@ -277,6 +322,7 @@ def portions_of(
                 tail=tail,
                 split=split,
                 needs=needs,
+                step=step,
             )
         )
     return portions

@@ -12,7 +12,7 @@ from meshfeed.deliver import can_share
 from meshfeed.errors import RoleError
 from meshfeed.feed import Feed
 from meshfeed.feed.launch import this_layout
-from meshfeed.integrations.loader import framework
+from meshfeed.integrations.loader import check_encoder, framework
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
@@ -169,11 +169,12 @@ def feed(
     None takes those of parallel_state. device: None takes this process's GPU if there is one. packing: as for
     a Feed; without a quantum it gets microbatch_group_size_per_vp_stage of a config with virtual stages.
     options: all others of a Feed, such as micro_batch_size.
+    Raises RecipeError if encoders run on other ranks, which Megatron's models do not expect.
     """
     layout = layout_of(groups)
     if packing is not None and packing.quantum is None and config is not None:
         packing = replace(packing, quantum=quantum_of(config, layout))
-    return Feed(
+    made = Feed(
         recipe,
         layout,
         delivery=delivery_of(loading),
@@ -182,3 +183,5 @@ def feed(
         packing=packing,
         **options,
     )
+    check_encoder(recipe)
+    return made

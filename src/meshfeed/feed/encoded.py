@@ -1,0 +1,84 @@
+"""Encoder outputs, sent to the ranks whose packs need them; and their gradients, sent back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshfeed.errors import OptionError
+from meshfeed.parts import Kind
+from meshfeed.plan.encoder_routes import ROUTE
+
+
+def exchange_encoded(
+    encoded: torch.Tensor,
+    microbatch: Mapping[str, Any],
+    kind: Kind = "image",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The encoder's outputs of this rank's pack, whichever ranks have encoded them; differentiable.
+
+    Every rank of `Feed.encoder_ranks` calls it once for each microbatch and kind, in the same order, those
+    without parts too. Use what it returns in the loss on every rank, even if it has no row: `backward` is an
+    exchange as well. For a frozen encoder, call both under `torch.no_grad()` on all ranks: nothing is sent
+    back.
+
+    encoded: what the encoder made of this rank's fields of the microbatch, a row for each token of its
+        parts; [tokens encoded here, ...], of the same dtype and row shape on every rank.
+    microbatch: with the fields `<kind>_send_rows`, `_send_counts`, `_receive_counts`, `_receive_rows` of
+        `mf.Multimodal(encoder="balanced")`; see `EncoderRoute`. Their two counts are read on the host.
+    group: of the ranks of `Feed.encoder_ranks`; None for the default group. One rank exchanges nothing.
+    Returns [outputs of the pack, ...]: what `<kind>_index` counts in.
+    Raises OptionError for another number of rows or ranks; KeyError if the microbatch has no such fields.
+    """
+    route: dict[str, torch.Tensor] = {name: microbatch[f"{kind}_{name}"] for name in ROUTE}
+    send, receive = route["send_counts"].tolist(), route["receive_counts"].tolist()
+    rows = int(route["send_rows"].max()) + 1 if sum(send) else 0
+    if len(encoded) != rows:
+        raise OptionError(
+            f"exchange_encoded: {len(encoded)} rows, where the {kind} parts of this rank have {rows} tokens; "
+            f"pass a row for each"
+        )
+    sent = encoded.index_select(0, route["send_rows"])
+    if len(send) > 1:
+        size = dist.get_world_size(group)
+        if size != len(send):
+            raise OptionError(
+                f"exchange_encoded: a group of {size} ranks, where {len(send)} share the {kind} parts; "
+                f"pass the group of Feed.encoder_ranks"
+            )
+        # wherever there is a backward pass, every rank takes part in it, also one whose encoder has none
+        takes_part = encoded.new_empty(0, requires_grad=torch.is_grad_enabled())
+        sent = _Exchanged.apply(sent, takes_part, send, receive, group)
+    return sent.index_select(0, route["receive_rows"])
+
+
+class _Exchanged(torch.autograd.Function):
+    """Rows to each rank, and rows from each; gradients go the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        takes_part: torch.Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = send, receive, group
+        return _all_to_all(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None, None
+
+
+def _all_to_all(
+    rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    received = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), list(receive), list(send), group=group)
+    return received

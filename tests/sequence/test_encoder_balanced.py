@@ -1,0 +1,206 @@
+"""mf.Multimodal(encoder="balanced"): other ranks encode, and every pack gets the outputs that it got before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import meshfeed as mf
+import pictures
+import world
+from meshfeed.errors import OptionError, RecipeError
+from meshfeed.integrations.loader import check_encoder
+from meshfeed.plan import Packing, encoder_routes, plan_encoder, plan_step
+from meshfeed.sequence import PartField
+from meshfeed.testing import assert_rule
+from observe import simulated, take
+from pictures import Listen, Look, recipe_over, write_pictures
+
+SPLIT: Any = {"packing": Packing(capacity=16, oversize="split", microbatches=12)}  # the last are dummies
+
+
+@dataclass(frozen=True)
+class LookFirst(Look):
+    """As Look, for the first stage alone."""
+
+    @property
+    def fields(self) -> tuple[PartField, ...]:
+        return tuple(PartField(name=each.name, dtype=each.dtype, shape=each.shape) for each in super().fields)
+
+
+def _by_tokens(*_: Any) -> None:
+    """The work of encoders that others run."""
+
+
+def recipe_of(folder: str, encoder: Any, **options: Any) -> mf.Recipe:
+    rule = mf.Multimodal(image=LookFirst(), audio=Listen(), encoder=encoder, **options)
+    return replace(recipe_over(mf.open(folder), rule), steps=2)  # so that nothing more is decoded ahead
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("shared") / "store"
+    write_pictures(path, bad=tuple(range(10)))
+    return str(path)
+
+
+def encoded(fields: Mapping[str, Any]) -> torch.Tensor:
+    """A row of an image is a token: the sum of its pixels; [tokens, 2]."""
+    images = fields["pixel_values"].double().split(fields["image_cu_seqlens"].diff().tolist())
+    assert len(images) == len(fields["image_grid"])
+    rows = [image.reshape(*size, 2).sum(1) for image, size in zip(images, fields["image_grid"].tolist())]
+    return torch.cat([torch.zeros(0, 2).double(), *rows])
+
+
+def received(ranks: Sequence[mf.Microbatch], at: int) -> torch.Tensor:
+    """What the rank at a place of the group receives of one microbatch: by the fields of all, without a network."""
+    sent: list[torch.Tensor] = []
+    for place, fields in enumerate(ranks):
+        counts = fields["image_send_counts"].tolist()
+        assert counts[at] == ranks[at]["image_receive_counts"][place]
+        sent.append(encoded(fields)[fields["image_send_rows"]].split(counts)[at])
+    return torch.cat(sent)[ranks[at]["image_receive_rows"]]
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp4", "dp2-cp2", "tp2-pp2-dp2"])
+def test_every_pack_receives_what_it_would_have_encoded(
+    folder: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, seen, elsewhere = mf.Layout.parse(layout), 0, 0
+    shared = list(mf.simulate(recipe_of(folder, "balanced", on_bad="blank"), shape, 2, **SPLIT))
+    # planned by tokens alone, as packs are if others encode
+    monkeypatch.setattr(mf.Multimodal, "encoder_work", _by_tokens)
+    alone = list(mf.simulate(recipe_of(folder, "with sample", on_bad="blank"), shape, 2, **SPLIT))
+    of = {(made.batch.step, made.rank): made.microbatches for made in shared}
+    bad = [
+        sum(len(m["bad_parts"]) for e in made for m in e.microbatches if not e.coord.pp)
+        for made in (alone, shared)
+    ]
+    assert bad[0] == bad[1] * shape.cp > 0  # every cp rank of a pack would have encoded
+    for made in alone:
+        group = sorted(shape.group_of(made.rank, "dp-cp").tolist())
+        at = group.index(made.rank)
+        for m, fields in enumerate(made.microbatches):
+            ranks = [of[made.batch.step, rank][m] for rank in group]
+            if made.coord.pp:
+                assert not {"image_send_rows", "pixel_values", "image_cu_seqlens"} & set(ranks[at])
+            else:
+                got, counts = received(ranks, at), ranks[at]["image_receive_counts"]
+                torch.testing.assert_close(got, encoded(fields), rtol=0, atol=0)
+                seen, elsewhere = seen + len(got), elsewhere + int(counts.sum() - counts[at])
+            for name in ("tokens", "labels", "loss_mask", "image_index", "audio_index"):
+                assert (name in fields) == (name in ranks[at])
+                if name in fields:
+                    torch.testing.assert_close(ranks[at][name], fields[name], rtol=0, atol=0)
+    assert seen > 40 and (elsewhere > 10) == (shape.dp * shape.cp > 1)
+
+
+def test_the_laws_of_a_rule_hold_for_shared_parts(folder: str) -> None:
+    rule = mf.Multimodal(image=LookFirst(), audio=Listen(), encoder="balanced", on_bad="blank")
+    assert_rule(rule, mf.open(folder))
+
+
+def test_what_cannot_be_shared_is_refused(folder: str) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"image": Look()}, "image_grid of Look is for the stages all"),
+        ({"image": LookFirst(), "on_bad": "drop"}, "does not decode its parts"),
+    ]
+    for options, message in refused:
+        with pytest.raises(RecipeError, match=message):
+            mf.Multimodal(encoder="balanced", **options)
+    recipe = recipe_of(folder, "balanced")
+    with pytest.raises(RecipeError, match="which this trainer's model does not call"):
+        check_encoder(recipe)
+    with pytest.raises(RecipeError, match="choose with sample, balanced"):
+        mf.Multimodal(encoder="all")  # pyright: ignore[reportArgumentType]
+
+
+# -- real ranks -----------------------------------------------------------------------------------
+
+
+def exchanged(rank: int) -> list[str]:
+    """What differs from one process that encodes all: outputs, or the gradients of the encoder."""
+    wrong: list[str] = []
+    rng, width = np.random.default_rng(3), 3
+    for cp, parts in ((1, 9), (2, 9), (4, 5), (1, 1), (2, 0)):
+        lengths = np.full(6, 20)
+        plan = plan_step(lengths, Packing(capacity=24, microbatches=3), dp=4 // cp, cp=cp)
+        of = np.sort(rng.integers(0, 6, parts))
+        tokens = rng.integers(1, 5, parts)
+        made = plan_encoder(plan, of, tokens.astype(float), encoder="balanced")
+        order = rng.permutation(4).tolist()
+        me = order.index(rank)  # its dp_cp rank
+        routes = encoder_routes(made, tokens, me, order=order)
+        inputs = [torch.from_numpy(rng.normal(size=(n, width))) for n in tokens.tolist()]
+        factors = [torch.from_numpy(rng.normal(size=(4, n, 2))) for n in tokens.tolist()]
+        start = torch.from_numpy(rng.normal(size=(2, width)))
+
+        def rows(
+            entries: np.ndarray, each: Sequence[torch.Tensor], inputs: Any = inputs, made: Any = made
+        ) -> Any:
+            return torch.cat(
+                [inputs[0][:0] if inputs else torch.zeros(0, width).double(), *(each[p] for p in entries)]
+            )
+
+        weight, whole = start.clone().requires_grad_(), start.clone().requires_grad_()
+        for route in routes:
+            fields = {f"image_{name}": torch.from_numpy(a.copy()) for name, a in route.arrays.items()}
+            x = rows(made.part[route.encodes], inputs)
+            # a rank without parts may not even call its encoder
+            y = torch.nn.functional.linear(x, weight) if len(x) else torch.zeros(0, 2).double()
+            got = mf.exchange_encoded(y, fields)
+            wanted = torch.nn.functional.linear(rows(made.part[route.takes], inputs), whole)
+            if not torch.allclose(got, wanted, rtol=1e-14, atol=1e-14):
+                wrong.append(f"cp {cp}, {parts} parts: outputs")
+            mine = torch.cat([torch.zeros(0, 2).double(), *(factors[p][me] for p in made.part[route.takes])])
+            (got * mine).sum().backward()
+            (wanted * mine).sum().backward()
+            with torch.no_grad():
+                if mf.exchange_encoded(y.detach(), fields).requires_grad:
+                    wrong.append("a frozen encoder")
+        sums = [torch.zeros_like(start) if w.grad is None else w.grad for w in (weight, whole)]
+        for each in sums:
+            dist.all_reduce(each)
+        if not torch.allclose(*sums, rtol=1e-13, atol=1e-13):
+            wrong.append(f"cp {cp}, {parts} parts: gradients")
+        if made.part.size and not sums[0].any():
+            wrong.append("no gradients")
+    none = {f"image_{name}": torch.zeros(3).long() for name in ("send_counts", "receive_counts")}
+    none |= {f"image_{name}": torch.zeros(0).long() for name in ("send_rows", "receive_rows")}
+    for rows_given, message in ((1, "1 rows"), (0, "a group of 4 ranks, where 3")):
+        with pytest.raises(OptionError, match=message):
+            mf.exchange_encoded(torch.zeros(rows_given, 2), none)
+    return wrong
+
+
+def every_case(rank: int, folder: str) -> tuple[list[str], int]:
+    """What differs, and how often this rank decoded an image for the last feed."""
+    wrong, decoded = exchanged(rank), 0
+    jobs: list[tuple[str, Any]] = [("dp2-cp2", "share"), ("tp2-dp2", "broadcast")]
+    for text, delivery in jobs:
+        recipe, layout, before = recipe_of(folder, "balanced"), mf.Layout.parse(text), pictures.CALLS[0]
+        with mf.Feed(recipe, layout, delivery=delivery, verify=True, timeout_s=600, **SPLIT) as feed:
+            if feed.encoder_ranks != tuple(sorted(layout.group_of(rank, "dp-cp").tolist())):
+                wrong.append(f"{feed.encoder_ranks}")
+            got, decoded = take(feed, 2), pictures.CALLS[0] - before
+        if got != simulated(recipe, layout, range(2), rank, **SPLIT):
+            wrong.append(f"{text} {delivery}")
+    return wrong, decoded
+
+
+def test_real_ranks_exchange_outputs_and_gradients(tmp_path: Path) -> None:
+    write_pictures(tmp_path / "store")
+    results = world.run(every_case, 4, str(tmp_path / "store"))
+    assert [wrong for wrong, _ in results] == [[]] * 4
+    # each image once for every pack that has tokens of it, on whichever replica
+    recipe, packs = recipe_of(str(tmp_path / "store"), "balanced"), 0
+    for made in mf.simulate(recipe, mf.Layout.parse("dp2"), 2, **SPLIT):
+        packs += sum(len(m["image_grid"]) for m in made.microbatches)
+    assert sum(decoded for _, decoded in results) == packs > 0
