@@ -172,7 +172,9 @@ def ended(job: world.World) -> list[world.Outcome]:
 
 
 def records(path: Path) -> Iterator[tuple[int, list[mf.Microbatch], list[int]]]:
-    """What a rank has kept of its steps; the last may be cut off."""
+    """What a rank has kept of its steps; the last may be cut off. None, if it was killed before its first."""
+    if not path.exists():
+        return
     with path.open("rb") as came:
         while True:
             try:
