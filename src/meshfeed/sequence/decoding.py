@@ -7,19 +7,20 @@ it is made.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
-import torch
 
 from meshfeed.columns import Array
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
 from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.arena import Arena, Room
 from meshfeed.sequence.decode_costs import DecodeCosts
 from meshfeed.sequence.processor import PartSize, Processor, named, rows_of, tokens_of
 from meshfeed.store.workers import Failure, Workers
@@ -29,8 +30,9 @@ Made = dict[str, Array]
 AHEAD_BYTES = 256 << 20
 """Workers begin no further part while so much is decoded and not asked for yet."""
 
-# smaller arrays go through the worker's pipe: each in shared memory takes a descriptor
-_SHARED_BYTES = 1 << 20
+_ARENA_BYTES = 1 << 36  # of addresses, far above AHEAD_BYTES and what a step has; memory as it is written
+_SHARED_BYTES = 1 << 20  # smaller arrays go through the worker's pipe
+_ALIGNED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Task:
         rows: of each field, by the processor.
         tokens: by the rule.
         read_s: seconds that reading the bytes took.
+        room: for the arrays from _SHARED_BYTES; None where they go through the pipe.
     """
 
     kind: Kind
@@ -73,6 +76,16 @@ class Task:
     rows: Mapping[str, int]
     tokens: int
     read_s: float
+    room: Room | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An array in a task's room. begin: its first byte there."""
+
+    begin: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -80,7 +93,7 @@ class Decoded:
     """What a part became, and what that cost.
 
     Attributes:
-        made: its arrays, from a worker as tensors; or why there are none.
+        made: its arrays, from a worker some as Placed; or why there are none.
         num_bytes, read_s: of the part before decoding; seconds that reading it took.
         busy_s, cpu_s: seconds that decoding took, and CPU seconds.
         is_counted: whether the costs are in the decoder's: several packs may ask for one part.
@@ -112,18 +125,21 @@ class Decoder:
         self._recipe, self._processors = recipe, processors
         self._num_workers, self._timeout_s = workers, timeout_s
         self._workers: Workers[PartPlace] | None = None
+        self._arena: Arena | None = None
         self.costs = DecodeCosts(workers)
 
     def __enter__(self) -> Self:
         if self._num_workers:
-            make = functools.partial(_decoded_in_worker, dict(self._processors))
+            self._arena = Arena(_ARENA_BYTES)
+            make = functools.partial(_decoded_in_worker, dict(self._processors), self._arena)
             name = f"Multimodal(workers={self._num_workers})"
             self._workers = Workers(
                 make,
                 self._num_workers,
                 self._timeout_s,
                 name,
-                read=self._task,
+                read=self._task_with_room,
+                received=_arrays_of,
                 is_full=_is_full,
                 called=self.told,
             )
@@ -133,6 +149,9 @@ class Decoder:
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()
 
     def announce(self, places: Sequence[PartPlace]) -> None:
         """These will be decoded, in this order."""
@@ -153,7 +172,7 @@ class Decoder:
         busy, read = self._count(received)
         # workers also wait for the bytes that they decode: that part of the wait is reading
         self.costs.wait_s += waited * busy / (busy + read) if busy else 0.0
-        return [_arrays(each.made) for each in received]
+        return [each.made for each in received]
 
     def _count(self, decoded: Iterable[Decoded]) -> tuple[float, float]:
         """Add up what was not counted yet. Returns its seconds of decoding, and those of reading."""
@@ -189,6 +208,14 @@ class Decoder:
             tokens=int(tokens[0]),
             read_s=read_s,
         )
+
+    def _task_with_room(self, at: PartPlace) -> Task:
+        task, arena = self._task(at), self._arena
+        fields = self._processors[task.kind].fields
+        sizes = [task.rows[each.name] * each.row_bytes for each in fields]
+        if needed := sum(_aligned(size) for size in sizes if size >= _SHARED_BYTES):
+            return task if arena is None else replace(task, room=arena.take(needed))
+        return task
 
     def told(self, at: PartPlace) -> str:
         """What messages call a part."""
@@ -259,22 +286,36 @@ def _decoded(processors: Mapping[Kind, Processor], task: Task, cpu_clock: Callab
     return Decoded(made, len(task.data), task.read_s, busy_s, cpu_s)
 
 
-def _decoded_in_worker(processors: Mapping[Kind, Processor], task: Task) -> Decoded:
-    """What travels of a part: large arrays as tensors, which torch moves through shared memory."""
+def _decoded_in_worker(processors: Mapping[Kind, Processor], arena: Arena, task: Task) -> Decoded:
+    """What travels of a part: large arrays lie in the task's room."""
     decoded = _decoded(processors, task, time.process_time)
-    if not isinstance(decoded.made, Bad):
-        decoded.made = {
-            name: torch.from_numpy(np.require(array, requirements=["C", "W"]))
-            if array.nbytes >= _SHARED_BYTES
-            else array
-            for name, array in decoded.made.items()
-        }
+    if isinstance(decoded.made, Bad) or task.room is None:
+        return decoded
+    begin = 0
+    for name, array in decoded.made.items():
+        if array.nbytes >= _SHARED_BYTES:
+            memory = arena.written(task.room.offset + begin, array.nbytes)
+            memory.view(array.dtype).reshape(array.shape)[...] = array
+            decoded.made[name] = Placed(begin, array.dtype.name, array.shape)
+            begin += _aligned(array.nbytes)
     return decoded
 
 
-def _arrays(made: dict[str, Any] | Bad) -> Made | Bad:
-    """What was made, its tensors as arrays of the same memory."""
-    return made if isinstance(made, Bad) else {name: np.asarray(array) for name, array in made.items()}
+def _arrays_of(task: Task, decoded: Any) -> Any:
+    """What a worker made, the arrays in the task's room by reference; they keep it taken."""
+    memory = None if task.room is None else task.room.memory
+    if memory is None or not isinstance(decoded, Decoded) or isinstance(decoded.made, Bad):
+        return decoded
+    for name, each in decoded.made.items():
+        if isinstance(each, Placed):
+            num_bytes = math.prod(each.shape) * np.dtype(each.dtype).itemsize
+            array = memory[each.begin : each.begin + num_bytes].view(each.dtype)
+            decoded.made[name] = array.reshape(each.shape)
+    return decoded
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
 def _is_full(items: Iterable[Any]) -> bool:

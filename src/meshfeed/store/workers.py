@@ -51,6 +51,7 @@ class Workers(Generic[P]):
         name: of what makes them, for messages.
         read: place -> what a worker needs to make the item; runs in this process, on the worker's thread. A
             MeshfeedError of it takes the item's place.
+        received: what a worker got and what it made -> the item; runs on the worker's thread.
         called: place -> what messages call it.
         is_full: whether the items made and not fetched yet are so many that no further one is begun.
     """
@@ -63,11 +64,12 @@ class Workers(Generic[P]):
         name: str,
         *,
         read: Callable[[P], Any] | None = None,
+        received: Callable[[Any, Any], Any] = lambda task, made: made,
         is_full: Callable[[Iterable[Any]], bool] = lambda items: False,
         called: Callable[[P], str] = str,
     ) -> None:
         self._make, self._count, self._timeout_s, self._name = make, count, timeout_s, name
-        self._read, self._is_full, self._called = read, is_full, called
+        self._read, self._received, self._is_full, self._called = read, received, is_full, called
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # one fetch at a time
         self._queue: deque[P] = deque()  # not yet given to a worker
@@ -209,16 +211,16 @@ class Workers(Generic[P]):
 
     def _serve(self, pipe: Connection) -> None:
         """Hand over what is next until all is over. Raises EOFError or OSError where the worker has died."""
-        at = self._handed(pipe, wait=True)
-        while at is not None:
+        handed = self._handed(pipe, wait=True)
+        while handed is not None:
             made = pipe.recv_bytes()
             following = self._handed(pipe, wait=False)  # before this one is unpacked: the worker goes on
-            item = cast(Any, ForkingPickler).loads(made)
-            self._put(at, item)
-            at = self._handed(pipe, wait=True) if following is None else following
+            at, task = handed
+            self._put(at, self._received(task, cast(Any, ForkingPickler).loads(made)))
+            handed = self._handed(pipe, wait=True) if following is None else following
 
-    def _handed(self, pipe: Connection, *, wait: bool) -> P | None:
-        """What was handed to a worker; None where there is nothing, or all is over."""
+    def _handed(self, pipe: Connection, *, wait: bool) -> tuple[P, Any] | None:
+        """What was handed to a worker, as its place and task; None where there is nothing, or all is over."""
         while (at := self._next(wait=wait)) is not None:
             try:
                 task = at if self._read is None else self._read(at)
@@ -226,7 +228,7 @@ class Workers(Generic[P]):
                 self._put(at, error)
                 continue
             pipe.send(task)
-            return at
+            return at, task
         return None
 
     def _next(self, *, wait: bool) -> P | None:
