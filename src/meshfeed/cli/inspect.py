@@ -76,7 +76,6 @@ class Inspect(Command, StoreOptions):
     """
 
     examples = """
-        meshfeed inspect corpus
         meshfeed inspect corpus --show 3 --tokenizer tokenizer.json
         meshfeed inspect s3://bucket/corpus --storage region=eu-west-1 --cache /local/cache --json
         meshfeed inspect corpus --verify && sbatch train.sh

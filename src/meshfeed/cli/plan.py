@@ -50,8 +50,7 @@ class Plan(Command, JobOptions, RecipeOptions):
         "empty_microbatches": "number of microbatches without a sequence on any rank",
         "planning_s": "seconds that planning took",
         "sources": "name -> sequences and epochs that a mixture has given when the step is done",
-        "loads": "with images, audio or video: the language model and each encoder -> max_over_mean, of the "
-        "busiest rank of each microbatch, and its lower_bound",
+        "loads": "for the language model and each encoder: max_over_mean of the busiest rank, lower_bound",
     }
 
     recipe: str | None = argument("RECIPE", recipes.HELP, nargs="?")
