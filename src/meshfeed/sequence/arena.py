@@ -53,7 +53,7 @@ class Arena:
             fd = os.memfd_create("meshfeed-parts")
             os.ftruncate(fd, num_bytes)
         # a view, so that arrays of a room refer to the room's and not, past it, to the whole
-        self._fd, self._memory = fd, memoryview(mapped(fd, write=True))
+        self._fd, self._memory = fd, mapped(fd, write=True).data
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # size -> offsets
         self._end, self._lock = 0, threading.Lock()
 
