@@ -424,6 +424,31 @@ def test_large_arrays_and_little_room_change_nothing(folder: Path, monkeypatch: 
     assert seen[0] == seen[1]
 
 
+class Swapped(Look):
+    """Look, whose arrays have the other byte order."""
+
+    def __call__(self, data: bytes, size: Any, rng: np.random.Generator) -> Any:
+        made = super().__call__(data, size, rng)
+        return {name: array.astype(array.dtype.newbyteorder()) for name, array in made.items()}
+
+
+@pytest.mark.parametrize("has_arena", [True, False])
+def test_workers_give_the_same_arrays_whatever_their_byte_order_and_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, has_arena: bool
+) -> None:
+    def refused(num_bytes: int) -> Any:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(decoding, "_SHARED_BYTES", 64)
+    if not has_arena:
+        monkeypatch.setattr(decoding, "Arena", refused)
+    seen = []
+    for image, workers in ((Look(), 0), (Swapped(), 0), (Swapped(), 1)):
+        with mf.Feed(multimodal(folder, image=image, workers=workers), **PACKING) as feed:
+            seen.append(take(feed, 2))
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_an_error_of_the_store_in_a_workers_thread_is_raised_as_it_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

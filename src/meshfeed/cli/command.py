@@ -123,7 +123,7 @@ def show_progress(what: str, parts: Iterator[float], *, quiet: bool = False) -> 
 def write_text(path: Path, text: str) -> None:
     """Write a file that the user named. Raises MeshfeedError."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # names need not be UTF-8
     except OSError as error:
         raise MeshfeedError(f"{path}: {error.strerror or error}; choose another file to write") from error
     say(f"wrote {path}", sys.stderr)

@@ -167,7 +167,7 @@ def decode_limit_of(ranks: Sequence[Standing]) -> int | None:
     own = [
         (seconds, stage == STAGE and seconds >= LIMITS * each.step_s, each.rank)
         for each in ranks
-        if each.step_s is not None
+        if each.step_s
         for stage, seconds in each.wait_s.items()
         if stage not in FOLLOWS
     ]

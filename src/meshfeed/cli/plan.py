@@ -50,7 +50,7 @@ class Plan(Command, JobOptions, RecipeOptions):
         "empty_microbatches": "number of microbatches without a sequence on any rank",
         "planning_s": "seconds that planning took",
         "sources": "name -> sequences and epochs that a mixture has given when the step is done",
-        "loads": "for the language model and each encoder: max_over_mean of the busiest rank, lower_bound",
+        "loads": "of language model and encoders: max_over_mean of the busiest rank, lower_bound",
     }
 
     recipe: str | None = argument("RECIPE", recipes.HELP, nargs="?")

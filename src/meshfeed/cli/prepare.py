@@ -86,7 +86,7 @@ class _Parts:
         "folder or URL that paths in JSON and Parquet begin at (default: the file's own)", metavar="DIR"
     )
     url_timeout: float = option(
-        "seconds after which a part that a URL names is given up, with all attempts",
+        "seconds after which a request for a part that a URL names is given up, with all attempts",
         default=URL_TIMEOUT_S,
         metavar="SECONDS",
     )

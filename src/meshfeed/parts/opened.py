@@ -24,12 +24,17 @@ def opened_image(data: bytes) -> Any:
         raise ImportError(f"reading images needs Pillow: {install('vlm')}") from missing
     Image.init()  # or those that no one has used yet are missing
     found = _optional(data)
-    if found is not None and (found not in Image.OPEN or not features.check(found.lower())):
+    if found is not None and (found not in Image.OPEN or _lacks(features, found.lower())):
         raise ImportError(
             f"{_NAMES[found]} image, which this Pillow cannot read; install one that does (its wheels read "
             f"AVIF from 11.3 on), or convert it to JPEG or PNG"
         )
     return Image.open(io.BytesIO(data), formats=[name for name in FORMATS if name in Image.OPEN])
+
+
+def _lacks(features: Any, name: str) -> bool:
+    """Whether this Pillow is built without a codec of its own; those of plugins it does not know."""
+    return name in {*features.modules, *features.features} and not features.check(name)
 
 
 def brands_of(data: bytes) -> set[bytes]:

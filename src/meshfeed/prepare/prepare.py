@@ -112,7 +112,8 @@ def prepare(
     validation: share of the documents, chosen by their text, that goes to out/validation and not out/train.
     max_errors: malformed records that may be left out, listed in out/errors.jsonl.
     max_record_bytes: limit of a document's line, file or row, uncompressed; a longer one ends the run.
-    url_timeout_s: of all attempts at the URL of an image or audio; after it, its sample is malformed.
+    url_timeout_s: of all attempts at a request for the URL of an image or audio; after it, its sample is
+            malformed.
     text_encoding: of text and JSON lines, as Python calls it; of several, separated by commas, the first that
     decodes a text file, or a line of JSON, is used.
     engine: who encodes; None for a process per core of this machine.

@@ -142,7 +142,8 @@ class Samples:
 def fetch_from(folder: str, most_bytes: int, url_timeout_s: float) -> Fetch:
     """How the parts are fetched that a record names: by path from a folder, never out of it, or by URL.
 
-    most_bytes: of the parts of a record together. url_timeout_s: of all attempts at one URL.
+    most_bytes: of the parts of a record together.
+    url_timeout_s: of all attempts at each request for a URL.
     """
     options = {GIVE_UP: f"{url_timeout_s:g}"}
     left = most_bytes
@@ -152,7 +153,7 @@ def fetch_from(folder: str, most_bytes: int, url_timeout_s: float) -> Fetch:
         if name.startswith("data:"):
             return _of_data_url(name)
         base, named = parent(name) if is_remote(name) else (folder, _relative(name, folder))
-        with Folder(base, options=options).file(named) as file:
+        with Folder(base, options=options if is_remote(name) else {}).file(named) as file:
             left -= file.size_bytes
             if left < 0:
                 raise StoreError(f"its parts have {too_large(most_bytes)}")

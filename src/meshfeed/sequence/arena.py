@@ -46,14 +46,20 @@ class Arena:
     Args:
         num_bytes: most that can be taken.
         fd: of an arena that another process made.
+
+    Raises OSError where the process may not map so much.
     """
 
     def __init__(self, num_bytes: int, fd: int | None = None) -> None:
-        if fd is None:
-            fd = os.memfd_create("meshfeed-parts")
-            os.ftruncate(fd, num_bytes)
-        # a view, so that arrays of a room refer to the room's and not, past it, to the whole
-        self._fd, self._memory = fd, mapped(fd, write=True).data
+        self._fd = os.memfd_create("meshfeed-parts") if fd is None else fd
+        try:
+            if fd is None:
+                os.ftruncate(self._fd, num_bytes)
+            # a view, so that arrays of a room refer to the room's and not, past it, to the whole
+            self._memory = mapped(self._fd, write=True).data
+        except OSError:
+            os.close(self._fd)
+            raise
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # size -> offsets
         self._end, self._lock = 0, threading.Lock()
 

@@ -6,6 +6,7 @@ it is made.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -130,7 +131,8 @@ class Decoder:
 
     def __enter__(self) -> Self:
         if self._num_workers:
-            self._arena = Arena(_ARENA_BYTES)
+            with contextlib.suppress(OSError):  # a limit on addresses: all arrays go through the pipe
+                self._arena = Arena(_ARENA_BYTES)
             make = functools.partial(_decoded_in_worker, dict(self._processors), self._arena)
             name = f"Multimodal(workers={self._num_workers})"
             self._workers = Workers(
@@ -286,16 +288,16 @@ def _decoded(processors: Mapping[Kind, Processor], task: Task, cpu_clock: Callab
     return Decoded(made, len(task.data), task.read_s, busy_s, cpu_s)
 
 
-def _decoded_in_worker(processors: Mapping[Kind, Processor], arena: Arena, task: Task) -> Decoded:
+def _decoded_in_worker(processors: Mapping[Kind, Processor], arena: Arena | None, task: Task) -> Decoded:
     """What travels of a part: large arrays lie in the task's room."""
     decoded = _decoded(processors, task, time.process_time)
-    if isinstance(decoded.made, Bad) or task.room is None:
+    if isinstance(decoded.made, Bad) or arena is None or task.room is None:
         return decoded
     begin = 0
     for name, array in decoded.made.items():
         if array.nbytes >= _SHARED_BYTES:
             memory = arena.written(task.room.offset + begin, array.nbytes)
-            memory.view(array.dtype).reshape(array.shape)[...] = array
+            memory.view(array.dtype.name).reshape(array.shape)[...] = array  # in this machine's byte order
             decoded.made[name] = Placed(begin, array.dtype.name, array.shape)
             begin += _aligned(array.nbytes)
     return decoded

@@ -122,11 +122,13 @@ class Workers(Generic[P]):
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
         for process in self._processes:
-            process.kill()  # by force those that are busy
+            with contextlib.suppress(ValueError):  # ended, and let go by its thread
+                process.kill()  # by force those that are busy
         for thread in self._threads:  # not for ever: a process that a worker forked may hold its pipe
             thread.join(_GRACE_S)
         for process in self._processes:
-            process.join(_GRACE_S)
+            with contextlib.suppress(ValueError):
+                process.join(_GRACE_S)
 
     # -- who wants what; all under the lock -----------------------------------------------------------
 
@@ -204,6 +206,7 @@ class Workers(Generic[P]):
                 process.join(_GRACE_S)
                 process.kill()
                 process.join()
+                process.close()  # its descriptors, now: an error may refer to it for long
         except BaseException:  # told to whoever waits for an item
             self._broken = traceback.format_exc()
         with self._changed:
