@@ -73,7 +73,7 @@ PATCHES = Counted()
 def measured(short: bool) -> Iterator[Row]:
     """One rank with two workers; then a node of eight ranks that need the same images."""
     measure.needs("nginx")
-    few, count, rounds = (32, 32, 1) if short else (64, 768, 5)
+    few, count, rounds = (32, 32, 1) if short else (64, 384, 3)
     with tempfile.TemporaryDirectory() as scratch:
         small = write_all(Path(scratch) / "few", few)
         check(small, few)
