@@ -32,6 +32,7 @@ from meshfeed.sequence.decoding import Bad, Decoder, PartPlace, blank_of
 from meshfeed.sequence.documents import DocumentRule, document_lengths
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.processor import (
+    PartField,
     PartSize,
     Processor,
     grid_of,
@@ -334,10 +335,9 @@ class Multimodal(DocumentRule, TokenRule):
         count, chosen = super().num_bytes(recipe, portion), self._decoded(recipe, portion)
         for kind, mine in self._by_kind(recipe, chosen.draws, chosen.parts):
             processor = self.processors[kind]
+            wanted = [each for each in processor.fields if _needs(portion, each.name)]
             asked = recipe, chosen.draws, chosen.whole.parts, chosen.places[mine]
-            rows = _asked(rows_of, processor, *asked)
-            wanted = (each for each in processor.fields if _needs(portion, each.name))
-            count += sum(int(rows[each.name].sum()) * each.row_bytes for each in wanted)
+            count += _decoded_bytes(_asked(rows_of, processor, *asked), wanted)
         return count + (chosen.places.size if self.on_bad != "error" else 0)
 
     def decoded_is_larger(self, recipe: Recipe) -> bool:
@@ -345,9 +345,9 @@ class Multimodal(DocumentRule, TokenRule):
         draws = draws_of_step(recipe, 0)
         parts, decoded = _parts_of(recipe, draws), 0
         for kind, mine in self._by_kind(recipe, draws, parts):
-            rows = _asked(rows_of, self.processors[kind], recipe, draws, parts, mine)
-            decoded += sum(
-                int(rows[each.name].sum()) * each.row_bytes for each in self.processors[kind].fields
+            processor = self.processors[kind]
+            decoded += _decoded_bytes(
+                _asked(rows_of, processor, recipe, draws, parts, mine), processor.fields
             )
         return decoded > int(parts.num_bytes.sum())
 
@@ -646,6 +646,11 @@ def _told(recipe: Recipe, draws: Draws, parts: Parts, place: int) -> str:
     sample = int(parts.sample[place])
     store, number = recipe.sources[int(draws.source[sample])], place - int(parts.starts[sample])
     return f"{store}: document {draws.index[sample]}, part {number}"
+
+
+def _decoded_bytes(rows: Mapping[str, Longs], fields: Sequence[PartField]) -> int:
+    """Bytes of some fields of parts. rows: of each field, int64 [p]."""
+    return sum(int(rows[each.name].sum()) * each.row_bytes for each in fields)
 
 
 def _labels(whole: Expansion, starts: Longs, lengths: Longs) -> tuple[Longs, Longs]:

@@ -71,5 +71,5 @@ class NativePatches(ImageProcessor):
 
     def _resized(self, size: PartSize) -> tuple[int, int]:
         """(height, width) in pixels of the resized image."""
-        height, width = self.rule.resized(Parts.of_images([(size.height, size.width)]))
+        height, width = self.rule.resized(size.as_image())
         return int(height[0]), int(width[0])

@@ -33,6 +33,10 @@ class PartSize(NamedTuple):
         height, width, length = (int(each[place]) for each in (parts.height, parts.width, parts.length))
         return cls(height, width, length, float(parts.rate[place]))
 
+    def as_image(self) -> Parts:
+        """The part alone, for what a rule says of an image of its height and width."""
+        return Parts.of_images([(self.height, self.width)])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartField:

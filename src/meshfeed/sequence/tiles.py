@@ -100,7 +100,7 @@ class TiledPixels(ImageProcessor):
     def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
         """The tiles of one image; nothing is drawn."""
         image, tile = opened(data, size), self.rule.tile
-        rows, columns = self.rule.tile_grid(_only(size))[:, 0].tolist()
+        rows, columns = self.rule.tile_grid(size.as_image())[:, 0].tolist()
         tiles = tiles_of(self.values(self.resized(image, rows * tile, columns * tile)), tile)
         if self.rule.thumbnail and len(tiles) > 1:
             tiles = np.concatenate([tiles, tiles_of(self.values(self.resized(image, tile, tile)), tile)])
@@ -140,7 +140,7 @@ class AnyResPixels(ImageProcessor):
     def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
         """The tiles of one image; nothing is drawn."""
         image, tile = opened(data, size), self.rule.tile
-        height, width = (self.rule.tile_grid(_only(size))[:, 0] * tile).tolist()
+        height, width = (self.rule.tile_grid(size.as_image())[:, 0] * tile).tolist()
         fitted = self.resized(image, *_fitted(image, height, width))
         both = self.resized(image, tile, tile), framed(fitted, height, width)
         tiles = [tiles_of(self.values(each), tile) for each in both]
@@ -161,10 +161,6 @@ class AnyResPixels(ImageProcessor):
 
 def _pixel_values(processor: ImageProcessor, side: int) -> PartField:
     return PartField(name="pixel_values", dtype=processor.dtype, shape=(3, side, side))
-
-
-def _only(size: PartSize) -> Parts:
-    return Parts.of_images([(size.height, size.width)])
 
 
 def _fitted(image: Any, height: int, width: int) -> tuple[int, int]:
