@@ -67,7 +67,6 @@ def rows_of(length: int, count: int, taken: dict[str, dict[str, Any]]) -> Iterat
                 against=peer,
                 value=statistics.median(float(ours.mean() / theirs.mean()) for ours, theirs in pairs),
                 aim=aim,
-                headline=peer == USUAL[0],
             )
         yield Row(
             name=f"{name}, {length:,} tokens, collectives a microbatch",

@@ -55,7 +55,6 @@ def measured(short: bool) -> Iterator[Row]:
                 against=SMALL,
                 value=statistics.median(a[key] / b[key] for a, b in zip(runs, small, strict=True)),
                 aim=NOISE,
-                headline="resumed" in name,
             )
     yield Row(name="a state, as JSON", value=small[0]["state_bytes"], unit="bytes")
 
