@@ -24,7 +24,7 @@ _PIPE_WIDTH = 240  # wide enough that nothing is cut
 
 
 _COMMANDS = [code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
-_TURNS = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_TURNS = [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]  # and other line ends
 _HIDDEN = {code: f"\\x{code:02x}" for code in _COMMANDS} | {code: f"\\u{code:04x}" for code in _TURNS}
 
 
