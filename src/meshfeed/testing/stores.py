@@ -36,8 +36,9 @@ def assert_store(
     process may take.
 
     Raises AssertionError for a wrong count, length, offset, token or boundary; for a dtype that states a byte
-    order ("<i4"), which memoryviews do not take for the native one; if anything outside the store is read without a StoreError; if a pickled or forked copy, a second `with` inside the first, or threads
-    read something else; or if a store that was left reads something else when it is entered again.
+    order ("<i4"), which memoryviews do not take for the native one; if anything outside the store is read
+    without a StoreError; if a pickled or forked copy, a second `with` inside the first, or threads read
+    something else; or if a store that was left reads something else when it is entered again.
     """
     wanted = _Documents(documents, store.dtype)
     wanted.check_attributes(store)
