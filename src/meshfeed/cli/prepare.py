@@ -103,7 +103,8 @@ class _Documents:
     title = "documents"
 
     column: str | None = option(
-        "top-level column of JSON and Parquet (text; with --chat messages)", names=("--column", "--key")
+        "top-level column of JSON, Parquet and Arrow (text; with --chat messages or conversations)",
+        names=("--column", "--key"),
     )
     glob: list[str] | None = option(
         "read only files with these names from folders, such as '*.py'; may be repeated", metavar="PATTERN"

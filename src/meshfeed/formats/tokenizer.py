@@ -15,6 +15,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import MissingError, StoreError
 from meshfeed.files import typed_errors
 from meshfeed.plugins import TOKENIZERS, loaded, registered
+from meshfeed.store.format import tokenizer_name
 
 BYTES = "bytes"
 KNOWN = (
@@ -91,7 +92,11 @@ class TokenizerFile:
 
 
 def tokenizer_file(name: str) -> TokenizerFile:
-    """The tokenizer of a name, read but not made. Raises StoreError if there is none."""
+    """The tokenizer of a name, read but not made. Raises StoreError if there is none.
+
+    A name is text or a path; see `tokenizer_name` for what else users give.
+    """
+    name = tokenizer_name(name)
     if name == BYTES:
         return TokenizerFile(name, BYTES)
     kind, colon, rest = name.partition(":")

@@ -16,7 +16,7 @@ from meshfeed.files.pinned import pinned
 from meshfeed.files.url import is_remote, local_path, parent, without_secrets
 from meshfeed.store.base import StreamStore
 from meshfeed.store.dataset import NAME
-from meshfeed.store.format import Place, formats
+from meshfeed.store.format import Place, formats, tokenizer_name
 
 _SHOWN = 8
 
@@ -69,7 +69,7 @@ def open_store(
             within=Folder(given, where, options or {}),
             column=column,
             dtype=dtype,
-            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
+            tokenizer=None if tokenizer is None else tokenizer_name(tokenizer),
         )
         for form in formats():
             store = form.open(place)
