@@ -145,7 +145,7 @@ def trained_alone() -> dict[str, Any]:
 
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("storage.md", 1)
+    names = run_page("storage.md", 2)
     with mf.Feed(names["recipe"]) as feed:
         step = next(iter(feed))
         (microbatch, *_) = step.microbatches

@@ -15,10 +15,11 @@ from meshfeed.files import ByteFile
 from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
 from meshfeed.formats.parquet import arrow_for, name_in, typed_arrow
-from meshfeed.formats.tokens import Column, refuse_unfit
+from meshfeed.formats.tokens import refuse_unfit
 from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.format import Place
 from meshfeed.store.index_cache import joined
+from meshfeed.store.loss_columns import LOSS_COLUMNS
 
 STATE = "state.json"
 """In a folder of `save_to_disk`: the names of its data files."""
@@ -52,13 +53,13 @@ class ArrowStore(DocumentFiles):
         super().check()
         return self
 
-    def beside(self) -> Mapping[str, ArrowStore]:
+    def beside(self) -> Mapping[str, DocumentFiles]:
         """Every other column of the first file, as a store whose tokens it is."""
         with self._files[0] as file, typed_arrow(file.url):
             schema = schema_of(arrow_for(file.url, "Arrow"), file)
         mine = name_in(schema, self._column.names, file.url)
         others = [name for name in schema.names if name != mine]
-        return {name: ArrowStore(self.path, self._files, Column(name), self._cache) for name in others}
+        return {name: self._column_beside(name) for name in others}
 
     # -- the index --------------------------------------------------------------------------------------
 
@@ -69,14 +70,17 @@ class ArrowStore(DocumentFiles):
     def _scan(self, span: Span) -> Mapping[str, Array]:
         file = self._files[span.file]
         with typed_arrow(file.url):
+            arrow = arrow_for(file.url, "Arrow")
+            beside = np.isin(LOSS_COLUMNS, schema_of(arrow, file).names)
             column = self._found(file)
-            batches = list(batches_of(arrow_for(file.url, "Arrow"), file, column))
+            batches = list(batches_of(arrow, file, column))
         width = column.dtype.itemsize
         at = [batch.at + batch.ends[:-1] * width for batch in batches]
         sizes = [np.diff(batch.ends) * width for batch in batches]
-        found = {"at": _end_to_end(at), "sizes": _end_to_end(sizes), "dtype": np.array([column.dtype.str])}
+        found = {"at": _end_to_end(at), "sizes": _end_to_end(sizes), "beside": beside}
+        found["dtype"] = np.array([column.dtype.str])
         if not column.is_text:
-            most = int(np.iinfo(column.dtype).max)
+            most = 0 if self._column.of_loss else int(np.iinfo(column.dtype).max)
             return found | {"lengths": found["sizes"] // width, "most": np.array([min(most, 2**63 - 1)])}
         lengths, most = list[int](), 0
         for first in range(0, found["at"].size, _ROWS_TOGETHER):
@@ -95,12 +99,10 @@ class ArrowStore(DocumentFiles):
         arrow = arrow_for(file.url, "Arrow")
         schema = schema_of(arrow, file)
         name = name_in(schema, self._column.names, file.url)
-        column = column_of(arrow, schema, name, file.url)
+        column = column_of(arrow, schema, name, file.url, self._column)
         if column.is_text != self._column.is_text:
-            belongs = "text" if self._column.is_text else "lists of whole numbers"
             raise StoreError(
-                f"{file.url}: column {name!r} is {schema.field(name).type}, where {belongs} belong; name "
-                f"the right column= and, for text, a tokenizer="
+                f"{file.url}: column {name!r} is {schema.field(name).type}, where {self._column.belongs}"
             )
         return column
 
@@ -165,7 +167,10 @@ class ArrowStore(DocumentFiles):
             first = self._index["file_ends"][f - 1] if f else 0
             return f"{self._files[f].url}: row {documents[i] - first}"
 
-        refuse_unfit(numbers, sizes.cumsum() // numbers.itemsize, where)
+        ends = sizes.cumsum() // numbers.itemsize
+        if self._column.of_loss:
+            return self._column.of_dtype(numbers, lambda at: where(int(ends.searchsorted(at, side="right"))))
+        refuse_unfit(numbers, ends, where)
         return numbers
 
     def _encoded(self, file: ByteFile, begins: I64, sizes: I64) -> list[Array]:

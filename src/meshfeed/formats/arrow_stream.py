@@ -16,7 +16,7 @@ import numpy as np
 from meshfeed.errors import StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.parquet import RawStream
-from meshfeed.formats.tokens import refuse_null_row, refuse_null_token
+from meshfeed.formats.tokens import Column, refuse_null_row, refuse_null_token
 from meshfeed.store.base import I64
 
 _FILE_MAGIC = b"ARROW1\0\0"
@@ -53,18 +53,22 @@ class ArrowColumn:
     is_text: bool
 
 
-def column_of(arrow: Any, schema: Any, name: str, where: str) -> ArrowColumn:
-    """The column of a name. Raises StoreError for any that is not text or lists of integers."""
+def column_of(arrow: Any, schema: Any, name: str, where: str, how: Column) -> ArrowColumn:
+    """The column of a name. how: it is used. Raises StoreError for any but text or lists of fit numbers."""
     types, index = arrow.types, schema.names.index(name)
     kind = schema.field(index).type
     if isinstance(kind, arrow.BaseExtensionType):  # `datasets`, if it is imported, registers types of its own
         kind = kind.storage_type
     is_text = types.is_string(kind) or types.is_large_string(kind)
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if not is_text and not (is_list and types.is_integer(kind.value_type)):
+    if not is_text and not (is_list and how.holds(arrow, kind.value_type)):
         raise StoreError(
-            f"{where}: column {name!r} is {kind}, where text or lists of whole numbers belong; name the "
-            f"right column= and, for text, a tokenizer="
+            f"{where}: column {name!r} is {kind}, where {'text or ' * (not how.of_loss)}{how.belongs}"
+        )
+    if not is_text and types.is_boolean(kind.value_type):
+        raise StoreError(
+            f"{where}: column {name!r} is {kind}: bits are not read where they lie; cast it to int8, as "
+            f"cast_column({name!r}, List(Value('int8'))) of datasets does, or save it as Parquet"
         )
     dtype = np.dtype(np.uint8 if is_text else kind.value_type.to_pandas_dtype())
     return ArrowColumn(name, index, dtype, is_text)
