@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ IN_TRAINING = ("train_sampling_strategy", "data_seed", "ignore_data_skip", "auto
 
 # in the order of transformers' documentation
 NOT_DATA = frozenset(
-    """output_dir learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay
+    re.findall(
+        r"\S+",
+        """output_dir learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay
     adam_beta1 adam_beta2 adam_epsilon optim_target_modules max_grad_norm bf16 fp16 bf16_full_eval fp16_full_eval
     tf32 activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing
     gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode use_liger_kernel
@@ -55,7 +58,8 @@ NOT_DATA = frozenset(
     fsdp fsdp_config deepspeed debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint
     local_rank
     accelerator_config.gradient_accumulation_kwargs accelerator_config.use_configured_state
-    model args train_dataset eval_dataset model_init callbacks optimizers optimizer_cls_and_kwargs""".split()
+    model args train_dataset eval_dataset model_init callbacks optimizers optimizer_cls_and_kwargs""",
+    )
 )
 """What steers the model, its optimizer, the machine, logs and checkpoints, or names the sets themselves."""
 

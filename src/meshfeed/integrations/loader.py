@@ -69,7 +69,7 @@ def changed_options(given: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def refuse_options(changed: Mapping[str, Any], treatments: Mapping[str, str]) -> None:
-    """Raises RecipeError naming each changed option that a module's CONFIG_FIELDS refuses."""
+    """Raises RecipeError naming each changed option that a module's CONFIG_FIELDS refuses, with its note."""
     notes = {name: treatments.get(name, "").partition("refused: ")[2] for name in changed}
     told = [f"{name}={changed[name]!r} ({note})" for name, note in notes.items() if note]
     if told:
