@@ -159,9 +159,11 @@ class Feed(StepSource[Delivery]):
             self._resources = stack.pop_all()
 
     def _close(self, during: BaseException | None) -> None:
-        self._stop()
-        self._resources.close()
-        super()._close(during)
+        with self._changing:
+            run, resources = self._run, self._resources.pop_all()
+            self._stop()
+            resources.close() if run is None else run.close_with(resources)
+            super()._close(during)
 
     # -- the training loop's side ---------------------------------------------------------------------
 
@@ -181,8 +183,9 @@ class Feed(StepSource[Delivery]):
         """
         state = State.from_json(state_dict)
         state.check(self.recipe)
-        self._stop()
-        self._next_step, self._loaded = state.step, True
+        with self._changing:
+            self._stop()
+            self._next_step, self._loaded = state.step, True
 
     def __repr__(self) -> str:
         return f"Feed({self.recipe!r}, {self._given_layout}, at step {self._step})"
@@ -218,8 +221,9 @@ class Feed(StepSource[Delivery]):
         )
 
     def _stop(self) -> None:
-        if self._run is not None:
-            super()._stop()
+        had_run = self._run is not None
+        super()._stop()
+        if had_run:
             for store in self.recipe.sources:
                 store.forget_needs()  # what was announced and will not be read
 
