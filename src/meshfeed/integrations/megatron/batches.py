@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.distributed import get_process_group_ranks
@@ -70,13 +70,16 @@ class StageIterator(Iterator[dict[str, Any]]):
         Raises StopIteration at the end, RecipeError for a step of other microbatches than Megatron's.
         """
         self.step = next(self._steps)
-        self._check(self.step)
-        self._left = self._dicts(self.step)
-        return self.step
+        return self._enter(self.step)
 
     def rest(self) -> Iterator[dict[str, Any]]:
         """What is left of the step that it stands in, and no more."""
         return self._left
+
+    def _enter(self, step: Step) -> Step:
+        self._check(step)
+        self._left = self._dicts(step)
+        return step
 
     def _check(self, step: Step) -> None:
         wanted = step.num_microbatches if self._num_microbatches is None else self._num_microbatches()
@@ -103,33 +106,6 @@ class StageIterator(Iterator[dict[str, Any]]):
                 if changing:
                     made |= {"local_cp_size": microbatch.cp_size, "cp_ranks": microbatch.cp_ranks}
             yield made
-
-
-def data_iterators(
-    source: Source, *, num_microbatches: Callable[[], int] | None = None
-) -> StageIterator | list[StageIterator]:
-    """What Megatron's training loop takes for its data iterator: one, or one per virtual stage in a list.
-
-    source: an entered Feed, or an Exchange, whose steps `begin` begins. This waits for the other ranks to
-    join: call it on all of them, before the first schedule and after `load_state_dict`. Each stage gets the
-    same microbatches, read once; all stages must be iterated. The source's state counts the steps whose
-    microbatches were all taken: save it between steps. num_microbatches: Megatron-core's
-    `get_num_microbatches`; with it, a step of other microbatches is refused where it begins.
-    """
-    if source.stage_map.vpp == 1:
-        return StageIterator(source, iter(source), num_microbatches)
-    return [StageIterator(source, iter(stage), num_microbatches) for stage in source.virtual_stages]
-
-
-def begin(iterators: StageIterator | Sequence[StageIterator]) -> Step:
-    """Go on to the next step on all virtual stages; see `StageIterator.begin`.
-
-    For loops that want to know a step before its microbatches: how many they are, and the loss-bearing tokens
-    of the global batch. Who does not ask for it gets one microbatch after the other.
-    """
-    stages = [iterators] if isinstance(iterators, StageIterator) else iterators
-    steps = [stage.begin() for stage in stages]
-    return steps[0]
 
 
 def get_batch(

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from meshfeed.errors import PlanError, RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
 from meshfeed.exchange.lengths import GatheredLengths
-from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator, begin, data_iterators
+from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator
+from meshfeed.integrations.megatron.iterations import begin, data_iterators
 from meshfeed.integrations.megatron.samples import AXES_FIRST, OVERWRITTEN, sequences_of
 from meshfeed.integrations.megatron.stages import (
     Loading,
