@@ -28,7 +28,17 @@ OWN_FIELDS = (
 )
 """What a sample may bring in place of what packs have, as it travels; one entry per token."""
 
-_TOLD = ("max_seqlen", "total_tokens", "pad_between_seqs", "local_cp_size", "cp_ranks")
+_TOLD = (
+    *("max_seqlen", "total_tokens", "pad_between_seqs", "local_cp_size", "cp_ranks"),
+    *("tokens_per_sample", "cp_partition_mode"),
+)
+
+LEFT_TO_MEGATRON = {
+    "seq_idx": "computed from cu_seqlens and total_tokens by the class itself",
+    "cp_scatter_cache": "made by Megatron-LM's reinforcement learning",
+    "cp_partition_route": "made by the model where its layers split packs differently",
+}
+"""The fields of a PackedSeqParams that `get_batch` does not set, and why."""
 
 
 Source = Feed | Exchange
@@ -40,8 +50,9 @@ class StageIterator(Iterator[dict[str, Any]]):
 
     `next` gives a dict of the fields that the stage needs. Where sequences are packed it has max_seqlen,
     total_tokens (of the pack, padding included) and pad_between_seqs as plain numbers, so that no device is
-    asked for them; where cp groups change also local_cp_size and cp_ranks. Megatron's RerunDataIterator may
-    keep and replay it. Raises StopIteration at the end of the stream.
+    asked for them; where cp groups change also local_cp_size and cp_ranks. Rows whose documents are kept
+    apart have total_tokens, tokens_per_sample and cp_partition_mode. Megatron's RerunDataIterator may keep
+    and replay it. Raises StopIteration at the end of the stream.
 
     Attributes:
         step: the step that it stands in; None before the first.
@@ -105,6 +116,8 @@ class StageIterator(Iterator[dict[str, Any]]):
                 made |= _totals(step.plan, packs[microbatch.index])
                 if changing:
                     made |= {"local_cp_size": microbatch.cp_size, "cp_ranks": microbatch.cp_ranks}
+            elif "cu_seqlens" in made and isinstance(self._source, Feed):
+                made |= _of_rows(self._source)
             yield made
 
 
@@ -142,7 +155,8 @@ def get_batch(
             told, made = _flat(told, made)
         if padded_cu_seqlens:
             told["cu_seqlens"] = told["cu_seqlens_padded"]
-        told["cp_partition_mode"] = "contiguous" if "own_cu_seqlens" in batch else "zigzag"
+        if "own_cu_seqlens" in batch:
+            told["cp_partition_mode"] = "contiguous"
         made["packed_seq_params"] = _params(told, cp_groups)
     return made | batch
 
@@ -174,19 +188,56 @@ def _totals(plan: StepPlan, pack: Pack) -> dict[str, int]:
     return {"max_seqlen": int(padded.max()), "total_tokens": int(padded.sum()), "pad_between_seqs": differ}
 
 
+def _of_rows(feed: Feed) -> dict[str, Any]:
+    """What PackedSeqParams tell of rows of one length whose documents are kept apart."""
+    length = int(feed.recipe.sequence.length)  # type: ignore[attr-defined]  # of Rows, which alone have such
+    return {
+        "total_tokens": feed.micro_batch_size * length,
+        "tokens_per_sample": length,
+        "pad_between_seqs": False,
+        "cp_partition_mode": "zigzag" if feed.layout.cp == 1 else "contiguous",  # see `check_documents`
+    }
+
+
 def _flat(told: dict[str, Any], made: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rows of one length with document starts, laid end to end as one pack."""
-    total = int(told["cu_seqlens"][-1])
+    total = told.get("total_tokens") or int(told["cu_seqlens"][-1])
+    cut = told.get("cp_partition_mode") == "contiguous"
     for name, value in made.items():
         if value is not None:
-            if value.numel() != total:
+            if not cut and value.numel() != total:
                 raise RecipeError(
                     f"{name} has {value.numel()} of {total} tokens: rows that cp splits cannot be attended "
                     f"to by document; use Documents with a Packing, or leave reset_attention_mask out"
                 )
-            made[name] = value.reshape(1, total)
+            made[name] = value.reshape(1, -1)
     told |= {"cu_seqlens_padded": told["cu_seqlens"], "max_seqlen": int(told["max_seqlen"])}
     return told | {"total_tokens": total, "pad_between_seqs": False}, made
+
+
+def check_documents(feed: Feed) -> None:
+    """Refuse rows that cp splits, and whose documents are kept apart, where Megatron cannot attend to them.
+
+    Raises RecipeError unless each rank has one run of one row, and PackedSeqParams can tell so.
+    """
+    cp, rule = feed.layout.cp, feed.recipe.sequence
+    if cp == 1 or not getattr(rule, "reset_attention_mask", False):
+        return
+    known = {field.name for field in dataclasses.fields(core("packed_seq_params").PackedSeqParams)}
+    length, rows = getattr(rule, "length", 0), feed.micro_batch_size
+    if "cp_partition_mode" not in known:
+        wanted = "this Megatron-core splits each document among the cp ranks, so that it must be padded"
+    elif feed.cp_split != "contiguous" or rows != 1 or length % (2 * cp):
+        wanted = (
+            f"Megatron splits them so with cp_partition_mode='contiguous', micro_batch_size=1 and rows of a "
+            f"multiple of {2 * cp} tokens; here they are cp_split={feed.cp_split!r}, {rows} and {length}"
+        )
+    else:
+        return
+    raise RecipeError(
+        f"rows that cp={cp} splits cannot be attended to by document: {wanted}; use Documents with a "
+        f"Packing, which pads, or leave reset_attention_mask out"
+    )
 
 
 def _params(told: Mapping[str, Any], cp_groups: Mapping[int, Any] | None) -> Any:
@@ -203,7 +254,8 @@ def _params(told: Mapping[str, Any], cp_groups: Mapping[int, Any] | None) -> Any
         "max_seqlen_kv": told["max_seqlen"],
         "total_tokens": told["total_tokens"],
         "pad_between_seqs": told["pad_between_seqs"],
-        "cp_partition_mode": told["cp_partition_mode"],
+        "tokens_per_sample": told.get("tokens_per_sample"),
+        "cp_partition_mode": told.get("cp_partition_mode", "zigzag"),
         "local_cp_size": size,
         "cp_group": None if size is None else _cp_group(size, told["cp_ranks"], cp_groups),
     }

@@ -16,7 +16,7 @@ import torch
 from meshfeed.errors import RecipeError
 from meshfeed.feed import Feed
 from meshfeed.feed.batch import Step
-from meshfeed.integrations.megatron.batches import Source, StageIterator
+from meshfeed.integrations.megatron.batches import Source, StageIterator, check_documents
 from meshfeed.integrations.megatron.stages import core
 
 _UNSKIPPED = ("virtual_pipeline_model_parallel_size", "hybrid_context_parallel", "dynamic_context_parallel")
@@ -161,6 +161,8 @@ def zeros(args: Any) -> dict[str, torch.Tensor]:
 def _of_stages(
     source: Source, made: Callable[[Iterator[Step]], StageIterator]
 ) -> StageIterator | list[StageIterator]:
+    if isinstance(source, Feed):
+        check_documents(source)
     if source.stage_map.vpp == 1:
         return made(iter(source))
     return [made(iter(stage)) for stage in source.virtual_stages]

@@ -10,8 +10,9 @@ from meshfeed.errors import RecipeError, StateError
 from meshfeed.feed import Feed
 from meshfeed.integrations.loader import framework, state_at
 from meshfeed.integrations.megatron.batches import StageIterator
+from meshfeed.integrations.megatron.feeds import feed
 from meshfeed.integrations.megatron.iterations import data_iterators, unfollowed_iterators
-from meshfeed.integrations.megatron.stages import Loading, feed
+from meshfeed.integrations.megatron.stages import Loading
 from meshfeed.plan import Packing
 from meshfeed.recipe import Recipe
 from meshfeed.sequence.columns import rule_of
