@@ -32,6 +32,7 @@ from meshfeed.feed.stepping import Stepping, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, StageClock
 from meshfeed.order import num_positions, num_steps
+from meshfeed.plan import CpSplit
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field, StageMap
 from meshfeed.sequence import Arrays, Columns, Compact, Portion, has_compact
@@ -130,6 +131,11 @@ class Feed(StepSource[Delivery]):
         """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on
         lengths."""
         return replace(self._stepping, layout=self.layout).num_microbatches(step)
+
+    @property
+    def cp_split(self) -> CpSplit:
+        """How context parallelism splits a sequence or a pack."""
+        return self._stepping.cp_split
 
     @cached_property
     def encoder_ranks(self) -> tuple[int, ...]:
