@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,6 +17,7 @@ from meshfeed.sequence.processor import PartSize, Processor
 Color = tuple[float, float, float]
 Resample = Literal["bilinear", "bicubic"]
 Dtype = Literal["float32", "uint8"]
+Alpha = Literal["white", "drop"]
 
 _FILTERS = {"bilinear": 2, "bicubic": 3}  # PIL.Image.Resampling
 _MOST_PIXELS = 178_956_970  # where Pillow refuses to decode
@@ -31,6 +32,8 @@ class ImageProcessor(Processor):
         resample: the filter that resizes.
         dtype: "float32", or "uint8" for the bytes of the resized image. They take a quarter of the memory and
             traffic; normalize them on the device: (x / 255 - mean) / std.
+        alpha: what becomes of transparent pixels, of palettes and GIFs too: "white" lays them on white, as
+            transformers 5; "drop" takes the colors stored under them, most often black, as transformers 4.
 
     An image whose size is not the one in the index is broken. Raises RecipeError for other options.
     """
@@ -39,16 +42,22 @@ class ImageProcessor(Processor):
     std: Color = (0.26862954, 0.26130258, 0.27577711)
     resample: Resample = "bicubic"
     dtype: Dtype = "float32"
+    alpha: Alpha = field(default="white", repr=False)
 
     def __post_init__(self) -> None:
         check_choice(self, "resample", get_args(Resample))
         check_choice(self, "dtype", get_args(Dtype))
+        check_choice(self, "alpha", get_args(Alpha))
         check_counts(self)
         mean, std = np.array(self.mean, float), np.array(self.std, float)
         if not (mean.shape == std.shape == (3,) and np.isfinite([mean, std]).all() and (std > 0).all()):
             raise RecipeError(
                 f"{type(self).__name__}(mean={self.mean}, std={self.std}): three numbers each, std above 0"
             )
+
+    def summary(self) -> str:
+        """As its repr, with alpha unless it is "white", so that older fingerprints stay."""
+        return super().summary() + ("" if self.alpha == "white" else f" with alpha={self.alpha!r}")
 
     def resized(self, image: Any, height: int, width: int) -> Any:
         """An image of that many pixels. Raises ValueError for more than Pillow decodes."""
@@ -72,8 +81,12 @@ def check_choice(options: Any, name: str, choices: tuple[str, ...]) -> None:
         raise RecipeError(f"{type(options).__name__}({name}={value!r}): choose {', '.join(choices)}")
 
 
-def opened(data: bytes, size: PartSize) -> Any:
-    """A decoded RGB image, turned as EXIF asks. Raises ValueError if the index knows another size."""
+def rgb_image(data: bytes, size: PartSize, alpha: Alpha = "white") -> Any:
+    """A stored image, decoded, as an RGB PIL.Image.Image, turned as EXIF asks.
+
+    data: JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF. alpha: see `ImageProcessor`. Raises ValueError if the
+    index knows another size, ImportError without Pillow, and what Pillow raises for other bytes.
+    """
     with opened_image(data) as image:
         from PIL import ImageOps
 
@@ -82,7 +95,17 @@ def opened(data: bytes, size: PartSize) -> Any:
         turned = ImageOps.exif_transpose(image)
         if (turned.height, turned.width) != (size.height, size.width):
             raise _other_size(turned, size)
-        return turned.convert("RGB")
+        return turned.convert("RGB") if alpha == "drop" else _on_white(turned)
+
+
+def _on_white(image: Any) -> Any:
+    """An image as RGB, what is transparent laid on white."""
+    from PIL import Image
+
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
 
 
 def framed(image: Any, height: int, width: int, color: tuple[int, int, int] = (0, 0, 0)) -> Any:
