@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import RecipeError
+from meshfeed.errors import PartError, RecipeError
 from meshfeed.parts.opened import opened_image
 from meshfeed.parts.rule import check_counts
 from meshfeed.sequence.processor import PartSize, Processor
@@ -60,7 +60,7 @@ class ImageProcessor(Processor):
         return super().summary() + ("" if self.alpha == "white" else f" with alpha={self.alpha!r}")
 
     def resized(self, image: Any, height: int, width: int) -> Any:
-        """An image of that many pixels. Raises ValueError for more than Pillow decodes."""
+        """An image of that many pixels. Raises PartError for more than Pillow decodes."""
         _refuse_huge(image, height, width)
         return image.resize((width, height), resample=_FILTERS[self.resample])
 
@@ -84,18 +84,23 @@ def check_choice(options: Any, name: str, choices: tuple[str, ...]) -> None:
 def rgb_image(data: bytes, size: PartSize, alpha: Alpha = "white") -> Any:
     """A stored image, decoded, as an RGB PIL.Image.Image, turned as EXIF asks.
 
-    data: JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF. alpha: see `ImageProcessor`. Raises ValueError if the
-    index knows another size, ImportError without Pillow, and what Pillow raises for other bytes.
+    data: JPEG, PNG, WebP, GIF, BMP, TIFF, PPM or AVIF. alpha: see `ImageProcessor`. Raises PartError for
+    other bytes, or if the index knows another size, and ImportError without Pillow.
     """
-    with opened_image(data) as image:
-        from PIL import ImageOps
+    try:
+        with opened_image(data) as image:
+            from PIL import ImageOps
 
-        if {image.height, image.width} != {size.height, size.width}:  # before any pixel is decoded
-            raise _other_size(image, size)
-        turned = ImageOps.exif_transpose(image)
-        if (turned.height, turned.width) != (size.height, size.width):
-            raise _other_size(turned, size)
-        return turned.convert("RGB") if alpha == "drop" else _on_white(turned)
+            if {image.height, image.width} != {size.height, size.width}:  # before any pixel is decoded
+                raise _other_size(image, size)
+            turned = ImageOps.exif_transpose(image)
+            if (turned.height, turned.width) != (size.height, size.width):
+                raise _other_size(turned, size)
+            return turned.convert("RGB") if alpha == "drop" else _on_white(turned)
+    except (ImportError, MemoryError, PartError):
+        raise
+    except Exception as error:  # each of Pillow's formats has its own
+        raise PartError(f"{type(error).__name__}: {error}") from error
 
 
 def _on_white(image: Any) -> Any:
@@ -127,13 +132,13 @@ def tiles_of(values: Array, side: int) -> Array:
 
 def _refuse_huge(image: Any, height: int, width: int) -> None:
     if height * width > _MOST_PIXELS:
-        raise ValueError(
+        raise PartError(
             f"{image.height} x {image.width} pixels: so long an image would become {height} x {width}, more "
             f"than {_MOST_PIXELS} pixels, on the way; crop it"
         )
 
 
-def _other_size(image: Any, size: PartSize) -> ValueError:
-    return ValueError(
+def _other_size(image: Any, size: PartSize) -> PartError:
+    return PartError(
         f"{image.height} x {image.width} pixels, and the index says {size.height} x {size.width}"
     )

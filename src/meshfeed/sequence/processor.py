@@ -95,8 +95,9 @@ class Processor(ABC):
         """Decode a part: field -> array. Pure: nothing but its arguments decides.
 
         data: as stored. rng: keyed by (seed, epoch, index, part) and the source, so `mf.rng(seed, epoch,
-        index, part, source)`; draw from it whatever is random. Any exception means that the part is broken,
-        but ImportError, MemoryError and RecipeError stop the job, whatever `on_bad` says.
+        index, part, source)`; draw from it whatever is random. Raise PartError if the part's bytes are at
+        fault: `on_bad` then says what becomes of it. Pillow's errors, EOFError, and an OSError that is not of
+        the system mean the same. Any other stops the job, whatever `on_bad` says.
         """
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
@@ -172,7 +173,7 @@ def _counts(name: str, given: Any, size: int, *, least: int) -> Longs:
     counts = np.asarray(given)
     if counts.shape != (size,) or counts.dtype.kind not in "iu" or (counts < least).any():
         raise RecipeError(_wrong(name, counts, size, f"whole number from {least}"))
-    return counts.astype(np.int64, copy=False)
+    return counts.astype(np.int64)  # a copy: who gives it may write into it
 
 
 def _wrong(name: str, given: npt.NDArray[Any], size: int, wanted: str) -> str:
