@@ -51,7 +51,6 @@ def measured(short: bool) -> Iterator[Row]:
                     value=fetched,
                     unit="",
                     aim=None if alone else 1.02,
-                    headline=layout == LAYOUTS[-1] and way != "direct, through the node's cache",
                 )
 
 

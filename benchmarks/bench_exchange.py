@@ -70,7 +70,6 @@ def rows_of(case: str, taken: dict[str, dict[str, Any]]) -> Iterator[Row]:
                 float(np.median(a) / np.median(b)) for a, b in zip(ours[of], usual[of], strict=True)
             ),
             aim=AIM,
-            headline=case in (CASES[0], CASES[-1]) and of == "seconds",
         )
     for name, of in (("collectives in a step", "collectives"), ("bytes of rank 0 in a step", "bytes")):
         yield Row(name=f"{name}, {case}", against=PEER, value=ours[of] / usual[of])

@@ -72,7 +72,7 @@ def in_memory(lengths: np.ndarray, epochs: int, rounds: int) -> Iterator[Row]:
     took = in_turn({PEER: theirs, "meshfeed": ours, "two shuffles by NumPy": numpy_shuffles}, rounds)
     check(made)
     what = f"speed of the index of 10M documents, in memory, {epochs} epoch{'s' * (epochs > 1)}"
-    yield speed(what, took, headline=epochs == 1)
+    yield speed(what, took)
     yield Row(
         name=f"{what}: most that two shuffles by NumPy allow",
         against=PEER,
@@ -156,10 +156,10 @@ def blends(count: int, size: int, rounds: int) -> Row:
     )
 
 
-def speed(name: str, took: dict[str, list[float]], *, headline: bool = False) -> Row:
+def speed(name: str, took: dict[str, list[float]]) -> Row:
     """How many times faster than the peer."""
     value = ratio(took[PEER], took["meshfeed"])
-    return Row(name=name, against=PEER, value=value, aim=3.0, at_least=True, headline=headline)
+    return Row(name=name, against=PEER, value=value, aim=3.0, at_least=True)
 
 
 def check(made: dict[str, list[np.ndarray]]) -> None:

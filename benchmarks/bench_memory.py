@@ -46,7 +46,6 @@ def measured(short: bool) -> Iterator[Row]:
         against="after 10³",
         value=resident[last] / resident[EARLY],
         aim=1.02,
-        headline=True,
     )
 
 

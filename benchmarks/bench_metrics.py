@@ -64,7 +64,6 @@ def measured(short: bool) -> Iterator[Row]:
             against="a step of some 50 ms",
             value=cost_s / step_s,
             aim=0.01,
-            headline=True,
         )
         yield Row(name="CPU time of whole loops with all metrics", against="without", value=ratio(on, off))
         yield Row(name="calls into sinks when off", value=calls_when_off(recipe), unit="calls", aim=0)

@@ -165,7 +165,7 @@ def compare(mix: str, ranks: int, rounds: int) -> Iterator[Row]:
     bound = max(1.0, float(step.part_work.max() / step.part_work.sum()) * ranks)
     balanced = plan_encoder(text, step.sample, step.part_work, encoder="balanced")
     yield Row(name=f"encoder max / mean, {where}, by tokens alone", value=busiest(text, step))
-    yield Row(name=f"encoder max / mean, {where}", value=busiest(plan, step), aim=1.1, headline=True)
+    yield Row(name=f"encoder max / mean, {where}", value=busiest(plan, step), aim=1.1)
     yield Row(name=f"bound of that, {where}", value=bound)
     yield Row(
         name=f"language model max / mean, {where}", value=1 / account_of(plan, PACKING).efficiency, aim=1.02

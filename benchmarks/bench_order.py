@@ -78,7 +78,6 @@ def positions(short: bool) -> Iterator[Row]:
             against="at position 0",
             value=ratio(seconds["far"], seconds["0"]),
             aim=NOISE,
-            headline=sources == 1000,
         )
 
 

@@ -281,7 +281,6 @@ def compare(traces: dict[str, Lengths], sizes: tuple[tuple[int, int], ...]) -> I
                 unit="",
                 aim=aims.get(name),
                 at_least=True,
-                headline=name == "dynamic_cp",
             )
         yield Row(name=f"plans that fail, {name}", value=100 * (1 - len(sound) / len(outcomes)), unit="%")
     yield Row(name="traces on which a sound peer has a higher E", value=ahead, unit="", aim=0)
@@ -325,7 +324,6 @@ def speed_of(trace: str, outcomes: dict[str, Outcome]) -> Iterator[Row]:
             value=outcomes[BALANCED].time_ms / outcomes[own].time_ms,
             aim=50.0,
             at_least=True,
-            headline=own == "dynamic_cp",
         )
 
 

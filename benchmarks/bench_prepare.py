@@ -89,7 +89,6 @@ def measured(short: bool) -> Iterator[Row]:
                 value=ratio(seconds[peer], seconds["meshfeed prepare"]),
                 aim=None if peer == "the tokenizer alone" else 1.0,
                 at_least=True,
-                headline=peer == "Megatron's preprocessing",
             )
 
 

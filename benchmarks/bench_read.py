@@ -76,7 +76,6 @@ def compare(prefix: Path, cache: Path, num_windows: int, batch: int, rounds: int
             value=ratio(took[peer], took[name]),
             aim=aim,
             at_least=True,
-            headline=name == "Feed" and batch == BATCHES[-1],
         )
     trained = in_turn(
         {"arithmetic": arithmetic(num_windows, batch)}

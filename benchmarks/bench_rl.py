@@ -146,7 +146,6 @@ def measured(short: bool) -> Iterator[Row]:
                 against="equal work",
                 value=float(max(steps)),
                 aim=aim,
-                headline=aim is not None,
             )
             ours = name.startswith("meshfeed")
             yield Row(

@@ -90,7 +90,6 @@ def compare(title: str, folder: Path, endpoint: str | None, num_rounds: int) -> 
                         value=rates[ours] / rates[peer],
                         aim=2.0 if ours == OURS[0] else None,
                         at_least=True,
-                        headline=rate == "per_s" and ours == OURS[0] and title == "HTTP",
                     )
 
 

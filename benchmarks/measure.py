@@ -39,7 +39,6 @@ class Row:
         against: the peer or limit of the same run that a ratio divides by; "" for a figure by itself.
         value: in `unit`; "×" is a ratio to `against`.
         aim: what it should reach: at least this where `at_least`, otherwise at most. None for no aim.
-        headline: whether the README shows it.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Row:
     unit: str = "×"
     aim: float | None = None
     at_least: bool = False
-    headline: bool = False
 
     @property
     def holds(self) -> bool:

@@ -4,7 +4,7 @@
     python benchmarks/run.py --only read,order    measure these again, and keep the others' rows
     python benchmarks/run.py --tables             measure nothing: make the tables again out of results.json
 
-Rows go to results.json, the table to docs/figures.md, its headlines to README.md.
+Rows go to results.json, the table to docs/figures.md, the row of each benchmark that does worst to README.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shutil
@@ -27,7 +28,7 @@ from measure import NOT_MEASURED, Row
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS, UNFINISHED = HERE / "results.json", ROOT / "bench-out"
-PAGES = {"README.md": True, "docs/figures.md": False}  # whether a page shows one headline per benchmark
+PAGES = {"README.md": True, "docs/figures.md": False}  # whether a page shows the hardest row of each alone
 BEGIN, END = "<!-- figures: made by benchmarks/run.py -->\n", "<!-- end of figures -->"
 NAMES = tuple(path.stem.removeprefix("bench_") for path in sorted(HERE.glob("bench_*.py")))
 
@@ -51,9 +52,9 @@ def main() -> None:
         RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
         shutil.rmtree(UNFINISHED)
     results = json.loads(RESULTS.read_text())
-    for name, headlines in PAGES.items():
+    for name, only_hardest in PAGES.items():
         page = ROOT / name
-        page.write_text(with_table(page.read_text(), results, headlines=headlines))
+        page.write_text(with_table(page.read_text(), results, only_hardest=only_hardest))
 
 
 def measure_all(names: Iterable[str]) -> dict[str, Any]:
@@ -95,44 +96,52 @@ def machine() -> str:
     return ", ".join((cores, "no GPU", f"Python {platform.python_version()}", *versions))
 
 
-def with_table(page: str, results: dict[str, Any], *, headlines: bool) -> str:
+def with_table(page: str, results: dict[str, Any], *, only_hardest: bool) -> str:
     """The page with its table made again out of the results."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise SystemExit(f"the page has no {BEGIN.strip()} … {END}")
-    return before + BEGIN + table(results, headlines=headlines) + end + after
+    return before + BEGIN + table(results, only_hardest=only_hardest) + end + after
 
 
-def table(results: dict[str, Any], *, headlines: bool) -> str:
-    """Markdown: a line for each row, missed targets in bold."""
+def table(results: dict[str, Any], *, only_hardest: bool) -> str:
+    """Markdown: a line for each row, or for the hardest of each benchmark; missed targets in bold."""
+    rows_of = {
+        name: [Row(**row) for row in given.get("rows", ())] for name, given in results["benchmarks"].items()
+    }
+    aimed = [row for rows in rows_of.values() for row in rows if row.aim is not None]
+    missed = f"{sum(not row.holds for row in aimed)} of {len(aimed)} miss it"
+    link = " ([Figures](docs/figures.md))" if only_hardest else ""
     lines = [
-        f"Measured on {results['machine']}. Missed targets are in bold.",
+        f"Measured on {results['machine']}.",
+        f"Of all rows with a target, {missed}{link}; these are in bold.",
         "",
         "| benchmark | what | against | figure | target |",
         "|---|---|---|---|---|",
     ]
-    for name, given in results["benchmarks"].items():
-        if "rows" not in given:
-            lines += [] if headlines else [f"| `{name}` | not measured: {given['not_measured']} | | | |"]
-            continue
-        rows = [Row(**each) for each in given["rows"]]
-        for row in hardest(rows) if headlines else rows:
+    for name, rows in rows_of.items():
+        if why := results["benchmarks"][name].get("not_measured"):
+            lines += [] if only_hardest else [f"| `{name}` | not measured: {why} | | | |"]
+        for row in hardest(rows) if only_hardest else rows:
             figure = row.figure if row.holds else f"**{row.figure}**"
             lines.append(f"| `{name}` | {row.name} | {row.against} | {figure} | {row.target} |")
     return "\n".join(lines) + "\n"
 
 
 def hardest(rows: Iterable[Row]) -> list[Row]:
-    """Of the headlines of a benchmark, the one that is furthest from its target or closest to missing it."""
+    """Of a benchmark's rows with a target, the one that is furthest from it, or closest to missing it."""
 
     def reached(row: Row) -> float:
         """The share of the target that is reached: below 1 where it is missed."""
-        if row.aim is None:
-            return float("inf")
-        return row.value / row.aim if row.at_least else row.aim / max(row.value, 1e-9)
+        assert row.aim is not None
+        if (
+            row.value == row.aim
+        ):  # a count that is what it should be, such as 0 of 0, is not close to missing it
+            return math.inf
+        return row.value / row.aim if row.at_least else row.aim / row.value if row.value > 0 else math.inf
 
-    return sorted((row for row in rows if row.headline), key=reached)[:1]
+    return sorted((row for row in rows if row.aim is not None), key=reached)[:1]
 
 
 if __name__ == "__main__":

@@ -29,6 +29,11 @@ def rows(tensor: torch.Tensor) -> tuple[str, ...]:
     return tuple(hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in tensor.cpu())
 
 
+def at_own_tokens(labels: torch.Tensor) -> torch.Tensor:
+    """Labels of next tokens [rows, tokens], each moved to its own token; -100 at the first."""
+    return torch.nn.functional.pad(labels, (1, -1), value=-100)
+
+
 def wanted(
     corpus: str,
     steps: Iterable[int],

@@ -2,9 +2,10 @@
 
     subprocess.run([quick.python(), "-m", "meshfeed", "roles", "tp2"])
 
-For tests of what a command does, not of how it starts. It takes `-m MODULE`, `-c CODE` or a script, ignores other
-options of Python, inherits every descriptor that it is given, and is in the network of whoever asks. Where xdist runs
-the tests, its processes are such forks too (see conftest.py), and all share one server.
+For tests of what a command does, not of how it starts. It takes `-m MODULE`, `-c CODE` or a script, inherits every
+descriptor that it is given, and is in the network of whoever asks. Who asks for what a fork cannot have, another option
+of Python or a hash seed that no server has, gets a Python that starts anew. Where xdist runs the tests, its processes are
+such forks too (see conftest.py), and all share the same servers, one for each hash seed.
 """
 
 import atexit
@@ -13,6 +14,7 @@ import ctypes
 import fcntl
 import functools
 import importlib
+import itertools
 import json
 import os
 import select
@@ -42,11 +44,22 @@ _IMPORTED = (
 )
 _SPACES = ("mnt", "net", "uts")
 _SHARED = "MESHFEED_TESTS_PYTHON"
+_OPTIONS = {"-u", "-B"}
+"""Those that a fork can still obey."""
+_ENVIRONMENT = {"PYTHONOPTIMIZE", "PYTHONUTF8", "PYTHONDEVMODE", "PYTHONNOUSERSITE"}
+"""What only a Python that starts anew obeys."""
+_kept: list[Any] = []
+"""What a script leaves behind. It is never freed: torch's gloo, freed at once, at times waits for itself for ever."""
+HASH_SEEDS = tuple(str(2 * int(os.environ.get("MESHFEED_SEED", "0")) % 2**31 + at) for at in (1, 2))
+"""PYTHONHASHSEED of each server; who sets none gets the first."""
 
 
 def share() -> str:
     """The executable, which all that this process starts shares."""
-    os.environ[_SHARED] = python()
+    if _SHARED not in os.environ:
+        os.environ[_SHARED] = python()
+        for seed in HASH_SEEDS[1:]:
+            _start_server(Path(os.environ[_SHARED]).parent, seed)
     return os.environ[_SHARED]
 
 
@@ -56,22 +69,35 @@ def python() -> str:
     if shared := os.environ.get(_SHARED):
         return shared
     folder = Path(tempfile.mkdtemp(prefix="quick"))
-    address, executable = folder / "socket", folder / "python"
-    server = subprocess.Popen(
-        [sys.executable, __file__, "serve", address],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    _start_server(folder, HASH_SEEDS[0])
+    executable = folder / "python"
+    executable.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -ISs "{__file__}" ask "{folder}" {HASH_SEEDS[0]} "$@"\n'
     )
-    atexit.register(server.kill)
-    assert server.stdout is not None and server.stdout.readline() == b"ready\n"
-    executable.write_text(f'#!/bin/sh\nexec "{sys.executable}" -ISs "{__file__}" ask "{address}" "$@"\n')
     executable.chmod(0o755)
     return str(executable)
 
 
-def _ask(address: str, words: list[str]) -> NoReturn:
-    """Have the server run `words` with this process's files, folder and environment; end as that ended."""
+def _start_server(folder: Path, seed: str) -> None:
+    """Start a server, which is at the socket folder/seed and ends with this process; who asks waits for it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(folder / seed))
+        listener.listen(64)
+        server = subprocess.Popen(
+            [sys.executable, __file__, "serve", str(listener.fileno())],
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": seed},
+        )
+    atexit.register(server.kill)
+
+
+def _ask(folder: str, usual: str, words: list[str]) -> NoReturn:
+    """Have a server run `words` with this process's files, folder and environment; end as that ended."""
+    address = os.path.join(folder, os.environ.get("PYTHONHASHSEED") or usual)
+    options = list(itertools.takewhile(lambda word: word[:1] == "-" and word not in ("-m", "-c"), words))
+    if not (set(options) <= _OPTIONS and _ENVIRONMENT.isdisjoint(os.environ) and os.path.exists(address)):
+        os.execv(sys.executable, [sys.executable, *words])
     listed = [int(name) for name in os.listdir("/proc/self/fd")]
     given = [fd for fd in listed if os.path.exists(f"/proc/self/fd/{fd}")]  # not the one that listed them
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
@@ -87,7 +113,7 @@ def _ask(address: str, words: list[str]) -> NoReturn:
     os._exit(status)
 
 
-def _serve(address: str) -> None:
+def _serve(descriptor: int) -> None:
     import torch
 
     with warnings.catch_warnings(action="ignore"):
@@ -95,10 +121,7 @@ def _serve(address: str) -> None:
             with contextlib.suppress(ImportError):  # a framework may be missing
                 importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(address)
-        listener.listen(64)
-        print("ready", flush=True)
+    with socket.socket(fileno=descriptor) as listener:
         while True:
             if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
                 return  # who started this has ended
@@ -133,6 +156,7 @@ def _serve(address: str) -> None:
         _run(words)
         status = 0
     except SystemExit as end:
+        _kept.append(end)
         status = end.code if isinstance(end.code, int) else int(bool(end.code))
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -172,13 +196,14 @@ def _run(words: list[str]) -> None:
     while words[0].startswith("-") and words[0] not in ("-m", "-c"):
         if words[0] == "-u":
             sys.stdout.reconfigure(line_buffering=True)
+        sys.dont_write_bytecode |= words[0] == "-B"
         words = words[1:]
     known: Any = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in known if path and path not in sys.path]
     if words[0] == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        _kept.append(runpy.run_module(words[1], run_name="__main__", alter_sys=True))
     elif words[0] == "-c":
         sys.path.insert(0, "")
         sys.argv = ["-c", *words[2:]]
@@ -187,11 +212,11 @@ def _run(words: list[str]) -> None:
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(words[0])))
         sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        _kept.append(runpy.run_path(words[0], run_name="__main__"))
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        _serve(sys.argv[2])
+        _serve(int(sys.argv[2]))
     else:
-        _ask(sys.argv[2], sys.argv[3:])
+        _ask(sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -37,11 +37,10 @@ def results() -> dict[str, Any]:
 
 
 def test_the_tables_are_what_was_measured(runner: ModuleType) -> None:
-    for name, headlines in runner.PAGES.items():
+    for name, only_hardest in runner.PAGES.items():
         page = (runner.ROOT / name).read_text()
-        assert page == runner.with_table(page, results(), headlines=headlines), (
-            "run benchmarks/run.py --tables"
-        )
+        made = runner.with_table(page, results(), only_hardest=only_hardest)
+        assert page == made, "run benchmarks/run.py --tables"
 
 
 def test_every_benchmark_is_in_the_tables() -> None:
@@ -59,7 +58,7 @@ def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows").read_text())
     assert rows and all(row["name"] in done.stdout for row in rows)
     given = results()["benchmarks"][name]
-    told = ("name", "against", "unit", "aim", "at_least", "headline")
+    told = ("name", "against", "unit", "aim", "at_least")
     known = [tuple(row[key] for key in told) for row in given.get("rows", rows)]
     assert {tuple(row[key] for key in told) for row in rows} <= set(known)
     assert len(set(known)) == len(known), "two rows of one name"
@@ -98,11 +97,46 @@ def test_a_benchmark_that_lacks_a_program_says_so(
     given = runner.measure_one("x")
     assert given == {"not_measured": "needs nowhere (sudo .ci/services installs it)"}
     line = "| `x` | not measured: needs nowhere (sudo .ci/services installs it) | | | |\n"
-    assert line in runner.table({"machine": "m", "benchmarks": {"x": given}}, headlines=False)
+    assert line in runner.table({"machine": "m", "benchmarks": {"x": given}}, only_hardest=False)
 
 
 def test_a_missed_aim_is_set_in_bold(runner: ModuleType) -> None:
     row = {"name": "speed", "against": "a peer", "value": 1.5, "aim": 2.0, "at_least": True}
-    given = {"machine": "m", "benchmarks": {"x": {"rows": [row, row | {"value": 2.0, "headline": True}]}}}
-    assert "| `x` | speed | a peer | **1.5 ×** | ≥ 2 |\n" in runner.table(given, headlines=False)
-    assert runner.table(given, headlines=True).count("| `x` |") == 1
+    given = {"machine": "m", "benchmarks": {"x": {"rows": [row, row | {"value": 2.0}]}}}
+    table = runner.table(given, only_hardest=False)
+    assert "| `x` | speed | a peer | **1.5 ×** | ≥ 2 |\n" in table and "1 of 2 miss it; " in table
+
+
+@pytest.mark.parametrize(
+    ("others", "hardest"),
+    [
+        ([("at most", 1.2, 1.1, False)], "at most"),  # a miss
+        ([("at most", 1.1, 1.1, False), ("misses by more", 0.5, 2.0, True)], "misses by more"),
+        (
+            [("none of these", 0.0, 0.0, False), ("at least", 0.99, 0.98, True)],
+            "at least",
+        ),
+        ([("one of these", 1.0, 0.0, False), ("misses by half", 0.5, 1.0, True)], "one of these"),
+        ([("nothing taken", 0.0, 0.5, False)], "as it was"),
+        ([("without a target", 9.0, None, False)], "as it was"),
+    ],
+)
+def test_the_readme_shows_the_row_that_is_furthest_from_its_target(
+    runner: ModuleType, others: list[tuple[str, float, float | None, bool]], hardest: str
+) -> None:
+    """Of all rows with a target, whichever a benchmark yields first; and says how many miss."""
+    rows = [
+        {"name": name, "value": value, "aim": aim, "at_least": at_least}
+        for name, value, aim, at_least in (*others, ("as it was", 1.1, 1.0, True))
+    ]
+    table = runner.table({"machine": "m", "benchmarks": {"x": {"rows": rows}}}, only_hardest=True)
+    assert [line.split("|")[2].strip() for line in table.splitlines() if "`x`" in line] == [hardest]
+    aimed = sum(row["aim"] is not None for row in rows)
+    assert f" of {aimed} miss it ([Figures](docs/figures.md))" in table
+
+
+def test_of_a_benchmark_without_targets_the_readme_shows_nothing(runner: ModuleType) -> None:
+    rows = [{"name": "speed", "value": 1.5}]
+    given = {"machine": "m", "benchmarks": {"x": {"rows": rows}, "y": {"not_measured": "why"}}}
+    assert "`x`" not in runner.table(given, only_hardest=True)
+    assert "`y`" not in runner.table(given, only_hardest=True)

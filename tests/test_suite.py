@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import frameworks
+import quick
+import world
 
 HERE = Path(__file__).parent
 
@@ -70,3 +73,43 @@ def test_rows_of_frameworks_that_would_not_run_are_an_error(
         assert str(ended.value.code).startswith(str(code))
     assert "no row verll: choose from Automodel, " in capsys.readouterr().err
     assert {"wandb", "tensorboard"} <= next(row for row in frameworks.ROWS if "wandb" in row.name).selected_by
+
+
+def of_this_interpreter(rank: int) -> tuple[int, list[str], bool]:
+    return hash("meshfeed"), list({"tokens", "labels", "loss_mask", "position_ids", "images"}), __debug__
+
+
+def test_ranks_that_differ_in_one_bit_have_different_hash_seeds() -> None:
+    """So neighbours of every dimension of a layout iterate over sets in different orders."""
+    seen = world.run(of_this_interpreter, 4)
+    for rank in range(4):
+        for neighbour in (rank ^ 1, rank ^ 2):
+            assert seen[rank][0] != seen[neighbour][0]
+            assert seen[rank][1] != seen[neighbour][1]
+    assert all(debug for _, _, debug in seen)  # their asserts count
+
+
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        ([], {}),
+        (["-B"], {"PYTHONHASHSEED": quick.HASH_SEEDS[0]}),
+        (["-u"], {"PYTHONHASHSEED": "7"}),
+        (["-O"], {}),
+        (["-OO", "-W", "error"], {"PYTHONHASHSEED": "0"}),
+        ([], {"PYTHONOPTIMIZE": "1"}),
+    ],
+)
+def test_a_quick_python_obeys_as_python_does(options: list[str], environment: dict[str, str]) -> None:
+    code = "import sys; print(hash('meshfeed'), __debug__, sys.dont_write_bytecode, sys.warnoptions)"
+    told = []
+    for python in (quick.python(), sys.executable):
+        done = subprocess.run(
+            [python, *options, "-c", code],
+            env={"PYTHONHASHSEED": quick.HASH_SEEDS[0], **os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        told.append(done.stdout)
+    assert told[0] == told[1]

@@ -1,7 +1,8 @@
 """Real processes for tests: a function run by every rank of a small gloo job.
 
-A fork server imports torch once; each rank is forked from it, so that a world of eight starts in a
-moment. Results and errors come back over pipes; a rank that dies is reported, never waited for.
+Two fork servers import torch once; each rank is forked from one of them, so that a world of eight starts in a moment.
+Each is an interpreter with a hash seed of its own: ranks that differ in one bit iterate over sets in different orders, as
+real ranks do. Results and errors come back over pipes; a rank that dies is reported, never waited for.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import multiprocessing.context
 import multiprocessing.forkserver as forkserver
 import os
 import pickle
@@ -23,20 +25,58 @@ from typing import Any
 
 import pytest
 
+import quick
+
 # a fork server of Python 3.11 looks for what to preload in PYTHONPATH alone
 os.environ["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")])
 python = sys.executable
-"""What starts the fork server; see conftest.py."""
+"""What starts the fork servers; see conftest.py."""
 HANG_S = 600.0
 """A rank that is silent for so long hangs: far beyond what a busy machine takes."""
+AFTER_FAILURE_S = 60.0
+"""How long the other ranks may go on where one failed and all should have ended well."""
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["world_preload"])
+_servers = [forkserver.ForkServer() for _ in quick.HASH_SEEDS]
 
 
 def preload(module: str) -> None:
     """Have all ranks forked from a process that has imported this; call it before the first world."""
-    _context.set_forkserver_preload(["world_preload", module])
+    for server in _servers:
+        server.set_forkserver_preload(["world_preload", module])
+
+
+preload("world_preload")
+
+
+class _Forked(multiprocessing.context.ForkServerProcess):
+    """A process forked from the fork server of this number."""
+
+    server = 0
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        _start_servers()
+        with pytest.MonkeyPatch.context() as patch:
+            chosen = _servers[process_obj.server]
+            patch.setattr(forkserver, "connect_to_new_process", chosen.connect_to_new_process)
+            return multiprocessing.context.ForkServerProcess._Popen(process_obj)
+
+
+class _Context(multiprocessing.context.ForkServerContext):
+    Process = _Forked
+
+
+_context = _Context()
+
+
+def _start_servers() -> None:
+    """All at once: they import at the same time."""
+    for server, seed in zip(_servers, quick.HASH_SEEDS, strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONHASHSEED", seed)
+            multiprocessing.set_executable(python)
+            server.ensure_running()
+            multiprocessing.set_executable(sys.executable)
 
 
 @dataclass
@@ -104,9 +144,6 @@ def start(
 
     import torch.distributed as dist
 
-    multiprocessing.set_executable(python)
-    forkserver.ensure_running()
-    multiprocessing.set_executable(sys.executable)
     patience = timedelta(seconds=HANG_S)
     store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=patience, wait_for_workers=False)
     processes: list[Any] = []
@@ -119,6 +156,7 @@ def start(
             name=f"rank{rank}",
             daemon=True,
         )
+        process.server = rank.bit_count() % len(_servers)
         process.start()
         theirs.close()
         processes.append(process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from meshfeed.cli.command import Console, Table
 from meshfeed.cli.main import main
 from meshfeed.text import visible
 
-EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202egnp\x00 good"
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202egnp\x00\u2067\u200f\u061c\u2028 good"
 HIDDEN = set(EVIL) - set("]0;owned[2J31mgp good")
 
 
@@ -41,6 +42,37 @@ def test_names_of_files_and_columns_in_errors(tmp_path: Path, capfd: pytest.Capt
     assert main(["prepare", str(path), *out, "--workers", "1", "--max-errors", "1"]) == 0
     said = capfd.readouterr()
     assert not HIDDEN & set(said.out + said.err)
+
+
+@pytest.mark.parametrize("most", [0, 9])
+def test_names_in_tars_and_lists(tmp_path: Path, capfd: pytest.CaptureFixture[str], most: int) -> None:
+    """Of samples, of parts, and of what a message has; in the errors, and in the file of those left out."""
+    name = EVIL.replace("\x00", "")
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.PAX_FORMAT) as out:
+        for suffix, data in (
+            (".jpg", b"\x1b[2J"),
+            (".json", json.dumps({EVIL: 1}).encode()),
+            (f".{name}", b""),
+        ):
+            member = tarfile.TarInfo(f"{name}{suffix}")
+            member.size = len(data)
+            out.addfile(member, io.BytesIO(data))
+    records = [{"text": "x", "image": EVIL}, {"text": "x", "image": f"http://10.0.0.1/{EVIL}"},
+               {"text": "x", "image": f"{EVIL}://h/x"}, {"text": "x", "image": f"data:{EVIL},x"}]  # fmt: skip
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, records)))
+    out = tmp_path / "out"
+    status = main(
+        ["prepare", str(tmp_path / "a.tar"), str(tmp_path / "a.jsonl"), "--multimodal", "--out", str(out),
+         "--tokenizer", "bytes", "--image-token", "a", "--workers", "1", "--max-errors", str(most)]
+    )  # fmt: skip
+    assert status == (0 if most else 2)
+    said = capfd.readouterr()
+    assert not HIDDEN & set(said.out + said.err)
+    if not most:
+        harmless(said.err)
+    else:
+        told = (out / "errors.jsonl").read_text()
+        assert told.count("\n") == 1 + len(records) and not (HIDDEN - {"\n"}) & set(told)
 
 
 def test_tables_and_markup() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import world
-from meshfeed.errors import CacheError
+from meshfeed.errors import CacheError, StoreError
 from meshfeed.files import Cache, ask
 from meshfeed.files.blocks import SUM_BYTES
 from meshfeed.files.cached import CachedFile
@@ -195,3 +195,41 @@ def test_a_helper_is_given_its_credentials_with_each_request() -> None:
     environ = {"AWS_ENDPOINT_URL": "http://a", "AZURE_STORAGE_TOKEN": "b", "PATH": "/bin", "HTTP_PROXY": "c"}
     assert without_credentials(environ) == {"PATH": "/bin", "HTTP_PROXY": "c"}
     assert options_of_environment("s3://bucket", environ) == {"aws_endpoint_url": "http://a"}
+
+
+def killed_starts(monkeypatch: pytest.MonkeyPatch, folder: Path, kills: int) -> Path:
+    """The next helpers of this process are killed while they start; the file counts them."""
+    count = folder / "starts"
+    script = folder / "start.py"
+    script.write_text(
+        "import os, runpy, signal, sys\n"
+        f"with open({str(count)!r}, 'a') as told: told.write('x')\n"
+        f"if os.path.getsize({str(count)!r}) <= {kills}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"runpy.run_path({str(ask._SCRIPT)!r}, run_name='__main__')\n"
+    )
+    mine: Any = ask.asker.__self__
+    monkeypatch.setattr(mine, "_asker", None)
+    monkeypatch.setattr(ask, "_SCRIPT", script)
+    return count
+
+
+def test_a_helper_that_is_killed_while_it_starts_is_started_again(
+    server: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = killed_starts(monkeypatch, tmp_path, 2)
+    with file_of(server, tmp_path / "cache") as file:
+        read(file, 0)
+    assert count.read_text() == "xxx"
+
+
+def test_helpers_that_are_always_killed_are_given_up(
+    server: Nginx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = killed_starts(monkeypatch, tmp_path, 1000)
+    monkeypatch.setattr(ask, "_MOST_HELPERS", 3)
+    with (
+        file_of(server, tmp_path / "cache") as file,
+        pytest.raises(StoreError, match="3 storage helpers in a row"),
+    ):
+        read(file, 0)
+    assert count.read_text() == "xxx"

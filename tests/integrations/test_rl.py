@@ -136,6 +136,38 @@ def test_verl(lengths: list[int], multiple: int, least: int | None) -> None:
 
 
 @pytest.mark.usefixtures("verl")
+@settings(max_examples=cases(12), deadline=None)
+@given(LENGTHS, st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_groups_of_verl_stay_together(lengths: list[int], multiple: int, size: int, balance: bool) -> None:
+    lengths = [length for length in lengths for _ in range(size)]
+    lengths[0] = 1  # rows of a group differ
+    batch = rows(lengths)
+    made, taken = rl.rearrange_micro_batches(
+        batch, 250, None, multiple, True, None, balance, force_group_size=size
+    )
+    assert len(made) % multiple == 0 and all(taken)
+    assert all(each["attention_mask"].sum() <= 250 for each in made)
+    groups = [pack[at : at + size] for pack in taken for at in range(0, len(pack), size)]
+    assert sorted(groups) == [[*range(at, at + size)] for at in range(0, len(lengths), size)]
+    assert all(torch.equal(each["input_ids"], batch["input_ids"][pack]) for each, pack in zip(made, taken))
+
+
+@pytest.mark.usefixtures("verl")
+def test_groups_of_verl_are_even_in_work() -> None:
+    # four groups of 40 tokens, one in two long rows, and two of 20: each microbatch gets 60
+    batch = rows([10] * 4 + [20, 20] + [10] * 8 + [5] * 8, 60)
+    with pytest.raises(PlanError, match="^22 rows do not divide into groups of force_group_size=4"):
+        rl.rearrange_micro_batches(batch, 60, force_group_size=4)
+    batch = rows([10] * 4 + [20, 20, 0, 0] + [10] * 8 + [5] * 8, 60)
+    made, _ = rl.rearrange_micro_batches(batch, 60, num_batches_divided_by=2, force_group_size=4)
+    assert sorted(int(each["attention_mask"].sum()) for each in made) == [40, 40, 60, 60]
+    with pytest.raises(PlanError, match=r"^rows 0 to 3: 40 tokens, and max_token_len=39 \(4 such groups\)"):
+        rl.rearrange_micro_batches(batch, 39, force_group_size=4)
+    with pytest.raises(PlanError, match=r"^force_group_size=0: "):
+        rl.rearrange_micro_batches(batch, 60, force_group_size=0)
+
+
+@pytest.mark.usefixtures("verl")
 def test_ranks_of_verl_agree_on_the_number_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = rows([30, 30, 5, 30, 30, 5, 5, 7, 20])
     own = len(rl.rearrange_micro_batches(batch, 60)[0])

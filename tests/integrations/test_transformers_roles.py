@@ -205,7 +205,7 @@ def test_evaluation_counts_sequences(tmp_path: Path, size: int) -> None:
     steps = list(mf.simulate(short, mf.Layout(), 4, micro_batch_size=size))
     microbatches = [each for step in steps for each in step.microbatches]
     assert predicted.predictions.shape == (18, 32, loops.VOCAB)
-    rows = torch.cat([each["labels"][: len(each.draws)] for each in microbatches])
+    rows = torch.cat([loops.at_own_tokens(each["labels"])[: len(each.draws)] for each in microbatches])
     assert torch.equal(torch.as_tensor(predicted.label_ids), rows)
     with torch.no_grad():
         losses = [(len(each.draws), run.model(**causal_batch(each)).loss.item()) for each in microbatches]

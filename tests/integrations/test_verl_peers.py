@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -62,6 +63,38 @@ def test_results_return_by_verls_own_functions(
         results = torch.cat([each.batch["input_ids"] for each in made])
         assert torch.equal(balancing.restore_dynamic_batch(results, taken), ids)
         assert type(made[0].batch) is type(theirs[0])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_verls_engine_splits_its_batches(
+    balancing: ModuleType, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """The engine's own call, with each argument that it gives, and its way back."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+
+    replace_all(balancing, monkeypatch)
+    monkeypatch.delitem(sys.modules, "verl.workers.engine.utils", raising=False)  # imports them by name
+    engine = importlib.import_module("verl.workers.engine.utils")
+    assert engine.rearrange_micro_batches is rl.rearrange_micro_batches
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(20, 100, 40).tolist()
+    rows = [torch.arange(length) + 1000 * at for at, length in enumerate(lengths)]
+    data = TensorDict(
+        {"input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}, batch_size=len(rows)
+    )
+    options = {"use_dynamic_bsz": True, "max_token_len_per_gpu": 150, "sp_size": 2, "force_group_size": size}
+    tensordict_utils.assign_non_tensor(data, **options)
+    made, taken = engine.prepare_micro_batches(data, num_batches_divided_by=2, min_num_micro_batch=3)
+    assert len(made) % 2 == 0 and len(made) >= 3
+    assert max(len(each["input_ids"].values()) for each in made) <= 300
+    whole = [pack[at : at + size] for pack in taken for at in range(0, len(pack), size)]
+    assert sorted(whole) == [[*range(at, at + size)] for at in range(0, len(rows), size)]
+    results = torch.nested.as_nested_tensor(
+        [row for each in made for row in each["input_ids"].unbind()], layout=torch.jagged
+    )
+    back = balancing.restore_dynamic_batch(results, taken)
+    assert all(torch.equal(mine, row) for mine, row in zip(back.unbind(), rows, strict=True))
 
 
 def test_reverse_indices_and_groups(balancing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,9 +65,11 @@ class Model(torch.nn.Module):
         pixel_values: Any = None,
         image_grid_thw: Any = None,
         position_ids: Any = None,
+        shift_labels: Any = None,
         **more: Any,
     ) -> dict[str, torch.Tensor]:
         images = {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}
+        labels = labels if shift_labels is None else shift_labels
         self.seen.append(
             {"tokens": input_ids, "labels": labels, "position_ids": position_ids, **images, **more}
         )

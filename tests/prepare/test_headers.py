@@ -77,7 +77,7 @@ def boxes(*brands):
     ("data", "said"),
     [
         (b"", "empty"),
-        (b"<!DOCTYPE html><html>", "not an image, WAV or FLAC: 21 bytes that begin with b'<!DOCTYPE"),
+        (b"<!DOCTYPE html><html>", r"not an image, WAV or FLAC: 21 bytes \(a web page\); fetch it again"),
         (bomb(30_000, 30_000), "900000000 pixels"),
         (bomb(10_000, 10_000), "10000 x 10000 pixels, more than --max-pixels 89478485"),
         (bomb(0, 7), "header|not an image"),

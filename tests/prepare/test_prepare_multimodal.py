@@ -338,6 +338,7 @@ def test_the_command(tmp_path, words, capsys):
     for wrong, why in (
         (["--image-token", PAD], "need --multimodal"),
         (["--url-timeout", "9"], "need --multimodal"),
+        (["--allow-private"], "need --multimodal"),
         (["--multimodal"], "name the token that stands for an image"),
         (["--multimodal", "--image-token", "<|nothing|>"], "has no token '<|nothing|>'"),
         (["--multimodal", "--image-token", PAD, "--image-text", "x"], "must have --image-token in it once"),
@@ -443,7 +444,14 @@ def test_urls_are_fetched_and_those_that_fail_are_counted(tmp_path, rows, captio
         names = ("b.jpg", "none.jpg", "closed/b.jpg", "sub/a.png")
         lines = [json.dumps({"text": "x", "image": f"{server.url}/{name}"}) + "\n" for name in names]
         (rows / "rows.jsonl").write_text("".join(lines))
-        prepare([rows / "rows.jsonl"], tmp_path / "out", captions, engine=Here(), max_errors=2)
+        prepare(
+            [rows / "rows.jsonl"],
+            tmp_path / "out",
+            captions,
+            engine=Here(),
+            max_errors=2,
+            allow_private=True,
+        )
     told = [json.loads(line) for line in (tmp_path / "out/errors.jsonl").read_text().splitlines()]
     assert [each["line"] for each in told] == [2, 3]
     assert "none.jpg" in told[0]["error"] and "403" in told[1]["error"]
@@ -457,7 +465,7 @@ def test_a_url_that_never_answers_is_given_up_by_name(tmp_path, rows, captions, 
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/a.jpg"
         lines = [json.dumps({"text": "x", "image": name}) + "\n" for name in (url, "b.jpg")]
         (rows / "rows.jsonl").write_text("".join(lines))
-        limits = {"max_errors": 1, "url_timeout_s": 0.5}
+        limits = {"max_errors": 1, "url_timeout_s": 0.5, "allow_private": True}
         prepare([rows / "rows.jsonl"], tmp_path / "out", captions, engine=Here(), **limits)
     told = json.loads((tmp_path / "out/errors.jsonl").read_text())
     assert told["line"] == 1 and told["error"].startswith(f"image[0]: {url}: failed")

@@ -91,6 +91,8 @@ class Skewed(mf.Lengths):
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        if self._broken == "native":
+            return super().dtype.newbyteorder("<")
         return np.dtype(np.int32) if self._broken == "dtype" else super().dtype
 
     @property
@@ -128,6 +130,7 @@ class Skewed(mf.Lengths):
 
 FAULTS = {
     "dtype": "dtype",
+    "native": "is not native",
     "fingerprint": "fingerprint, asked for twice",
     "count": "num_documents",
     "shards": "the last shard",

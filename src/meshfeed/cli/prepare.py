@@ -90,6 +90,11 @@ class _Parts:
         default=URL_TIMEOUT_S,
         metavar="SECONDS",
     )
+    allow_private: bool = option(
+        "fetch parts also from hosts of private networks and of this machine, and from s3://, gs://, az:// "
+        "and hf:// with its credentials: only for lists that you trust (--parts-folder allows one folder)",
+        default=False,
+    )
     max_pixels: int = option("refuse larger images, before anything decodes them", default=MOST_PIXELS)
 
 
@@ -201,6 +206,7 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
                 max_errors=self.max_errors,
                 max_record_bytes=self.max_record_bytes,
                 url_timeout_s=self.url_timeout,
+                allow_private=self.allow_private,
                 text_encoding=self.encoding,
                 engine=self._engine(),
                 resume=self.resume,
@@ -231,8 +237,8 @@ class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
             return Multimodal(
                 text=self._text(), tokens=tokens, around=around, max_pixels=limit, folder=folder
             )
-        limits = self.max_pixels, self.url_timeout
-        if tokens or around or self.parts_folder or limits != (MOST_PIXELS, URL_TIMEOUT_S):
+        limits = self.max_pixels, self.url_timeout, self.allow_private
+        if tokens or around or self.parts_folder or limits != (MOST_PIXELS, URL_TIMEOUT_S, False):
             raise PrepareError("--image-token, --audio-token, --max-pixels and the like need --multimodal")
         return self._text()
 

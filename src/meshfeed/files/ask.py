@@ -112,7 +112,7 @@ class _Mine:
             self._asker = None
 
     def asker(self) -> Asker:
-        """This process's, with a new helper if there is none or if the last one has died."""
+        """This process's; a new one if there is none or if it has died. Raises LostError if that one dies."""
         with self._lock:
             if self._asker is None or self._asker.is_lost:
                 self._asker = _started()
@@ -133,7 +133,7 @@ def retried(ask: Callable[[], T]) -> T:
 
 
 def _started() -> Asker:
-    """Start a helper."""
+    """Start a helper. Raises LostError if it is killed meanwhile, StoreError if it cannot be started."""
     ours, theirs = socket.socketpair()
     path = os.pathsep.join(each for each in sys.path if each)
     try:
@@ -147,6 +147,8 @@ def _started() -> Asker:
         )
     except (OSError, subprocess.SubprocessError) as error:
         ours.close()
+        if isinstance(error, subprocess.CalledProcessError) and error.returncode < 0:
+            raise LostError from error
         raise StoreError(f"the storage helper cannot be started: {error}") from error
     finally:
         theirs.close()

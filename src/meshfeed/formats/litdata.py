@@ -202,7 +202,7 @@ def _has_tokens(encoding: str) -> bool:
 def _integers(dtypes: Mapping[int, str], code: int) -> np.dtype[Any]:
     if code not in dtypes:
         raise ValueError(f"is of dtype {code}; tokens are integers")
-    return np.dtype(dtypes[code]).newbyteorder("<")
+    return np.dtype(np.dtype(dtypes[code]).name)
 
 
 class LitdataFormat(StoreFormat):

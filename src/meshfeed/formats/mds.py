@@ -110,7 +110,7 @@ class MDSStore(ShardedStore):
             sizes=sizes,
             told=tuple(at for at, size in enumerate(sizes) if size is None),
             at=at,
-            dtype=dtype.newbyteorder("<"),
+            dtype=np.dtype(dtype.name),
             head=head,
             num_tokens=num_tokens,
             has_gap=True,

@@ -81,7 +81,7 @@ def ndarray_of(encoding: str) -> Ndarray | None:
     shape = tuple(int(dim) for dim in dims.split(",")) if dims else None
     if shape is not None and (min(shape) < 1 or prod(shape) > 1 << 40):
         raise ValueError(f"{dims!r} is not a shape")
-    return Ndarray(np.dtype(dtype).newbyteorder("<"), shape)
+    return Ndarray(np.dtype(dtype), shape)
 
 
 def decode(encoding: str, value: bytes, where: str, *, images: bool = True) -> Any:
@@ -114,7 +114,7 @@ def decode(encoding: str, value: bytes, where: str, *, images: bool = True) -> A
 
 
 def _scalar(encoding: str, value: bytes) -> Any:
-    return _only(np.frombuffer(value, np.dtype(encoding).newbyteorder("<")))
+    return _only(np.frombuffer(value, np.dtype(encoding)))
 
 
 def _only(values: Any) -> Any:
@@ -129,7 +129,7 @@ def _array(encoding: str, value: bytes) -> Any:
         raise ValueError("no ndarray")
     dtype, shape = kind.dtype, kind.shape
     if dtype is None:
-        dtype, at = np.dtype(DTYPE_CODES[value[0]]).newbyteorder("<"), 1
+        dtype, at = np.dtype(DTYPE_CODES[value[0]]), 1
     if shape is None:
         ndim, width = value[at] >> 2, 1 << (value[at] & 3)
         dims = np.frombuffer(value, f"<u{width}", ndim, at + 1)

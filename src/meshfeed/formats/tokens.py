@@ -65,8 +65,8 @@ class Column:
         if self.tokenizer == BYTES:
             return np.dtype("u1")
         if self.tokenizer is not None:
-            return best_dtype(self.encoder.vocab_size).newbyteorder("<")
-        return np.dtype("<u2" if most < 1 << 16 else "<i4" if most < 1 << 31 else "<i8")
+            return best_dtype(self.encoder.vocab_size)
+        return np.dtype("uint16" if most < 1 << 16 else "int32" if most < 1 << 31 else "int64")
 
     def encoded(self, values: Sequence[Any], where: Where) -> list[Array]:
         """The tokens of each value, whole numbers [n]. Raises StoreError naming the first bad value."""

@@ -28,7 +28,7 @@ from meshfeed.state import State, sealed
 BatchOf = Callable[[Microbatch], Any]
 """Microbatch -> the loop's batch."""
 
-_IGNORED = -100  # torch's cross entropy ignores this label
+IGNORED = -100  # torch's cross entropy ignores this label
 _DONE = "microbatches_done"
 
 
@@ -63,7 +63,7 @@ def masked_labels(microbatch: Microbatch) -> torch.Tensor:
     labels: torch.Tensor = microbatch["labels"]
     if "loss_mask" not in microbatch:
         return labels
-    return labels.masked_fill(microbatch["loss_mask"] == 0, _IGNORED)
+    return labels.masked_fill(microbatch["loss_mask"] == 0, IGNORED)
 
 
 def check_encoder(recipe: Recipe) -> None:

@@ -44,6 +44,7 @@ def rearrange_micro_batches(
     same_micro_num_in_dp: bool = True,
     min_num_micro_batch: int | None = None,
     use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
     *,
     cost: CostModel = _COST,
 ) -> tuple[list[Any], list[list[int]]]:
@@ -54,10 +55,11 @@ def rearrange_micro_batches(
     dp_group: ranks that agree on the number of microbatches where same_micro_num_in_dp; None for all.
     num_batches_divided_by: the number is a multiple of this. min_num_micro_batch: it is at least this.
     use_dynamic_bsz_balance: the least work comes first and last, where a pipeline fills and drains.
+    force_group_size: so many consecutive rows, such as the answers to one question, stay together, in order.
     cost: what a row costs.
     Returns the microbatches, and the rows of each. `get_reverse_idx` of all rows restores their order.
-    Raises PlanError for a row longer than max_token_len, or fewer rows than microbatches; where ranks agree
-    on the number, all of them raise it.
+    Raises PlanError for a group longer than max_token_len, fewer groups than microbatches, or rows that do
+    not divide into groups; where ranks agree on the number, all of them raise it.
     """
     select_rows = importlib.import_module("verl.utils.tensordict_utils").index_select_tensor_dict
     ids = batch["input_ids"]
@@ -65,16 +67,24 @@ def rearrange_micro_batches(
     cap = _count("max_token_len", max_token_len)
     quantum = _count("num_batches_divided_by", num_batches_divided_by or 1)
     least = _count("min_num_micro_batch", min_num_micro_batch or 1)
+    size = _count("force_group_size", force_group_size)
+    # a group is planned as one row
+    of_groups = [sum(tokens[at : at + size]) for at in range(0, len(tokens), size)]
+    packing = Packing(capacity=cap, cost=_cost_of_groups(cost, size))
 
     def plan(**asked: int) -> list[list[int]]:
-        lengths = _lengths_of(tokens)
-        _check_fit(lengths, "max_token_len", cap)
-        return packs_of_ranks(lengths, Packing(capacity=cap, cost=cost), quantum=quantum, **asked)
+        if len(tokens) % size:
+            raise PlanError(f"{len(tokens)} rows do not divide into groups of force_group_size={size}")
+        lengths = _lengths_of(of_groups)
+        _check_fit(lengths, "max_token_len", cap, size)
+        return packs_of_ranks(lengths, packing, quantum=quantum, **asked)
 
     if same_micro_num_in_dp and dist.is_initialized():
-        packs = _as_many_on_each(plan, least, tokens, dp_group)
+        kind = "rows" if size == 1 else f"groups of {size} rows"
+        packs = _as_many_on_each(plan, least, of_groups, dp_group, kind)
     else:
         packs = plan(at_least=least)
+    packs = [[row for group in pack for row in range(group * size, (group + 1) * size)] for pack in packs]
     if use_dynamic_bsz_balance:
         lengths = _lengths_of(tokens)
         work = np.array([cost.work(lengths[pack]).sum() for pack in packs])
@@ -83,8 +93,22 @@ def rearrange_micro_batches(
     return [select_rows(batch, pack) for pack in packs], packs
 
 
+def _cost_of_groups(cost: CostModel, size: int) -> CostModel:
+    """What a group costs by its tokens, if its rows are equally long; size times as much."""
+    return replace(
+        cost,
+        alpha=cost.alpha * size,
+        window=None if cost.window is None else cost.window * size,
+        overhead=cost.microbatch_overhead * size,
+    )
+
+
 def _as_many_on_each(
-    plan: Callable[..., list[list[int]]], least: int, tokens: list[int], group: dist.ProcessGroup | None
+    plan: Callable[..., list[list[int]]],
+    least: int,
+    tokens: list[int],
+    group: dist.ProcessGroup | None,
+    kind: str,
 ) -> list[list[int]]:
     """This rank's packs, as many as the rank that needs most has. If one raises PlanError, all do."""
     packs: list[list[int]] = []
@@ -106,7 +130,7 @@ def _as_many_on_each(
             raise PlanError(f"rank {rank} of the group cannot pack its rows; it says why")
         if num_rows < most:
             raise PlanError(
-                f"rank {rank} of the group: {num_rows} rows for {most} microbatches, which another rank "
+                f"rank {rank} of the group: {num_rows} {kind} for {most} microbatches, which another rank "
                 f"needs; give each rank more rows, or a larger max_token_len"
             )
     if missing := most - len(packs):
@@ -334,12 +358,17 @@ def _count(name: str, given: Any, least: int = 1) -> int:
     return int(given)
 
 
-def _check_fit(lengths: LongArray, name: str, most: int) -> None:
-    """Raises PlanError for a row that is longer than a microbatch. name: the framework's, of `most`."""
+def _check_fit(lengths: LongArray, name: str, most: int, size: int = 1) -> None:
+    """Raises PlanError for a row, or a group of size rows, that is longer than a microbatch.
+
+    name: the framework's, of `most`.
+    """
     if (over := np.flatnonzero(lengths > most)).size:
+        first, kind = int(over[0]), "rows" if size == 1 else "groups"
+        told = f"row {first}" if size == 1 else f"rows {first * size} to {(first + 1) * size - 1}"
         raise PlanError(
-            f"row {over[0]}: {lengths[over[0]]} tokens, and {name}={most} ({over.size} such rows); "
-            f"raise it, or truncate the rows"
+            f"{told}: {lengths[first]} tokens, and {name}={most} ({over.size} such {kind}); raise it, or "
+            f"truncate the rows"
         )
 
 

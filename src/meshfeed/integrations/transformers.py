@@ -10,8 +10,10 @@ transformers' padding-free form.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +24,7 @@ from meshfeed.feed import Feed
 from meshfeed.feed.batch import Microbatch, Step
 from meshfeed.feed.options import FeedOptions
 from meshfeed.integrations.loader import (
+    IGNORED,
     EvalLoader,
     Settings,
     TrainLoader,
@@ -33,6 +36,8 @@ from meshfeed.integrations.loader import (
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing, StepPlan
 from meshfeed.recipe import Recipe
+from meshfeed.sequence.columns import rule_of
+from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.multimodal import MROPE, Multimodal
 from meshfeed.sequence.packed import PLAN_FIELDS, RUN_FIELDS
 
@@ -40,6 +45,9 @@ _CAUSAL = frozenset(
     {"tokens", "labels", "loss_mask", MROPE.name, *RUN_FIELDS, *(field.name for field in PLAN_FIELDS)}
 )
 """The fields that `causal_batch` uses, or has no use for."""
+_MASKED = frozenset({"tokens", "labels", "loss_mask", "padding_mask", "position_ids"})
+"""The same for `masked_batch`."""
+_SHIFTED = "shift_labels"
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
 _SETTINGS = Settings(
@@ -50,19 +58,19 @@ _SETTINGS = Settings(
 
 
 def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
-    """The inputs of transformers' causal models; labels are already shifted.
+    """The inputs of transformers' causal models.
 
-    input_ids, position_ids, labels, shift_labels: int64 [rows, tokens]; -100 where there is no loss.
+    input_ids, position_ids: int64 [rows, tokens]. shift_labels, the same: the token that each position
+    predicts, -100 where there is no loss. labels: as transformers' users give them, each at its own token, so
+    one place to the right, for what shifts them itself; they lack the last prediction of a row.
     For a pack, [1, tokens]: position_ids restart at every sequence, which separates sequences for eager, sdpa
     and flex attention. cu_seq_lens_q, cu_seq_lens_k (int32), max_length_q and max_length_k are for flash
     attention. With mrope_position_ids, position_ids are [4, 1, tokens]: these, then time, height and width.
     """
-    labels = masked_labels(microbatch)
-    made: dict[str, Any] = {
-        "input_ids": microbatch["tokens"],
-        "labels": labels,  # the Trainer requires it; the loss uses shift_labels
-        "shift_labels": labels,
-    }
+    shifted = masked_labels(microbatch)
+    labels = shifted.roll(1, dims=-1)
+    labels[..., 0] = IGNORED  # no position predicts the first token of a row
+    made: dict[str, Any] = {"input_ids": microbatch["tokens"], "labels": labels, "shift_labels": shifted}
     if "position_ids" in microbatch:
         made["position_ids"] = microbatch["position_ids"]
     if "cu_seqlens_padded" in microbatch:
@@ -79,6 +87,36 @@ def causal_batch(microbatch: Microbatch) -> dict[str, Any]:
     return made
 
 
+def masked_batch(microbatch: Microbatch) -> dict[str, Any]:
+    """The inputs of transformers' masked models, from rows of `Masked`.
+
+    input_ids, labels, attention_mask: int64 [rows, tokens]; labels are -100 except for hidden tokens, and the
+    mask is 0 for padding. The models count positions themselves: some begin at another number than 0.
+    """
+    return {
+        "input_ids": microbatch["tokens"],
+        "labels": masked_labels(microbatch),
+        "attention_mask": (~microbatch["padding_mask"]).long(),
+    }
+
+
+def takes_shift_labels(model: torch.nn.Module) -> bool:
+    """Whether a model's forward takes `shift_labels`, or calls a loss function of transformers that does."""
+    return any(_names_shift_labels(module) for module in model.modules())
+
+
+def _names_shift_labels(module: torch.nn.Module) -> bool:
+    forward = inspect.unwrap(module.forward)
+    code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+    if code is None:
+        return False
+    # in co_consts if it is taken from **kwargs; a local variable of this name is neither
+    if _SHIFTED in (*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *code.co_consts):
+        return True
+    loss = getattr(module, "loss_function", None) if "loss_function" in code.co_names else None
+    return loss is not None and _SHIFTED in inspect.signature(loss).parameters
+
+
 _Base: Any = framework("transformers", "transformers").Trainer
 
 
@@ -90,10 +128,11 @@ class FeedTrainer(_Base):
     layout: of all ranks; None takes accelerate's device mesh, or plain data parallelism.
     feed_options: other arguments of `Feed`: packing, delivery, verify, ... A training step is packed into
         gradient_accumulation_steps microbatches; a step that needs more is refused.
-    batch_of: the model's inputs from a microbatch: those of `causal_batch`, and further fields of the recipe,
-        such as pixel_values, that the model's forward names. A recipe without a field named tokens gives its
-        fields alone, by the model's own names. A field without rows is left out: these models take no
-        pixel_values of no image. Override it for models with other inputs.
+    batch_of: the model's inputs from a microbatch: those of `causal_batch`, for rows of `Masked` those of
+        `masked_batch`, and further fields of the recipe, such as pixel_values, that the model's forward names.
+        A recipe without a field named tokens gives its fields alone, by the model's own names. A field without
+        rows is left out: these models take no pixel_values of no image. Override it for models with other
+        inputs. compute_loss_func gets the unshifted labels; label_smoothing_factor uses the shifted ones.
 
     The stream is one epoch of the Trainer, at most `max_steps` long. The state is saved in the checkpoint's
     trainer_state.json; resuming reads and skips no data. Evaluation counts sequences, not the rows that
@@ -144,8 +183,14 @@ class FeedTrainer(_Base):
     def batch_of(self, microbatch: Microbatch) -> Any:
         """The model's inputs from a microbatch; see the class."""
         made, used = dict[str, Any](), frozenset[str]()
-        if "tokens" in microbatch:
+        if "tokens" in microbatch and not self._predicts_next and _MASKED >= microbatch.keys():
+            made, used = masked_batch(microbatch), _MASKED
+        elif "tokens" in microbatch:
             made, used = causal_batch(microbatch), _CAUSAL
+            if (
+                self.compute_loss_func is not None
+            ):  # it sees labels alone, and the Trainer counts what it sees
+                del made[_SHIFTED]
         further = {name: value for name, value in microbatch.items() if name not in used and _has_rows(value)}
         if self.args.remove_unused_columns:  # as the Trainer does with a dataset's columns
             self._set_signature_columns_if_needed()
@@ -193,6 +238,21 @@ class FeedTrainer(_Base):
         finally:
             self.gather_function, self._evaluating = plain, False
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; label smoothing uses the shifted labels, for any model."""
+        plain, labels = self.label_smoother, inputs.get(_SHIFTED)
+        if plain is None or self.compute_loss_func is not None or labels is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+        def smoothed(outputs: Any, _: Any, shift_labels: bool = False, **more: Any) -> Any:
+            return plain(outputs, labels, **more)
+
+        self.label_smoother = smoothed
+        try:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            self.label_smoother = plain
+
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; averages losses that count the tokens of all ranks over all ranks."""
         loss, *rest = super().prediction_step(*args, **kwargs)
@@ -209,6 +269,10 @@ class FeedTrainer(_Base):
     def _evaluated(self, recipe: Recipe) -> EvalLoader:
         return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size, pad_rows=True))
 
+    @cached_property
+    def _predicts_next(self) -> bool:
+        return takes_shift_labels(self.model)
+
     @property
     def _micro_batch_size(self) -> int:
         return int(self._train_batch_size)  # auto_find_batch_size may have reduced it
@@ -222,6 +286,8 @@ class FeedTrainer(_Base):
         pad_rows: bool = False,
     ) -> Feed:
         _check_positions(recipe, self.model)
+        if type(self).batch_of is FeedTrainer.batch_of:
+            _check_labels(recipe, self.model, self._predicts_next)
         mesh, layout = getattr(self.accelerator, "torch_device_mesh", None), self._layout
         if layout is None and mesh is not None:
             layout = Layout.from_device_mesh(mesh, names=_MESH_NAMES)
@@ -245,6 +311,24 @@ def _check_dataset(name: str, given: object) -> None:
         raise RecipeError(
             f"{name} is a {type(given).__name__} of {held}; give a mf.Recipe: data=mf.Mixture(...) for "
             f"several sources, data=mf.Mapped(...) for your own items; the Trainer handles a torch Dataset"
+        )
+
+
+def _check_labels(recipe: Recipe, model: torch.nn.Module, predicts_next: bool) -> None:
+    """Raises RecipeError for labels at other places than those where the model's loss wants them."""
+    rule, name = recipe.sequence, type(model).__name__
+    if isinstance(rule, Masked) and predicts_next:
+        raise RecipeError(
+            f"Masked() has hidden tokens as labels, and {name} predicts next tokens; use Windows()"
+        )
+    if (
+        not isinstance(rule, Masked)
+        and not predicts_next
+        and "tokens" in {field.name for field in rule_of(recipe).fields}
+    ):
+        raise RecipeError(
+            f"{name} takes no shift_labels, so that nothing says whether its loss shifts labels; give its "
+            f"forward that argument, the token that each position predicts, or override FeedTrainer.batch_of"
         )
 
 

@@ -5,6 +5,7 @@ What the bytes are decides, not what the file is called. An animated picture cou
 
 from __future__ import annotations
 
+import re
 import struct
 import warnings
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ MOST_PIXELS = 89_478_485
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: a quarter turn swaps height and width
 _TIFF_WIDTH, _TIFF_HEIGHT = 256, 257
 _STREAMINFO_SIZE = 34
-_SHOWN = 12
+_PAGE = re.compile(rb"\s*<(?:!doctype\s+)?html", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +126,16 @@ def _size_of_image(data: bytes, max_pixels: int) -> Size:
 
 
 def _refusal(error: Exception, data: bytes) -> str:
-    """What is said of an image that Pillow cannot open."""
+    """What is said of an image that Pillow cannot open; none of its bytes."""
     from PIL import Image, UnidentifiedImageError
 
     if isinstance(error, Image.DecompressionBombError):
         return f"{error}; leave it out, or store it smaller"
     if isinstance(error, UnidentifiedImageError):
-        return (
-            f"not an image, WAV or FLAC: {len(data)} bytes that begin with {data[:_SHOWN]!r}; fetch it "
-            f"again, or leave its sample out"
-        )
-    return f"its header is broken: {error or type(error).__name__}; fetch it again"
+        what = " (a web page)" if _PAGE.match(data) else ""
+        return f"not an image, WAV or FLAC: {len(data)} bytes{what}; fetch it again, or leave its sample out"
+    # Pillow's message may repeat bytes, and whoever named a URL must not learn what its server said.
+    return f"its header is broken ({type(error).__name__}); fetch it again"
 
 
 def _orientation(image: Any, data: bytes) -> int:

@@ -36,7 +36,7 @@ JOB = "job.json"
 """Says what the job is; a folder without it has none."""
 VERSION = 1
 """Of what a job says, and so of what it makes."""
-LIMITS = ("max_malformed", "max_record_bytes", "url_timeout_s")
+LIMITS = ("max_malformed", "max_record_bytes", "url_timeout_s", "allow_private")
 """Attributes of a job that may change on resume."""
 
 
@@ -83,8 +83,9 @@ class Job:
         spans: part, input, begin, end; int64 [num_spans, 4].
         max_malformed: records that may be left out.
         max_record_bytes: of a record.
-        url_timeout_s: of all attempts at the URL of a part. All three may change on resume: they decide only
-            what is left out, and whether the run finishes.
+        url_timeout_s: of all attempts at the URL of a part.
+        allow_private: whether records may name any host and storage. All four may change on resume: they
+            decide only what is left out, and whether the run finishes.
     """
 
     folder: Path
@@ -93,6 +94,7 @@ class Job:
     max_malformed: int
     max_record_bytes: int
     url_timeout_s: float = URL_TIMEOUT_S
+    allow_private: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -108,7 +110,9 @@ class Job:
         """How its records are read."""
         columns = encoding_of(self.request.encoder).columns
         encodings = self.request.encodings.split(",")
-        return Reading(columns, encodings, self.max_record_bytes, self.url_timeout_s)
+        return Reading(
+            columns, encodings, self.max_record_bytes, self.url_timeout_s, allow_private=self.allow_private
+        )
 
     @property
     def limits(self) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def prepare(
     max_errors: int = 0,
     max_record_bytes: int = RECORD_BYTES,
     url_timeout_s: float = URL_TIMEOUT_S,
+    allow_private: bool = False,
     text_encoding: str = "utf-8",
     engine: Engine | None = None,
     resume: bool = False,
@@ -114,6 +115,9 @@ def prepare(
     max_record_bytes: limit of a document's line, file or row, uncompressed; a longer one ends the run.
     url_timeout_s: of all attempts at a request for the URL of an image or audio; after it, its sample is
             malformed.
+    allow_private: whether records may name images and audio on private networks and this machine, and in
+            storage that is read with credentials. Those below the folder of their file, or of
+            `Multimodal.folder`, always may be. Say so only for records that you trust.
     text_encoding: of text and JSON lines, as Python calls it; of several, separated by commas, the first that
     decodes a text file, or a line of JSON, is used.
     engine: who encodes; None for a process per core of this machine.
@@ -155,7 +159,7 @@ def prepare(
             )
         manifest = output.finished(request) if resume else None
         if manifest is None:
-            given = max_errors, max_record_bytes, url_timeout_s
+            given = max_errors, max_record_bytes, url_timeout_s, allow_private
             limits = dict[str, Any](zip(LIMITS, given, strict=True))
             job = _job(output.work, request, encoding, limits, part_bytes, resume=resume)
             manifest = _published(job, output, engine, on_progress, overwrite=overwrite)

@@ -20,12 +20,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from meshfeed.errors import StoreError
 from meshfeed.files import Folder
 from meshfeed.files.retries import GIVE_UP
-from meshfeed.files.url import is_remote, parent
+from meshfeed.files.url import is_http, is_remote, parent, without_secrets
 from meshfeed.formats.documents import read_bytes
+from meshfeed.prepare.beneath import read_beneath
+from meshfeed.prepare.web import Web
 
 URL_TIMEOUT_S = 60.0
 """For the bytes of a part that a URL names, unless the user says otherwise."""
@@ -139,25 +142,55 @@ class Samples:
         return _of_text(value, given)
 
 
-def fetch_from(folder: str, most_bytes: int, url_timeout_s: float) -> Fetch:
+def fetch_from(
+    folder: str, most_bytes: int, url_timeout_s: float, *, own: str = "", allow_private: bool = False
+) -> Fetch:
     """How the parts are fetched that a record names: by path from a folder, never out of it, or by URL.
 
+    A URL below a folder that the user has named is read with the user's credentials. Any other is asked for
+    without them, and only from public addresses.
+
+    folder: that paths begin at, or its URL.
     most_bytes: of the parts of a record together.
     url_timeout_s: of all attempts at each request for a URL.
+    own: the folder of the file that has the record, or its URL.
+    allow_private: whether records may name any host, and storage that takes credentials.
     """
-    options = {GIVE_UP: f"{url_timeout_s:g}"}
     left = most_bytes
+
+    def stored(base: str, named: str, options: Mapping[str, str]) -> bytes:
+        with Folder(base, options=options).file(named) as file:
+            return read_bytes(file, 0, min(file.size_bytes, left + 1))
+
+    def read(name: str) -> bytes:
+        if not is_remote(name):
+            named = _relative(name, folder)
+            if is_remote(folder):
+                return stored(folder, named, {})
+            return read_beneath(folder, named, left + 1)
+        options = {GIVE_UP: f"{url_timeout_s:g}"}
+        for base in (folder, own):
+            if (named := _below(name, base)) is not None:
+                return stored(base, named, options)
+        if is_http(name):
+            return Web(url_timeout_s, allow_private=allow_private).read(name, left)
+        if not allow_private:
+            raise StoreError(
+                f"{without_secrets(name)}: would be read with this machine's credentials; name its folder by "
+                f"--parts-folder, or allow all such URLs by --allow-private"
+            )
+        return stored(*parent(name), options)
 
     def fetch(name: str) -> bytes:
         nonlocal left
         if name.startswith("data:"):
             return _of_data_url(name)
-        base, named = parent(name) if is_remote(name) else (folder, _relative(name, folder))
-        with Folder(base, options=options if is_remote(name) else {}).file(named) as file:
-            left -= file.size_bytes
-            if left < 0:
-                raise StoreError(f"its parts have {too_large(most_bytes)}")
-            return read_bytes(file, 0, file.size_bytes)
+        _refuse_unreadable(name)
+        data = read(name)
+        left -= len(data)
+        if left < 0:
+            raise StoreError(f"its parts have {too_large(most_bytes)}")
+        return data
 
     return fetch
 
@@ -175,6 +208,31 @@ def _relative(name: str, folder: str) -> str:
     if not path.is_relative_to(Path(folder).absolute()):
         raise StoreError(f"{name}: outside {folder}; give the folder of all parts by --parts-folder")
     return path.relative_to(Path(folder).absolute()).as_posix()
+
+
+def _refuse_unreadable(name: str) -> None:
+    """Raises StoreError for text that is neither a path nor a URL."""
+    try:
+        name.encode()
+        urlsplit(name)
+    except ValueError as error:
+        raise StoreError(f"{name!r}: neither a path nor a URL: {error}") from error
+
+
+def _below(url: str, folder: str) -> str | None:
+    """The path of a URL from a folder's URL on; None where it does not lie below that."""
+    if not is_remote(folder):
+        return None
+    (root, path), (base, first) = (_root_and_path(each) for each in (url, folder))
+    first = f"{first.rstrip('/')}/"
+    return path[len(first) :] if root == base and path.startswith(first) and path != first else None
+
+
+def _root_and_path(url: str) -> tuple[str, str]:
+    """Without user and password of a web address."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2] if is_http(url) else parts.netloc
+    return f"{parts.scheme}://{host}".lower(), parts.path + (f"?{parts.query}" if parts.query else "")
 
 
 def _of_data_url(url: str) -> bytes:

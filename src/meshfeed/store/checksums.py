@@ -1,6 +1,6 @@
 """Checksums of a Megatron store's blocks: made of what lies there, compared with it, and whose they are.
 
-The format is in `files.sums`. Blocks of remote files are compared as they come; see `files.bring`.
+The format is in `files.sums`. Blocks of remote files are compared as they come; see `files.objects`.
 """
 
 from __future__ import annotations

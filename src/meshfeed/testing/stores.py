@@ -35,9 +35,10 @@ def assert_store(
     them empty, if the format can hold such. seed: of the ranges that are read. timeout_s: how long a forked
     process may take.
 
-    Raises AssertionError for a wrong count, length, offset, token or boundary; if anything outside the store
-    is read without a StoreError; if a pickled or forked copy, a second `with` inside the first, or threads
-    read something else; or if a store that was left reads something else when it is entered again.
+    Raises AssertionError for a wrong count, length, offset, token or boundary; for a dtype that states a byte
+    order ("<i4"), which memoryviews do not take for the native one; if anything outside the store is read
+    without a StoreError; if a pickled or forked copy, a second `with` inside the first, or threads read
+    something else; or if a store that was left reads something else when it is entered again.
     """
     wanted = _Documents(documents, store.dtype)
     wanted.check_attributes(store)
@@ -83,6 +84,12 @@ class _Documents:
         _equal(len(store), len(self.documents), "len(store)")
         _equal(store.num_tokens, self.stream.size, "num_tokens")
         require(store.dtype.kind in "iuf", f"dtype {store.dtype}: tokens are numbers")
+        # '<i4' equals 'i4', but memoryviews of the two do not exchange values
+        native = np.dtype(store.dtype.name)
+        require(
+            store.dtype.str == native.str and _format_of(store.dtype) == _format_of(native),
+            f"dtype {store.dtype!r} is not native: np.dtype({native.name!r}) is",
+        )
         require(bool(store.fingerprint), "the fingerprint is empty")
         _equal(store.fingerprint, store.fingerprint, "fingerprint, asked for twice")
         facts = json.loads(json.dumps(store.facts()))
@@ -150,6 +157,7 @@ class _Documents:
 
     def check_all_read(self, store: StreamStore, what: str) -> None:
         read = store.read_stream(np.zeros(1, np.int64), np.array([self.stream.size]))
+        _equal(_format_of(read.dtype), _format_of(self.stream.dtype), f"memory format of tokens from {what}")
         _equal(read, self.stream, f"tokens from {what}")
 
 
@@ -179,6 +187,10 @@ def assert_tokenizer(name: str, texts: Sequence[str]) -> None:
         require(0 <= made.end < made.vocab_size, f"end {made.end} is outside the vocabulary")
         written = made.decode([made.end])
         require(made.end not in made.encode([written])[0], f"the text {written!r} becomes the end token")
+
+
+def _format_of(dtype: np.dtype[Any]) -> str:
+    return np.empty(0, dtype).data.format
 
 
 def _equal(found: Any, expected: Any, what: str) -> None:

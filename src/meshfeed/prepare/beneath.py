@@ -1,0 +1,44 @@
+"""Files that records name: none is read from outside the folder that their names begin at."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from meshfeed.errors import StoreError
+from meshfeed.files import typed_errors
+from meshfeed.files.url import join, local_path
+
+
+def read_beneath(folder: str, name: str, most_bytes: int) -> bytes:
+    """The bytes of a file below a folder of this machine, at most so many.
+
+    Links are followed as long as they stay below the folder. Raises StoreError for what lies outside, and
+    for what is not a regular file.
+    """
+    path = join(folder, name)
+    with typed_errors(path):
+        base, real = os.path.realpath(local_path(folder)), os.path.realpath(path, strict=True)
+        if not Path(real).is_relative_to(base):
+            raise StoreError(
+                f"{path}: a link that leads out of {folder}; put the file there itself, or copy the folder "
+                f"with all that its links point to: cp -rL"
+            )
+        with os.fdopen(_opened(base, Path(real).relative_to(base).parts), "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise StoreError(f"{path}: not a file")
+            return stream.read(most_bytes)
+
+
+def _opened(base: str, names: tuple[str, ...]) -> int:
+    """A descriptor of a path below `base`, in which nothing is a link: what became one since is refused."""
+    how = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not make us wait
+    at = os.open(base, how)
+    for name in names:
+        try:
+            below = os.open(name, how | os.O_NOFOLLOW, dir_fd=at)
+        finally:
+            os.close(at)
+        at = below
+    return at

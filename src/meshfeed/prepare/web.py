@@ -1,0 +1,247 @@
+"""The bytes of URLs that records name.
+
+Whoever wrote the records chose the URLs, so only hosts with public addresses are asked. Each redirect is
+checked again, and the address that was checked is the one that is connected to: a name that changes its
+address in between (DNS rebinding) gains nothing. Sizes and times are bounded. No error repeats what a server
+sent.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import ipaddress
+import re
+import socket
+import ssl
+import threading
+import urllib.request
+from collections.abc import Generator
+from functools import lru_cache
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
+
+from meshfeed.errors import AccessError, MissingError, StoreError
+from meshfeed.files.retries import GIVE_UP, Patience, Retries
+from meshfeed.files.url import credentials_of, is_http, without_secrets
+
+_MOST_REDIRECTS = 5
+_MOST_ADDRESSES = 4  # of a host that are tried
+_PIECE_BYTES = 1 << 16
+_REDIRECTS = (301, 302, 303, 307, 308)
+_TRANSIENT = (408, 425, 429)
+_KINDS = {401: AccessError, 403: AccessError, 404: MissingError, 410: MissingError}
+_PORTS = {"http": 80, "https": 443}
+_UNKNOWN_HOST = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_BARE_PERCENT = re.compile("%(?![0-9A-Fa-f]{2})")
+
+PRIVATE = "not a public address; leave it out, or allow private ones by --allow-private"
+"""What is said of a host on this machine or in its networks."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the internet: not private, loopback, link-local, multicast, reserved.
+
+    An IPv6 address that carries one of IPv4 (mapped, 6to4, NAT64) is judged by that.
+    """
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour
+        if ip in _NAT64:
+            inner = ipaddress.IPv4Address(ip.packed[-4:])
+        if inner is None and ip.is_site_local:  # the older kind, which Python calls global
+            return False
+        ip = inner or ip
+    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
+
+
+class Web(Retries):
+    """Reads URLs of http and https.
+
+    Args:
+        give_up_s: for all attempts at a URL.
+        allow_private: whether hosts may be asked whose addresses are not public.
+    """
+
+    def __init__(self, give_up_s: float, *, allow_private: bool) -> None:
+        super().__init__("", Patience.of({GIVE_UP: f"{give_up_s:g}"}))
+        self._allow_private = allow_private
+
+    def read(self, url: str, most_bytes: int) -> bytes:
+        """The bytes of a URL, without the rest where there are more than `most_bytes`, and one of it.
+
+        Raises StoreError.
+        """
+        url = _escaped(url)
+        where = without_secrets(url)
+        return self._retry(lambda: self._followed(url, most_bytes + 1), url, where)
+
+    def _followed(self, url: str, most_bytes: int) -> bytes:
+        """From where its redirects lead."""
+        for hop in range(1 + _MOST_REDIRECTS):
+            try:
+                with self._asked(url, hop) as answer:
+                    location = answer.headers.get("Location")
+                    if answer.status not in _REDIRECTS or location is None:
+                        return _body(answer, most_bytes)
+            except http.client.HTTPException as error:  # some repeat what they have read
+                raise ConnectionError(f"no whole answer of HTTP ({type(error).__name__})") from None
+            url = _escaped(urljoin(url, location))
+        raise _RefusedError("the server redirects endlessly")
+
+    @contextlib.contextmanager
+    def _asked(self, url: str, hop: int) -> Generator[http.client.HTTPResponse, None, None]:
+        """The answer to one request. hop: how many redirects led there."""
+        if not is_http(url) or not urlsplit(url).hostname:
+            raise _RefusedError(
+                "the server redirects to something that is not a web address" if hop else "has no host"
+            )
+        to = urlsplit(url)
+        headers = {"Accept-Encoding": "identity", "User-Agent": "meshfeed", **credentials_of(url)}
+        timeout_s, proxy = self._patience.timeout_s, _proxy_of(to)
+        addresses = self._addresses(to, hop, through_proxy=proxy is not None)
+        if proxy is None:
+            connection = http.client.HTTPConnection(str(to.hostname), _port_of(to), timeout_s)
+            connection.default_port = _PORTS[to.scheme]
+            connection.sock = _connected(addresses, timeout_s)
+            target = ""
+        else:
+            connection = _to_proxy(proxy, to, headers, timeout_s)
+            target = f"http://{to.netloc.rpartition('@')[2]}" if to.scheme == "http" else ""
+        with contextlib.closing(connection), _limited(connection.sock, timeout_s):
+            if to.scheme == "https":
+                connection.sock = _tls().wrap_socket(connection.sock, server_hostname=to.hostname)
+            target += (to.path or "/") + (f"?{to.query}" if to.query else "")
+            connection.request("GET", target, headers=headers)
+            yield connection.getresponse()
+
+    def _addresses(self, to: SplitResult, hop: int, *, through_proxy: bool) -> list[tuple[str, int]]:
+        """Where a host may be reached, at most so many; what a proxy alone can find is left to the proxy."""
+        try:
+            found = socket.getaddrinfo(to.hostname, _port_of(to), type=socket.SOCK_STREAM)
+        except socket.gaierror:
+            if through_proxy:
+                return []
+            raise
+        sockets = [(str(where[0]), int(where[1])) for *_, where in found]
+        public = [each for each in sockets if self._allow_private or is_public(each[0])]
+        if not public:
+            raise _RefusedError(f"{'redirected to ' if hop else ''}{PRIVATE}")
+        return public[:_MOST_ADDRESSES]
+
+    def _refuse(self, error: Exception, path: str, where: str) -> None:
+        """See `Retries`. Nothing that a server sent is repeated."""
+        if isinstance(error, _RefusedError):
+            raise StoreError(f"{where}: {error}") from error
+        if isinstance(error, _StatusError):
+            if error.status < 500 and error.status not in _TRANSIENT:
+                kind = _KINDS.get(error.status, StoreError)
+                raise kind(f"{where}: the server answers with status {error.status}") from None
+        elif isinstance(error, socket.gaierror) and error.errno in _UNKNOWN_HOST:
+            raise MissingError(f"{where}: no host of this name; check the URL") from error
+        elif isinstance(error, ssl.SSLCertVerificationError):
+            raise StoreError(f"{where}: its certificate is not trusted: {error.verify_message}") from error
+        elif isinstance(error, ValueError):  # also a host that is no name
+            raise StoreError(f"{where}: not a web address") from error
+
+    def _asked_to_wait_s(self, error: Exception) -> float:
+        return error.wait_s if isinstance(error, _StatusError) else 0.0
+
+
+class _RefusedError(Exception):
+    """What no further attempt will change."""
+
+
+class _StatusError(Exception):
+    """An answer with another status. wait_s: as long as the server asks to wait."""
+
+    def __init__(self, status: int, wait: str | None) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+        self.wait_s = float(wait) if wait is not None and re.fullmatch("[0-9]{1,4}", wait) else 0.0
+
+
+def _escaped(url: str) -> str:
+    """A URL in ASCII, with all other characters escaped."""
+    return quote(_BARE_PERCENT.sub("%25", url), safe="%/:=&?~#+!$,;'@()*[]")
+
+
+def _port_of(to: SplitResult) -> int:
+    return to.port or _PORTS[to.scheme]
+
+
+@lru_cache(maxsize=1)
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _connected(addresses: list[tuple[str, int]], timeout_s: float) -> socket.socket:
+    """A connection to the first address that takes one."""
+    for address in addresses[:-1]:
+        with contextlib.suppress(OSError):
+            return socket.create_connection(address, timeout_s)
+    return socket.create_connection(addresses[-1], timeout_s)
+
+
+@contextlib.contextmanager
+def _limited(connection: socket.socket, seconds: float) -> Generator[None, None, None]:
+    """Ends a connection after so long: a timeout bounds each wait, and a server may make many short ones."""
+    own = connection.dup()
+    timer = threading.Timer(seconds, _end, (own,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        own.close()
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _body(answer: http.client.HTTPResponse, most_bytes: int) -> bytes:
+    """Its first bytes."""
+    if answer.status != http.client.OK:
+        raise _StatusError(answer.status, answer.headers.get("Retry-After"))
+    size = answer.length
+    if size is None and not answer.chunked:
+        raise _RefusedError("the server does not send the length of objects")
+    body = bytearray()
+    while len(body) < most_bytes and (piece := answer.read(min(_PIECE_BYTES, most_bytes - len(body)))):
+        body += piece
+    if size is not None and len(body) < min(size, most_bytes):
+        raise ConnectionError(f"received {len(body)} of {size} bytes")
+    return bytes(body)
+
+
+# -- proxies ----------------------------------------------------------------------------------------------
+
+
+def _proxy_of(to: SplitResult) -> SplitResult | None:
+    """The proxy that the environment names for a host; None for none."""
+    named = urllib.request.getproxies().get(to.scheme)
+    if not named or urllib.request.proxy_bypass(str(to.hostname)):
+        return None
+    return urlsplit(named if "://" in named else f"http://{named}")
+
+
+def _to_proxy(
+    proxy: SplitResult, to: SplitResult, headers: dict[str, str], timeout_s: float
+) -> http.client.HTTPConnection:
+    """A connection to a proxy, or through it where TLS follows. It gets its own password."""
+    connection = http.client.HTTPConnection(str(proxy.hostname), proxy.port or 80, timeout_s)
+    own: dict[str, str] = {}
+    if proxy.username is not None:
+        named = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}"
+        own["Proxy-Authorization"] = f"Basic {base64.b64encode(named.encode()).decode()}"
+    if to.scheme == "https":
+        connection.set_tunnel(str(to.hostname), _port_of(to), own)
+    else:
+        headers |= own
+    connection.connect()
+    return connection

@@ -1,0 +1,242 @@
+"""Every two formats in a mixture, under every rule and every delivery: the tokens that were written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+
+import lit
+import meshfeed as mf
+import mosaic
+import world
+from observe import assembled, simulated, take
+from soak import SOAK
+
+Documents = list[np.ndarray]
+DELIVERIES = ("direct", "broadcast", "share", "tree")
+LENGTHS = (3, 1, 9, 30, 2, 5, 1, 14, 6)
+DTYPE = "int32"  # of no store's alone: JSON lines, Parquet and text have others
+PACKING = mf.Packing(capacity=32, policy="dynamic_cp", oversize="split")
+LENGTH = 8
+
+
+def _indexed(path: Path, documents: Documents) -> mf.StreamStore:
+    with mf.IndexedWriter(path, DTYPE) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return mf.open(path)
+
+
+def _columns(path: Path, documents: Documents) -> mf.StreamStore:
+    with mf.DatasetWriter(path, {"tokens": DTYPE}) as writer:
+        for document in documents:
+            writer.add_document(tokens=document)
+    return mf.open(path)
+
+
+def _mds(path: Path, documents: Documents) -> mf.StreamStore:
+    samples = [{"tokens": document} for document in documents]
+    return mf.open(mosaic.written(path, {"tokens": f"ndarray:{DTYPE}"}, samples))
+
+
+def _litdata(path: Path, documents: Documents) -> mf.StreamStore:
+    items = [torch.from_numpy(document) for document in documents]
+    loader = lit.imported().streaming.item_loader.TokensLoader()
+    return mf.open(lit.written(path, items, item_loader=loader))
+
+
+def _jsonl(path: Path, documents: Documents) -> mf.StreamStore:
+    file = path.with_suffix(".jsonl")
+    file.write_text("".join(json.dumps({"tokens": each.tolist()}) + "\n" for each in documents))
+    return mf.open(file)
+
+
+def _table(documents: Documents) -> Any:
+    return pa.table({"input_ids": pa.array([each.tolist() for each in documents], pa.list_(pa.int32()))})
+
+
+def _parquet(path: Path, documents: Documents) -> mf.StreamStore:
+    file = path.with_suffix(".parquet")
+    pyarrow.parquet.write_table(_table(documents), file, row_group_size=4)
+    return mf.open(file)
+
+
+def _arrow(path: Path, documents: Documents) -> mf.StreamStore:
+    file, table = path.with_suffix(".arrow"), _table(documents)
+    with pa.ipc.new_stream(str(file), table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    return mf.open(file)
+
+
+def _raw(path: Path, documents: Documents) -> mf.StreamStore:
+    file = path.with_suffix(".bin")
+    np.concatenate(documents).tofile(file)
+    return mf.open(file, dtype=DTYPE)
+
+
+FORMATS: dict[str, Callable[[Path, Documents], mf.StreamStore]] = {
+    "indexed": _indexed,
+    "columns": _columns,
+    "mds": _mds,
+    "litdata": _litdata,
+    "jsonl": _jsonl,
+    "parquet": _parquet,
+    "arrow": _arrow,
+    "raw": _raw,
+}
+PAIRS = list(itertools.combinations_with_replacement(FORMATS, 2))
+RULES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "windows": (mf.Windows(LENGTH), {"micro_batch_size": 2}),
+    "documents": (mf.Documents(), {"packing": PACKING}),
+    "masked": (mf.Masked(LENGTH, vocab_size=1 << 20, mask_token=1 << 19), {"micro_batch_size": 2}),
+}
+
+
+def documents_of(name: str, side: int) -> Documents:
+    """Documents of a store: no token of theirs is another's."""
+    first = 1 + 1_000 * (2 * list(FORMATS).index(name) + side)
+    stream = np.arange(first, first + sum(LENGTHS), dtype=DTYPE)
+    return np.split(stream, np.cumsum(LENGTHS)[:-1])
+
+
+def stores_in(folder: Path) -> dict[tuple[str, int], mf.StreamStore]:
+    """Two stores of each format, written where they are not there yet."""
+    made: dict[tuple[str, int], mf.StreamStore] = {}
+    for name, side in itertools.product(FORMATS, (0, 1)):
+        made[name, side] = FORMATS[name](folder / f"{name}{side}", documents_of(name, side))
+    return made
+
+
+def recipe_of(stores: dict[tuple[str, int], mf.StreamStore], pair: tuple[str, str], rule: str) -> mf.Recipe:
+    data = mf.Mixture({"a": (stores[pair[0], 0], 1), "b": (stores[pair[1], 1], 1)}, by="repeat")
+    return mf.Recipe(data=data, sequence=RULES[rule][0], batch=mf.Batch(sequences=5), seed=4)
+
+
+def written(pair: tuple[str, str], rule: str) -> Counter[tuple[int, ...]]:
+    """What one epoch of both stores has, from their documents alone: the tokens of each sequence, and how often."""
+    found: Counter[tuple[int, ...]] = Counter()
+    for side, name in enumerate(pair):
+        documents = documents_of(name, side)
+        if name == "raw":
+            documents = [np.concatenate(documents)]
+        if rule == "windows":
+            stream = np.concatenate(documents)
+            documents = [stream[at : at + LENGTH] for at in range(0, stream.size - LENGTH, LENGTH)]
+        found.update(tuple(each.tolist()) for each in documents)
+    return found
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, int], mf.StreamStore]]:
+    folder = tmp_path_factory.mktemp("pairs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHFEED_CACHE", str(folder / "cache"))
+        yield stores_in(folder)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_documents(stores: Any, pair: tuple[str, str], cp: int) -> None:
+    recipe = recipe_of(stores, pair, "documents")
+    whole, pieces = Counter[tuple[int, ...]](), Counter[int]()
+    for step in range(6):
+        of_step = [
+            microbatch
+            for got in mf.simulate(recipe, mf.Layout(cp=cp), [step], packing=PACKING)
+            for microbatch in got.microbatches
+        ]
+        for microbatch in of_step:
+            pieces.update(microbatch["tokens"][~microbatch["padding_mask"]].tolist())
+        if "raw" not in pair:  # its only document is split
+            whole.update(tuple(tokens) for tokens in assembled(of_step).values())
+    wanted = written(pair, "documents")
+    assert pieces == Counter(token for tokens in wanted.elements() for token in tokens)
+    assert "raw" in pair or whole == wanted
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_windows(stores: Any, pair: tuple[str, str]) -> None:
+    recipe, found = recipe_of(stores, pair, "windows"), Counter[tuple[int, ...]]()
+    for got in mf.simulate(recipe, mf.Layout(), 20, micro_batch_size=2):
+        for microbatch in got.microbatches:
+            for tokens, labels in zip(microbatch["tokens"].tolist(), microbatch["labels"].tolist()):
+                if tokens[0]:  # no row that fills the microbatch
+                    assert labels[:-1] == tokens[1:] and labels[-1] == tokens[-1] + 1
+                    found[tuple(tokens)] += 1
+    assert found == written(pair, "windows")
+
+
+def test_samples_of_a_store_and_of_a_users_dataset(stores: Any) -> None:
+    class Own:
+        def __len__(self) -> int:
+            return len(LENGTHS)
+
+        def __getitem__(self, at: mf.EpochIndex) -> dict[str, np.ndarray]:
+            return {"tokens": documents_of("raw", 1)[at.index]}
+
+    mapped = {
+        "a": mf.Mapped(stores["mds", 0], lengths=LENGTHS),
+        "b": mf.Mapped(Own(), lengths=LENGTHS, version="1"),
+    }
+    field = mf.Field(name="tokens", dtype=DTYPE, split=True)
+    recipe = mf.Recipe(
+        data=mf.Mixture({name: (store, 1) for name, store in mapped.items()}, by="repeat"),
+        sequence=mf.Samples(field, packed=True),
+        batch=mf.Batch(sequences=5),
+    )
+    found = Counter[int]()
+    for got in mf.simulate(recipe, mf.Layout(cp=2), 4, packing=PACKING):
+        for microbatch in got.microbatches:
+            found.update(microbatch["tokens"][~microbatch["padding_mask"]].tolist())
+    wanted = [*documents_of("mds", 0), *documents_of("raw", 1)]
+    assert found == Counter(np.concatenate(wanted).tolist())
+
+
+# -- deliveries, through real ranks -------------------------------------------------------------------------
+
+
+def every_pair(rank: int, folder: str) -> list[str]:
+    """Goes through one epoch of each pair; tells what differs from simulate."""
+    stores, wrong = opened_in(Path(folder)), list[str]()
+    layout = mf.Layout.parse("tp2-cp2", ranks_per_node=2)
+    for at, pair in enumerate(PAIRS):
+        for rule_at, rule in enumerate(RULES):
+            recipe, options = recipe_of(stores, pair, rule), RULES[rule][1]
+            if not SOAK and (at + rule_at) % 4:
+                continue
+            expected = simulated(recipe, layout, 100, rank, **options)
+            options = options if "packing" in options else options | {"pad_rows": True}
+            for delivery in DELIVERIES if SOAK else (DELIVERIES[at // 4 % 4],):
+                with mf.Feed(recipe, layout, delivery=delivery, prefetch=0, timeout_s=600, **options) as feed:
+                    if take(feed) != expected:
+                        wrong.append(f"{pair} {rule} {delivery}")
+    return wrong
+
+
+def opened_in(folder: Path) -> dict[tuple[str, int], mf.StreamStore]:
+    """The stores that `stores_in` wrote."""
+    suffixes = {"jsonl": ".jsonl", "parquet": ".parquet", "arrow": ".arrow", "raw": ".bin"}
+    return {
+        (name, side): mf.open(
+            folder / f"{name}{side}{suffixes.get(name, '')}",
+            dtype=DTYPE if name == "raw" else None,
+            cache=folder / "cache",
+        )
+        for name, side in itertools.product(FORMATS, (0, 1))
+    }
+
+
+def test_every_delivery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
+    stores_in(tmp_path)
+    assert world.run(every_pair, 4, str(tmp_path)) == [[]] * 4
