@@ -259,7 +259,9 @@ def test_no_column_of_images_starts_ghostscript(tmp_path: Path, monkeypatch: pyt
 
 def test_an_image_larger_than_its_bytes_takes_no_memory() -> None:
     header = np.array([60_000, 60_000, 3], "<u4").tobytes()
-    with pytest.raises(StoreError, match="no pil: an image of 60000 x 60000 pixels; copy the shard again"):
+    with pytest.raises(
+        StoreError, match="no pil: an image 60000 pixels wide x 60000 high; copy the shard again"
+    ):
         decode("pil", header + b"RGB" + bytes(99), "here")
 
 

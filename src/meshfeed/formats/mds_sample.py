@@ -13,6 +13,7 @@ import numpy as np
 
 from meshfeed.errors import StoreError
 from meshfeed.parts.opened import opened_image
+from meshfeed.parts.types import in_pixels
 
 DTYPE_CODES: Mapping[int, str] = {
     8: "uint8",
@@ -151,7 +152,7 @@ def _pil(encoding: str, value: bytes) -> Any:
     width, height, size = np.frombuffer(value, "<u4", 3).tolist()
     mode = value[12 : 12 + size].decode("ascii")
     if width * height > 8 * len(value):  # before memory is taken for it; no mode has more pixels in a byte
-        raise ValueError(f"an image of {height} x {width} pixels")
+        raise ValueError(f"an image {in_pixels(height, width)}")
     return Image.frombytes(mode, (width, height), value[12 + size :])
 
 

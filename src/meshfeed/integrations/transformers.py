@@ -183,7 +183,7 @@ class FeedTrainer(_Base):
     def batch_of(self, microbatch: Microbatch) -> Any:
         """The model's inputs from a microbatch; see the class."""
         made, used = dict[str, Any](), frozenset[str]()
-        if "tokens" in microbatch and not self._predicts_next and _MASKED >= microbatch.keys():
+        if "tokens" in microbatch and not self._predicts_next and microbatch.keys() <= _MASKED:
             made, used = masked_batch(microbatch), _MASKED
         elif "tokens" in microbatch:
             made, used = causal_batch(microbatch), _CAUSAL

@@ -12,6 +12,7 @@ from meshfeed.columns import Array
 from meshfeed.errors import PartError, RecipeError
 from meshfeed.parts.opened import opened_image
 from meshfeed.parts.rule import check_counts
+from meshfeed.parts.types import in_pixels
 from meshfeed.sequence.processor import PartSize, Processor
 
 Color = tuple[float, float, float]
@@ -133,12 +134,12 @@ def tiles_of(values: Array, side: int) -> Array:
 def _refuse_huge(image: Any, height: int, width: int) -> None:
     if height * width > _MOST_PIXELS:
         raise PartError(
-            f"{image.height} x {image.width} pixels: so long an image would become {height} x {width}, more "
-            f"than {_MOST_PIXELS} pixels, on the way; crop it"
+            f"{in_pixels(image.height, image.width)}: so long an image would become "
+            f"{in_pixels(height, width)}, more than {_MOST_PIXELS} pixels, on the way; crop it"
         )
 
 
 def _other_size(image: Any, size: PartSize) -> PartError:
     return PartError(
-        f"{image.height} x {image.width} pixels, and the index says {size.height} x {size.width}"
+        f"{in_pixels(image.height, image.width)}, and the index says {in_pixels(size.height, size.width)}"
     )
