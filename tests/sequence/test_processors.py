@@ -18,7 +18,7 @@ from PIL import Image
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
-from meshfeed.parts import AnyResImages, FixedImages, NativeImages, Parts, TiledImages
+from meshfeed.parts import AnyResImages, FixedImages, NativeImages, NativeVideo, Parts, TiledImages
 from meshfeed.sequence import (
     AnyResPixels,
     FixedPixels,
@@ -322,6 +322,23 @@ def test_an_image_so_long_that_it_would_fill_the_memory_is_broken(fit: Any) -> N
 def test_other_options_are_refused(make: Any, options: Any, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         make(**options)
+
+
+def test_what_is_no_processor_is_refused_with_the_cure() -> None:
+    wrongs: list[tuple[Any, str]] = [
+        (
+            published("qwen2_vl", "Qwen2VL"),
+            r"Qwen2VLImageProcessorPil, which is no .*NativePatches\(\) for Qwen2-VL",
+        ),
+        (lambda data: data, "function, which is no .*or write one: it also declares fields and rows"),
+        (FixedImages(), r"FixedImages, a rule, .* such as FixedPixels\(FixedImages\("),
+        (NativeVideo(), r"NativeVideo, a rule, .* such as YourProcessor\(NativeVideo\("),
+        (FixedPixels, r"the class FixedPixels; give one: FixedPixels\(\)"),
+        ("native", "str, which is no"),
+    ]
+    for given, said in wrongs:
+        with pytest.raises(RecipeError, match=rf"^Multimodal\(image=\.\.\.\): {said}"):
+            mf.Multimodal(image=given)
 
 
 def test_a_rule_is_told_once() -> None:

@@ -36,6 +36,7 @@ from meshfeed.sequence.processor import (
     PartField,
     PartSize,
     Processor,
+    check_processor,
     grid_of,
     named,
     patches_of,
@@ -162,6 +163,8 @@ class Multimodal(DocumentRule, TokenRule):
     decoder: Decoder | None = dataclass_field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for kind, processor in self.processors.items():
+            check_processor(f"Multimodal({kind}=...)", processor)
         check_rules({kind: processor.rule for kind, processor in self.processors.items()})
         if self.on_bad not in get_args(OnBad):
             raise RecipeError(f"Multimodal(on_bad={self.on_bad!r}): choose {', '.join(get_args(OnBad))}")

@@ -119,6 +119,37 @@ class Processor(ABC):
 # -- what rules and processors say, checked --------------------------------------------------------------
 
 
+def check_processor(where: str, given: Any) -> None:
+    """Raises RecipeError, with the cure, for what is no processor."""
+    if isinstance(given, Processor):
+        return
+    name = (given if isinstance(given, type) else type(given)).__name__
+    what = f"{name}, which is no meshfeed.sequence.Processor"
+    if isinstance(given, PartRule):
+        what = f"{name}, a rule, which counts tokens and decodes nothing"
+        cure = f"give the processor that takes it, such as {_OF_RULE.get(name, 'YourProcessor')}({given!r})"
+    elif isinstance(given, type) and issubclass(given, Processor):
+        what, cure = f"the class {name}", f"give one: {name}()"
+    elif type(given).__module__.startswith("transformers."):
+        cure = (
+            "give the one that makes the same arrays: NativePatches() for Qwen2-VL, FixedPixels() for CLIP, "
+            "SigLIP and LLaVA-1.5, TiledPixels() for InternVL, AnyResPixels() for LLaVA-NeXT, "
+            "WhisperFeatures() for Whisper, or a Processor of yours that calls this one"
+        )
+    else:
+        cure = "give one that ships, such as NativePatches(), or write one: it also declares fields and rows"
+    raise RecipeError(f"{where}: {what}; {cure}")
+
+
+_OF_RULE = {
+    "NativeImages": "NativePatches",
+    "FixedImages": "FixedPixels",
+    "TiledImages": "TiledPixels",
+    "AnyResImages": "AnyResPixels",
+    "WhisperAudio": "WhisperFeatures",
+}
+
+
 def tokens_of(rule: PartRule, parts: Parts) -> Longs:
     """`rule.tokens`; int64 [p]. Raises RecipeError unless it gives a whole number from 1 for each part."""
     return _counts("tokens", rule.tokens(parts), len(parts), least=1)
