@@ -336,9 +336,9 @@ def test_what_is_no_processor_is_refused_with_the_cure() -> None:
         (FixedPixels, r"the class FixedPixels; give one: FixedPixels\(\)"),
         ("native", "str, which is no"),
     ]
-    for given, said in wrongs:
+    for wrong, said in wrongs:
         with pytest.raises(RecipeError, match=rf"^Multimodal\(image=\.\.\.\): {said}"):
-            mf.Multimodal(image=given)
+            mf.Multimodal(image=wrong)
 
 
 def test_a_rule_is_told_once() -> None:
