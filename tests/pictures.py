@@ -71,9 +71,11 @@ class Look(Processor):
 
     def __call__(self, data: bytes, size: Any, rng: np.random.Generator) -> Mapping[str, np.ndarray]:
         CALLS[0] += 1
-        pixels = np.frombuffer(data, np.uint8).reshape(size.height, size.width)  # or it is broken
+        pixels = np.frombuffer(data, np.uint8)
+        if pixels.size != size.height * size.width:
+            raise mf.PartError(f"{pixels.size} pixels of {size.height} x {size.width}")
         values = rng.random((pixels.size, self.wide), np.float32)
-        values[:, 0] = pixels.ravel()
+        values[:, 0] = pixels
         return {"pixel_values": values, "image_grid": np.array([[size.height, size.width]])}
 
     def blank(self, size: Any, rows: Mapping[str, int]) -> Mapping[str, np.ndarray]:

@@ -118,6 +118,18 @@ def test_files_keep_the_rules_of_the_house(path: Path) -> None:
             assert node.func.id != "print", f"line {node.lineno}: a library does not print"
 
 
+def test_images_are_opened_in_one_place_by_one_list_of_formats() -> None:
+    """Pillow opens whatever it knows, EPS by Ghostscript, unless it is given the formats."""
+    opening = {
+        (str(path.relative_to(SOURCE)), ast.unparse(node))
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and re.search(r"(Image|PIL)\b.*\.open$", ast.unparse(node.func))
+    }
+    ((path, call),) = opening
+    assert path == "parts/opened.py" and "formats=[name for name in FORMATS if" in call
+
+
 def test_every_public_name_exists_and_says_what_it_is() -> None:
     assert list(meshfeed.__all__) == sorted(set(meshfeed.__all__))
     for name in meshfeed.__all__:

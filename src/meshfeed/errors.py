@@ -12,6 +12,7 @@ MeshfeedError
 │   ├── AccessError       no permission, expired credentials, another region
 │   ├── ChangedError      an object that was replaced during the run
 │   ├── ChecksumError     bytes with a wrong checksum, even after fetching again
+│   ├── PartError         an image, audio or video that cannot be decoded
 │   ├── UnavailableError  storage that keeps failing
 │   └── CacheError        a cache folder that is full, too small or not writable
 ├── PrepareError      text that cannot be prepared as asked
@@ -21,13 +22,16 @@ MeshfeedError
     └── VerifyError   ranks that should agree and do not
 
 Each message says what is wrong, where (file and offset, rank, position or argument) and what to do.
-File, bytes, rank and step are also attributes, if they are known.
+Control characters in it, and changes of writing direction, are shown as escapes. File, bytes, rank and step
+are also attributes, if they are known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+
+from meshfeed.text import visible
 
 
 class MeshfeedError(Exception):
@@ -49,7 +53,7 @@ class MeshfeedError(Exception):
         step: int | None = None,
         range: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(visible(str(message)))
         self.path, self.rank, self.step, self.range = path, rank, step, range
 
 
@@ -100,6 +104,10 @@ class ChangedError(StoreError):
 
 class ChecksumError(StoreError):
     """Bytes with a wrong checksum, even after fetching them again."""
+
+
+class PartError(StoreError):
+    """An image, audio or video that cannot be decoded. A processor raises it for bytes that are at fault."""
 
 
 class UnavailableError(StoreError):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from meshfeed.cli.command import Console, Table, visible
+from meshfeed.cli.command import Console, Table
 from meshfeed.cli.main import main
+from meshfeed.text import visible
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202egnp\x00\u2067\u200f\u061c\u2028 good"
 HIDDEN = set(EVIL) - set("]0;owned[2J31mgp good")

@@ -260,7 +260,7 @@ def test_refusals() -> None:
     ):
         with pytest.raises(RecipeError, match=message):
             make()
-    with pytest.raises(StoreError, match=r"part 1, 10 x 2001 pixels: .*crop it"):
+    with pytest.raises(StoreError, match=r"part 1, 2001 pixels wide x 10 high: .*crop it"):
         NativeImages().tokens(Parts.of_images([(10, 2000), (10, 2001)]))
     with pytest.raises(StoreError, match=r"a video of 1 frames"):
         NativeVideo().tokens(part_of("video", [1], [30.0], 100, 100))

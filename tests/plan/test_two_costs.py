@@ -15,7 +15,7 @@ from meshfeed.errors import PlanError
 from meshfeed.plan import Packing, StepPlan, account_of, plan_step
 from meshfeed.plan.swap import Contents, swap
 from meshfeed.plan.two_costs import ENCODER_WEIGHT
-from soak import cases
+from soak import SEED, cases
 
 CALM = settings(max_examples=cases(60), deadline=None, derandomize=True)
 TWO = Packing(capacity=10_000, microbatches=1)
@@ -72,6 +72,28 @@ def test_plans_stay_plans_and_become_no_less_even(drawn, unit):
     check_packs(plan, packing)
     assert plan.num_microbatches == text.num_microbatches
     assert worst(plan, packing, work) <= worst(text, packing, work) + 1e-9
+
+
+def test_packs_that_are_nearly_full_stay_within_their_limits():
+    """Few sequences find room in another pack, though encoders are far from even."""
+    packs_full = 0
+    for seed in range(cases(100)):
+        rng = np.random.default_rng((SEED, seed))
+        ranks, n, align = int(rng.choice([2, 4, 8])), int(rng.integers(40, 120)), int(rng.choice([1, 1, 16]))
+        lengths = rng.integers(50, 1000, n)
+        work = rng.pareto(4, n) / lengths * (rng.random(n) < rng.choice([0.3, 1]))
+        packs = ranks * max(round(lengths.sum() / ranks / 4000), 1)
+        packing = Packing(
+            capacity=int(max(1016, (lengths + align - 1).sum() * rng.uniform(1, 1.06) / packs)),
+            policy=str(rng.choice(["balanced", "dynamic_cp"])),
+            align=mf.Align(sequence=align),
+            max_sequences=int(rng.choice([0, 1])) * (n // packs + 2) or None,
+        )
+        plan = plan_step(lengths, packing, dp=ranks, encoder_work=work)
+        check_plan(plan, lengths, packing, dp=ranks, cp=1)
+        check_packs(plan, packing)
+        packs_full += int((account_of(plan, packing).rank_tokens > 0.95 * packing.capacity).sum())
+    assert packs_full > 100
 
 
 @pytest.mark.parametrize("policy", ["balanced", "dynamic_cp"])

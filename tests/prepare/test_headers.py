@@ -79,7 +79,7 @@ def boxes(*brands):
         (b"", "empty"),
         (b"<!DOCTYPE html><html>", r"not an image, WAV or FLAC: 21 bytes \(a web page\); fetch it again"),
         (bomb(30_000, 30_000), "900000000 pixels"),
-        (bomb(10_000, 10_000), "10000 x 10000 pixels, more than --max-pixels 89478485"),
+        (bomb(10_000, 10_000), "10000 pixels wide x 10000 high, more than --max-pixels 89478485"),
         (bomb(0, 7), "header|not an image"),
         (b"ID3\x04" + bytes(99), "MP3 audio, whose size prepare cannot read; convert it"),
         (b"\xff\xfb" + bytes(99), "MP3 audio"),
@@ -123,7 +123,7 @@ def test_a_pillow_without_a_format_says_so(monkeypatch):
 
 def test_an_image_may_be_larger_if_the_user_says_so():
     assert size_of(bomb(10_000, 10_000), 10**8) == Size("image", 10_000, 10_000, 1, 0.0)
-    with pytest.raises(StoreError, match="2 x 3 pixels, more than --max-pixels 5"):
+    with pytest.raises(StoreError, match="3 pixels wide x 2 high, more than --max-pixels 5"):
         size_of(picture(2, 3), 5)
 
 

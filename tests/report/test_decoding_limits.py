@@ -181,7 +181,7 @@ def test_watch_says_that_decoding_limits(decode: list[float], read: float, worke
     for number, rank in history.ranks.items():
         waits = np.zeros_like(rank.wait)
         waits[:, made_up.STAGES.index("read")] = read
-        done = DecodeHistory(**dict.fromkeys(("parts", "num_bytes", "busy_s", "cpu_s"), np.ones(12)))
+        done = DecodeHistory(**dict.fromkeys(("parts", "num_bytes", "busy_s", "cpu_s", "bad"), np.ones(12)))
         ranks[number] = replace(
             rank,
             time=np.arange(12.0),

@@ -13,8 +13,11 @@ from PIL import Image
 from meshfeed.cli.main import main
 from meshfeed.parts import Parts
 from meshfeed.store import DatasetWriter
+from meshfeed.text import visible
 
-HOSTILE = 'a "cat" $path <script>alert(1)</script><img src=x onerror=alert(2)> & \x00 größer'
+HOSTILE = (
+    'a "cat" $path <script>alert(1)</script><img src=x onerror=alert(2)> & \x00\x1b[2J\x9b31m\u202egrößer'
+)
 MARK = 256
 
 
@@ -42,9 +45,9 @@ IMAGES = [  # bytes, height and width in the index
 ]
 WRONG = {
     (0, 5): "cannot be shown: image file is truncated",
-    (0, 6): "cannot be shown: 30 x 40 pixels, the index says 31 x 40",
+    (0, 6): "cannot be shown: 40 pixels wide x 30 high, the index says 40 pixels wide x 31 high",
     (0, 7): "cannot be shown: cannot identify image file",
-    (0, 9): "NativeImages: 2 x 4000 pixels: one side is more than 200 times the other",
+    (0, 9): "NativeImages: 4000 pixels wide x 2 high: one side is more than 200 times the other",
 }
 
 
@@ -106,11 +109,11 @@ def test_a_page_shows_texts_pictures_and_what_is_wrong(store, capsys):
     for each in told["wrong"]:
         assert each["why"].startswith(WRONG[each["document"], each["part"]])
         assert each["why"] in seen.text
-    assert f"image 0{HOSTILE.replace(chr(0), '␀')}image 1" in seen.text
+    assert f"image 0{visible(HOSTILE)}image 1" in seen.text
     for said in (
         "hiaudio 0",
         "0.50 s at 16,000 Hz16 kB, 12 tokens",
-        "300 x 900 pixels",
+        "900 pixels wide x 300 high",
         "352 tokens",
         "0 tokens as",
     ):
@@ -126,6 +129,14 @@ def test_a_page_shows_texts_pictures_and_what_is_wrong(store, capsys):
             image.load()
             sizes.append((image.height, image.width))
     assert sizes == [(160, 480), (240, 80), (30, 40), (160, 480), (160, 480), (1, 1), (1, 480)]
+
+
+def test_a_page_turns_no_text_around(store, tmp_path, capsys):
+    evil = tmp_path / "a\x1b[2J\x9b\u202e\u2066<b>"
+    evil.symlink_to(store)
+    seen, _ = page_of(evil, "--tokenizer", "bytes", capsys=capsys)
+    hidden = {each for each in seen.text if each not in "\n\t" and visible(each) != each}
+    assert not hidden and visible(str(evil)) in seen.text
 
 
 def test_nothing_of_a_store_runs_or_is_fetched(store, capsys):

@@ -8,11 +8,12 @@ import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
+from PIL.Image import DecompressionBombError
 
 import meshfeed as mf
 import pictures
@@ -198,7 +199,8 @@ def every_case(rank: int, folder: str, broken: str) -> tuple[list[str], dict[str
         if got != simulated(recipe, layout, range(begun, begun + 2), rank, **PACKING):
             wrong.append(f"{text} {delivery}")
         begun += 2
-    recipe, layout = multimodal(broken, on_bad="drop"), mf.Layout.parse("pp2-dp2")
+    recipe = multimodal(broken, on_bad="drop", max_bad_share=1)
+    layout = mf.Layout.parse("pp2-dp2")
     with mf.Feed(recipe, layout, verify=True, timeout_s=600, **PACKING) as feed:
         if take(feed, 2) != simulated(recipe, layout, range(2), rank, **PACKING):
             wrong.append("drop")
@@ -229,7 +231,9 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_broken_part_stops_the_job_by_name(broken: Path, workers: int) -> None:
     with (
         mf.Feed(multimodal(broken, workers=workers), **PACKING) as feed,
-        pytest.raises(StoreError, match=r"document \d+, part \d+ \(epoch 0\) cannot be decoded: ValueError"),
+        pytest.raises(
+            StoreError, match=r"document \d+, part \d+ \(epoch 0\) cannot be decoded: \d+ pixels of"
+        ),
     ):
         take(feed)
 
@@ -241,7 +245,7 @@ def test_a_broken_part_becomes_zeros(folder: Path, broken: Path, on_bad: Any) ->
         return [m for step in made for m in step.microbatches]
 
     recipe, passed = multimodal(folder), 0
-    pairs = zip(packs(folder), packs(broken, on_bad=on_bad), strict=True)
+    pairs = zip(packs(folder), packs(broken, on_bad=on_bad, max_bad_share=1), strict=True)
     with recipe.sources[0] as store:
         for good, bad in pairs:
             images = [each[:2] for each in expected_parts(recipe, good.draws, "image")]
@@ -280,6 +284,173 @@ def test_what_stands_for_a_broken_part_is_checked(broken: Path, blank: Any, said
     recipe = multimodal(broken, image=wrong(Look, "blank", blank), on_bad="blank")
     with pytest.raises(RecipeError, match=rf"{broken}.*document \d+, part \d+.*Wrong\(.*{said}"):
         list(mf.simulate(recipe, mf.Layout(), 1, **PACKING))
+
+
+@dataclass(frozen=True)
+class Buggy(Look):
+    """Look, whose author has made a mistake; `mistake` is part of the summary, as every option is."""
+
+    mistake: str = ""
+
+    def __call__(self, data: bytes, size: Any, rng: np.random.Generator) -> Any:
+        made: Any = super().__call__(data, size, rng)
+        if self.mistake == "none":
+            return None
+        if self.mistake == "array":
+            return made | {"image_grid": None}
+        if self.mistake == "memory":
+            raise MemoryError("no room")
+        if self.mistake == "missing":
+            return made | {"image_grid": np.load("/no/such/table.npy")}
+        if self.mistake == "zero":
+            return size.height / (size.width - size.width)
+        if self.mistake == "shape":
+            return made | {"pixel_values": made["pixel_values"].reshape(-1, 7_919)}
+        if self.mistake == "escape":
+            raise KeyError("\x1b[2J\x9b\u202e")
+        return made | {"image_grid": size.hight}
+
+
+@pytest.mark.parametrize("on_bad", ["error", "blank"])
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("none", "gives NoneType; give each field's array"),
+        ("array", "makes .*'image_grid': 'NoneType'"),
+        ("memory", "MemoryError: no room$"),
+        ("missing", "FileNotFoundError: .*no/such/table.npy"),
+        (
+            "zero",
+            r"ZeroDivisionError: .*test_multimodal_rule.py, line \d+\); correct the processor, or let it",
+        ),
+        ("shape", "ValueError: cannot reshape .*mf.PartError where the part's bytes are at fault$"),
+        ("attribute", "AttributeError: .*'hight'"),
+        ("escape", r"KeyError: .*\\x1b\[2J\\x9b\\u202e"),
+    ],
+)
+def test_a_mistake_of_a_processor_never_becomes_zeros(
+    folder: Path, mistake: str, said: str, on_bad: Any
+) -> None:
+    workers = int(mistake in ("array", "memory", "zero"))
+    recipe = multimodal(folder, image=Buggy(mistake=mistake), on_bad=on_bad, workers=workers)
+    with (
+        mf.Feed(recipe, **PACKING) as feed,
+        pytest.raises(RecipeError, match=rf"document \d+, part \d.*Buggy\(.*{said}") as raised,
+    ):
+        take(feed)
+    assert "on_bad" not in str(raised.value) and str(raised.value).isprintable()
+
+
+class Codecs(Look):
+    """Look, whose decoder fails as those of libraries do."""
+
+    def __call__(self, data: bytes, size: Any, rng: np.random.Generator) -> Any:
+        errors = (
+            OSError("image file is truncated"),
+            EOFError(),
+            DecompressionBombError("too large"),
+            mf.PartError("no picture"),
+        )
+        raise errors[size.height % 4]
+
+
+def test_errors_of_codecs_are_of_the_part(folder: Path) -> None:
+    recipe = multimodal(folder, image=Codecs(), on_bad="blank", max_bad_share=1)
+    (step,) = mf.simulate(recipe, mf.Layout(), 1, **PACKING)
+    bad, images = (sum(len(m[name]) for m in step.microbatches) for name in ("bad_parts", "image_grid"))
+    assert bad == images > 4
+
+
+ONE_PACK = {"packing": mf.Packing(capacity=4_096)}
+
+
+def counted(path: Path, steps: int, **options: Any) -> list[tuple[int, int]]:
+    """Parts decoded, and bad ones, up to each step that is handed out; the job may be stopped before `steps`."""
+    counts = [(0, 0)]
+    with mf.Feed(multimodal(path, on_bad="blank", **options), **ONE_PACK) as feed:
+        try:
+            for _, step in zip(range(steps), feed):
+                (m,) = step.microbatches
+                bad, stats = len(m["bad_parts"]), step.stats
+                assert stats["parts_bad"] == bad
+                counts.append((counts[-1][0] + stats["parts_decoded"], counts[-1][1] + bad))
+        except mf.PartError as error:
+            match = re.search(
+                r"(\d+) of the first (\d+) parts .* allows of \d+; .*document .* pixels", str(error)
+            )
+            assert match
+            counts.append((int(match[2]), int(match[1])))
+    return counts[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_job_stops_where_more_than_a_share_of_the_parts_is_bad(
+    tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshfeed.sequence.multimodal._FEWEST", 30)
+    write_pictures(tmp_path / "store", bad=(1, 4, 9, 16, 25, 36))
+    whole, ends = counted(tmp_path / "store", 12, max_bad_share=1), set[int]()
+    for share in sorted({bad / max(parts, 30) for parts, bad in whole[::2]}):
+        stops = [bad > share * max(parts, 30) for parts, bad in whole]
+        end = stops.index(True) + 1 if any(stops) else len(whole)
+        assert counted(tmp_path / "store", 12, max_bad_share=share, workers=workers) == whole[:end]
+        ends.add(end)
+    assert len(ends) > 2
+
+
+def test_the_share_is_of_a_thousand_parts_at_least(broken: Path) -> None:
+    said = r"1\d of the first \d\d parts .*0.01\) allows of 1000; .*document"
+    with (
+        mf.Feed(multimodal(broken, on_bad="drop"), **PACKING) as feed,
+        pytest.raises(mf.PartError, match=said),
+    ):
+        take(feed)
+
+
+def test_the_first_bad_part_of_each_source_is_logged(
+    broken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_pictures(tmp_path / "other", bad=tuple(range(40)), seed=1)
+    data = mf.Mixture({"one": (mf.open(broken), 1), "two": (mf.open(tmp_path / "other"), 1)})
+    rule = mf.Multimodal(image=Look(), audio=pictures.Listen(), on_bad="blank", max_bad_share=1)
+    with mf.Feed(recipe_over(data, rule), **PACKING) as feed:
+        take(feed, 3)
+    told = [record.getMessage() for record in caplog.records if "cannot be decoded" in record.getMessage()]
+    assert len(told) == 2
+    for path in (broken, tmp_path / "other"):
+        assert sum(f"{path}" in text for text in told) == 1
+
+
+class Reuses(Look):
+    """Look, which writes every part into the same arrays, and blanks too."""
+
+    arrays: ClassVar[dict[Any, Any]] = {}
+
+    def _kept(self, made: Any) -> Any:
+        for name, array in made.items():
+            memory = self.arrays.setdefault(name, np.empty(4_096, array.dtype))[: array.size]
+            memory[:] = array.ravel()
+            made[name] = memory.reshape(array.shape)
+        return made
+
+    def __call__(self, data: bytes, size: Any, rng: np.random.Generator) -> Any:
+        return self._kept(dict(super().__call__(data, size, rng)))
+
+    def blank(self, size: Any, rows: Any) -> Any:
+        return self._kept(dict(super().blank(size, rows)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_processor_may_write_every_part_into_the_same_arrays(
+    broken: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_SHARED_BYTES", 64)
+    seen = []
+    for image, count in ((Look(), 0), (Reuses(), workers)):
+        options = {"image": image, "workers": count, "on_bad": "blank", "max_bad_share": 1}
+        with mf.Feed(multimodal(broken, **options), **PACKING) as feed:
+            seen.append(take(feed, 3))
+    assert seen[0] == seen[1]
 
 
 class Nameless(Look):
@@ -337,6 +508,7 @@ def test_its_summary_tells_all_that_decides_what_it_makes_and_no_more() -> None:
         ({"image": Look(Pixels(widest=cast(Any, object())))}, RecipeError, "Look must tell its options"),
         ({"workers": -1}, RecipeError, "from 0"),
         ({"on_bad": "skip"}, RecipeError, "choose error, blank, drop"),
+        ({"max_bad_share": 1.5}, RecipeError, r"max_bad_share=1.5\): from 0 to 1"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(folder: Path, options: Any, error: Any, said: str) -> None:

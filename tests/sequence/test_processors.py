@@ -8,7 +8,7 @@ import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,11 +18,27 @@ from PIL import Image
 
 import meshfeed as mf
 from meshfeed.errors import RecipeError
-from meshfeed.parts import AnyResImages, FixedImages, NativeImages, Parts, TiledImages
-from meshfeed.sequence import AnyResPixels, FixedPixels, ImageProcessor, NativePatches, PartSize, TiledPixels
+from meshfeed.parts import AnyResImages, FixedImages, NativeImages, NativeVideo, Parts, TiledImages
+from meshfeed.sequence import (
+    AnyResPixels,
+    FixedPixels,
+    ImageProcessor,
+    NativePatches,
+    PartSize,
+    TiledPixels,
+    rgb_image,
+)
 from soak import SEED, cases
 
-STORED = [("RGB", "JPEG"), ("RGBA", "PNG"), ("L", "PNG"), ("P", "PNG"), ("CMYK", "JPEG")]
+# mode and format; with "+", one color or the palette's are transparent
+STORED = [
+    *(("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG")),
+    *((mode, "PNG") for mode in ("1", "L", "L+", "LA", "P", "P+", "RGB", "RGB+", "RGBA", "I;16", "I;16+")),
+    *((mode, "TIFF") for mode in ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "I;16", "I;16B", "I", "F")),
+    *((mode, "TIFF") for mode in ("CMYK", "YCbCr", "LAB")),
+    *(("P", "GIF"), ("P+", "GIF"), ("RGB", "WEBP"), ("RGBA", "WEBP"), ("RGB", "BMP"), ("F", "PPM")),
+]
+SEE_THROUGH = [(mode, kind) for mode, kind in STORED if mode[-1] == "A" or ("+" in mode and "I" not in mode)]
 HALF = (0.5, 0.5, 0.5)
 SQUARE = {"height": 56, "width": 56}
 GRIDS = ((1, 2), (2, 1), (2, 2), (3, 1), (1, 3))
@@ -85,8 +101,20 @@ OF_TILES: dict[str, tuple[ImageProcessor, tuple[str, str], dict[str, Any]]] = {
 
 def picture(height: int, width: int, mode: str = "RGB", seed: int = 0) -> Any:
     rng = np.random.default_rng((SEED, seed, height, width))
-    coarse = Image.fromarray(rng.integers(0, 256, (3, 4, 3), np.uint8))
-    return coarse.resize((width, height)).convert(mode)
+    coarse = Image.fromarray(rng.integers(0, 256, (3, 4, 3), np.uint8)).resize((width, height))
+    alpha = Image.fromarray(rng.integers(-200, 456, (4, 3)).clip(0, 255).astype(np.uint8))
+    if mode == "LAB":
+        return Image.frombytes(mode, coarse.size, coarse.tobytes())
+    if mode[0] in "IF":
+        numbers = np.asarray(coarse.convert("I")) * 200 - 500 * (mode in "IF")
+        dtype = {"I": "int32", "F": "float32", "I;16B": ">u2"}.get(mode.strip("+"), "<u2")
+        return Image.fromarray(numbers.clip(-500, 65_535).astype(dtype))
+    if mode == "PA":
+        coarse = coarse.convert("P").convert("PA")
+    image = coarse.convert(mode.strip("+"))
+    if mode[-1] == "A":
+        image.putalpha(alpha.resize((width, height)))
+    return image
 
 
 def bomb(side: int) -> bytes:
@@ -102,6 +130,18 @@ def stored(image: Any, kind: str = "PNG", **options: Any) -> bytes:
     stream = io.BytesIO()
     image.save(stream, kind, **options)
     return stream.getvalue()
+
+
+def stored_as(height: int, width: int, form: tuple[str, str], seed: int = 0) -> bytes:
+    mode, kind = form
+    image = picture(height, width, mode, seed)
+    options: dict[str, Any] = {}
+    if "+" in mode:
+        first = image.getpixel((0, 0))
+        options["transparency"] = (
+            bytes(range(0, 256, 5)) if (kind, image.mode) == ("PNG", "P") else cast(Any, first)
+        )
+    return stored(image, kind, **options)
 
 
 def made(processor: ImageProcessor, data: bytes, height: int, width: int) -> Any:
@@ -134,13 +174,13 @@ def test_native_patches_are_qwens(patch: int) -> None:
         height, width = rng.integers(1, 400, 2).tolist()
         if max(height, width) > 200 * min(height, width):
             continue
-        mode, kind = STORED[case % 5]
-        data = stored(picture(height, width, mode, case), kind)
-        theirs = qwen(Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="np")
+        form = SEE_THROUGH[case % len(SEE_THROUGH)]
+        data = stored_as(height, width, form, case)
+        theirs = qwen(Image.open(io.BytesIO(data)), return_tensors="np")
         arrays = made(ours, data, height, width)
         for name in ("pixel_values", "image_grid_thw"):
             assert arrays[name].dtype == theirs[name].dtype
-            assert np.array_equal(arrays[name], theirs[name]), (name, height, width, mode)
+            assert np.array_equal(arrays[name], theirs[name]), (name, height, width, form)
         small = made(replace(ours, dtype="uint8"), data, height, width)["pixel_values"]
         mean, std = (np.repeat(each, 2 * patch**2) for each in (ours.mean, ours.std))
         assert small.dtype == np.uint8
@@ -152,19 +192,20 @@ def test_native_patches_are_qwens(patch: int) -> None:
 @given(
     height=st.integers(1, 300),
     width=st.integers(1, 300),
-    stored_as=st.sampled_from(STORED),
+    form=st.sampled_from(STORED),
     seed=st.integers(0, 9),
 )
-@example(height=56, width=56, stored_as=STORED[0], seed=0)
-@example(height=112, width=168, stored_as=STORED[0], seed=0)
-@example(height=1, width=300, stored_as=STORED[0], seed=0)
+@example(height=56, width=56, form=STORED[0], seed=0)
+@example(height=112, width=168, form=STORED[0], seed=0)
+@example(height=1, width=300, form=STORED[0], seed=0)
+@example(height=40, width=60, form=("RGBA", "PNG"), seed=1)
+@example(height=40, width=60, form=("P+", "GIF"), seed=2)
 def test_images_of_one_size_are_the_published_ones(
-    family: str, height: int, width: int, stored_as: tuple[str, str], seed: int
+    family: str, height: int, width: int, form: tuple[str, str], seed: int
 ) -> None:
     ours, name, options = OF_TILES[family]
-    mode, kind = stored_as
-    data = stored(picture(height, width, mode, seed), kind)
-    theirs = published(*name, **options)(Image.open(io.BytesIO(data)).convert("RGB"), return_tensors="np")
+    data = stored_as(height, width, form, seed)
+    theirs = published(*name, **options)(Image.open(io.BytesIO(data)), return_tensors="np")
     arrays = made(ours, data, height, width)
     pixels = theirs["pixel_values"]
     assert np.array_equal(arrays["pixel_values"], pixels.reshape(-1, *pixels.shape[-3:]))
@@ -173,6 +214,29 @@ def test_images_of_one_size_are_the_published_ones(
     small = made(replace(ours, dtype="uint8"), data, height, width)["pixel_values"]
     mean, std = (np.array(each)[:, None, None] for each in (ours.mean, ours.std))
     assert np.allclose((small / 255 - mean) / std, arrays["pixel_values"], atol=1e-6)
+
+
+@pytest.mark.parametrize("form", STORED, ids="-".join)
+def test_every_mode_is_converted_as_by_the_published(form: tuple[str, str]) -> None:
+    from transformers.image_transforms import convert_to_rgb
+
+    data = stored_as(33, 21, form)
+    theirs = convert_to_rgb(Image.open(io.BytesIO(data)), return_numpy=True)
+    dropped = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    size = PartSize(33, 21, 1, 0.0)
+    assert np.array_equal(np.asarray(rgb_image(data, size)), theirs)
+    assert np.array_equal(np.asarray(rgb_image(data, size, "drop")), dropped)
+    assert (form in SEE_THROUGH) == (not np.array_equal(theirs, dropped))
+
+
+def test_what_becomes_of_alpha_is_in_the_fingerprint_unless_it_is_white() -> None:
+    data, size = stored_as(20, 30, ("RGBA", "PNG")), PartSize(20, 30, 1, 0.0)
+    white, drop = FixedPixels(), FixedPixels(alpha="drop")
+    assert white.summary() == repr(white)
+    assert drop.summary() == f"{white!r} with alpha='drop'"
+    assert mf.Multimodal(image=drop).summary().count("FixedImages(") == 1
+    one, other = (each(data, size, mf.rng(0, 0, 0))["pixel_values"] for each in (white, drop))
+    assert not np.array_equal(one, other)
 
 
 @pytest.mark.parametrize("family", OF_TILES)
@@ -224,19 +288,20 @@ def test_an_animated_image_is_its_first_frame(kind: str) -> None:
         (stored(picture(40, 40), "JPEG")[:-200], "truncated|broken"),
         (stored(picture(40, 40), "EPS"), "cannot identify"),
         (bomb(30_000), "exceeds limit"),
-        (bomb(5_000), "5000 x 5000 pixels, and the index says"),
-        (stored(picture(40, 41)), "40 x 41 pixels, and the index says 40 x 40"),
+        (bomb(5_000), "5000 pixels wide x 5000 high, and the index says"),
+        (stored(picture(40, 41)), "41 pixels wide x 40 high, and the index says 40 pixels wide x 40 high"),
     ],
 )
 def test_what_is_no_such_image_is_broken(data: bytes, said: str) -> None:
-    with pytest.raises((OSError, ValueError, Image.DecompressionBombError), match=said):
+    with pytest.raises(mf.PartError, match=said):
         NativePatches()(data, PartSize(40, 40, 1, 0.0), mf.rng(0, 0, 0))
 
 
 @pytest.mark.parametrize("fit", ["crop", "pad"])
 def test_an_image_so_long_that_it_would_fill_the_memory_is_broken(fit: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"1 x 20000 pixels: so long an image would become \d+ x \d+, more than"
+        mf.PartError,
+        match=r"20000 pixels wide x 1 high: so long an image would become \d+ pixels wide x \d+ high, more",
     ):
         FixedPixels(fit=fit)(stored(picture(1, 20_000)), PartSize(1, 20_000, 1, 0.0), mf.rng(0, 0, 0))
     assert made(FixedPixels(fit="stretch"), stored(picture(1, 20_000)), 1, 20_000)
@@ -247,6 +312,7 @@ def test_an_image_so_long_that_it_would_fill_the_memory_is_broken(fit: Any) -> N
     [
         (NativePatches, {"dtype": "int8"}, r"NativePatches\(dtype='int8'\): choose float32, uint8"),
         (TiledPixels, {"resample": "box"}, r"resample='box'\): choose bilinear, bicubic"),
+        (TiledPixels, {"alpha": "black"}, r"alpha='black'\): choose white, drop"),
         (FixedPixels, {"fit": "cut"}, r"fit='cut'\): choose crop, stretch, pad"),
         (AnyResPixels, {"std": (1, 0, 1)}, "std above 0"),
         (AnyResPixels, {"mean": (1, 1)}, "three numbers each"),
@@ -256,6 +322,23 @@ def test_an_image_so_long_that_it_would_fill_the_memory_is_broken(fit: Any) -> N
 def test_other_options_are_refused(make: Any, options: Any, said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         make(**options)
+
+
+def test_what_is_no_processor_is_refused_with_the_cure() -> None:
+    wrongs: list[tuple[Any, str]] = [
+        (
+            published("qwen2_vl", "Qwen2VL"),
+            r"Qwen2VLImageProcessorPil, which is no .*NativePatches\(\) for Qwen2-VL",
+        ),
+        (lambda data: data, "function, which is no .*or write one: it also declares fields and rows"),
+        (FixedImages(), r"FixedImages, a rule, .* such as FixedPixels\(FixedImages\("),
+        (NativeVideo(), r"NativeVideo, a rule, .* such as YourProcessor\(NativeVideo\("),
+        (FixedPixels, r"the class FixedPixels; give one: FixedPixels\(\)"),
+        ("native", "str, which is no"),
+    ]
+    for wrong, said in wrongs:
+        with pytest.raises(RecipeError, match=rf"^Multimodal\(image=\.\.\.\): {said}"):
+            mf.Multimodal(image=wrong)
 
 
 def test_a_rule_is_told_once() -> None:

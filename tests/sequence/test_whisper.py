@@ -171,7 +171,7 @@ def test_samples_of_each_coding_are_the_same_sound(extensible: bool, coding: int
     ],
 )
 def test_what_is_no_such_sound_is_broken(data: bytes, length: int, rate: int, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(mf.PartError, match=said):
         WhisperFeatures()(data, PartSize(0, 0, length, float(rate)), mf.rng(0, 0, 0))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import pickle
 from decimal import Decimal
 from pathlib import Path
@@ -16,6 +17,7 @@ import meshfeed as mf
 import mosaic
 from meshfeed.errors import StoreError
 from meshfeed.formats.mds import MDSStore
+from meshfeed.formats.mds_sample import decode
 from meshfeed.testing import assert_store
 from soak import SOAK, some
 
@@ -222,6 +224,45 @@ def test_a_pickled_column_makes_only_itself_unreadable(tmp_path: Path) -> None:
 
 
 PICKLED = {"tokens": "ndarray:uint16", "thing": "pkl", "note": "str"}
+
+
+def test_no_column_of_images_starts_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import EpsImagePlugin, Image
+
+    stream, started = io.BytesIO(), tmp_path / "started"
+    Image.new("RGB", (8, 4)).save(stream, "EPS")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/gs").write_text(f"#!/bin/sh\necho 10 | tee {started}\n")
+    (tmp_path / "bin/gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    with pytest.raises(OSError):
+        Image.open(stream).load()
+    assert started.exists(), "Pillow by itself starts it"
+    started.unlink()
+    eps = stream.getvalue()
+    columns = {"tokens": "ndarray:uint16", "images": "jpeg_array"}
+    with streaming.MDSWriter(out=str(tmp_path / "shards"), columns=columns) as writer:
+        writer.write({"tokens": np.arange(3, dtype=np.uint16), "images": [eps]})
+    with (
+        mf.open(tmp_path / "shards") as store,
+        pytest.raises(StoreError, match="no jpeg_array: cannot identify image file"),
+    ):
+        assert isinstance(store, MDSStore)
+        store[0]["images"]
+    counts = np.array([1, len(eps)], "<u4").tobytes()
+    for encoding, value in (("jpeg", eps), ("png", eps), ("list[jpeg]", b"\0" * 4 + counts + eps)):
+        with pytest.raises(StoreError, match="cannot identify image file"):
+            decode(encoding, value, "here")
+    assert not started.exists()
+
+
+def test_an_image_larger_than_its_bytes_takes_no_memory() -> None:
+    header = np.array([60_000, 60_000, 3], "<u4").tobytes()
+    with pytest.raises(
+        StoreError, match="no pil: an image 60000 pixels wide x 60000 high; copy the shard again"
+    ):
+        decode("pil", header + b"RGB" + bytes(99), "here")
 
 
 def test_both_names_of_arrays_of_jpegs(tmp_path: Path) -> None:

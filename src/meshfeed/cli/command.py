@@ -17,23 +17,11 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 
 from meshfeed.errors import MeshfeedError
+from meshfeed.text import visible
 
 OK, WRONG, FAILED, INTERRUPTED = 0, 1, 2, 130
 
 _PIPE_WIDTH = 240  # wide enough that nothing is cut
-
-
-_COMMANDS = [code for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
-_TURNS = [0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]  # and other line ends
-_HIDDEN = {code: f"\\x{code:02x}" for code in _COMMANDS} | {code: f"\\u{code:04x}" for code in _TURNS}
-
-
-def visible(text: str) -> str:
-    """Text with control characters and changes of writing direction shown as escapes.
-
-    Documents, file names and a store's messages are foreign text. Tabs and line ends stay.
-    """
-    return text.translate(_HIDDEN)
 
 
 def say(text: str, file: IO[str] | None = None) -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from meshfeed.cli.command import FAILED, visible
+from meshfeed.cli.command import FAILED
 from meshfeed.errors import MeshfeedError
+from meshfeed.text import visible
 
 
 def option(help: str, default: Any = None, **how: Any) -> Any:

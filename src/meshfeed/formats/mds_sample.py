@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from importlib import import_module
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from meshfeed.errors import StoreError
+from meshfeed.parts.opened import opened_image
+from meshfeed.parts.types import in_pixels
 
 DTYPE_CODES: Mapping[int, str] = {
     8: "uint8",
@@ -105,7 +105,7 @@ def decode(encoding: str, value: bytes, where: str, *, images: bool = True) -> A
     try:
         return decoder(encoding, value)
     except ImportError as missing:
-        raise StoreError(f"{where}: images need Pillow: pip install Pillow") from missing
+        raise StoreError(f"{where}: {missing}") from missing
     except StoreError:
         raise
     except Exception as error:  # whatever a decoder makes of foreign bytes
@@ -141,15 +141,19 @@ def _array(encoding: str, value: bytes) -> Any:
 
 
 def _image(encoding: str, value: bytes) -> Any:
-    image = import_module("PIL.Image").open(io.BytesIO(value))
+    image = opened_image(value)
     image.load()
     return image
 
 
 def _pil(encoding: str, value: bytes) -> Any:
+    from PIL import Image
+
     width, height, size = np.frombuffer(value, "<u4", 3).tolist()
     mode = value[12 : 12 + size].decode("ascii")
-    return import_module("PIL.Image").frombytes(mode, (width, height), value[12 + size :])
+    if width * height > 8 * len(value):  # before memory is taken for it; no mode has more pixels in a byte
+        raise ValueError(f"an image {in_pixels(height, width)}")
+    return Image.frombytes(mode, (width, height), value[12 + size :])
 
 
 def _several(one: Callable[[str, bytes], Any], lead: int) -> Callable[[str, bytes], list[Any]]:

@@ -52,13 +52,14 @@ class DecodeHistory:
     """What one rank decoded for each of its steps; NaN while it decoded nothing.
 
     Attributes:
-        parts, num_bytes, busy_s, cpu_s: `parts_decoded` and so on of `StepStats`; float64 [n].
+        parts, num_bytes, busy_s, cpu_s, bad: `parts_decoded` and so on of `StepStats`; float64 [n].
     """
 
     parts: Floats
     num_bytes: Floats
     busy_s: Floats
     cpu_s: Floats
+    bad: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -258,8 +259,8 @@ def _rank_history(
 def _decoded(parts: Floats, *others: Floats) -> DecodeHistory | None:
     if not np.nansum(parts):
         return None
-    num_bytes, busy_s, cpu_s = others
-    return DecodeHistory(parts=parts, num_bytes=num_bytes, busy_s=busy_s, cpu_s=cpu_s)
+    num_bytes, busy_s, cpu_s, bad = others
+    return DecodeHistory(parts=parts, num_bytes=num_bytes, busy_s=busy_s, cpu_s=cpu_s, bad=bad)
 
 
 def _column(start: RankStart, name: str) -> Floats:

@@ -19,7 +19,7 @@ from meshfeed.sequence.decode_costs import DecodeCosts
 
 COUNTERS = ("bytes_read", "bytes_fetched", "opens", "collectives", "delivered_bytes")
 """The counters of every microbatch, summed in a step's stats."""
-DECODE_COUNTERS = ("parts_decoded", "bytes_decoded", "decode_busy_s", "decode_cpu_s")
+DECODE_COUNTERS = ("parts_decoded", "bytes_decoded", "decode_busy_s", "decode_cpu_s", "parts_bad")
 """Those of a rank that decodes."""
 
 _NOTHING = contextlib.nullcontext()
@@ -173,7 +173,9 @@ class Meter:
             delivered_bytes += traffic.num_bytes
         counts = bytes_read, bytes_fetched, opens, collectives, delivered_bytes
         done = self._decoded
-        return counts if done is None else (*counts, done.parts, done.num_bytes, done.busy_s, done.cpu_s)
+        if done is None:
+            return counts
+        return *counts, done.parts, done.num_bytes, done.busy_s, done.cpu_s, done.bad
 
 
 class Recorder:

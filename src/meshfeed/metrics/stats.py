@@ -37,7 +37,8 @@ class StepStats(Mapping[str, Any]):
         collectives: collectives called.
         delivered_bytes: sent or received.
         parts_decoded, bytes_decoded: images, audio and videos decoded for this rank to read, and their bytes
-            before that. None if this rank decodes nothing, as are the next two.
+            before that. None if this rank decodes nothing, as are the next three.
+        parts_bad: of them, that could not be decoded; see `Multimodal(on_bad=...)`.
         decode_busy_s, decode_cpu_s: seconds that decoding them took, summed over workers, most of it ahead
             of the step; and CPU seconds.
         efficiency, objective_over_bound, max_over_mean, padding: of the global batch's packs; see `Account`.
@@ -59,6 +60,7 @@ class StepStats(Mapping[str, Any]):
     delivered_bytes: int = 0
     parts_decoded: int | None = None
     bytes_decoded: int | None = None
+    parts_bad: int | None = None
     decode_busy_s: float | None = None
     decode_cpu_s: float | None = None
     efficiency: float | None = None

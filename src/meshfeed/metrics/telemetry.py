@@ -21,6 +21,7 @@ _COUNTERS = {
     "opens": ("meshfeed.opens", "{file}", "data files opened"),
     "collectives": ("meshfeed.collectives", "{collective}", "collectives called"),
     "parts_decoded": ("meshfeed.decoded.parts", "{part}", "images, audio and videos decoded"),
+    "parts_bad": ("meshfeed.decoded.bad", "{part}", "images, audio and videos that could not be decoded"),
     "bytes_decoded": ("meshfeed.decoded", "By", "their bytes before decoding"),
     "decode_busy_s": ("meshfeed.decode.busy", "s", "seconds that decoding took, over all workers"),
     "decode_cpu_s": ("meshfeed.decode.cpu", "s", "CPU seconds of decoding"),

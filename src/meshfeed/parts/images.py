@@ -15,7 +15,7 @@ import numpy as np
 
 from meshfeed.errors import RecipeError, StoreError
 from meshfeed.parts.rule import PartRule, check_options
-from meshfeed.parts.types import Kind, Longs, Parts
+from meshfeed.parts.types import Kind, Longs, Parts, in_pixels
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that Pillow may read from stored bytes: none that runs a program."""
@@ -54,8 +54,8 @@ def _refuse_elongated(parts: Parts) -> None:
     if bad.size:
         i = bad[0]
         raise StoreError(
-            f"part {i}, {parts.height[i]} x {parts.width[i]} pixels: one side is more than {_MOST_ELONGATED} "
-            f"times the other, which these models refuse; crop it, or leave it out when preparing the data"
+            f"part {i}, {in_pixels(parts.height[i], parts.width[i])}: one side is more than "
+            f"{_MOST_ELONGATED} times the other, which these models refuse; crop it, or leave it out when preparing the data"
         )
 
 

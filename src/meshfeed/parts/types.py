@@ -17,6 +17,11 @@ Kind = Literal["image", "audio", "video"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
+def in_pixels(height: int, width: int) -> str:
+    """The size of a picture in words: (255, 237) -> "237 pixels wide x 255 high"."""
+    return f"{width} pixels wide x {height} high"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
     """The parts of some samples, sample after sample, each sample's in the order of its text.

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from meshfeed.errors import PartError
+
 _INTEGERS, _FLOATS, _EXTENSIBLE = 1, 3, 0xFFFE  # how samples are coded, by Microsoft's RIFF
 
 
@@ -64,12 +66,12 @@ def wav_header(data: bytes) -> WavHeader | None:
 def wav_samples(data: bytes, header: WavHeader, most: int) -> npt.NDArray[np.float64]:
     """The first samples of each channel, from -1 to 1; float64 [samples, channels], at most `most`.
 
-    Raises ValueError for samples that are not linear PCM of 8, 16, 24 or 32 bits, or finite floats of 32 or
+    Raises PartError for samples that are not linear PCM of 8, 16, 24 or 32 bits, or finite floats of 32 or
     64.
     """
     form = header.coding, header.sample_bits
     if form not in _DTYPES or header.frame_bytes != header.channels * header.sample_bits // 8:
-        raise ValueError(
+        raise PartError(
             f"WAV audio of coding {header.coding}, {header.sample_bits} bits, {header.frame_bytes} bytes for "
             f"{header.channels} channels; write it as linear PCM"
         )
@@ -82,7 +84,7 @@ def wav_samples(data: bytes, header: WavHeader, most: int) -> npt.NDArray[np.flo
     samples = stored.reshape(-1, header.channels).astype(np.float64)
     if header.coding == _FLOATS:
         if not np.isfinite(samples).all():
-            raise ValueError("WAV audio with samples that are not finite; write it again")
+            raise PartError("WAV audio with samples that are not finite; write it again")
         return samples
     # 8 bits are from 0 to 255, and others around 0
     return samples / 128 - 1 if header.sample_bits == 8 else samples / -float(np.iinfo(stored.dtype).min)

@@ -15,6 +15,7 @@ from typing import Any
 from meshfeed.errors import StoreError
 from meshfeed.parts import Kind
 from meshfeed.parts.opened import brands_of, opened_image
+from meshfeed.parts.types import in_pixels
 from meshfeed.parts.wav import is_wav, wav_header
 
 MOST_PIXELS = 89_478_485
@@ -117,10 +118,10 @@ def _size_of_image(data: bytes, max_pixels: int) -> Size:
     except Exception as error:  # each format has its own for a broken header
         raise StoreError(_refusal(error, data)) from error
     if height < 1 or width < 1:
-        raise StoreError(f"its header says {height} x {width} pixels; fetch it again")
+        raise StoreError(f"its header says {in_pixels(height, width)}; fetch it again")
     if height * width > max_pixels:
         raise StoreError(
-            f"{height} x {width} pixels, more than --max-pixels {max_pixels}; leave it out, or allow it"
+            f"{in_pixels(height, width)}, more than --max-pixels {max_pixels}; leave it out, or allow it"
         )
     return Size("image", width, height, 1, 0.0) if turned else Size("image", height, width, 1, 0.0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from html import escape
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import numpy as np
 from meshfeed.plan import Account, EncoderPlan, Load, StepPlan
 from meshfeed.plan.loads import LANGUAGE_MODEL
 from meshfeed.plan.types import FloatArray
+from meshfeed.report.words import escape
 
 _WIDTH, _LEFT, _MOST_RANKS, _MOST_HEIGHT = 1100, 60, 256, 1400
 _DIGIT = 7  # its width in a label

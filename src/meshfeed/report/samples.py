@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from string import Template
 
 import numpy as np
 
 from meshfeed.parts import KINDS, Parts, Rules
+from meshfeed.parts.types import in_pixels
 from meshfeed.report.thumbnails import thumbnail
-from meshfeed.report.words import counted, in_bytes
+from meshfeed.report.words import counted, escape, in_bytes
 from meshfeed.sequence.processor import tokens_of
 from meshfeed.store import MultimodalStore, StreamStore
 
 _MOST_TOKENS, _MOST_PARTS = 1024, 24
-_SHOWN_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # ␀, ␁ ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,7 @@ def _shown(part: Parts, data: bytes, rules: Rules) -> ShownPart:
             picture = thumbnail(data, height, width)
         except Exception as error:  # each format has its own
             wrong.append(f"cannot be shown: {error or type(error).__name__}")
-    pixels = f"{height} x {width} pixels"
+    pixels = in_pixels(height, width)
     seconds = f"{length / (part.rate[0] or 1):,.2f} s"
     size = {
         "image": pixels,
@@ -136,10 +135,7 @@ def _panel(one: ShownDocument) -> str:
         said += [counted(one.num_parts, "part"), in_bytes(sum(part.num_bytes for part in one.parts))]
     if one.num_parts > len(one.parts):
         said[-1] += f" in the {len(one.parts)} shown"
-    text = "".join(
-        _mark(one, each) if isinstance(each, int) else escape(each.translate(_SHOWN_CONTROL))
-        for each in one.pieces
-    )
+    text = "".join(_mark(one, each) if isinstance(each, int) else escape(each) for each in one.pieces)
     figures = "".join(_figure(one, k) for k in range(len(one.parts)))
     return (
         f'<section class="panel"><h2>Document {one.number:,}</h2><p>{", ".join(said)}</p>'

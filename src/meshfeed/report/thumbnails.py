@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 from meshfeed.parts.opened import opened_image
+from meshfeed.parts.types import in_pixels
 
 _WIDTH, _HEIGHT = 480, 240  # pixels, at most
 _LOSSLESS_PIXELS = 96 * 96
@@ -24,7 +25,9 @@ def thumbnail(data: bytes, height: int, width: int) -> str:
         warnings.filterwarnings("error", message=".*decompression bomb")
         with opened_image(data) as image:
             if {image.height, image.width} != {height, width}:
-                raise ValueError(f"{image.height} x {image.width} pixels, the index says {height} x {width}")
+                raise ValueError(
+                    f"{in_pixels(image.height, image.width)}, the index says {in_pixels(height, width)}"
+                )
             return _data_url(_small(image))
 
 

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import html
+
+from meshfeed.text import visible
+
+
+def escape(text: str) -> str:
+    """Any text as HTML that shows it; see `visible`."""
+    return html.escape(visible(text))
+
 
 def counted(number: int, what: str) -> str:
     """1 -> "1 rank", 2000 -> "2,000 ranks"; what: one of them."""

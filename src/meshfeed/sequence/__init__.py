@@ -9,7 +9,7 @@ from meshfeed.sequence.masked import Masked
 from meshfeed.sequence.multimodal import Multimodal
 from meshfeed.sequence.packed import PLAN_FIELDS, fields_of_plan
 from meshfeed.sequence.patches import NativePatches
-from meshfeed.sequence.pixels import ImageProcessor
+from meshfeed.sequence.pixels import ImageProcessor, rgb_image
 from meshfeed.sequence.processor import PartField, PartSize, Processor
 from meshfeed.sequence.rule import SequenceRule, has_compact
 from meshfeed.sequence.runs import Portion, Runs, WholeStep, portions_of
@@ -48,6 +48,7 @@ __all__ = [
     "fields_of_plan",
     "has_compact",
     "portions_of",
+    "rgb_image",
     "rule_of",
     "widened",
 ]

@@ -12,6 +12,7 @@ class DecodeCosts:
     Attributes:
         workers: processes that decode; 0 where the reading thread does.
         parts: images, clips of audio and videos.
+        bad: of them, that cannot be decoded.
         num_bytes: of them, before decoding.
         busy_s: seconds in which a worker was decoding, summed over workers.
         cpu_s: CPU seconds of these.
@@ -20,6 +21,7 @@ class DecodeCosts:
 
     workers: int
     parts: int = 0
+    bad: int = 0
     num_bytes: int = 0
     busy_s: float = 0.0
     cpu_s: float = 0.0

@@ -10,14 +10,15 @@ import contextlib
 import functools
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.errors import MeshfeedError, RecipeError, StoreError
+from meshfeed.errors import MeshfeedError, PartError, RecipeError, StoreError
 from meshfeed.order import rng
 from meshfeed.parts import KINDS, Kind
 from meshfeed.recipe import Recipe
@@ -118,6 +119,7 @@ class Decoder:
 
     Attributes:
         costs: of all that was asked for.
+        has_bad: the sources of which a part could not be decoded.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Decoder:
         self._workers: Workers[PartPlace] | None = None
         self._arena: Arena | None = None
         self.costs = DecodeCosts(workers)
+        self.has_bad: set[int] = set()
 
     def __enter__(self) -> Self:
         if self._num_workers:
@@ -164,7 +167,7 @@ class Decoder:
         """Each part, decoded and checked. Raises StoreError if it cannot be read, or a worker dies."""
         if self._workers is None:
             tasks = {at: self._task(at) for at in dict.fromkeys(places)}
-            decoded = {at: _decoded(self._processors, task, time.thread_time) for at, task in tasks.items()}
+            decoded = {at: _decoded_here(self._processors, task) for at, task in tasks.items()}
             self.costs.wait_s += self._count(decoded.values())[0]
             return [decoded[at].made for at in places]
         begin = time.monotonic()
@@ -183,6 +186,7 @@ class Decoder:
             if not each.is_counted:
                 each.is_counted = True
                 self.costs.parts += 1
+                self.costs.bad += isinstance(each.made, Bad)
                 self.costs.num_bytes += each.num_bytes
                 self.costs.cpu_s += each.cpu_s
                 busy_s, read_s = busy_s + each.busy_s, read_s + each.read_s
@@ -235,14 +239,39 @@ def made_of(processors: Mapping[Kind, Processor], task: Task) -> Made | Bad:
     """A part decoded, and compared with what its processor and rule promise."""
     processor = processors[task.kind]
     try:
-        made = dict(processor(task.data, task.size, rng(*task.seeds)))
-    except (ImportError, MemoryError, RecipeError) as error:  # of this machine or recipe, not of the part
-        return Bad(f"{type(error).__name__}: {error}", is_broken=False)
-    except Exception as error:  # whatever a decoder raises: the bytes are the user's
-        return Bad(f"{type(error).__name__}: {error}", is_broken=True)
+        given: Any = processor(task.data, task.size, rng(*task.seeds))
+    except Exception as error:
+        return _failed(processor, error)
+    if not isinstance(given, Mapping):
+        return Bad(f"{processor!r} gives {type(given).__name__}; give each field's array", is_broken=False)
+    made = dict(cast(Mapping[str, Array], given))
     if wrong := _difference(processor, task, made):
         return Bad(wrong, is_broken=False)
     return made
+
+
+def _failed(processor: Processor, error: Exception) -> Bad:
+    """What an error of a processor says of the part: that it is broken only if the error is a codec's."""
+    told = str(error) if isinstance(error, PartError) else f"{type(error).__name__}: {error}"
+    if _is_of_the_part(error):
+        return Bad(told, is_broken=True)
+    if isinstance(error, (ImportError, MemoryError, MeshfeedError)):  # of this machine or recipe
+        return Bad(f"{processor!r}: {told}", is_broken=False)
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return Bad(
+        f"{processor!r}: {told} ({at.filename}, line {at.lineno}); correct the processor, or let it raise "
+        f"mf.PartError where the part's bytes are at fault",
+        is_broken=False,
+    )
+
+
+def _is_of_the_part(error: Exception) -> bool:
+    """Whether an error is a codec's: PartError, Pillow's, an early end, an OSError not of the system."""
+    if isinstance(error, MeshfeedError):
+        return isinstance(error, PartError)
+    if isinstance(error, OSError):
+        return error.errno is None  # as Pillow raises it; the system's have a number
+    return isinstance(error, EOFError) or type(error).__name__ == "DecompressionBombError"
 
 
 def blank_of(processor: Processor, size: PartSize, rows: Mapping[str, int]) -> Made:
@@ -250,7 +279,7 @@ def blank_of(processor: Processor, size: PartSize, rows: Mapping[str, int]) -> M
     blank = dict(processor.blank(size, rows))
     if wrong := _other_arrays(processor, rows, blank):
         raise RecipeError(f"blank({size}) {wrong}")
-    return blank
+    return {name: array.copy() for name, array in blank.items()}  # it may give the same ones again
 
 
 def _other_arrays(processor: Processor, rows: Mapping[str, int], made: Made) -> str | None:
@@ -286,6 +315,14 @@ def _decoded(processors: Mapping[Kind, Processor], task: Task, cpu_clock: Callab
     made = made_of(processors, task)
     busy_s, cpu_s = time.monotonic() - begin, cpu_clock() - cpu
     return Decoded(made, len(task.data), task.read_s, busy_s, cpu_s)
+
+
+def _decoded_here(processors: Mapping[Kind, Processor], task: Task) -> Decoded:
+    """The arrays are copies, since the processor may write the next part's into its own."""
+    decoded = _decoded(processors, task, time.thread_time)
+    if not isinstance(decoded.made, Bad):
+        decoded.made = {name: array.copy() for name, array in decoded.made.items()}
+    return decoded
 
 
 def _decoded_in_worker(processors: Mapping[Kind, Processor], arena: Arena | None, task: Task) -> Decoded:

@@ -6,6 +6,7 @@ from the index. What is sent is the text as stored, and the decoded parts for th
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Allocate, Array, Arrays, Columns
-from meshfeed.errors import RecipeError, StoreError
+from meshfeed.errors import PartError, RecipeError
 from meshfeed.order import Draws, draws_of_step
 from meshfeed.parts import KINDS, Expansion, Kind, PartRule, Parts, check_rules
 from meshfeed.plan import EncoderPlan, EncoderRoute, Slices, StepPlan, encoder_routes, plan_encoder
@@ -35,6 +36,7 @@ from meshfeed.sequence.processor import (
     PartField,
     PartSize,
     Processor,
+    check_processor,
     grid_of,
     named,
     patches_of,
@@ -54,6 +56,10 @@ MROPE = Field(name="mrope_position_ids", dtype="int64", split=True, stored=False
 """Computed from the index alone, so that every stage has it; see `Multimodal`."""
 
 _IS_BAD = "is_bad"
+
+_FEWEST = 1000  # parts that `max_bad_share` is a share of
+
+_log = logging.getLogger("meshfeed")
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -111,6 +117,11 @@ class Multimodal(DocumentRule, TokenRule):
         on_bad: a part that cannot be decoded stops the job ("error"), becomes zeros ("blank"), or becomes
             zeros in a document that bears no loss ("drop"; not with oversize="split"). The plan is made
             before, so that `valid_tokens` still counts its tokens. "Zeros" are what `Processor.blank` gives.
+            Only errors that say so are of a part: see `Processor.__call__`. Others always stop the job.
+        max_bad_share: under "blank" and "drop", the job stops once a rank has decoded more than this share of
+            bad parts since its feed began, of at least 1,000: by default with the 11th of the first 1,000.
+            1 for no limit. Not part of the fingerprint, since no part changes by it: a job that it has
+            stopped can resume with a larger one.
         positions: "mrope" gives mrope_position_ids too; every rule must tell the grid of its parts.
         encoder: the ranks that hold a pack encode its parts ("with sample"), or all dp and cp ranks share the
             parts of a microbatch ("balanced"): see `exchange_encoded`. Not part of the fingerprint.
@@ -145,12 +156,15 @@ class Multimodal(DocumentRule, TokenRule):
     video: Processor | None = None
     on_bad: OnBad = "error"
     positions: Positions = "tokens"
+    max_bad_share: float = dataclass_field(default=0.01, repr=False)
     encoder: Encoder = dataclass_field(default="with sample", repr=False)
     workers: int = dataclass_field(default=0, repr=False)
     timeout_s: float = dataclass_field(default=600.0, repr=False)
     decoder: Decoder | None = dataclass_field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for kind, processor in self.processors.items():
+            check_processor(f"Multimodal({kind}=...)", processor)
         check_rules({kind: processor.rule for kind, processor in self.processors.items()})
         if self.on_bad not in get_args(OnBad):
             raise RecipeError(f"Multimodal(on_bad={self.on_bad!r}): choose {', '.join(get_args(OnBad))}")
@@ -166,6 +180,8 @@ class Multimodal(DocumentRule, TokenRule):
             raise RecipeError(
                 f"Multimodal(workers={self.workers!r}, timeout_s={self.timeout_s!r}): from 0, and above 0"
             )
+        if not 0 <= self.max_bad_share <= 1:
+            raise RecipeError(f"Multimodal(max_bad_share={self.max_bad_share!r}): from 0 to 1")
         for kind, processor in self.processors.items():
             for each in (processor, processor.rule):
                 if _ADDRESS.search(told := each.summary()):
@@ -381,7 +397,7 @@ class Multimodal(DocumentRule, TokenRule):
         made = decoder.decode(places)
         for at, part in zip(places, made):
             if isinstance(part, Bad):
-                self._refuse(decoder.told(at), part)
+                self._refuse(decoder, at, part)
         for kind, mine in self._by_kind(recipe, chosen.draws, chosen.parts):
             processor = self.processors[kind]
             asked = recipe, chosen.draws, chosen.whole.parts, chosen.places[mine]
@@ -404,13 +420,31 @@ class Multimodal(DocumentRule, TokenRule):
             columns[_IS_BAD] = np.array([isinstance(part, Bad) for part in made], np.uint8)
         return columns
 
-    def _refuse(self, where: str, bad: Bad) -> None:
+    def _refuse(self, decoder: Decoder, at: PartPlace, bad: Bad) -> None:
+        """Raise unless it may become zeros; log the first one of each source."""
+        where, costs = decoder.told(at), decoder.costs
         if not bad.is_broken:
             raise RecipeError(f"{where}: {bad.why}")
         if self.on_bad == "error":
-            raise StoreError(
+            raise PartError(
                 f"{where} cannot be decoded: {bad.why}; repair or remove it, or pass over it with "
                 f"Multimodal(on_bad='blank') or 'drop'"
+            )
+        if decoder is not self.decoder:  # no run: `simulate`
+            return
+        if costs.bad > self.max_bad_share * max(costs.parts, _FEWEST):
+            raise PartError(
+                f"{costs.bad} of the first {costs.parts} parts of this run cannot be decoded, more than "
+                f"Multimodal(max_bad_share={self.max_bad_share:g}) allows of {max(costs.parts, _FEWEST)}; "
+                f"{where}: {bad.why}; repair the data, or allow more"
+            )
+        if at.source not in decoder.has_bad:
+            decoder.has_bad.add(at.source)
+            _log.warning(
+                "%s cannot be decoded: %s; it becomes zeros, as all further ones of this source do, which "
+                "step.stats['parts_bad'] counts",
+                where,
+                bad.why,
             )
 
     # -- building ---------------------------------------------------------------------------------------

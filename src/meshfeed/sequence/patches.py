@@ -9,7 +9,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.parts import NativeImages, Parts
-from meshfeed.sequence.pixels import ImageProcessor, opened
+from meshfeed.sequence.pixels import ImageProcessor, rgb_image
 from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
 
@@ -47,7 +47,7 @@ class NativePatches(ImageProcessor):
     def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
         """The patches of one image; nothing is drawn."""
         rule = self.rule
-        values = self.values(self.resized(opened(data, size), *self._resized(size)))
+        values = self.values(self.resized(rgb_image(data, size, self.alpha), *self._resized(size)))
         rows, columns = (side // rule.patch for side in values.shape[:2])
         squares = values.reshape(
             rows // rule.merge, rule.merge, rule.patch, columns // rule.merge, rule.merge, rule.patch, 3

@@ -95,8 +95,9 @@ class Processor(ABC):
         """Decode a part: field -> array. Pure: nothing but its arguments decides.
 
         data: as stored. rng: keyed by (seed, epoch, index, part) and the source, so `mf.rng(seed, epoch,
-        index, part, source)`; draw from it whatever is random. Any exception means that the part is broken,
-        but ImportError, MemoryError and RecipeError stop the job, whatever `on_bad` says.
+        index, part, source)`; draw from it whatever is random. Raise PartError if the part's bytes are at
+        fault: `on_bad` then says what becomes of it. Pillow's errors, EOFError, and an OSError that is not of
+        the system mean the same. Any other stops the job, whatever `on_bad` says.
         """
 
     def blank(self, size: PartSize, rows: Mapping[str, int]) -> Mapping[str, Array]:
@@ -116,6 +117,37 @@ class Processor(ABC):
 
 
 # -- what rules and processors say, checked --------------------------------------------------------------
+
+
+def check_processor(where: str, given: Any) -> None:
+    """Raises RecipeError, with the cure, for what is no processor."""
+    if isinstance(given, Processor):
+        return
+    name = (given if isinstance(given, type) else type(given)).__name__
+    what = f"{name}, which is no meshfeed.sequence.Processor"
+    if isinstance(given, PartRule):
+        what = f"{name}, a rule, which counts tokens and decodes nothing"
+        cure = f"give the processor that takes it, such as {_OF_RULE.get(name, 'YourProcessor')}({given!r})"
+    elif isinstance(given, type) and issubclass(given, Processor):
+        what, cure = f"the class {name}", f"give one: {name}()"
+    elif type(given).__module__.startswith("transformers."):
+        cure = (
+            "give the one that makes the same arrays: NativePatches() for Qwen2-VL, FixedPixels() for CLIP, "
+            "SigLIP and LLaVA-1.5, TiledPixels() for InternVL, AnyResPixels() for LLaVA-NeXT, "
+            "WhisperFeatures() for Whisper, or a Processor of yours that calls this one"
+        )
+    else:
+        cure = "give one that ships, such as NativePatches(), or write one: it also declares fields and rows"
+    raise RecipeError(f"{where}: {what}; {cure}")
+
+
+_OF_RULE = {
+    "NativeImages": "NativePatches",
+    "FixedImages": "FixedPixels",
+    "TiledImages": "TiledPixels",
+    "AnyResImages": "AnyResPixels",
+    "WhisperAudio": "WhisperFeatures",
+}
 
 
 def tokens_of(rule: PartRule, parts: Parts) -> Longs:
@@ -172,7 +204,7 @@ def _counts(name: str, given: Any, size: int, *, least: int) -> Longs:
     counts = np.asarray(given)
     if counts.shape != (size,) or counts.dtype.kind not in "iu" or (counts < least).any():
         raise RecipeError(_wrong(name, counts, size, f"whole number from {least}"))
-    return counts.astype(np.int64, copy=False)
+    return counts.astype(np.int64)  # a copy: who gives it may write into it
 
 
 def _wrong(name: str, given: npt.NDArray[Any], size: int, wanted: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from meshfeed.columns import Array
 from meshfeed.parts import AnyResImages, FixedImages, Parts, TiledImages
-from meshfeed.sequence.pixels import Color, ImageProcessor, check_choice, framed, opened, tiles_of
+from meshfeed.sequence.pixels import Color, ImageProcessor, check_choice, framed, rgb_image, tiles_of
 from meshfeed.sequence.processor import PartField, PartSize
 from meshfeed.sequence.runs import Longs
 
@@ -51,7 +51,7 @@ class FixedPixels(ImageProcessor):
 
     def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
         """The image; nothing is drawn."""
-        square = self._square(opened(data, size))
+        square = self._square(rgb_image(data, size, self.alpha))
         return {"pixel_values": tiles_of(self.values(square), self.rule.size)}
 
     def num_tokens(self, made: Mapping[str, Array]) -> int:
@@ -99,7 +99,7 @@ class TiledPixels(ImageProcessor):
 
     def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
         """The tiles of one image; nothing is drawn."""
-        image, tile = opened(data, size), self.rule.tile
+        image, tile = rgb_image(data, size, self.alpha), self.rule.tile
         rows, columns = self.rule.tile_grid(size.as_image())[:, 0].tolist()
         tiles = tiles_of(self.values(self.resized(image, rows * tile, columns * tile)), tile)
         if self.rule.thumbnail and len(tiles) > 1:
@@ -139,7 +139,7 @@ class AnyResPixels(ImageProcessor):
 
     def __call__(self, data: bytes, size: PartSize, rng: np.random.Generator) -> Mapping[str, Array]:
         """The tiles of one image; nothing is drawn."""
-        image, tile = opened(data, size), self.rule.tile
+        image, tile = rgb_image(data, size, self.alpha), self.rule.tile
         height, width = (self.rule.tile_grid(size.as_image())[:, 0] * tile).tolist()
         fitted = self.resized(image, *_fitted(image, height, width))
         both = self.resized(image, tile, tile), framed(fitted, height, width)

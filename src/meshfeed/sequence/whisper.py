@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import RecipeError
+from meshfeed.errors import PartError, RecipeError
 from meshfeed.parts import Parts, WhisperAudio
 from meshfeed.parts.rule import check_counts
 from meshfeed.parts.wav import is_wav, wav_header, wav_samples
@@ -88,15 +88,15 @@ class WhisperFeatures(Processor):
 def heard_in(data: bytes, size: PartSize, seconds: int) -> Sound:
     """The first seconds of WAV audio, from -1 to 1, the mean of its channels; float64 [samples].
 
-    Raises RecipeError for FLAC, and ValueError for other bytes or another size than the index says.
+    Raises RecipeError for FLAC, and PartError for other bytes or another size than the index says.
     """
     if data[:4] == b"fLaC":
         raise RecipeError("FLAC audio, which WhisperFeatures does not decode; convert it to WAV")
     header = wav_header(data) if is_wav(data) else None
     if header is None:
-        raise ValueError("not WAV audio; convert it to WAV")
+        raise PartError("not WAV audio; convert it to WAV")
     if (header.length, header.rate) != (size.length, size.rate):
-        raise ValueError(
+        raise PartError(
             f"{header.length} samples at {header.rate} Hz, and the index says {size.length} at "
             f"{size.rate:.0f} Hz"
         )
@@ -107,12 +107,12 @@ def resampled(sound: Sound, rate: float, new_rate: int) -> Sound:
     """Samples at another rate, ceil(samples * new_rate / rate) of them; float64 [samples] -> float64 [k].
 
     By Fourier's transform: frequencies below half of the lower rate are kept as they are, others dropped.
-    Raises ValueError for a rate above 768 kHz.
+    Raises PartError for a rate above 768 kHz.
     """
     if rate == new_rate:
         return sound
     if rate > _MOST_HZ:
-        raise ValueError(f"audio at {rate:g} Hz; resample it to {_MOST_HZ} Hz or less")
+        raise PartError(f"audio at {rate:g} Hz; resample it to {_MOST_HZ} Hz or less")
     shared = math.gcd(int(rate), new_rate)
     down, up = int(rate) // shared, new_rate // shared
     # a tenth of a second of silence keeps the end from running on into the begin

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -17,6 +16,7 @@ from meshfeed.report.history.decoding import decoded_of, verdict
 from meshfeed.report.history.grid import Grid
 from meshfeed.report.history.tables import decoding_section, mixture_table, ranks_table, starts_table
 from meshfeed.report.history.waits import FOLLOWS, Waits, stragglers, waits_of
+from meshfeed.report.words import escape
 
 
 def page(history: RunHistory, name: str) -> str:

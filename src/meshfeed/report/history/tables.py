@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from meshfeed.metrics import MixtureHistory, RunHistory
 from meshfeed.report.history.decoding import STAGE, Decoded
 from meshfeed.report.history.summary import short
 from meshfeed.report.history.waits import Waits, stragglers
-from meshfeed.report.words import duration
+from meshfeed.report.words import duration, escape
 
 _MOST_RANKS, _MOST_SOURCES = 32, 40
 _TEXT, _TEXTS = ' class="text"', frozenset({"place", "host", "hosts", "layout", "delivery", "recipe", "UTC"})
