@@ -8,6 +8,7 @@ examples each time; otherwise it always draws the same ones, so that `make test`
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import platform
@@ -52,6 +53,12 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """The processes that share the files have imported torch and the frameworks before they start."""
     python = quick.share()
     specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={python}") for spec in specs]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: tests that collect garbage, and forks, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def compile_what_the_tree_holds() -> None:

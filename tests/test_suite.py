@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,15 @@ def test_a_quick_python_obeys_as_python_does(options: list[str], environment: di
         )
         told.append(done.stdout)
     assert told[0] == told[1]
+
+
+def one_fails(rank: int) -> None:
+    if rank:
+        raise ValueError("no such thing")
+    threading.Event().wait()
+
+
+def test_nobody_waits_long_for_the_peers_of_a_rank_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "AFTER_FAILURE_S", 0.1)
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)ranks \[0\] hang.*ValueError: no such thing"):
+        world.run(one_fails, 2, distributed=False)
