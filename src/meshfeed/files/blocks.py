@@ -15,7 +15,7 @@ Any number of processes of one user share a folder, without talking to each othe
   parts or removes them.
 - A shared lock on a block pins it: someone will read it. Eviction takes unpinned blocks first, the least
   recently used first. Pins only save work: a reader that finds a block gone asks for it again.
-- Blocks and parts together take at most the limit, except for blocks that all are needed at one time.
+- Blocks and parts together take at most the limit, except where all of them are needed right now.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshfeed.errors import CacheError
 from meshfeed.files.lock import locked
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+"""Errors of a disk without room, or without inodes, for this user."""
 Piece = int | tuple[int, int]
 """A block, or the range [begin, end) of a peek."""
 SUM_BYTES = 4
@@ -252,14 +255,19 @@ class Claim:
     num_bytes: int
 
     def publish(self, data: memoryview) -> None:
-        """Write the block and make it visible. Raises OSError; then the part is still claimed."""
+        """Write the block and make it visible. Raises OSError; then the part is still claimed, and empty."""
         at, pieces = 0, [data, memoryview(zlib.crc32(data).to_bytes(SUM_BYTES, "little"))]
-        while pieces:
-            at += (written := os.pwritev(self.fd, pieces, at))
-            while pieces and written >= len(pieces[0]):
-                written -= len(pieces.pop(0))
-            if pieces:
-                pieces[0] = pieces[0][written:]
+        try:
+            while pieces:
+                at += (written := os.pwritev(self.fd, pieces, at))
+                while pieces and written >= len(pieces[0]):
+                    written -= len(pieces.pop(0))
+                if pieces:
+                    pieces[0] = pieces[0][written:]
+        except OSError:  # on a full disk, others need the room that half a block takes
+            os.ftruncate(self.fd, 0)
+            os.ftruncate(self.fd, self.num_bytes + SUM_BYTES)
+            raise
         if not _is_same(self.fd, self.part):  # the folder was cleared, and this may be another's part by now
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.part))
         self.part.replace(self.part.with_suffix(""))
@@ -336,6 +344,10 @@ class Blocks:
             os.close(fd)
         return None
 
+    def is_checked(self, block: int) -> bool:
+        """Whether this process has checked the block, and so it has been there."""
+        return bool(self._is_checked[block])
+
     def published(self, block: Piece) -> None:
         """Note that this process has checked the block."""
         if not isinstance(block, tuple):
@@ -380,6 +392,21 @@ class Blocks:
                 return None
         self.published(block)
         return body
+
+
+def cache_error(where: Path, error: OSError) -> CacheError:
+    """What an error of a cache's disk means, and what to do. where: unless the error names a file."""
+    said = f"{error.filename or where}: {error.strerror or error}"
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
+            cure = "free space and inodes on this disk, raise the quota, or give a cache folder on another"
+        case errno.ENOENT | errno.ENOTDIR | errno.ESTALE:
+            cure = "was the cache folder cleared during this run? Leave it in place, and resume the run"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            cure = "this user cannot write to the cache folder; allow it or give another, and resume the run"
+        case _:
+            cure = "check the disk of the cache folder, or give a folder on another"
+    return CacheError(f"{said}; {cure}")
 
 
 def num_blocks_of(size_bytes: int, block_bytes: int) -> int:
