@@ -29,8 +29,8 @@ class Cache:
 
     Attributes:
         folder: None takes $MESHFEED_CACHE, else meshfeed-cache-UID in the system's temporary folder.
-        limit_bytes: of a user's part; the largest limit of several jobs applies. It must be large enough for
-            the blocks that are needed at one time. None takes the folder's last limit, else 64 GiB.
+        limit_bytes: of a user's part; the largest limit of several jobs applies. One block is enough, but
+            below what is in use, blocks are fetched again. None takes the folder's last limit, else 64 GiB.
         block_bytes: the unit of fetching and eviction; a multiple of 4096.
 
     Raises CacheError for invalid sizes.
