@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +19,11 @@ import world
 from meshfeed.errors import CacheError, StoreError
 from meshfeed.files import Cache, ask
 from meshfeed.files.blocks import SUM_BYTES
+from meshfeed.files.cache import cache_error
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.lock import locked
 from meshfeed.files.refusals import options_of_environment, without_credentials
-from services.needs import needs, small_disk
+from services.needs import needs, needs_root, small_disk
 from services.nginx import Nginx
 
 BLOCK, NUM_BLOCKS = 1 << 14, 60
@@ -171,6 +174,55 @@ def test_a_folder_that_a_cleaner_removed_is_made_again(server: Nginx, tmp_path: 
             read(file, 9 * BLOCK)
     with file_of(server, tmp_path) as file:
         read(file, 9 * BLOCK)
+
+
+@contextlib.contextmanager
+def immutable(folder: Path) -> Iterator[None]:
+    """Nobody, not even root, may change what lies there until the body ends."""
+    needs_root()
+    if subprocess.run(["chattr", "-R", "+i", str(folder)], capture_output=True).returncode:
+        pytest.skip("files of this disk cannot be made immutable")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-R", "-i", str(folder)], check=True)
+
+
+def test_a_cache_folder_that_becomes_immutable(server: Nginx, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with file_of(server, cache) as file:
+        read(file, 0)
+        with immutable(cache):
+            told = (
+                r"/cache/u0/.*: Operation not permitted; this user cannot write to the cache folder; allow it"
+            )
+            with pytest.raises(CacheError, match=told):
+                read(file, 9 * BLOCK)
+            file._used[0] = 0  # as for a reader that has not read it lately
+            read(file, 0)
+            with pytest.raises(CacheError, match=told):
+                Cache(cache).kept()
+            with pytest.raises(CacheError, match=told), Cache(cache).anew():
+                pass
+        read(file, 9 * BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("code", "cure"),
+    [
+        (errno.EDQUOT, "raise the quota"),
+        (errno.EPERM, "this user cannot write to the cache folder; allow it or give another"),
+        (errno.ESTALE, "was the cache folder cleared"),
+        (errno.EIO, "check the disk"),
+    ],
+)
+def test_an_error_of_the_caches_disk_names_the_path_and_what_to_do(code: int, cure: str) -> None:
+    where = Path("/cache/u0")
+    told = [
+        str(cache_error(where, error)) for error in (OSError(code, "x"), OSError(code, "x", "/cache/u0/b"))
+    ]
+    assert [each.partition("; ")[0] for each in told] == ["/cache/u0: x", "/cache/u0/b: x"]
+    assert all(cure in each for each in told)
 
 
 def test_a_disk_that_is_full_before_the_first_block(server: Nginx, tmp_path: Path) -> None:

@@ -33,11 +33,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshfeed.errors import CacheError
 from meshfeed.files.lock import locked
 
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-"""Errors of a disk without room, or without inodes, for this user."""
 Piece = int | tuple[int, int]
 """A block, or the range [begin, end) of a peek."""
 SUM_BYTES = 4
@@ -305,8 +302,9 @@ class Blocks:
         if isinstance(block, tuple) or not self._is_checked[block]:
             return False
         path = self.path(block)
-        try:
+        with contextlib.suppress(OSError):  # on a disk that is read-only by now, what is there can be read
             os.utime(path)
+        try:
             return path.stat().st_size == self.num_bytes(block) + SUM_BYTES
         except FileNotFoundError:
             return False
@@ -392,21 +390,6 @@ class Blocks:
                 return None
         self.published(block)
         return body
-
-
-def cache_error(where: Path, error: OSError) -> CacheError:
-    """What an error of a cache's disk means, and what to do. where: unless the error names a file."""
-    said = f"{error.filename or where}: {error.strerror or error}"
-    match error.errno:
-        case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            cure = "free space and inodes on this disk, raise the quota, or give a cache folder on another"
-        case errno.ENOENT | errno.ENOTDIR | errno.ESTALE:
-            cure = "was the cache folder cleared during this run? Leave it in place, and resume the run"
-        case errno.EACCES | errno.EPERM | errno.EROFS:
-            cure = "this user cannot write to the cache folder; allow it or give another, and resume the run"
-        case _:
-            cure = "check the disk of the cache folder, or give a folder on another"
-    return CacheError(f"{said}; {cure}")
 
 
 def num_blocks_of(size_bytes: int, block_bytes: int) -> int:

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from meshfeed.errors import ChangedError
 from meshfeed.files.ask import Asker, LostError, asker, retried
-from meshfeed.files.blocks import cache_error, num_blocks_of
+from meshfeed.files.blocks import num_blocks_of
 from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content
-from meshfeed.files.cache import Cache
+from meshfeed.files.cache import Cache, cache_error
 from meshfeed.files.local import fill
 from meshfeed.files.objects import Address, Opened
 from meshfeed.files.url import is_hub, without_secrets

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
-from meshfeed.files.blocks import FULL, CacheFolder, Claim, Piece, cache_error
+from meshfeed.files.blocks import CacheFolder, Claim, Piece
 from meshfeed.files.byte_file import Content
+from meshfeed.files.cache import FULL, cache_error
 from meshfeed.files.objects import RANGE_BYTES, StoredObject
 from meshfeed.files.pace import Pace
 

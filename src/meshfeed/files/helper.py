@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshfeed.errors import CacheError, ChangedError, MeshfeedError, StoreError
-from meshfeed.files.blocks import CacheFolder, Piece, cache_error
+from meshfeed.files.blocks import CacheFolder, Piece
 from meshfeed.files.byte_file import Content
+from meshfeed.files.cache import cache_error
 from meshfeed.files.channel import Channel
 from meshfeed.files.client import Client, LocalReader, Reader
 from meshfeed.files.fetch import Fetcher
