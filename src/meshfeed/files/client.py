@@ -129,8 +129,10 @@ def store_of(
     authorization = lower.pop(AUTHORIZATION, None)
     given: Any = {name: value for name, value in lower.items() if _plain(name) not in _OF_CLIENT}
     endpoint = next((value for name, value in given.items() if "endpoint" in name), root)
+    most_s = max(min(_MOST_TIMEOUTS * patience.timeout_s, patience.give_up_s), patience.timeout_s)
     client: Any = {
-        "timeout": f"{patience.timeout_s * 1e3:.0f}ms",
+        "timeout": f"{most_s * 1e3:.0f}ms",  # a slow answer may go on while it makes progress
+        "read_timeout": f"{patience.timeout_s * 1e3:.0f}ms",
         "connect_timeout": f"{min(patience.timeout_s, 5.0) * 1e3:.0f}ms",
         "allow_http": endpoint.startswith("http://"),
     } | {_plain(name): value for name, value in lower.items() if _plain(name) in _OF_CLIENT}
@@ -145,6 +147,8 @@ def store_of(
         raise StoreError(f"{root}: {reason(error)}; check the URL and the storage options") from error
 
 
+_MOST_TIMEOUTS = 4
+"""That an answer may take in all."""
 _process: int | None = None
 """The process that has used obstore."""
 
@@ -157,6 +161,7 @@ _OF_CLIENT = (
     "allow_http",
     "allow_invalid_certificates",
     "connect_timeout",
+    "read_timeout",
     "timeout",
     "proxy_url",
     "user_agent",

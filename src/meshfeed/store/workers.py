@@ -277,7 +277,7 @@ class Workers(Generic[P]):
 
 
 def _shut_at_the_end_of(process: Any, pipe: Connection) -> threading.Thread:
-    """A thread that shuts a worker's pipe when the worker ends: a process that it has forked may hold it open."""
+    """A thread that shuts a worker's pipe when it ends, since what it has forked may hold the pipe open."""
     end = socket.socket(fileno=os.dup(pipe.fileno()))
 
     def watch() -> None:
