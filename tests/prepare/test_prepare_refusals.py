@@ -98,7 +98,7 @@ def test_other_encodings(tmp_path):
         PrepareError, match=r"a.txt: not valid UTF-8: byte 2 .*, not valid ascii: byte 2 is 0xf6"
     ):
         run(text_encoding="utf-8,ascii")
-    with pytest.raises(PrepareError, match="--encoding utf-16: JSON lines cannot be split in utf-16"):
+    with pytest.raises(PrepareError, match="--encoding utf-16: JSON cannot be split in utf-16"):
         run(text_encoding="utf-16")
     for wrong in ("nonsense", "", "utf-8,", "rot13"):
         with pytest.raises(PrepareError, match=f"--encoding {wrong}: .*encoding"):
