@@ -209,8 +209,14 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         (["."], "given twice"),
         (["a.jsonl", "--glob", "*.py"], ""),
         ([""], "an input is an empty path; is a variable of the shell not set"),
-        (["sub/lines.json"], "sub/lines.json: JSON lines, a list of records, or one document as it stands.*--format"),
-        (["sub", "--glob", "*.py", "--glob", "*.json"], "sub/lines.json: JSON lines, a list of records, or one document"),
+        (
+            ["sub/lines.json"],
+            "sub/lines.json: JSON lines, a list of records, or one document as it stands.*--format",
+        ),
+        (
+            ["sub", "--glob", "*.py", "--glob", "*.json"],
+            "sub/lines.json: JSON lines, a list of records, or one document",
+        ),
         (["sub", "--glob", "*"], ""),
         (["sub/lines.json", "--format", "jsonl"], ""),
         (["a.jsonl", "--tokenizer", "org/model"], "org/model: missing; give its path on this node"),

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from texts import Here, tree
 
 import meshfeed as mf
 from meshfeed.cli.main import main
-from meshfeed.errors import ChecksumError, PrepareError, StoreError
+from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
 from meshfeed.prepare import Multimodal, Text, prepare
 from meshfeed.prepare.json_list import elements
 from soak import cases
@@ -204,6 +205,13 @@ def test_what_datasets_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         lengths = store.lengths(np.arange(store.num_documents)).tolist()
         assert lengths == [len(text.encode()) for text in TEXTS]
     words = ["prepare", str(folder / "train"), "--tokenizer", "none", "--out", str(tmp_path / "tokens")]
+    assert main([*words, "--workers", "1"]) == 2, "it has labels"
+    assert "'labels' beside the tokens, which prepare does not keep" in capsys.readouterr().err
+    save(
+        tmp_path / "own",
+        [pa.table({"input_ids": TOKENS, "attention_mask": [[1] * len(each) for each in TOKENS]})],
+    )
+    words[1] = str(tmp_path / "own")
     assert main([*words, "--workers", "1"]) == 0
     with mf.open(tmp_path / "tokens") as store:
         lengths = store.lengths(np.arange(store.num_documents))
@@ -234,6 +242,19 @@ def test_damaged_and_other_tables_are_named(tmp_path: Path) -> None:
     (folder / "state.json").write_text(json.dumps(told))
     with pytest.raises(StoreError, match=r"reordered by an index; save it again after flatten_indices\(\)"):
         prepare([folder], tmp_path / "out", BYTES, engine=Here())
+
+
+def test_labels_beside_tokens_are_refused_in_every_format(tmp_path: Path) -> None:
+    """They would be lost, and every token would bear loss. A text is tokenized, so nothing fits it anyway."""
+    row = {"input_ids": [5, 6], "labels": [-100, 6], "text": "ab"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (tmp_path / "a.json").write_text(json.dumps([row]))
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    save(tmp_path / "a", [pa.Table.from_pylist([row])])
+    for name in ("a.jsonl", "a.json", "a.parquet", "a"):
+        with pytest.raises(MeshfeedError, match=r"'labels' beside the tokens, .*mf\.open\(PATH\)"):
+            prepare([tmp_path / name], tmp_path / "out", Text(), engine=Here())
+        prepare([tmp_path / name], tmp_path / f"text-{name}", BYTES, engine=Here())
 
 
 def test_a_saved_dataset_has_images(tmp_path: Path) -> None:

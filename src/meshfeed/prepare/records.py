@@ -64,17 +64,30 @@ class Columns:
         names: to look for; the first that is there counts.
         beside: further ones; where a record has one, its value is an object of all of them.
         called: the key of the first in that object.
+        refused: further ones that would be lost, and say how to train.
     """
 
     names: Sequence[str]
     beside: Sequence[str] = ()
     called: str = "value"
+    refused: Sequence[str] = ()
 
     def value(self, record: Mapping[str, Any]) -> Any:
         """Of a record. Raises StoreError."""
+        self.refuse_lost([name for name in self.refused if record.get(name) is not None])
         value = value_in(record, self.names, lambda: HERE)
         more = {name: record[name] for name in self.beside if record.get(name) is not None}
         return {self.called: value} | more if more else value
+
+    def refuse_lost(self, there: Sequence[str]) -> None:
+        """Raises StoreError for columns that are there and would be lost. there: names of columns."""
+        lost = [name for name in self.refused if name in there]
+        if lost:
+            raise StoreError(
+                f"{HERE}: {' and '.join(map(repr, lost))} beside the tokens, which prepare does not keep, so "
+                f"that every token would bear loss; open the files as they are, mf.open(PATH), or by "
+                f"meshfeed convert"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +304,11 @@ def _arrow_rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[
 def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
     """The columns of a table that are read. Raises StoreError where there is none."""
     columns = how.columns
+    if isinstance(columns, Columns):
+        try:
+            columns.refuse_lost(schema.names)
+        except StoreError as error:
+            raise StoreError(f"{url}: {reason_of(error)}") from None
     first = name_in(schema, columns.names, url)
     named = columns.names if isinstance(columns, Samples) else (first,)
     return [each for each in (*named, *columns.beside) if each in schema.names]
