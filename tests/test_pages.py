@@ -108,6 +108,12 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["step"].valid_tokens > 0
 
 
+def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("finetuning.md", 11)
+    assert len(names["losses"]("tokenized.txt")) == 15
+
+
 def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run_page("pytorch.md", 5)
