@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = len(steps) - 10
     assert 10 <= killed <= 12 and steps == [*range(killed), *range(10, 20)], "killed at 12, gone on from 10"
     assert names["four"][19] < names["four"][0] - 0.5, "it learns"
+
+
+def test_the_home_page_says_version_install_and_repository() -> None:
+    """While the repository has no public address, it says that; afterwards, all three places have it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    home, site = (DOCS / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert f"meshfeed {project['version']}." in home and "\npip install ." in home
+    repository = project.get("urls", {}).get("Repository")
+    assert ("\nrepo_url:" in site) == (repository is not None)
+    assert ("has no public\naddress yet" in home) if repository is None else (repository in home + site)
 
 
 def test_concepts() -> None:
