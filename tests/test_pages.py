@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["four"][19] < names["four"][0] - 0.5, "it learns"
 
 
+def test_the_home_page_says_version_install_and_repository() -> None:
+    """While the repository has no public address, it says that; afterwards, all three places have it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    home, site = (DOCS / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert f"meshfeed {project['version']}." in home and "\npip install ." in home
+    repository = project.get("urls", {}).get("Repository")
+    assert ("\nrepo_url:" in site) == (repository is not None)
+    assert ("has no public\naddress yet" in home) if repository is None else (repository in home + site)
+
+
 def test_concepts() -> None:
     run_page("concepts.md", 3)
 
@@ -106,6 +117,12 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = run_page("recipes.md", 10)
     assert names["step"].valid_tokens > 0
+
+
+def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("finetuning.md", 11)
+    assert len(names["losses"]("tokenized.txt")) == 15
 
 
 def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,7 +349,7 @@ def test_the_command(tmp_path, words, capsys):
     (tmp_path / "in/0.txt").write_text("not read from a folder")
     common[1] = str(tmp_path / "in/0.txt")
     assert main([*common, "--out", str(tmp_path / "no"), *options]) == 2
-    assert "0.txt: not a file of webdataset, jsonl, parquet, mds" in capsys.readouterr().err
+    assert "0.txt: not a file of webdataset, jsonl, json, parquet, arrow, mds" in capsys.readouterr().err
 
 
 ROWS = [

@@ -161,9 +161,10 @@ class _Run:
 class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
     """make a token store of text
 
-    Make a token store of .txt, source, JSONL(.gz, .zst) and Parquet files. What comes out is the same,
-    byte for byte, for any number of workers and after any number of kills. With --multimodal, samples of
-    text, images and audio, whose sizes are read from their headers.
+    Make a token store of .txt, source, JSONL(.gz, .zst), Parquet and Arrow files, lists in .json files, and
+    folders of datasets.save_to_disk. What comes out is the same, byte for byte, for any number of workers and
+    after any number of kills. With --multimodal, samples of text, images and audio, whose sizes are read from
+    their headers.
     """
 
     examples = """

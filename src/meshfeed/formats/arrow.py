@@ -23,7 +23,8 @@ from meshfeed.store.loss_columns import LOSS_COLUMNS
 
 STATE = "state.json"
 """In a folder of `save_to_disk`: the names of its data files."""
-_SPLITS = "dataset_dict.json"
+SPLITS = "dataset_dict.json"
+"""In a folder with several of these: their names."""
 _ROWS_TOGETHER = 1024
 
 
@@ -206,7 +207,7 @@ class ArrowFormat(DocumentFilesFormat):
         """
         if place.is_file or not any(name.endswith(self.suffix) for name in place.names):
             return super().files(place)
-        if _SPLITS in place.names:
+        if SPLITS in place.names:
             splits = sorted({name.partition("/")[0] for name in place.names if "/" in name})
             paths = ", ".join(f"{place.shown.rstrip('/')}/{split}" for split in splits)
             raise StoreError(f"{place.shown}: a DatasetDict; give the path of one split: {paths}")

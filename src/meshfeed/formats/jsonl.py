@@ -142,7 +142,7 @@ def record_of(line: bytes | str, where: Callable[[], str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where()}: not valid JSON: {error}; fix the line or remove it") from error
     if not isinstance(record, dict):
-        raise StoreError(f"{where()}: {type(record).__name__} where a JSON object belongs, one per line")
+        raise StoreError(f"{where()}: {type(record).__name__} where a JSON object belongs")
     return cast(dict[str, Any], record)
 
 

@@ -85,7 +85,8 @@ class Text:
     def columns(self) -> Columns:
         """What to take of a record."""
         is_text = self.tokenizer is not None or self.train_bpe is not None
-        return Columns(Column(self.column, BYTES if is_text else None).names)
+        refused = () if is_text else ("labels", "loss_mask")
+        return Columns(Column(self.column, BYTES if is_text else None).names, refused=refused)
 
     def request(self) -> dict[str, Any]:
         """All that decides the tokens, as JSON values. Raises StoreError, PrepareError where it is wrong."""
