@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.parquet import RawStream
 from meshfeed.formats.tokens import Column, refuse_null_row, refuse_null_token
@@ -62,11 +62,11 @@ def column_of(arrow: Any, schema: Any, name: str, where: str, how: Column) -> Ar
     is_text = types.is_string(kind) or types.is_large_string(kind)
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_text and not (is_list and how.holds(arrow, kind.value_type)):
-        raise StoreError(
+        raise OptionError(
             f"{where}: column {name!r} is {kind}, where {'text or ' * (not how.of_loss)}{how.belongs}"
         )
     if not is_text and types.is_boolean(kind.value_type):
-        raise StoreError(
+        raise OptionError(
             f"{where}: column {name!r} is {kind}: bits are not read where they lie; cast it to int8, as "
             f"cast_column({name!r}, List(Value('int8'))) of datasets does, or save it as Parquet"
         )
