@@ -155,7 +155,6 @@ class Inspect(Command, StoreOptions):
         facts["document_lengths"] = lengths.facts()
         facts |= {"page": written} if written else {}
         if self._prints:
-            between = "" if decode else " "
             facts["texts"] = [_text_of(each, cut, "" if decode else " ") for each, cut in texts]
         return self._ended(facts, broken)
 
