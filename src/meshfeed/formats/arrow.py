@@ -75,8 +75,7 @@ class ArrowStore(DocumentFiles):
             column = self._found(file)
             batches = list(batches_of(arrow, file, column))
         width = column.dtype.itemsize
-        at = [batch.at + batch.ends[:-1] * width for batch in batches]
-        sizes = [np.diff(batch.ends) * width for batch in batches]
+        at, sizes = ([getattr(batch, name) for batch in batches] for name in ("at", "sizes"))
         found = {"at": _end_to_end(at), "sizes": _end_to_end(sizes), "beside": beside}
         found["dtype"] = np.array([column.dtype.str])
         if not column.is_text:

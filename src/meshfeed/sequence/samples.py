@@ -36,8 +36,8 @@ class Samples(SequenceRule):
     """A sequence is an item of a `Mapped`.
 
     Each argument is a name, a `Field`, or a dict of name -> dtype for several fields. What is no `Field` goes
-    to all stages, unsplit; a plain name with its own dtype. A field's dtype is the NumPy name of its numbers, "bytes" or "any"; a value of another type is refused, never
-    converted. Other keys of an item are ignored.
+    to all stages, unsplit; a plain name with its own dtype. A field's dtype is the NumPy name of its numbers,
+    "bytes" or "any"; a value of another type is refused, never converted. Other keys of an item are ignored.
 
     In rows (`micro_batch_size` items): a field is [rows, ...] if its shapes agree in the microbatch, else a
     list of one array per item; byte strings are a list of bytes. A microbatch that the batch does not fill
