@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
@@ -76,8 +76,7 @@ class ArrowStore(DocumentFiles):
             column = self._found(file)
             batches = list(batches_of(arrow, file, column))
         width = column.dtype.itemsize
-        at = [batch.at + batch.ends[:-1] * width for batch in batches]
-        sizes = [np.diff(batch.ends) * width for batch in batches]
+        at, sizes = ([getattr(batch, name) for batch in batches] for name in ("at", "sizes"))
         found = {"at": _end_to_end(at), "sizes": _end_to_end(sizes), "beside": beside}
         found["dtype"] = np.array([column.dtype.str])
         if not column.is_text:
@@ -102,7 +101,7 @@ class ArrowStore(DocumentFiles):
         name = name_in(schema, self._column.names, file.url)
         column = column_of(arrow, schema, name, file.url, self._column)
         if column.is_text != self._column.is_text:
-            raise StoreError(
+            raise OptionError(
                 f"{file.url}: column {name!r} is {schema.field(name).type}, where {self._column.belongs}"
             )
         return column
@@ -210,7 +209,7 @@ class ArrowFormat(DocumentFilesFormat):
         if SPLITS in place.names:
             splits = sorted({name.partition("/")[0] for name in place.names if "/" in name})
             paths = ", ".join(f"{place.shown.rstrip('/')}/{split}" for split in splits)
-            raise StoreError(f"{place.shown}: a DatasetDict; give the path of one split: {paths}")
+            raise OptionError(f"{place.shown}: a DatasetDict; give the path of one split: {paths}")
         if STATE not in place.names:
             return super().files(place)
         file = place.within.file(STATE)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import ChangedError, StoreError
+from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.url import is_hub
@@ -310,7 +310,7 @@ class DocumentFilesFormat(StoreFormat):
         """The files of the store; None if there is none."""
         if Path(place.name).suffix == self.suffix and place.is_file:
             if is_report(place.beside, place.name):
-                raise StoreError(
+                raise OptionError(
                     f"{place.shown}: lists what `meshfeed prepare` left out, and holds no documents; give "
                     f"the path of a store{stores_inside(place.beside)}"
                 )
@@ -323,11 +323,11 @@ class DocumentFilesFormat(StoreFormat):
         if self.suffix not in kinds:
             return None
         if len(kinds) > 1:
-            raise StoreError(
+            raise OptionError(
                 f"{place.shown}: both {' and '.join(kinds)} files; keep each kind in a folder of its own"
             )
         splits = sorted({found[1] for name in names if (found := _OF_SPLIT.fullmatch(name))})
         if is_hub(place.given) and len(splits) > 1:
             paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{self.suffix}" for split in splits)
-            raise StoreError(f"{place.shown}: several splits in one folder; give one: {paths}")
+            raise OptionError(f"{place.shown}: several splits in one folder; give one: {paths}")
         return [place.within.file(name) for name in names]

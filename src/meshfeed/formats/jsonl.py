@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span, read_bytes
 from meshfeed.formats.tokens import hint_for
@@ -110,7 +110,8 @@ class JsonlStore(DocumentFiles):
             record = record_of(line, partial(where, i))
             if beside is not None:
                 beside[:] |= [name in record for name in LOSS_COLUMNS]
-            return value_in(record, self._column.names, partial(where, i))
+            wrong = StoreError if begins[i] else OptionError  # the first line has the columns that there are
+            return value_in(record, self._column.names, partial(where, i), wrong)
 
         return self._column.encoded([value(i, line) for i, line in enumerate(lines)], where)
 
@@ -123,8 +124,13 @@ class JsonlFormat(DocumentFilesFormat):
     suffix, store = ".jsonl", JsonlStore
 
 
-def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[], str]) -> Any:
-    """The value of the first of some columns that a record has. Raises StoreError, naming the place."""
+def value_in(
+    record: Mapping[str, Any],
+    names: Sequence[str],
+    where: Callable[[], str],
+    wrong: type[StoreError] = StoreError,
+) -> Any:
+    """The value of the first of some columns that a record has. Raises `wrong`, naming the place."""
     for name in names:
         if name in record:
             return record[name]
@@ -132,7 +138,7 @@ def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[]
     hint = hint_for(names, has_text=isinstance(record.get("text"), str))
     if any(name.partition(".")[0] in record for name in names):
         hint = f"what lies in another is not reached: lift it first, as jq -c '{{text: .{names[0]}}}' does"
-    raise StoreError(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")
+    raise wrong(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")
 
 
 def record_of(line: bytes | str, where: Callable[[], str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Cache
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
@@ -234,7 +234,7 @@ def _rows_of(column: Any, where: Where, name: str, how: Column) -> _Rows:
         column = column.cast(column.type.value_type)
     element = getattr(column.type, "value_type", None)  # of any kind of list
     if not (_is_text(column.type) if is_text else element is not None and how.holds(arrow, element)):
-        raise StoreError(f"{name} is {column.type}, where {how.belongs}")
+        raise OptionError(f"{name} is {column.type}, where {how.belongs}")
     # Text in chunks of less than 2 GiB cannot always be one array of 32-bit offsets.
     wide = column.cast(arrow.large_string() if is_text else arrow.large_list(element))
     array = arrow.concat_arrays(wide.chunks) if wide.num_chunks else arrow.array([], wide.type)
@@ -267,7 +267,7 @@ def name_in(schema: Any, names: Sequence[str], url: str) -> str:
         if name in there:
             return name
     has_text = "text" in there and _is_text(schema.field("text").type)
-    raise StoreError(
+    raise OptionError(
         f"{url}: no column {' or '.join(map(repr, names))}, found "
         f"{', '.join(map(repr, there[:8])) or 'nothing'}; {hint_for(names, has_text=has_text)}"
     )

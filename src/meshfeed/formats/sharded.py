@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError
 from meshfeed.files import ByteFile, Cache, Content, FileStats, Folder, typed_errors
 from meshfeed.files.url import join, without_secrets
 from meshfeed.formats.items import Column, Items, ItemsFile
@@ -337,7 +337,7 @@ class ShardedStore(ForeignColumns):
         name = self._column or usual or (fit[0] if len(fit) == 1 else None)
         if name not in names:
             said = ", ".join(f"{field.name} ({field.encoding})" for field in self._fields)
-            raise StoreError(
+            raise OptionError(
                 f"{self.path}: its columns are {said[:500]}; say which holds tokens: "
                 f"mf.open(path, column=...)"
             )

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.formats.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenizer_file
 from meshfeed.store.base import I64
 from meshfeed.store.indexed_writer import best_dtype
@@ -180,7 +180,8 @@ def _first_null(array: Any) -> int:
 
 def _text(value: Any, where: Where, i: int) -> str:
     if not isinstance(value, str):
-        raise StoreError(f"{where(i)}: {_called(value)} where text belongs; {_HINT}")
+        error = OptionError if isinstance(value, list) else StoreError
+        raise error(f"{where(i)}: {_called(value)} where text belongs; {_HINT}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -190,7 +191,8 @@ def _text(value: Any, where: Where, i: int) -> str:
 
 def _whole_numbers(value: Any, where: Where, i: int) -> Array:
     if not isinstance(value, list):
-        raise StoreError(f"{where(i)}: {_called(value)} where a list of tokens belongs; {_HINT}")
+        error = OptionError if isinstance(value, str) else StoreError
+        raise error(f"{where(i)}: {_called(value)} where a list of tokens belongs; {_HINT}")
     tokens = cast(list[Any], value)
     if set(map(type, tokens)) <= {int}:
         with contextlib.suppress(OverflowError):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import Cache
@@ -54,6 +55,23 @@ class HasColumns(StreamStore):
         from whole columns once per node, at the first call.
         """
         return _bearing_of(self, self.marks_cache).count(starts, stops)
+
+    def bearing(self, document: int, stop: int) -> npt.NDArray[np.bool_]:
+        """Which of a document's first tokens a model is trained to produce; bool [stop].
+
+        The first token never is. All others are, where there are neither labels nor a loss mask.
+        """
+        bears = np.ones(stop, np.bool_)
+        found: Mapping[str, Any] = self.columns
+        for name in (LABELS, LOSS_MASK):
+            if name in found:
+                with found[name] as column:
+                    values = column.read(document, 0, stop)
+                bears &= values >= 0 if name == LABELS else values != 0
+        if LABELS in found and self.labels_are == "shifted":
+            bears = np.append(False, bears)[:stop]  # what a token's label says is of the next one
+        bears[:1] = False
+        return bears
 
 
 @kept_by_store(most=1)
@@ -132,7 +150,7 @@ class ForeignColumns(HasColumns):
         marks, total = marks_of(mask, self.marks_cache), mask.num_tokens
         attended = int(marks.count(np.array([0]), np.array([total]))[0])
         if attended < total:
-            raise StoreError(
+            raise OptionError(
                 f"{self.path}: column {ATTENTION_MASK!r} is 0 at {total - attended:,} of {total:,} tokens; "
                 f"meshfeed trains on every token of a document and pads by itself: tokenize without padding, "
                 f"or {_cure(ATTENTION_MASK)}, and train on them"
