@@ -323,6 +323,39 @@ class FeedTrainer(_Base):
             self.state.stateful_callbacks[_KEY] = self._train_loader.state_dict()
         super()._save_checkpoint(*args, **kwargs)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        self._missing = set[str]()
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        self._load_missing(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._missing = set[str]()
+        super()._load_best_model()
+        self._load_missing(self.state.best_model_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Instead of a warning: what is missing is loaded, or refused."""
+        self._missing = set(load_result.missing_keys)
+        if not self._missing:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_missing(self, checkpoint: str | None) -> None:
+        """Load weights that save_pretrained renames, as it does those of Qwen2-VL's vision.
+
+        Raises StateError for weights that the checkpoint lacks.
+        """
+        if missing := _untied(self.model, self._missing):
+            load: Any = getattr(type(self.model), "from_pretrained", None)
+            if load is not None:
+                loaded, told = load(checkpoint, output_loading_info=True)
+                self.model.load_state_dict(loaded.state_dict())
+                missing = _untied(self.model, set(told["missing_keys"]))
+            if missing:
+                raise StateError(
+                    f"{checkpoint} lacks {len(missing)} weights of {type(self.model).__name__}, such as "
+                    f"{min(missing)}; resume with the model that was saved"
+                )
+
     def _evaluated(self, recipe: Recipe) -> EvalLoader:
         if self.train_dataset is None:
             self._check_options()
@@ -382,6 +415,13 @@ class FeedTrainer(_Base):
             pads = pad_rows and pads_rows(recipe, layout.dp)
             options = {"micro_batch_size": micro_batch_size, "pad_rows": pads, **options}
         return Feed(recipe, layout, self.args.process_index, **options)
+
+
+def _untied(model: torch.nn.Module, missing: set[str]) -> set[str]:
+    """The missing weights of a model that are not one with a weight that is not missing."""
+    weights = model.state_dict(keep_vars=True)
+    present = {id(weights[name]) for name in weights.keys() - missing}
+    return {name for name in missing & weights.keys() if id(weights[name]) not in present}
 
 
 def _check_dataset(name: str, given: object) -> None:
