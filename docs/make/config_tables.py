@@ -1,9 +1,9 @@
 """Writes the tables of other systems' options into the pages: python docs/make/config_tables.py
 
 A table stands between `<!-- config table: NAME -->` and `<!-- end of config table -->`. NAME is a module
-below meshfeed.integrations, such as `transformers` or `megatron.config`. Its rows are that module's CONFIG_FIELDS, a
-dict from an option's name to "honoured: how", "refused: what to use instead" or "no effect on data: why". The
-dict is read from the source, so that no framework needs to be installed.
+below meshfeed.integrations, such as `transformers` or `megatron.config`. Its rows are that module's
+CONFIG_FIELDS, a dict from an option's name to "honoured: how", "refused: what to use instead" or "no effect
+on data: why". The dict is read from the source, so that no framework needs to be installed.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pretrain_driver
 import pytest
-import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron_world import LENGTH, Case, gpt_recipe, initialized, run, write_documents
 
@@ -27,17 +26,9 @@ COUNT = SEQUENCES // ROWS
 
 
 def arguments(**changed: Any) -> SimpleNamespace:
-    """Those of Megatron-LM's arguments that its loop and the iterators read."""
-    told = {
-        "curr_iteration": 0,
-        "iterations_to_skip": [],
-        "micro_batch_size": ROWS,
-        "seq_length": LENGTH,
-        "create_attention_mask_in_dataloader": True,
-        "virtual_pipeline_model_parallel_size": None,
-        "hybrid_context_parallel": False,
-    }
-    return SimpleNamespace(**told | changed)
+    return pretrain_driver.arguments(
+        **{"curr_iteration": 0, "micro_batch_size": ROWS, "seq_length": LENGTH} | changed
+    )
 
 
 def pretrained(
@@ -47,28 +38,10 @@ def pretrained(
     for iteration in range(start, STEPS):
         if iteration + 1 in args.iterations_to_skip:
             for _ in range(COUNT):
-                skipped(args, iterator)
+                pretrain_driver.skipped(args, iterator)
         else:
             args.curr_iteration = iteration
             yield iteration, [megatron.get_batch(iterator) for _ in range(COUNT)]
-
-
-def skipped(args: SimpleNamespace, iterator: Any) -> None:
-    """A microbatch of Megatron-LM's `dummy_train_step`: tp rank 0 alone pulls, and the others know the shapes."""
-    shape, group = (args.micro_batch_size, args.seq_length), parallel_state.get_tensor_model_parallel_group()
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    wanted = {"tokens": torch.int64, "position_ids": torch.int64} if first else {}
-    wanted |= {"labels": torch.int64, "loss_mask": torch.float32} if last else {}
-    batch = {name: torch.empty(shape, dtype=dtype) for name, dtype in wanted.items()}
-    batch["attention_mask"] = torch.empty((shape[0], 1, shape[1], shape[1]), dtype=torch.bool)
-    if parallel_state.get_tensor_model_parallel_rank() == 0:
-        given = next(iterator)
-        assert {name: (each.shape, each.dtype) for name, each in batch.items()} == {
-            name: (given[name].shape, given[name].dtype) for name in batch
-        }
-        batch = {name: given[name] for name in batch}
-    for name in sorted(batch):
-        dist.broadcast(batch[name], parallel_state.get_tensor_model_parallel_src_rank(), group=group)
 
 
 WAYS = [
