@@ -40,7 +40,7 @@ class Pixels(PartRule):
 
 @dataclass(frozen=True)
 class Seconds(PartRule):
-    """A token for three PCM samples, in windows of five."""
+    """A token for three PCM samples, in windows of two: several in most parts."""
 
     kind: Any = "audio"
     alpha: float = 2.0
@@ -49,7 +49,7 @@ class Seconds(PartRule):
         return -(-parts.length // 3)
 
     def patches(self, parts: Parts) -> tuple[np.ndarray, np.ndarray]:
-        return -(-parts.length // 5), np.full_like(parts.length, 5)
+        return -(-parts.length // 2), np.full_like(parts.length, 2)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import meshfeed as mf
@@ -36,6 +36,9 @@ def recipe_of(documents: list[Document], folder: Path, **options: Any) -> mf.Rec
 
 @settings(max_examples=cases(16))
 @given(DOCUMENTS, st.sampled_from(FAMILIES), st.integers(1, 2), st.booleans())
+@example(
+    [[*range(1, 11), (84, 84), *range(1, 10)]], FAMILIES[0], 1, True
+)  # a piece begins below a row of an image
 def test_they_are_those_of_transformers_where_nothing_can_be_decoded(
     documents: list[Document], family: str, cp: int, split: bool
 ) -> None:

@@ -297,6 +297,20 @@ def test_what_is_no_such_image_is_broken(data: bytes, said: str) -> None:
         NativePatches()(data, PartSize(40, 40, 1, 0.0), mf.rng(0, 0, 0))
 
 
+def test_the_size_is_that_of_the_turned_image() -> None:
+    image, turned = picture(30, 50), Image.Exif()
+    turned[0x0112] = 6  # by a quarter to the right
+    processor, plain, exif = FixedPixels(), stored(image, "TIFF"), stored(image, "PNG", exif=turned)
+    assert np.array_equal(
+        np.asarray(rgb_image(exif, PartSize(50, 30, 1, 0.0))), np.rot90(np.asarray(image), -1)
+    )
+    for data, height, width in ((plain, 50, 30), (exif, 30, 50)):
+        with pytest.raises(
+            mf.PartError, match=f"wide x {width} high, and the index says {width} pixels wide"
+        ):
+            processor(data, PartSize(height, width, 1, 0.0), mf.rng(0, 0, 0))
+
+
 @pytest.mark.parametrize("fit", ["crop", "pad"])
 def test_an_image_so_long_that_it_would_fill_the_memory_is_broken(fit: Any) -> None:
     with pytest.raises(

@@ -516,7 +516,7 @@ class Multimodal(DocumentRule, TokenRule):
         positions = whole.mrope(rows, columns)
         if portion.starts.any():
             first = np.cumsum(whole.lengths) - whole.lengths + portion.starts
-            positions -= positions[first.clip(max=len(positions) - 1), 0].repeat(whole.lengths)[:, None]
+            positions -= positions[first, 0].repeat(whole.lengths)[:, None]
         return positions
 
     def _of_parts(
