@@ -126,3 +126,14 @@ def test_nobody_waits_long_for_the_peers_of_a_rank_that_failed(monkeypatch: pyte
     monkeypatch.setattr(world, "AFTER_FAILURE_S", 0.1)
     with pytest.raises(pytest.fail.Exception, match=r"(?s)ranks \[0\] hang.*ValueError: no such thing"):
         world.run(one_fails, 2, distributed=False)
+
+
+def test_what_a_script_leaves_to_a_quick_python_is_not_freed(tmp_path: Path) -> None:
+    """To free a model that torch wraps for gloo may wait for a thread that waits for the interpreter."""
+    (tmp_path / "model.py").write_text("class Model:\n    def __del__(self): print('freed', flush=True)\n")
+    (tmp_path / "left.py").write_text("from model import Model\nmodel = Model()\nprint('done')\n")
+    for words in ([str(tmp_path / "left.py")], ["-m", "left"]):
+        done = subprocess.run(
+            [quick.python(), *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "done\n"
