@@ -43,6 +43,7 @@ class Fault:
         reset: the connection is reset after so many bytes of the body.
         cut: the connection is closed after so many bytes of the body.
         flip: this byte of the body comes with a bit turned.
+        flip_most: only in a body of at most so many bytes.
         delay_s: before the answer.
         stall: nothing comes until `Faults.release`.
     """
@@ -51,6 +52,7 @@ class Fault:
     reset: int | None = None
     cut: int | None = None
     flip: int | None = None
+    flip_most: int = 1 << 62
     delay_s: float = 0.0
     stall: bool = False
 
@@ -119,6 +121,14 @@ class Faults:
         return fault
 
 
+class _Whole(io.BytesIO):
+    """A body that came in chunks."""
+
+    @property
+    def length(self) -> int:
+        return len(self.getvalue())
+
+
 class _Handler(BaseHTTPRequestHandler):
     of: Faults
     protocol_version = "HTTP/1.1"
@@ -167,18 +177,18 @@ class _Handler(BaseHTTPRequestHandler):
         if answer.getheader("Content-Length") is None and answer.status != 204:  # it came in chunks
             whole = answer.read()
             self.send_header("Content-Length", str(len(whole)))
-            body = io.BytesIO(whole)
+            body = _Whole(whole)
         self.end_headers()
         self._send_body(body, fault)
         upstream.close()
 
     def _send_body(self, answer: Any, fault: Fault) -> None:
-        sent = 0
+        sent, flip = 0, fault.flip if (answer.length or 0) <= fault.flip_most else None
         stop = fault.reset if fault.reset is not None else fault.cut
         while piece := answer.read(_CHUNK_BYTES):
-            if fault.flip is not None and sent <= fault.flip < sent + len(piece):
+            if flip is not None and sent <= flip < sent + len(piece):
                 turned = bytearray(piece)
-                turned[fault.flip - sent] ^= 1
+                turned[flip - sent] ^= 1
                 piece = bytes(turned)
             piece = piece if stop is None else piece[: stop - sent]
             self.wfile.write(piece)
