@@ -72,6 +72,7 @@ class Faults:
     Attributes:
         done: kind of fault -> how often it happened.
         num_bytes: of bodies sent.
+        hidden: (method, header) that are not passed on.
         weak_tags: ETags are told as weak ones, and no condition on one holds.
     """
 
@@ -81,6 +82,7 @@ class Faults:
     num_requests: int = 0
     num_bytes: int = 0
     weak_tags: bool = False
+    hidden: frozenset[tuple[str, str]] = frozenset()
     _released: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -170,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer = upstream.getresponse()
         self.send_response(answer.status)
         for name in _KEPT:
-            if answer.getheader(name) is not None:
+            if answer.getheader(name) is not None and (self.command, name) not in self.of.hidden:
                 weak = "W/" if name == "ETag" and self.of.weak_tags else ""
                 self.send_header(name, weak + (answer.getheader(name) or ""))
         body: Any = answer
