@@ -469,7 +469,10 @@ def test_a_server_that_answers_short_ranges_wrongly(server: Nginx, tmp_path: Pat
     def turned(number: int, method: str, path: str) -> Fault:
         return Fault(flip=5, flip_most=512) if path.endswith(".bin") else Fault()
 
-    with Faults(server.url, turned) as proxy, pytest.raises(
-        ChecksumError, match=r"/c: short ranges .* come wrong 3 times, whole blocks come right"
+    with (
+        Faults(server.url, turned) as proxy,
+        pytest.raises(
+            ChecksumError, match=r"/c: short ranges .* come wrong 3 times, whole blocks come right"
+        ),
     ):
         mf.open(f"{proxy.url}/c", cache=Cache(tmp_path / "cache", block_bytes=BLOCK))
