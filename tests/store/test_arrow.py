@@ -57,6 +57,26 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
         _ = mf.open(folder / "train", column="picture").num_tokens
 
 
+def test_a_folder_that_datasets_saved_is_read_over_plain_http(tmp_path: Path) -> None:
+    """Which lists nothing: state.json names the files, dataset_dict.json the splits."""
+    needs("nginx")
+    folder = Path(shutil.copytree(saved(tmp_path / "saved"), tmp_path / "served"))
+    with Nginx(folder) as server:
+        far, near = mf.open(f"{server.url}/train"), mf.open(folder / "train")
+        assert far.fingerprint == near.fingerprint and read_all(far) == read_all(near)
+        with pytest.raises(
+            StoreError, match=r"a DatasetDict; give the path of one split: \S+/test, \S+/train$"
+        ):
+            mf.open(server.url)
+        (folder / "odd").mkdir()
+        (folder / "odd/dataset_dict.json").write_text("[]")
+        with pytest.raises(StoreError, match=r"dataset_dict\.json: does not say its splits"):
+            mf.open(f"{server.url}/odd")
+        told = r"/none: no token store: found nothing at this URL, storage has no .*/none/state\.json.*HTTP lists no"
+        with pytest.raises(MissingError, match=told):
+            mf.open(f"{server.url}/none")
+
+
 def test_folders_that_are_no_dataset_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"a DatasetDict; give the path of one split: \S+/test, \S+/train$"):
         mf.open(FOLDER)

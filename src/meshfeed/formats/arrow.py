@@ -12,6 +12,7 @@ import numpy.typing as npt
 from meshfeed.columns import Array
 from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
+from meshfeed.files.url import is_http
 from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
 from meshfeed.formats.parquet import arrow_for, name_in, typed_arrow
@@ -200,17 +201,17 @@ class ArrowFormat(DocumentFilesFormat):
     suffix, store = ".arrow", ArrowStore
 
     def files(self, place: Place) -> list[ByteFile] | None:
-        """Those that state.json names, in its order; without one, as other formats.
+        """Those that state.json names, in its order, also where HTTP lists nothing; else as other formats.
 
         Raises StoreError for several splits, rows that are reordered by an index, or no data file.
         """
-        if place.is_file or not any(name.endswith(self.suffix) for name in place.names):
+        may_be = is_http(place.given) or any(name.endswith(self.suffix) for name in place.names)
+        if place.is_file or not may_be:
             return super().files(place)
-        if SPLITS in place.names:
-            splits = sorted({name.partition("/")[0] for name in place.names if "/" in name})
-            paths = ", ".join(f"{place.shown.rstrip('/')}/{split}" for split in splits)
+        if _holds(place, SPLITS):
+            paths = ", ".join(f"{place.shown.rstrip('/')}/{split}" for split in _splits(place))
             raise OptionError(f"{place.shown}: a DatasetDict; give the path of one split: {paths}")
-        if STATE not in place.names:
+        if not _holds(place, STATE):
             return super().files(place)
         file = place.within.file(STATE)
         try:
@@ -225,6 +226,22 @@ class ArrowFormat(DocumentFilesFormat):
         if not names:
             raise StoreError(f"{file.url}: names no data files, so it holds no documents; save it again")
         return [place.within.file(name) for name in names]
+
+
+def _holds(place: Place, name: str) -> bool:
+    """Whether a folder has such a file; asked for by its name where nothing is listed."""
+    return place.holds(place.within, name) if is_http(place.given) else name in place.names
+
+
+def _splits(place: Place) -> list[str]:
+    """The splits of a DatasetDict: its folders, or, where nothing is listed, those that it names."""
+    if not is_http(place.given):
+        return sorted({name.partition("/")[0] for name in place.names if "/" in name})
+    file = place.within.file(SPLITS)
+    try:
+        return sorted(map(str, json.loads(file.peek([(0, file.size_bytes)])[0])["splits"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreError(f"{file.url}: does not say its splits: {error!r}; save it again") from error
 
 
 def _end_to_end(arrays: Sequence[I64]) -> I64:

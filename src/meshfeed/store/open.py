@@ -13,7 +13,7 @@ import numpy.typing as npt
 from meshfeed.errors import AccessError, MissingError, OptionError, StoreError
 from meshfeed.files import Cache, Folder
 from meshfeed.files.pinned import pinned
-from meshfeed.files.url import is_remote, local_path, parent, without_secrets
+from meshfeed.files.url import is_http, is_remote, local_path, parent, without_secrets
 from meshfeed.store.base import LabelsAre, StreamStore
 from meshfeed.store.dataset import NAME
 from meshfeed.store.format import Place, formats, tokenizer_name
@@ -118,12 +118,22 @@ def _none_there(place: Place) -> StoreError:
                 f"{f', and has no {missing}' if missing else ''}. It refuses what is missing, too, "
                 f"where a bucket may not be listed: check the URL and the credentials"
             )
+        found = "other files" if place.names else "nothing"
+        no_list = " (HTTP lists no folders: give the URL of a file)" if is_http(place.given) else ""
         return MissingError(
-            f"{place.shown}: no token store; storage has no {missing}; {expected} (HTTP lists no folders: "
-            f"give the URL of a file)"
+            f"{place.shown}: no token store: found {found} at this URL, storage has no {missing}; check the "
+            f"URL; {expected}{no_list}"
         )
     at = Path(local_path(place.given))
-    found = "a directory" if at.is_dir() else "a file" if at.exists() else "nothing"
+    if "*" in place.name:
+        return MissingError(f"{place.given}: no file of a token store has such a name; {expected}")
+    if not at.exists():
+        where = "" if at.is_absolute() else f", seen from {Path.cwd()}"
+        return MissingError(
+            f"{place.given}: this path does not exist{where}, nor does a .bin or .idx of that name; check "
+            f"it, and that it is on this node"
+        )
+    found = "a directory" if at.is_dir() else "a file"
     return MissingError(f"{place.given}: found {found}, no token store; {expected}")
 
 
