@@ -24,6 +24,8 @@ from meshfeed.cli.main import main
 from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
 from meshfeed.prepare import Multimodal, Text, prepare
 from meshfeed.prepare.json_list import elements
+from services.needs import needs
+from services.nginx import Nginx
 from soak import cases
 
 sys.path.append(str(Path(__file__).parents[1] / "store"))
@@ -269,3 +271,22 @@ def test_a_saved_dataset_has_images(tmp_path: Path) -> None:
     prepare([tmp_path / "a.jsonl"], tmp_path / "wanted", how, engine=Here())
     prepare([save(tmp_path / "saved", [table], 2)], tmp_path / "out", how, engine=Here(), part_bytes=1)
     assert stores(tmp_path / "out") == stores(tmp_path / "wanted")
+
+
+def test_files_of_a_web_server(
+    tmp_path: Path, wanted: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
+    save(tmp_path / "in/saved", [pa.Table.from_pylist(RECORDS)])
+    (tmp_path / "in/a.json").write_text(json.dumps(RECORDS))
+    needs("nginx")
+    with Nginx(tmp_path / "in", "") as server:
+        for name in ("saved/data-00000-of-00001.arrow", "a.json"):
+            prepare(
+                [f"{server.url}/{name}"],
+                tmp_path / f"out-{Path(name).stem}",
+                BYTES,
+                engine=Here(),
+                part_bytes=500,
+            )
+            assert stores(tmp_path / f"out-{Path(name).stem}") == wanted
