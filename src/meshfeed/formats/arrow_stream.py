@@ -137,7 +137,7 @@ class _MappedSource:
 
 
 class _RemoteSource(RawStream):
-    """A file far away; what is read of it is kept until its values have been looked at."""
+    """A remote file; what is read of it is kept until its values have been looked at."""
 
     def __init__(self, arrow: Any, file: ByteFile) -> None:
         super().__init__(file)
