@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,9 +17,12 @@ import torch
 import lit
 import meshfeed as mf
 import mosaic
+import world
 from meshfeed.errors import OptionError, RecipeError, StoreError
 from meshfeed.prepare.convert import Conversion
 from meshfeed.testing import assert_store
+from observe import simulated, take
+from soak import SOAK
 
 Rows = dict[str, list[list[Any]]]
 TOKENS = [[11, 12, 13, 14], [21, 22], [31], [], [41, 42, 43, 44, 45]]
@@ -26,6 +30,7 @@ LABELS = [[-100, -100, 13, 14], [21, -100], [31], [], [-100, 42, -100, 44, 45]]
 MASK = [[0, 0, 1, 1], [1, 0], [1], [], [0, 1, 1, 0, 1]]
 ONES = [[1] * len(each) for each in TOKENS]
 PACKING = mf.Packing(capacity=32)
+DELIVERIES: tuple[Any, ...] = ("direct", "broadcast", "share", "tree")
 
 
 def _jsonl(path: Path, rows: Rows) -> Path:
@@ -289,3 +294,83 @@ def test_a_feed_reads_the_columns(tmp_path: Path) -> None:
             assert step.valid_tokens == len(expected(LABELS, ONES, shifted=False))
     wanted = [label for _, label in expected(LABELS, ONES, shifted=False)]
     assert sorted(torch.cat(masked).tolist()) == sorted(wanted)
+
+
+# -- in mixtures, and through deliveries --------------------------------------------------------------------
+
+BOTH = ("labels", "loss_mask")
+
+
+def _dataset(path: Path, rows: Rows) -> Path:
+    """Shifted, as dataset.json has it; the mask with the labels."""
+    dtypes = {"tokens": "uint16", "labels": "int64", "loss_mask": "uint8"}
+    names = {"tokens": "input_ids", "labels": "labels", "loss_mask": "loss_mask"}
+    there = {name: dtype for name, dtype in dtypes.items() if names[name] in rows}
+    with mf.DatasetWriter(path, there) as writer:
+        for i in range(len(TOKENS)):
+            writer.add_document(**{name: rows[names[name]][i] for name in there})
+    return path
+
+
+MIXED = {**WRITERS, "dataset": _dataset}
+
+
+def mixed_in(folder: Path, pair: tuple[str, str], columns: Sequence[str]) -> mf.Recipe:
+    """Two stores of the same rows, written where they are not there yet; labels are not shifted."""
+    given = {"input_ids": TOKENS, "labels": LABELS, "loss_mask": MASK}
+    rows = {name: given[name] for name in ("input_ids", *columns)}
+    stores: list[mf.StreamStore] = []
+    for side, kind in enumerate(pair):
+        kept = [i for i, each in enumerate(TOKENS) if each or kind not in ("mds", "litdata")]
+        of_kind = {name: [values[i] for i in kept] for name, values in rows.items()}
+        path = folder / f"{kind}{side}{'-'.join(columns)}"
+        suffix = {"jsonl": ".jsonl", "parquet": ".parquet", "arrow": ".arrow"}.get(kind, "")
+        there = path.with_suffix(suffix) if suffix else path
+        if not there.exists():
+            MIXED[kind](path, of_kind)
+        labels: Any = "unshifted" if "labels" in columns else None
+        stores.append(mf.open(there, labels=labels, cache=folder / "cache"))
+    data = mf.Mixture({"a": (stores[0], 1), "b": (stores[1], 1)}, by="repeat")
+    rule = mf.Chat() if columns == ("loss_mask",) else mf.Documents()
+    return mf.Recipe(data=data, sequence=rule, batch=mf.Batch(sequences=4), seed=3)
+
+
+PAIRS = list(itertools.combinations_with_replacement(MIXED, 2))
+
+
+@pytest.mark.parametrize("columns", [BOTH, ("labels",), ("loss_mask",)], ids="+".join)
+def test_every_two_formats_in_a_mixture(tmp_path: Path, columns: tuple[str, ...]) -> None:
+    labels = LABELS if "labels" in columns else TOKENS
+    wanted = expected(labels, MASK if "loss_mask" in columns else ONES, shifted=False)
+    for pair in PAIRS:
+        found: list[tuple[int, int]] = []
+        for step in mf.simulate(mixed_in(tmp_path, pair, columns), mf.Layout(), 10, packing=PACKING):
+            of_step: list[tuple[int, int]] = []
+            for m in step.microbatches:
+                bears = m["loss_mask"] != 0
+                of_step += zip(m["tokens"][bears].tolist(), m["labels"][bears].tolist())
+            assert step.batch.valid_tokens == len(of_step)
+            found += of_step
+        assert sorted(found) == sorted([*wanted, *wanted]), pair
+
+
+def every_pair(rank: int, folder: str) -> list[str]:
+    """Goes through an epoch of some pairs; tells what differs from simulate."""
+    wrong: list[str] = []
+    layout = mf.Layout.parse("tp2-cp2", ranks_per_node=2)
+    for at, pair in enumerate(PAIRS):
+        if not SOAK and at % 6:
+            continue
+        recipe = mixed_in(Path(folder), pair, BOTH)
+        wanted = simulated(recipe, layout, 100, rank, packing=PACKING)
+        for delivery in DELIVERIES if SOAK else (DELIVERIES[at // 6 % 4],):
+            with mf.Feed(recipe, layout, delivery=delivery, packing=PACKING, timeout_s=600) as feed:
+                if take(feed) != wanted:
+                    wrong.append(f"{pair} {delivery}")
+    return wrong
+
+
+def test_every_delivery(tmp_path: Path) -> None:
+    for pair in PAIRS:
+        mixed_in(tmp_path, pair, BOTH)
+    assert world.run(every_pair, 4, str(tmp_path)) == [[]] * 4

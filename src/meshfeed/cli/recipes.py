@@ -72,8 +72,8 @@ class StoreOptions(StorageOptions):
     def open(self, path: str, **replaced: Any) -> StreamStore:
         """The store at a path, read as the options say. Raises StoreError."""
         names = ("column", "dtype", "tokenizer", "labels", "cache")
-        options = {name: getattr(self, name) for name in names} | {"ignore": self.ignore or ()} | replaced
-        return open_store(path, **options, options=self.storage_options)
+        options: dict[str, Any] = {name: getattr(self, name) for name in names} | replaced
+        return open_store(path, **options, ignore=self.ignore or (), options=self.storage_options)
 
 
 @dataclass(frozen=True, kw_only=True)

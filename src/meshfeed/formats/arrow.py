@@ -78,8 +78,8 @@ class ArrowStore(DocumentFiles):
             batches = list(batches_of(arrow, file, column))
         width = column.dtype.itemsize
         at, sizes = ([getattr(batch, name) for batch in batches] for name in ("at", "sizes"))
-        found = {"at": _end_to_end(at), "sizes": _end_to_end(sizes), "beside": beside}
-        found["dtype"] = np.array([column.dtype.str])
+        found: dict[str, Array] = {"at": _end_to_end(at), "sizes": _end_to_end(sizes)}
+        found |= {"beside": beside, "dtype": np.array([column.dtype.str])}
         if not column.is_text:
             most = 0 if self._column.of_loss else int(np.iinfo(column.dtype).max)
             return found | {"lengths": found["sizes"] // width, "most": np.array([min(most, 2**63 - 1)])}

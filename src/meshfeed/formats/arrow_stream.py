@@ -66,7 +66,7 @@ def column_of(arrow: Any, schema: Any, name: str, where: str, how: Column) -> Ar
     if types.is_dictionary(kind):
         kind = kind.value_type
     is_text = str(kind) in ("string", "large_string", "string_view")
-    of_list = getattr(kind, "value_type", None)  # of any kind of list
+    of_list: Any = getattr(kind, "value_type", None)  # of any kind of list
     if not is_text and (of_list is None or not how.holds(arrow, of_list)):
         belongs = f"{'' if how.of_loss or how.is_text else 'text or '}{how.belongs}"
         raise OptionError(f"{where}: column {name!r} is {declared}, where {belongs}")
@@ -137,7 +137,7 @@ class _MappedSource:
 
 
 class _RemoteSource(RawStream):
-    """A file far away; what is read of it is kept until its values have been looked at."""
+    """A remote file; what is read of it is kept until its values have been looked at."""
 
     def __init__(self, arrow: Any, file: ByteFile) -> None:
         super().__init__(file)

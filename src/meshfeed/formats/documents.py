@@ -142,7 +142,8 @@ class DocumentFiles(ForeignColumns):
         np.add.at(counts, [span.file for span in spans], [part["lengths"].size for part in arrays])
         starts = np.concatenate(([0], joined(arrays, "lengths").cumsum()))
         most = joined(arrays, "most").max(initial=0, keepdims=True)
-        beside = joined(arrays, "beside", np.bool_).reshape(-1, len(LOSS_COLUMNS)).any(0)
+        flags = joined(arrays, "beside", np.bool_).reshape(-1, len(LOSS_COLUMNS))
+        beside: Array = np.logical_or.reduce(flags, axis=0)
         return own | {"starts": starts, "file_ends": counts.cumsum(), "most": most, "beside": beside}
 
     @property
