@@ -91,7 +91,8 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="names of frameworks, with commas; all if empty")
     args = parser.parse_args()
     if args.packages:
-        return print(*sorted(packages()))
+        print(*sorted(packages()))
+        return
     if args.folder is None:
         parser.error("name the folder of the environment")
     only = {name.strip() for name in args.rows.split(",") if name.strip()}
