@@ -127,7 +127,7 @@ def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("pytorch.md", 5)
+    run_page("pytorch.md", 8)
     alone = trained_alone()
     lines = [line.split() for line in (tmp_path / "fsdp.txt").read_text().splitlines()]
     assert [int(step) for step, _ in lines] == list(range(6))
@@ -135,6 +135,37 @@ def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = torch.load("ddp.pt")
     assert saved["feed"]["step"] == 3
     torch.testing.assert_close(saved["model"]["weight"], alone["weights"], rtol=0, atol=1e-3)
+    lines = [line.split() for line in (tmp_path / "validation.txt").read_text().splitlines()]
+    assert [[int(number) for number in line[:-1]] for line in lines] == [
+        [1, 0, 1, 2],
+        [3, 0, 1, 2],  # restarted
+        [5, 3, 4, 5],  # two ranks, resumed
+        [7, 6, 7, 8],
+    ]
+    validated = validated_alone([[int(number) for number in line[1:-1]] for line in lines])
+    assert [float(line[-1]) for line in lines] == pytest.approx(validated, rel=1e-5)
+
+
+def validated_alone(passes: list[list[int]]) -> list[float]:
+    """The mean losses of the page's validations, of these steps each, as one process has them."""
+    windows: Any = {"sequence": mf.Windows(64)}
+    train = mf.Recipe(data=mf.open("tokens"), batch=mf.Batch(sequences=16), seed=1234, **windows)
+    held_out = mf.Recipe(data=mf.open("held_out"), batch=mf.Batch(sequences=8), shuffle="none", **windows)
+    scores, validated = torch.zeros(400, requires_grad=True), list[float]()
+
+    def loss_of(recipe: mf.Recipe, step: int) -> torch.Tensor:
+        size = recipe.batch.sequences
+        (made,) = mf.simulate(recipe, mf.Layout(), [step], micro_batch_size=size)
+        return -scores.log_softmax(0)[made.microbatches[0]["labels"]].mean()
+
+    for step in range(2 * len(passes)):
+        (gradient,) = torch.autograd.grad(loss_of(train, step), scores)
+        with torch.no_grad():
+            scores -= gradient
+            if step % 2:
+                chosen = passes[step // 2]
+                validated.append(sum(loss_of(held_out, at).item() for at in chosen) / len(chosen))
+    return validated
 
 
 def trained_alone() -> dict[str, Any]:

@@ -62,6 +62,17 @@ def test_a_soak_draws_what_its_seed_says(tmp_path: Path, soak: str, drawn: int) 
     assert f"SEEN {60 if soak == '1' else 3} " in next(iter(said["1"]))
 
 
+def test_every_package_of_the_table_is_upgraded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["frameworks.py", "--packages"])
+    frameworks.main()
+    shown = capsys.readouterr().out.split()
+    assert {"datasets", "huggingface_hub", "tensorboard", "wandb"} <= set(shown) == frameworks.packages()
+    recipe = (HERE.parent / "Makefile").read_text()
+    assert "--no-deps --upgrade $$($(FRAMEWORKS)/env/bin/python tests/frameworks.py --packages)" in recipe
+
+
 def test_rows_of_frameworks_that_would_not_run_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
