@@ -113,7 +113,7 @@ class Meeting:
         return bool(self._is_member)
 
     def _settle(self, is_member: bool) -> None:
-        """It is known whether it is a member. Others take no turn, so none begins a run before its members."""
+        """Note whether it is a member. Others take no turn, so that none begins a run before its members."""
         self._is_member = is_member
         if not is_member:
             _numbers[self._space, self.name] = itertools.count(int(self.prefix.rpartition("/")[2]))
