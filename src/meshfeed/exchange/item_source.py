@@ -186,7 +186,8 @@ class ItemSource:
             except StopIteration:
                 ended = True
             else:
-                self._waiting.append(element if self._pulls == 1 else _own(element))
+                may_change = self._pulls > 1 and not isinstance(self._source, (list, tuple))
+                self._waiting.append(_own(element) if may_change else element)
         items = [item for element in self._waiting for item in elements_of(element)]
         given = encode(items, self._keys, first=taken, ended=ended, wanted=wanted, rank=rank)
         taken, pulled = taken + len(items), pulled + len(self._waiting)
