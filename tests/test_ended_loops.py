@@ -199,7 +199,7 @@ def test_at_any_moment_and_from_several_threads(corpus: Path, prefetch: int) -> 
     try:
         for _ in range(cases(30, 600)):
             wanted, expected = int(rng.integers(1, 6)), None
-            with pytest.raises(mf.StateError, match="start a new one"):  # noqa: PT012
+            with pytest.raises(mf.StateError, match="start a new one"):
                 for step in feed:
                     assert expected in (None, step.index)
                     expected = step.index + 1

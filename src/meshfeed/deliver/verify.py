@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Arrays
 from meshfeed.deliver.meeting import Meeting, required
-from meshfeed.errors import MeshfeedError, PeerError, VerifyError
+from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
 from meshfeed.layout import Layout
 from meshfeed.roles import Roles
 

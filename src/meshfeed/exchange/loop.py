@@ -210,8 +210,8 @@ class Exchange(StepSource[ExchangeDelivery]):
             self._stop()
             if self._busy.locked():
                 raise StateError(
-                    f"rank {self.rank}: the iterator is still producing a prefetched item and cannot be reset; "
-                    f"load the state again once it has returned"
+                    f"rank {self.rank}: the iterator is still producing a prefetched item and cannot be "
+                    f"reset; load the state again once it has returned"
                 )
             self._puller.check(state_dict)  # again: it may have reached its end before it stopped
             self._puller.load(state_dict)

@@ -265,7 +265,8 @@ class Inline(Generic[T]):
         """Nothing waits."""
 
     def stop(self) -> None:
-        """Make no more items. One that is being made on another thread, or below a signal handler, goes on."""
+        """Make no more items. One that is being made on another thread, or below a signal handler, goes
+        on."""
         self._stopped = True
 
     def join(self, timeout_s: float) -> bool:

@@ -328,7 +328,9 @@ class StepSource(abc.ABC, Generic[D]):
                 name = f"{name} of {ranks_in_words(ranks)}"
         if store is None or num_ranks == 1:
             return None
-        return Meeting(store, self.rank, self._options.timeout_s, name, self._next_step, num_ranks)
+        # In torch.distributed's store it is torch.distributed's rank, whatever rank it was given by mistake.
+        rank = self.rank if self._options.rendezvous is not None else this_rank(None, Layout())
+        return Meeting(store, rank, self._options.timeout_s, name, self._next_step, num_ranks)
 
     def _all_agreed(self) -> dict[str, str]:
         grid = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not contain its table
@@ -337,6 +339,7 @@ class StepSource(abc.ABC, Generic[D]):
             "kind": type(self).__name__,
             **self._agreed,
             "layout": f"{self.layout} with ranks {grid:08x}",
+            "ranks": ranks_in_words(self.layout.ranks().tolist()),
             "stage_map": str(self.stage_map),
             "packing": str(self._options.packing),
             "cp_split": self._options.cp_split,
