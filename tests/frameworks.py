@@ -71,7 +71,7 @@ ROWS = (
     Row("datasets", ("store/test_arrow.py",), "datasets"),
     Row("huggingface_hub", ("files/test_hub.py",), "huggingface_hub"),
     Row("wandb and tensorboard", ("metrics/test_boards.py",), "wandb tensorboard"),
-    _from("Megatron-LM", "test_megatron_peers.py", name="Megatron-LM's own tests"),
+    _from("Megatron-LM", "test_megatron_*peers.py", name="Megatron-LM's own tests"),
     _from("torchtitan", "test_torchtitan_*.py", name="torchtitan, main"),
     _from("Megatron-Bridge", "test_bridge*.py", path="src", beside="Megatron-LM"),
     _from("Automodel", "test_automodel*.py", name="NeMo Automodel"),

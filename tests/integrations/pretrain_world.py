@@ -5,6 +5,7 @@ What it assumes of a machine with GPUs, and what stands for it here:
 - It asks for CUDA at its start, and initializes as its own option for the CPU does. device="cuda", streams and
   events: the CPU, or nothing (`OnCpu`, `no_gpu`). There is no dropout, and random states are not saved.
 - Layers are Megatron-core's local ones with attention by PyTorch; gradients are not clipped.
+- A checkpoint starts a process for each rank that holds a queue, and imports all of this again: a queue of its own.
 - Megatron-core runs make in its folder: its compiled helpers come from the installed package.
 """
 
@@ -14,11 +15,13 @@ import contextlib
 import importlib
 import logging
 import os
+import queue
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import distribution
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +36,7 @@ with warnings.catch_warnings():
 
 import megatron.core.datasets  # noqa: E402
 import megatron_world as mw  # noqa: E402
+from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.enums import ModelType  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
@@ -59,9 +63,10 @@ def no_gpu() -> None:
         "Event": Nothing,
         "stream": lambda _: contextlib.nullcontext(),
         "current_stream": lambda *_: Nothing(),
-        "get_device_properties": lambda *_: Nothing(),
+        "get_device_properties": lambda *_: SimpleNamespace(major=9, minor=0, total_memory=1 << 30),
         "get_device_capability": lambda *_: (9, 0),
         "set_device": lambda *_: None,
+        "get_rng_state": lambda *_: torch.get_rng_state(),
         "device_count": lambda: 1,  # then it makes its groups
     }.items():
         setattr(torch.cuda, name, value)
@@ -71,6 +76,8 @@ def no_gpu() -> None:
     helpers = distribution("megatron-core").locate_file("megatron/core/datasets")
     megatron.core.datasets.__path__.append(str(helpers))
     torch._dynamo.config.disable = True
+    results: queue.Queue[Any] = queue.Queue()
+    filesystem_async.get_write_results_queue = lambda *_: results
 
 
 def model_provider(
@@ -92,8 +99,8 @@ def model_provider(
     )
 
 
-def options(job: Any) -> list[str]:
-    """The command line of a run."""
+def options(job: dict[str, Any], skip: list[int]) -> list[str]:
+    """The command line of a run. skip: iterations, counted from 1."""
     told: dict[str, Any] = {
         "num-layers": 4,
         "hidden-size": 32,
@@ -128,15 +135,18 @@ def options(job: Any) -> list[str]:
         "--no-check-for-nan-in-loss-and-grad",
         "--no-save-rng",
         "--no-load-rng",
+        *(["--iterations-to-skip", *map(str, skip)] if skip else []),
     ]
 
 
-def pretrain(job: dict[str, Any], provider: Callable[..., Any], forward_step: Callable[..., Any]) -> None:
+def pretrain(
+    job: dict[str, Any], skip: list[int], provider: Callable[..., Any], forward_step: Callable[..., Any]
+) -> None:
     """Megatron-LM's `pretrain` to its end."""
     with (
         mw.example.OnCpu(),
         warnings.catch_warnings(),
-        patch.object(sys, "argv", ["pretrain", *options(job)]),
+        patch.object(sys, "argv", ["pretrain", *options(job, skip)]),
     ):
         warnings.simplefilter("ignore")
         args = arguments.parse_and_validate_args()

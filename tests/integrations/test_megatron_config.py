@@ -517,6 +517,12 @@ def test_how_cp_splits_is_the_configs() -> None:
         (RecipeError, {"cuda_graph_impl": "local"}, {}, "needs packs of one shape"),
         (RecipeError, {"variable_seq_lengths": False}, {}, "set variable_seq_lengths=True"),
         (RecipeError, {}, {"packing": mf.Packing(capacity=CAPACITY + 1)}, "make them equal"),
+        (
+            RecipeError,
+            {"pad_packed_seq_alignment": "max"},
+            {"packing": mf.Packing(capacity=CAPACITY - 2)},
+            "make them equal",
+        ),
     ],
 )
 def test_contradictions_are_refused(

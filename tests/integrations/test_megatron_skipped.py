@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pretrain_driver
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron_world import LENGTH, Case, gpt_recipe, initialized, run, write_documents
 
@@ -41,7 +43,18 @@ def pretrained(
                 pretrain_driver.skipped(args, iterator)
         else:
             args.curr_iteration = iteration
-            yield iteration, [megatron.get_batch(iterator) for _ in range(COUNT)]
+            yield iteration, [in_turn(iterator) for _ in range(COUNT)]
+
+
+def in_turn(iterator: Any) -> dict[str, Any]:
+    """A microbatch inside a schedule: a stage takes it when the one before has sent its own."""
+    sent = torch.zeros(1)
+    if not parallel_state.is_pipeline_first_stage():
+        dist.recv(sent, parallel_state.get_pipeline_model_parallel_prev_rank())
+    batch = megatron.get_batch(iterator)
+    if not parallel_state.is_pipeline_last_stage():
+        dist.send(sent, parallel_state.get_pipeline_model_parallel_next_rank())
+    return batch
 
 
 WAYS = [

@@ -40,6 +40,7 @@ class Ahead:
         coord, served, needs: the rank's portions; see `Stepping.portions`.
         reads: whether this rank reads. If not, nothing is announced.
         clock: measures the stages "plan" and "read".
+        left_out: steps that are neither planned nor given.
         budget_bytes: announce further steps while fewer bytes are announced and unread. At least one step is
             announced ahead, and only one if no store `wants_ahead`.
     """
@@ -55,7 +56,9 @@ class Ahead:
         *,
         reads: bool,
         budget_bytes: int,
+        left_out: frozenset[int] = frozenset(),
     ) -> None:
+        self._left_out = left_out
         self._stepping, self._coord, self._served, self._clock = stepping, coord, served, clock
         self._needs = needs
         self._reads, self._budget_bytes = reads, budget_bytes
@@ -89,6 +92,8 @@ class Ahead:
         """Plan and announce the next step; does nothing past the end of the stream."""
         if self._next is None:
             return
+        while self._next in self._left_out:
+            self._next += 1
         batch, portions = None, list[Portion]()
         try:
             with self._clock.stage("plan"):

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -106,6 +106,7 @@ class Feed(StepSource[Delivery]):
         self.micro_batch_size = given.micro_batch_size or 1
         self._pads_rows, self._read_ahead_bytes = given.pad_rows, given.read_ahead_bytes
         self._vocab_size, self._checks_tokens = given.vocab_size, False
+        self._left_out = frozenset[int]()
         self._stepping = Stepping(
             recipe=recipe,
             layout=layout or Layout(),
@@ -136,6 +137,13 @@ class Feed(StepSource[Delivery]):
     def cp_split(self) -> CpSplit:
         """How context parallelism splits a sequence or a pack."""
         return self._stepping.cp_split
+
+    def leave_out(self, steps: Iterable[int]) -> None:
+        """Neither read nor give these steps in loops that begin from now on; for a trainer that skips them.
+
+        Equal on every rank. States count them like all others.
+        """
+        self._left_out = frozenset(steps)
 
     @cached_property
     def encoder_ranks(self) -> tuple[int, ...]:
@@ -246,6 +254,7 @@ class Feed(StepSource[Delivery]):
             "steps": str(self.recipe.steps),
             "micro_batch_size": str(self.micro_batch_size),
             "pad_rows": str(self._pads_rows),
+            "left out": str(sorted(self._left_out)),
             "encoder": "balanced" if self._rule.sees_step else "with sample",
         }
 
@@ -280,6 +289,7 @@ class Feed(StepSource[Delivery]):
             clock,
             reads=self.role.reads,
             budget_bytes=self._read_ahead_bytes,
+            left_out=self._left_out,
         )
         is_sent = not isinstance(delivery, Direct)
         for batch, portions in ahead:

@@ -181,27 +181,32 @@ def _aligned(align: Align, config: Any, layout: Layout) -> Align:
 
 def _shaped(packing: Packing, config: Any, *, keeps: bool) -> Packing:
     """The packing with the options of thd: padding of packs, and the most sequences of one."""
-    pad, most = (
-        getattr(config, name, None) for name in ("pad_packed_seq_alignment", "thd_max_packed_sequences")
+    pad: Any = getattr(config, "pad_packed_seq_alignment", None)
+    most: int | None = getattr(config, "thd_max_packed_sequences", None)
+    tail, capacity = (
+        getattr(config, name, None) for name in ("thd_tail_padding_policy", "max_seqlen_per_dp_cp_rank")
     )
-    tail = getattr(config, "thd_tail_padding_policy", None)
-    graphs = _graphs(config)
     if pad is not None and pad != "max" and (type(pad) is not int or pad < 1):
         raise RecipeError(f"pad_packed_seq_alignment={pad!r}: give 'max' or a whole number from 1")
-    fills = pad is not None and pad in ("max", getattr(config, "max_seqlen_per_dp_cp_rank", None))
-    alike = fills and most is not None and (graphs or not keeps)
+    fills = pad is not None and pad in ("max", capacity)
+    if fills and packing.capacity != capacity:
+        raise RecipeError(
+            f"Packing(capacity={packing.capacity}), and Megatron fills packs to "
+            f"max_seqlen_per_dp_cp_rank={capacity}; make them equal"
+        )
+    alike = fills and most is not None and (_graphs(config) or not keeps)
     if tail is not None and pad is not None and (tail == "append_dummy_seq") != alike:
         raise RecipeError(
             f"thd_tail_padding_policy={tail!r} with pad_packed_seq_alignment={pad!r} and "
             f"thd_max_packed_sequences={most}: a pack ends with a dummy where both are set, the first to "
             f"'max', and with a longer last sequence elsewhere; leave the policy out"
         )
-    if alike and most < 2:
-        raise RecipeError(f"thd_max_packed_sequences={most}: at least 2, a sequence and a dummy")
-    if alike:
+    if alike and most is not None:
+        if most < 2:
+            raise RecipeError(f"thd_max_packed_sequences={most}: at least 2, a sequence and a dummy")
         return replace(packing, fixed_shapes=True, max_sequences=_least(packing.max_sequences, most - 1))
     if pad is not None:
-        multiple = packing.capacity if fills else pad
+        multiple = packing.capacity if fills else int(pad)
         packing = replace(packing, align=replace(packing.align, pack=math.lcm(packing.align.pack, multiple)))
     if most is not None and not keeps:
         packing = replace(packing, max_sequences=_least(packing.max_sequences, most))

@@ -2,7 +2,7 @@
 
 For an iteration of `--iterations-to-skip`, Megatron-LM's `dummy_train_step` pulls on tp rank 0, broadcasts
 whole rows of it in the tp group, and throws them away. So these pulls get rows of zeros, nothing is read for
-them, and the next iteration that is trained begins its own step on all ranks.
+them, and the feed leaves their steps out: inside a schedule, a stage could not drop them alone.
 """
 
 from __future__ import annotations
@@ -41,9 +41,11 @@ def data_iterators(
     if args is None:
         _refuse_unfollowed()
         return unfollowed_iterators(source, num_microbatches)
-    first = _first_step(source, args)
+    feed = _feed_of(source, args)
+    feed.leave_out(iteration - 1 for iteration in skipped_of(args))
+    first = int(feed.state_dict()["step"])
     of_core = num_microbatches or core("num_microbatches_calculator").get_num_microbatches
-    return _of_stages(source, lambda steps: FollowingIterator(source, steps, of_core, args, first))
+    return _of_stages(feed, lambda steps: FollowingIterator(feed, steps, of_core, args, first))
 
 
 def unfollowed_iterators(
@@ -168,8 +170,8 @@ def _of_stages(
     return [made(iter(stage)) for stage in source.virtual_stages]
 
 
-def _first_step(source: Source, args: Any) -> int:
-    """The step that a feed gives next. Raises RecipeError where its iterators cannot follow args."""
+def _feed_of(source: Source, args: Any) -> Feed:
+    """The source. Raises RecipeError where its iterators cannot follow args."""
     if not isinstance(source, Feed):
         raise RecipeError("args= is for the iterators of a Feed, whose steps have numbers; leave it out")
     for name in _UNSKIPPED:
@@ -178,7 +180,7 @@ def _first_step(source: Source, args: Any) -> int:
                 f"iterations_to_skip={skipped} with {name}={getattr(args, name)}, where Megatron-LM's "
                 f"dummy_train_step fails; leave one of them out"
             )
-    return int(source.state_dict()["step"])
+    return source
 
 
 def _refuse_unfollowed() -> None:

@@ -29,7 +29,7 @@ CONFIG_FIELDS: dict[str, str] = {
     "--load": "honoured: training begins at the checkpoint's iteration, after its consumed samples",
     "--iterations-to-skip": "honoured: their steps are left out on every rank; not with virtual stages",
     "--eval-iters": "honoured: without `valid=` it must be 0",
-    "--eval-interval": "honoured: each evaluation goes on where the last one ended",
+    "--eval-interval": "honoured: each evaluation continues where the last one ended",
     "--eval-global-batch-size": "honoured: a step of another size is refused",
     "--eval-micro-batch-size": "honoured: rows of a microbatch of `valid` and `test`",
     "--skip-train": "honoured: `train` is not opened, and `valid` begins at its first step",
@@ -78,12 +78,14 @@ class DatasetsProvider:
             pretrain(provider, model_provider, ModelType.encoder_or_decoder, forward_step)
 
     Training begins at the iteration of the checkpoint that Megatron has loaded, and a step of it is an
-    iteration of Megatron's, also after some that it skips. Validation goes on where the last one ended, from
-    consumed_valid_samples on, as Megatron's own does; test begins at its first step. `forward_step` gets its
-    batches by `megatron.get_batch`, on every rank and stage. Leaving `with` closes all feeds.
+    iteration of Megatron's, also after some that it skips. Validation continues where the last one ended,
+    from consumed_valid_samples on, as Megatron's own does; test begins at its first step. `forward_step` gets
+    its batches by `megatron.get_batch`, on every rank and stage. Leaving `with` closes all feeds.
 
     Args:
-        train, valid, test: recipes; None for no evaluation, which then needs --eval-iters 0, or no test.
+        train: what to train on.
+        valid: what to evaluate on; None only with --eval-iters 0.
+        test: what to test on; None for no test.
         loading: who reads; see `Loading`.
         packing: of packed sequences; `microbatches=` makes each step have as many as Megatron takes.
         options: all others of `megatron.feed`, such as device and verify.
