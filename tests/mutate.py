@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import importlib.util
 import os
 import random
@@ -117,6 +118,22 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
         ["recipe.py", "mixture.py", "summary.py", "state.py"],
         [*GOLDENS, "tests/test_recipe_state.py", *MIXTURE],
     ),
+}
+
+
+# Imported once, before all forks: they take longer than the tests that use them.
+ORACLES = {
+    "sequence": [
+        f"transformers.models.{name}"
+        for name in (
+            "qwen2_vl.modeling_qwen2_vl",
+            "qwen2_vl.image_processing_pil_qwen2_vl",
+            "qwen2_5_vl.modeling_qwen2_5_vl",
+            "qwen3_vl.modeling_qwen3_vl",
+            "clip.image_processing_pil_clip",
+            "whisper.feature_extraction_whisper",
+        )
+    ]
 }
 
 
@@ -233,6 +250,8 @@ def main() -> None:
     os.chdir(ROOT)
     for package in asked.packages:
         globs, tests = PACKAGES[package]
+        for name in ORACLES.get(package, ()):
+            importlib.import_module(name)
         if (unchanged := outcome_of(None, "", tests, 4 * asked.timeout)) != "SURVIVED":
             sys.exit(f"{package}: its tests fail without a mutant ({unchanged}): {' '.join(tests)}")
         paths = [path for each in globs for path in sorted(SOURCE.glob(each))]
