@@ -255,7 +255,8 @@ def test_views_arrive_as_what_they_show(name: str, split: bool) -> None:
     )
     items = [{"tokens": torch.arange(12)[::2], "x": VIEWS[name], "mask": np.arange(6)[::-1]}] * 2
     with mf.Exchange([items], packing=mf.Packing(capacity=12), keys=keys) as exchange:
-        ((m,),) = iter_all(exchange)
+        ((m, valid),) = [(*step.microbatches, step.valid_tokens) for step in exchange]
+    assert valid == 5 + 5, "where the mask is not 0"
     value = VIEWS[name]
     wanted = value if isinstance(value, torch.Tensor) else torch.from_numpy(value.copy())
     got = (m["x"][0, :6], m["x"][0, 6:12]) if split else m["x"]

@@ -47,14 +47,18 @@ def test_each_part_is_encoded_once_wherever_its_tokens_are_needed(
         & set(range(plan.start[row], plan.start[row] + plan.lengths[row]))
     }
     assert list(zip(made.part.tolist(), made.row.tolist())) == sorted(needed)
-    loads = np.zeros((plan.num_microbatches, ranks))
+    loads, handed = np.zeros((2, plan.num_microbatches, ranks))
     for entry, (part, row) in enumerate(zip(made.part, made.row)):
         assert made.microbatch[entry] == plan.microbatch[row]
         group = range(plan.first_rank[row], plan.first_rank[row] + plan.cp_size[row])
         assert range(made.first_rank[entry], made.first_rank[entry] + made.cp_size[entry]) == group
         assert made.rank[entry] in (group if encoder == "with sample" else range(ranks))
         loads[made.microbatch[entry], made.rank[entry]] += work[part]
+        handed[made.microbatch[entry], list(group) if encoder == "with sample" else made.rank[entry]] += work[
+            part
+        ]
     np.testing.assert_allclose(made.loads, loads, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(made.handed, handed, rtol=1e-12, atol=1e-12)
     assert 1 - 1e-9 <= made.bound <= made.max_over_mean + 1e-9 <= ranks + 1e-6
     if encoder == "balanced":
         for m, each in enumerate(loads):

@@ -22,6 +22,7 @@ from corpus import write_corpus
 from meshfeed.errors import MeshfeedError, RecipeError, StoreError
 from meshfeed.order import draws_of_step
 from meshfeed.sequence import Processor, decoding
+from meshfeed.store.workers import Failure
 from meshfeed.testing import assert_rule
 from observe import simulated, take
 from pictures import AUDIO, IMAGE, Look, Pixels, expected_parts, multimodal, recipe_over, write_pictures
@@ -594,6 +595,18 @@ def test_large_arrays_and_little_room_change_nothing(folder: Path, monkeypatch: 
         with mf.Feed(multimodal(folder, workers=workers), **PACKING) as feed:
             seen.append(take(feed, 3))
     assert seen[0] == seen[1]
+
+
+def test_no_more_is_decoded_ahead_than_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "AHEAD_BYTES", 100)
+
+    def made(*sizes: int) -> Any:
+        arrays = {str(i): np.zeros(size, np.uint8) for i, size in enumerate(sizes)}
+        return decoding.Decoded(arrays, 9, 0.0, 0.0, 0.0)
+
+    bad, failure = decoding.Decoded(decoding.Bad("", True), 9, 0.0, 0.0, 0.0), Failure(0, "")
+    assert not decoding._is_full([]) and not decoding._is_full([made(40, 9), made(50), bad, failure])
+    assert decoding._is_full([made(40, 10), bad, made(50)]) and decoding._is_full([made(7), made(200)])
 
 
 class Swapped(Look):

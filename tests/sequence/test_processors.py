@@ -342,13 +342,13 @@ def test_what_is_no_processor_is_refused_with_the_cure() -> None:
     wrongs: list[tuple[Any, str]] = [
         (
             published("qwen2_vl", "Qwen2VL"),
-            r"Qwen2VLImageProcessorPil, which is no .*NativePatches\(\) for Qwen2-VL",
+            r"Qwen2VLImageProcessorPil, which is not a .*NativePatches\(\) for Qwen2-VL",
         ),
-        (lambda data: data, "function, which is no .*or write one: it also declares fields and rows"),
+        (lambda data: data, "function, which is not a .*or write one: it also declares fields and rows"),
         (FixedImages(), r"FixedImages, a rule, .* such as FixedPixels\(FixedImages\("),
         (NativeVideo(), r"NativeVideo, a rule, .* such as YourProcessor\(NativeVideo\("),
         (FixedPixels, r"the class FixedPixels; give one: FixedPixels\(\)"),
-        ("native", "str, which is no"),
+        ("native", "str, which is not a"),
     ]
     for wrong, said in wrongs:
         with pytest.raises(RecipeError, match=rf"^Multimodal\(image=\.\.\.\): {said}"):

@@ -8,7 +8,7 @@ import struct
 import wave
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -182,6 +182,28 @@ def test_what_it_cannot_do_is_refused() -> None:
     task = Task("audio", b"fLaC" + bytes(99), PartSize(0, 0, 9, 16e3), (0, 0, 0), {}, 1, 0.0)
     bad = made_of({"audio": WhisperFeatures()}, task)
     assert isinstance(bad, Bad) and not bad.is_broken and "FLAC audio, which" in bad.why
+
+
+def test_audio_that_is_too_long_is_cut_or_refused_by_name(tmp_path: Path) -> None:
+    strict = replace(SHORT, longer="error")
+    for each in (SHORT, strict):
+        assert each.tokens(part(48_000)).tolist() == [75]
+    assert SHORT.tokens(part(48_001)).tolist() == [75]
+    cut, refused = (mf.Multimodal(audio=WhisperFeatures(rule)) for rule in (SHORT, strict))
+    assert "longer" not in cut.summary() and refused.summary().endswith(
+        "with longer='error', on_bad='error')"
+    )
+    with pytest.raises(RecipeError, match=r"longer='drop'\): choose cut, error"):
+        replace(SHORT, longer=cast(Any, "drop"))
+    with mf.DatasetWriter(tmp_path / "store", {"tokens": np.uint16}, parts=True) as writer:
+        for length in (9_000, 64_000):
+            writer.add_document(tokens=np.array([5, 9, 7], np.uint16))
+            writer.add_parts(replace(part(length), at=np.array([1]), num_bytes=np.array([1])), [b"x"])
+    recipe = mf.Recipe(data=mf.open(tmp_path / "store"), sequence=refused, batch=mf.Batch(sequences=2))
+    with pytest.raises(
+        mf.StoreError, match=r"store.*document 1, part 0, 4.0 s of audio, .* takes 3 s; cut it"
+    ):
+        list(mf.simulate(recipe, mf.Layout(), 1, packing=mf.Packing(capacity=512)))
 
 
 def test_a_feed_gives_it(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ def _refuse_elongated(parts: Parts) -> None:
         i = bad[0]
         raise StoreError(
             f"part {i}, {in_pixels(parts.height[i], parts.width[i])}: one side is more than "
-            f"{_MOST_ELONGATED} times the other, which these models refuse; crop it, or leave it out when preparing the data"
+            f"{_MOST_ELONGATED} times the other, which these models refuse; crop it, or leave it out when "
+            f"preparing the data"
         )
 
 

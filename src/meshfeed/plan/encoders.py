@@ -14,7 +14,8 @@ from meshfeed.plan.least_loaded import longest_first
 from meshfeed.plan.types import FloatArray, IntArray, LongArray, StepPlan
 
 Encoder = Literal["with sample", "balanced"]
-"""with sample: the ranks that hold a sequence encode its parts; a cp group shares those of its pack.
+"""with sample: the ranks that hold a sequence encode its parts. Each rank of a cp group is handed all parts
+of its pack; `EncoderPlan.rank` is the one to encode a part in a model that shares them within the group.
 balanced: all dp_cp ranks share the parts of a microbatch, and send the outputs to those that need them."""
 
 
@@ -31,7 +32,7 @@ class EncoderPlan:
         work: of the encoder on it; float64 [k].
         row: the row of the step's plan that holds tokens of it; int32 [k].
         microbatch: of that row; int32 [k].
-        rank: the dp_cp rank that encodes it; int32 [k].
+        rank: the dp_cp rank that encodes it, if the ranks of a cp group share; see `handed`; int32 [k].
         first_rank, cp_size: the cp group that holds the row, and so needs the output: its first dp_cp rank,
             and how many; int32 [k].
         loads: work of each rank in each microbatch; float64 [num_microbatches, num_ranks].
@@ -56,6 +57,22 @@ class EncoderPlan:
         entries = (self.part, self.work, self.row, self.microbatch, self.rank, self.first_rank, self.cp_size)
         for array in (*entries, self.loads):
             array.flags.writeable = False
+
+    @property
+    def handed(self) -> FloatArray:
+        """Work on all parts that each rank is handed in each microbatch; float64, as `loads`.
+
+        With "with sample", every rank of a cp group is handed, and encodes, all parts of its pack: the sum
+        over ranks is then more than one copy of the parts.
+        """
+        if self.encoder == "balanced":
+            return self.loads
+        num_microbatches, num_ranks = self.loads.shape
+        ends = np.cumsum(self.cp_size)
+        rank = (self.first_rank - ends + self.cp_size).repeat(self.cp_size) + np.arange(ends[-1:].sum())
+        at = self.microbatch.astype(np.int64).repeat(self.cp_size) * num_ranks + rank
+        sums = np.bincount(at, self.work.repeat(self.cp_size), self.loads.size).astype(np.float64)
+        return sums.reshape(num_microbatches, num_ranks)
 
 
 def plan_encoder(

@@ -43,11 +43,9 @@ def loads_of(
     loads = {LANGUAGE_MODEL: _load(account.loads, of_rows, [(of_rows, widest)], plan, packing)}
     for kind, encoder in encoders.items():
         of_rows = np.bincount(encoder.row, encoder.work, plan.lengths.size).astype(np.float64)
-        # one rank encodes a part: of those that hold its sequence, unless all share the parts
-        pieces = [(encoder.work, 1)]
-        if encoder.encoder == "with sample":
-            pieces.append((of_rows, widest))
-        loads[f"{kind} encoder"] = _load(encoder.loads, of_rows, pieces, plan, packing)
+        # a rank that holds a row encodes all parts of it, unless all ranks share the parts
+        pieces = of_rows if encoder.encoder == "with sample" else encoder.work
+        loads[f"{kind} encoder"] = _load(encoder.handed, of_rows, [(pieces, 1)], plan, packing)
     return loads
 
 

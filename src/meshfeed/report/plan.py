@@ -129,16 +129,19 @@ def _sequences(plan: StepPlan, account: Account) -> Iterator[Bar]:
 
 
 def _parts(kind: str, plan: StepPlan, encoder: EncoderPlan, style: str) -> Iterator[Bar]:
-    """A bar per part on the rank that encodes it; its width is its work."""
+    """A bar per part on the ranks that encode it; its width is its work."""
     mean = encoder.loads.sum() / max(encoder.loads.size, 1)
-    sequences = plan.sequence[encoder.row]
-    columns = (sequences, encoder.microbatch, encoder.rank, encoder.work)
-    for sequence, m, rank, work in zip(*(each.tolist() for each in columns)):
+    sequences, first, size = plan.sequence[encoder.row], encoder.rank, np.ones_like(encoder.rank)
+    if encoder.encoder == "with sample":
+        first, size = encoder.first_rank, encoder.cp_size
+    columns = (sequences, encoder.microbatch, first, size, encoder.work)
+    for sequence, m, rank, ranks, work in zip(*(each.tolist() for each in columns)):
+        where = f"rank {rank}" if ranks == 1 else f"each of ranks {rank} to {rank + ranks - 1}"
         title = (
-            f"{escape(kind)} of sequence {sequence}: {work / mean:.1%} of what a rank encodes in a "
-            f"microbatch on average; on rank {rank}, microbatch {m}"
+            f"{escape(kind)} of sequence {sequence}: {work / mean:.1%} of a rank's share of one copy of all "
+            f"parts in a microbatch; on {where}, microbatch {m}"
         )
-        yield Bar(m, rank, 1, work, style, title)
+        yield Bar(m, rank, ranks, work, style, title)
 
 
 def _loads(plan: StepPlan, encoders: Mapping[str, EncoderPlan], loads: Mapping[str, Load], ranks: int) -> str:
@@ -149,7 +152,7 @@ def _loads(plan: StepPlan, encoders: Mapping[str, EncoderPlan], loads: Mapping[s
         for name, load in loads.items()
     ]
     charts = [
-        f"<h2>{_heading(name)}</h2>\n<p>Each bar is a part ({escape(kind)}) on the rank that encodes it, as "
+        f"<h2>{_heading(name)}</h2>\n<p>Each bar is a part ({escape(kind)}) on the ranks that encode it, as "
         f'wide as the work on it.</p>\n<div class="panel">'
         f"{_chart(loads[name].by_rank, ranks, _parts(kind, plan, encoder, f'load{at}'))}</div>"
         for at, (name, (kind, encoder)) in enumerate(zip(list(loads)[1:], encoders.items()), start=1)

@@ -120,11 +120,11 @@ class Processor(ABC):
 
 
 def check_processor(where: str, given: Any) -> None:
-    """Raises RecipeError, with the cure, for what is no processor."""
+    """Raises RecipeError, with the cure, unless given a processor."""
     if isinstance(given, Processor):
         return
     name = (given if isinstance(given, type) else type(given)).__name__
-    what = f"{name}, which is no meshfeed.sequence.Processor"
+    what = f"{name}, which is not a meshfeed.sequence.Processor"
     if isinstance(given, PartRule):
         what = f"{name}, a rule, which counts tokens and decodes nothing"
         cure = f"give the processor that takes it, such as {_OF_RULE.get(name, 'YourProcessor')}({given!r})"
