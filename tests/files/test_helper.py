@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from meshfeed.files.cache import cache_error
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.lock import locked
 from meshfeed.files.refusals import options_of_environment, without_credentials
-from services.needs import needs, needs_root, small_disk
+from services.needs import immutable, needs, small_disk
 from services.nginx import Nginx
 
 BLOCK, NUM_BLOCKS = 1 << 14, 60
@@ -174,18 +173,6 @@ def test_a_folder_that_a_cleaner_removed_is_made_again(server: Nginx, tmp_path: 
             read(file, 9 * BLOCK)
     with file_of(server, tmp_path) as file:
         read(file, 9 * BLOCK)
-
-
-@contextlib.contextmanager
-def immutable(folder: Path) -> Iterator[None]:
-    """Nobody, not even root, may change what lies there until the body ends."""
-    needs_root()
-    if subprocess.run(["chattr", "-R", "+i", str(folder)], capture_output=True).returncode:
-        pytest.skip("files of this disk cannot be made immutable")
-    try:
-        yield
-    finally:
-        subprocess.run(["chattr", "-R", "-i", str(folder)], check=True)
 
 
 def test_a_cache_folder_that_becomes_immutable(server: Nginx, tmp_path: Path) -> None:

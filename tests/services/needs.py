@@ -64,6 +64,18 @@ def small_disk(disk: Path, size: str) -> Generator[None]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@contextlib.contextmanager
+def immutable(folder: Path) -> Generator[None]:
+    """Nobody, not even root, may change what lies in a folder until the body ends."""
+    needs_root()
+    if subprocess.run(["chattr", "-R", "+i", str(folder)], capture_output=True).returncode:
+        missing_thing(f"files at {folder} cannot be made immutable")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-R", "-i", str(folder)], check=True)
+
+
 def missing_thing(what: str) -> NoReturn:
     """Skip, or fail where it was promised."""
     if os.environ.get(PROMISED) == "required":

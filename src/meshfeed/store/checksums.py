@@ -95,6 +95,7 @@ def refuse_others(store: IndexedStore) -> IndexedStore:
     guard = data.guarded_by
     if guard is None:
         return store
+    found = ""
     for look in range(_LOOKS):
         if look:
             data.look_again()
