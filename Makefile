@@ -51,7 +51,7 @@ NEWER_PYTHON ?= $(shell for python in $(PYTHON) python3.13 python3.12 $(wildcard
 NEWER_INSTALL := $(FRAMEWORKS)/env/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 frameworks: $(FRAMEWORKS)/.installed
-	$(NEWER_INSTALL) --no-deps --upgrade megatron-core torchtitan lightning transformers accelerate
+	$(NEWER_INSTALL) --no-deps --upgrade $$($(FRAMEWORKS)/env/bin/python tests/frameworks.py --packages)
 	$(FRAMEWORKS)/env/bin/python tests/frameworks.py $(FRAMEWORKS) --rows "$(ROWS)"
 
 $(FRAMEWORKS)/.installed: pyproject.toml $(REQUIREMENTS) requirements-sources.txt

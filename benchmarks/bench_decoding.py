@@ -13,10 +13,12 @@ is made of the same tars by `meshfeed prepare`; it gives packs of tokens, labels
 
 The limit is the decoder alone: processes that have the bytes in memory, decode them, and keep nothing.
 
-Then 8 ranks of one node and replica (tp2-cp2-pp2, gloo; few images, for two cores). Each rank of a peer has a
-loader of its own with the same seed, as Megatron-Bridge's `vlm_step` asks for: all 8 read and decode all.
-meshfeed is at its defaults. Decodings are counted. For bytes, meshfeed's store lies behind nginx, whose log
-counts every byte of every answer, index and headers included. Needs nginx.
+Then 8 ranks of one node and replica (tp2-cp2-pp2, gloo; few images, for two cores). The peers are set up in
+two ways. As Megatron-Bridge's `vlm_step` asks for, each rank has a loader of its own with the same seed:
+all 8 read and decode all. As in Megatron-LM's multimodal example, tp rank 0 of the first and the last stage
+has a loader and broadcasts each batch to its tp group: 4 read and decode all. meshfeed is at its defaults.
+Decodings are counted. For bytes, meshfeed's store lies behind nginx, whose log counts every byte of every
+answer, index and headers included. Needs nginx.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def check(folder: Path, count: int) -> None:
 
 def compare(layout: str, folder: Path, count: int, rounds: int) -> Iterator[Row]:
     """Ours beside each of theirs and, on one rank, beside the decoder alone."""
-    asked = [*CONTESTANTS, *(ALONE if layout == "tp1" else ())]
+    peers = [*PEERS, *(() if layout == "tp1" else map(on_tp_rank_0, PEERS))]
+    asked = [OURS, *peers, *(ALONE if layout == "tp1" else ())]
     told: dict[str, list[dict[str, Any]]] = {name: [] for name in asked}
     for round_ in range(-1 if rounds > 1 else 0, rounds):
         for name, figures in told.items():
@@ -103,7 +106,7 @@ def compare(layout: str, folder: Path, count: int, rounds: int) -> Iterator[Row]
                 figures.append(found)
     wall, cpu = ({name: [each[key] for each in told[name]] for name in asked} for key in ("s", "cpu_s"))
     rate, cost = f"images per second, {layout}", f"CPU time of an image, {layout}"
-    for peer in PEERS:
+    for peer in peers:
         faster = ratio(wall[peer], wall[OURS])
         yield Row(name=rate, against=peer, value=faster, aim=1.0, at_least=True)
         yield Row(name=cost, against=peer, value=ratio(cpu[OURS], cpu[peer]), aim=1.0)
@@ -114,7 +117,7 @@ def compare(layout: str, folder: Path, count: int, rounds: int) -> Iterator[Row]
         for name in ALONE:
             yield Row(name=name, value=count / statistics.median(wall[name]), unit="images/s")
     else:
-        for name in CONTESTANTS:
+        for name in (OURS, *peers):
             aim = 1.0 if name == OURS else None
             decoded = told[name][0]["decoded"] / count
             yield Row(name=f"times an image is decoded, {layout}, {name}", value=decoded, unit="", aim=aim)
@@ -174,8 +177,13 @@ def rank_main(
         importlib.import_module(module)  # which the first use would import
     if name == OURS:
         batches = meshfeed(layout, **{"store": str(folder / "store")} | ours)
+    elif name in ALONE:
+        batches = alone(folder, rank, ranks)
+    elif name in PEERS:
+        batches = PEERS[name](folder)
     else:
-        batches = alone(folder, rank, ranks) if name in ALONE else PEERS[name](folder)
+        peer = next(peer for peer in PEERS if on_tp_rank_0(peer) == name)
+        batches = broadcast(PEERS[peer], folder, rank, mf.Layout.parse(layout))
     images, seen, staging = 0, list[int](), torch.ones(STAGING_VALUES)
     dist.barrier()
     before, began = cpu_s(), time.monotonic()
@@ -300,6 +308,52 @@ def energon(folder: Path) -> Iterator[Batch]:
         yield from of.get_savable_loader(data)
 
     return batches()
+
+
+def on_tp_rank_0(peer: str) -> str:
+    """The name of a peer that is set up as in Megatron-LM's multimodal example."""
+    return f"{peer} on tp rank 0"
+
+
+def broadcast(
+    peer: Callable[[Path], Iterator[Batch]], folder: Path, rank: int, layout: mf.Layout
+) -> Iterator[Batch]:
+    """What the peer gives tp rank 0, on all of its tp group: a broadcast of sizes, and one for each tensor.
+
+    layout: its stages are first or last, so each tp group has a loader.
+    """
+    groups = [
+        list(range(at, at + layout.tp)) for at in range(0, layout.world_size, layout.tp)
+    ]  # tp is innermost
+    made = {ranks[0]: dist.new_group(ranks) for ranks in groups}
+    source = rank - rank % layout.tp
+
+    def send(tensor: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(tensor, src=source, group=made[source])
+        return tensor
+
+    def sent() -> Iterator[Batch]:
+        for batch in peer(folder):
+            text = torch.frombuffer(bytearray(json.dumps(batch["text"]).encode()), dtype=torch.uint8)
+            send(torch.tensor([*batch["pixel_values"].shape, len(batch["image_grid_thw"]), text.numel()]))
+            for tensor in (batch["pixel_values"], batch["image_grid_thw"], text):
+                send(tensor.contiguous())
+            yield batch
+        send(torch.zeros(4, dtype=torch.int64))
+
+    def received() -> Iterator[Batch]:
+        while (sizes := send(torch.empty(4, dtype=torch.int64)).tolist())[0]:
+            rows, columns, images, characters = sizes
+            pixels = send(torch.empty(rows, columns))
+            grids = send(torch.empty(images, 3, dtype=torch.int64))
+            text = send(torch.empty(characters, dtype=torch.uint8))
+            yield {
+                "pixel_values": pixels,
+                "image_grid_thw": grids,
+                "text": json.loads(text.numpy().tobytes()),
+            }
+
+    return sent() if rank == source else received()
 
 
 def alone(folder: Path, rank: int, ranks: int) -> Iterator[Batch]:

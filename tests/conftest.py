@@ -8,6 +8,7 @@ examples each time; otherwise it always draws the same ones, so that `make test`
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import platform
@@ -24,10 +25,13 @@ from soak import SOAK, cases, left_out
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 LONGEST = (
-    "test_demo.py", "test_prepare_engines.py", "test_s3.py", "test_pages.py", "test_far_faults.py", "test_meeting.py",
-    "test_failure.py", "test_feed.py", "test_lost_store.py", "test_far.py", "test_histories.py", "test_cached.py",
-    "test_prepare_kills.py", "test_prepare_storage.py", "test_megatron_training.py", "test_loop_pages.py",
-    "test_trace_ledger.py", "test_many_sources.py", "test_ahead.py", "test_deliveries.py",
+    "test_demo.py", "test_prepare_engines.py", "test_meeting.py", "test_pages.py", "test_far_faults.py",
+    "test_prepare_kills.py", "test_release.py", "test_lost_store.py", "test_cached.py", "test_s3.py", "test_exit.py",
+    "test_decode_workers.py", "test_feed.py", "test_deliveries.py", "test_far.py", "test_megatron_hybrid.py",
+    "test_megatron_schedule.py", "test_nodes.py", "test_prepare_multimodal.py", "test_prepare_storage.py",
+    "test_megatron_training.py", "test_transformers_loop.py", "test_resume.py", "test_vlm_example.py",
+    "test_fixed_shapes.py", "test_megatron_batches.py", "test_loop_pages.py", "test_strangers.py", "test_failure.py",
+    "test_histories.py", "test_hub.py", "test_suite.py", "test_multimodal_rule.py", "test_many_sources.py",
 )  # fmt: skip
 
 BUILD = Path(__file__).parents[1] / "hatch_build.py"
@@ -52,6 +56,12 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """The processes that share the files have imported torch and the frameworks before they start."""
     python = quick.share()
     specs[:] = [type(spec)(f"{spec}//id={spec.id}//python={python}") for spec in specs]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: tests that collect garbage, and forks, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def compile_what_the_tree_holds() -> None:

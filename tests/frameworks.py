@@ -71,7 +71,7 @@ ROWS = (
     Row("datasets", ("store/test_arrow.py",), "datasets"),
     Row("huggingface_hub", ("files/test_hub.py",), "huggingface_hub"),
     Row("wandb and tensorboard", ("metrics/test_boards.py",), "wandb tensorboard"),
-    _from("Megatron-LM", "test_megatron_peers.py", name="Megatron-LM's own tests"),
+    _from("Megatron-LM", "test_megatron_*peers.py", name="Megatron-LM's own tests"),
     _from("torchtitan", "test_torchtitan_*.py", name="torchtitan, main"),
     _from("Megatron-Bridge", "test_bridge*.py", path="src", beside="Megatron-LM"),
     _from("Automodel", "test_automodel*.py", name="NeMo Automodel"),
@@ -86,9 +86,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="where the environment is")
+    parser.add_argument("folder", type=Path, nargs="?", help="where the environment is")
+    parser.add_argument("--packages", action="store_true", help="only print what the rows have installed")
     parser.add_argument("--rows", default="", help="names of frameworks, with commas; all if empty")
     args = parser.parse_args()
+    if args.packages:
+        print(*sorted(packages()))
+        return
+    if args.folder is None:
+        parser.error("name the folder of the environment")
     only = {name.strip() for name in args.rows.split(",") if name.strip()}
     names = set[str]().union(*(row.selected_by for row in ROWS))
     if only - names:
@@ -117,6 +123,11 @@ def main() -> None:
     if failed:
         raise SystemExit(f"failed: {'; '.join(failed)}")
     PAGE.write_text(with_table(PAGE.read_text(), found))
+
+
+def packages() -> set[str]:
+    """The distributions that rows show, of which `make frameworks` installs the newest."""
+    return {package for row in ROWS for package in row.package.split()}
 
 
 def files_of(row: Row) -> list[Path]:

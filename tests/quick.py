@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import importlib
 import itertools
 import json
@@ -120,6 +121,8 @@ def _serve(descriptor: int) -> None:
         for name in _IMPORTED:
             with contextlib.suppress(ImportError):  # a framework may be missing
                 importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # no fork looks at it again, which takes long and copies its pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as listener:
         while True:

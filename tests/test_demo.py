@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shutil
 import subprocess
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from demo import remote, story
 from demo.compare import Run, compare
+from demo.corpus import BLOCK_BYTES, Corpus
 from demo.page import balance_of
 from demo.storage import Manners, Served, SlowStorage
 
 import quick
+from meshfeed.errors import MeshfeedError
+from meshfeed.files.retries import Patience
 
 STEPS, KILL_AT, TOLERANCE = 9, 6, 1e-6
 SHORT = """
@@ -72,13 +79,12 @@ def test_packed_runs_are_measured(told: Path) -> None:
 def test_remote_storage_is_shown(told: Path) -> None:
     report = (told / "report.html").read_text()
     assert "From remote storage" in report and "tp rank 0 broadcasts" in report
-    local, remote, other = (Run.read(told, name) for name in ("local", "remote", "broadcast"))
-    assert [line["index"] for line in remote.ledger if line["step"] < 3 and line["rank"] == 0] == [
+    local, far, other = (Run.read(told, name) for name in ("local", "remote", "broadcast"))
+    assert [line["index"] for line in far.ledger if line["step"] < 3 and line["rank"] == 0] == [
         line["index"] for line in local.ledger if line["rank"] == 0
     ]
     fetched = [
-        sum(line["bytes_fetched"] for lines in run.costs.values() for line in lines)
-        for run in (remote, other)
+        sum(line["bytes_fetched"] for lines in run.costs.values() for line in lines) for run in (far, other)
     ]
     assert 0 < fetched[0] < 1.5 * fetched[1] and fetched[1] < 1.5 * fetched[0], "each byte once on both sides"
     late = [(int(late), int(of)) for late, of in re.findall(r"<td>(\d+) of (\d+)</td>", report)]
@@ -86,6 +92,42 @@ def test_remote_storage_is_shown(told: Path) -> None:
     assert all(late == (of + 80) // 100 for late, of in late), (
         "one request in a hundred was late, from the 20th"
     )
+
+
+def test_storage_carries_several_requests_at_a_time_however_slow_the_steps_are() -> None:
+    assert remote.bytes_per_s(6144, 0.01) == pytest.approx(remote.HEADROOM * 614_400)
+    for step_s in (8.0, 1e6):
+        assert 20 * BLOCK_BYTES / remote.bytes_per_s(6144, step_s) < Patience().timeout_s / 10
+
+
+class NoTrainer:
+    """Trains nothing: the runs are there."""
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def train(self, *args: Any, **options: Any) -> None: ...
+
+
+def test_a_report_is_kept_where_remote_storage_fails(
+    told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*args: Any) -> None:
+        assert "The two jobs agree" in (out / "report.html").read_text()
+        raise MeshfeedError("storage is gone")
+
+    out = Path(shutil.copytree(told, tmp_path / "out"))
+    (out / "report.html").unlink()
+    corpus = Corpus(prefix="corpus", vocab=1, num_files=1, num_bytes=1, num_tokens=1)
+    fakes = {"_prepare": id, "begin_server": int, "make_corpus": lambda *_: corpus, "Trainer": NoTrainer}
+    for name, fake in {**fakes, "train_from_remote_storage": fails}.items():
+        monkeypatch.setattr(story, name, fake)
+    words = {"first": "tp2-pp2", "then": "cp2", "kill_at": KILL_AT, "steps": STEPS, "delivery": "share"}
+    with pytest.raises(
+        MeshfeedError, match="the runs from remote storage failed, all others have ended: storage"
+    ):
+        story.run(argparse.Namespace(**words, out=out))
+    assert "These runs have not ended" in (out / "report.html").read_text()
+    assert "they agree" in capsys.readouterr().out
 
 
 def test_one_request_in_a_hundred_is_late_by_what_is_said(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw.tofile("train.bin")
     with pytest.raises(mf.errors.MissingError, match=r"mf\.open\('train\.bin', dtype='uint16'\)"):
         mf.open("train.bin")
-    names = run_page("migrating.md", 9)
+    names = run_page("migrating.md", 10)
     assert len(names["first"]) == len(names["windows"]) == len(names["blocks"]) == 16 // 2
 
     dataset = megatrons(tmp_path / "corpus")

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,16 @@ def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["four"][19] < names["four"][0] - 0.5, "it learns"
 
 
+def test_the_home_page_says_version_install_and_repository() -> None:
+    """While the repository has no public address, it says that; afterwards, all three places have it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    home, site = (DOCS / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert f"meshfeed {project['version']}." in home and "\npip install ." in home
+    repository = project.get("urls", {}).get("Repository")
+    assert ("\nrepo_url:" in site) == (repository is not None)
+    assert ("has no public\naddress yet" in home) if repository is None else (repository in home + site)
+
+
 def test_concepts() -> None:
     run_page("concepts.md", 3)
 
@@ -108,9 +119,15 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names["step"].valid_tokens > 0
 
 
+def test_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run_page("finetuning.md", 11)
+    assert len(names["losses"]("tokenized.txt")) == 15
+
+
 def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_page("pytorch.md", 5)
+    run_page("pytorch.md", 8)
     alone = trained_alone()
     lines = [line.split() for line in (tmp_path / "fsdp.txt").read_text().splitlines()]
     assert [int(step) for step, _ in lines] == list(range(6))
@@ -118,6 +135,37 @@ def test_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = torch.load("ddp.pt")
     assert saved["feed"]["step"] == 3
     torch.testing.assert_close(saved["model"]["weight"], alone["weights"], rtol=0, atol=1e-3)
+    lines = [line.split() for line in (tmp_path / "validation.txt").read_text().splitlines()]
+    assert [[int(number) for number in line[:-1]] for line in lines] == [
+        [1, 0, 1, 2],
+        [3, 0, 1, 2],  # restarted
+        [5, 3, 4, 5],  # two ranks, resumed
+        [7, 6, 7, 8],
+    ]
+    validated = validated_alone([[int(number) for number in line[1:-1]] for line in lines])
+    assert [float(line[-1]) for line in lines] == pytest.approx(validated, rel=1e-5)
+
+
+def validated_alone(passes: list[list[int]]) -> list[float]:
+    """The mean losses of the page's validations, of these steps each, as one process has them."""
+    windows: Any = {"sequence": mf.Windows(64)}
+    train = mf.Recipe(data=mf.open("tokens"), batch=mf.Batch(sequences=16), seed=1234, **windows)
+    held_out = mf.Recipe(data=mf.open("held_out"), batch=mf.Batch(sequences=8), shuffle="none", **windows)
+    scores, validated = torch.zeros(400, requires_grad=True), list[float]()
+
+    def loss_of(recipe: mf.Recipe, step: int) -> torch.Tensor:
+        size = recipe.batch.sequences
+        (made,) = mf.simulate(recipe, mf.Layout(), [step], micro_batch_size=size)
+        return -scores.log_softmax(0)[made.microbatches[0]["labels"]].mean()
+
+    for step in range(2 * len(passes)):
+        (gradient,) = torch.autograd.grad(loss_of(train, step), scores)
+        with torch.no_grad():
+            scores -= gradient
+            if step % 2:
+                chosen = passes[step // 2]
+                validated.append(sum(loss_of(held_out, at).item() for at in chosen) / len(chosen))
+    return validated
 
 
 def trained_alone() -> dict[str, Any]:
@@ -145,7 +193,7 @@ def trained_alone() -> dict[str, Any]:
 
 def test_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names = run_page("storage.md", 1)
+    names = run_page("storage.md", 2)
     with mf.Feed(names["recipe"]) as feed:
         step = next(iter(feed))
         (microbatch, *_) = step.microbatches

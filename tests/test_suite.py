@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,17 @@ def test_a_soak_draws_what_its_seed_says(tmp_path: Path, soak: str, drawn: int) 
     assert f"SEEN {60 if soak == '1' else 3} " in next(iter(said["1"]))
 
 
+def test_every_package_of_the_table_is_upgraded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["frameworks.py", "--packages"])
+    frameworks.main()
+    shown = capsys.readouterr().out.split()
+    assert {"datasets", "huggingface_hub", "tensorboard", "wandb"} <= set(shown) == frameworks.packages()
+    recipe = (HERE.parent / "Makefile").read_text()
+    assert "--no-deps --upgrade $$($(FRAMEWORKS)/env/bin/python tests/frameworks.py --packages)" in recipe
+
+
 def test_rows_of_frameworks_that_would_not_run_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,3 +125,26 @@ def test_a_quick_python_obeys_as_python_does(options: list[str], environment: di
         )
         told.append(done.stdout)
     assert told[0] == told[1]
+
+
+def one_fails(rank: int) -> None:
+    if rank:
+        raise ValueError("no such thing")
+    threading.Event().wait()
+
+
+def test_nobody_waits_long_for_the_peers_of_a_rank_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "AFTER_FAILURE_S", 0.1)
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)ranks \[0\] hang.*ValueError: no such thing"):
+        world.run(one_fails, 2, distributed=False)
+
+
+def test_what_a_script_leaves_to_a_quick_python_is_not_freed(tmp_path: Path) -> None:
+    """To free a model that torch wraps for gloo may wait for a thread that waits for the interpreter."""
+    (tmp_path / "model.py").write_text("class Model:\n    def __del__(self): print('freed', flush=True)\n")
+    (tmp_path / "left.py").write_text("from model import Model\nmodel = Model()\nprint('done')\n")
+    for words in ([str(tmp_path / "left.py")], ["-m", "left"]):
+        done = subprocess.run(
+            [quick.python(), *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "done\n"

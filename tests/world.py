@@ -100,16 +100,20 @@ class World:
     )
     outcomes: list[Outcome] = field(default_factory=list)
 
-    def join(self, timeout_s: float = HANG_S) -> list[Outcome]:
-        """Every rank's outcome; fails the test where one is still running after `timeout_s`."""
+    def join(self, timeout_s: float = HANG_S, after_failure_s: float = HANG_S) -> list[Outcome]:
+        """Every rank's outcome; fails the test where one is still running after `timeout_s`.
+
+        after_failure_s: the same once a rank has failed.
+        """
         outcomes = [Outcome() for _ in self.processes]
         open_pipes = dict(zip(self.pipes, range(len(self.pipes))))
         while open_pipes:
-            ready = wait(list(open_pipes), timeout_s)
+            failed = "".join(f"\n{outcome.trace}" for outcome in outcomes if outcome.error)
+            ready = wait(list(open_pipes), min(timeout_s, after_failure_s) if failed else timeout_s)
             if not ready:
                 stuck = sorted(open_pipes.values())
                 self.kill(range(len(self.processes)))
-                pytest.fail(f"ranks {stuck} hang")
+                pytest.fail(f"ranks {stuck} hang{failed}")
             for pipe in ready:
                 rank = open_pipes.pop(pipe)
                 with contextlib.suppress(EOFError, ConnectionResetError):  # it died before it could say
@@ -124,7 +128,7 @@ class World:
 
     def results(self, timeout_s: float = HANG_S) -> list[Any]:
         """Every rank's result; fails the test where one raised."""
-        outcomes = self.join(timeout_s)
+        outcomes = self.join(timeout_s, AFTER_FAILURE_S)
         for rank, outcome in enumerate(outcomes):
             if outcome.error or outcome.exitcode:
                 pytest.fail(f"rank {rank} failed ({outcome.exitcode}): {outcome.error}\n{outcome.trace}")

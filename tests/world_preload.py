@@ -1,5 +1,6 @@
 """What the fork server imports once for all test processes."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -9,3 +10,6 @@ import megatron.core.utils  # noqa: F401
 sys.path.append(str(Path(__file__).parent / "integrations"))
 
 import megatron_world  # noqa: F401
+
+gc.collect()
+gc.freeze()  # no rank looks at it again, which takes long and copies its pages

@@ -1,9 +1,9 @@
 """Writes the tables of other systems' options into the pages: python docs/make/config_tables.py
 
-A table stands between `<!-- config table: NAME -->` and `<!-- end of config table -->`, where NAME is a module below
-meshfeed.integrations, such as `transformers` or `megatron.options`. Its rows are that module's CONFIG_FIELDS, a dict from
-an option's name to "honoured: how", "refused: what to use instead" or "no effect on data: why". The dict is read from the
-source, so that no framework needs to be installed.
+A table stands between `<!-- config table: NAME -->` and `<!-- end of config table -->`. NAME is a module
+below meshfeed.integrations, such as `transformers` or `megatron.config`. Its rows are that module's
+CONFIG_FIELDS, a dict from an option's name to "honoured: how", "refused: what to use instead" or "no effect
+on data: why". The dict is read from the source, so that no framework needs to be installed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def names_in(text: str) -> list[str]:
 
 
 def table(fields: Mapping[str, str]) -> str:
-    """Markdown: what is honoured, then what is refused, then what has no effect, each in the order of the module."""
+    """Markdown: first what is honoured, then what is refused, then what has no effect; as in the module."""
     rows = [
         f"| `{option}` | {treatment} | {note} |"
         for wanted in TREATMENTS

@@ -22,13 +22,13 @@ def page(
     corpus: Mapping[str, Any],
     runs: Mapping[str, Run],
     packed: Mapping[str, Run],
-    remote: Remote,
+    remote: Remote | None,
     found: Comparison,
 ) -> str:
     """The whole page.
 
     facts: what losses.json holds. corpus: its counts. runs: "reference", "first" and "then". packed: runs
-    over the same documents by packing policy. remote: the runs from remote storage.
+    over the same documents by packing policy. remote: the runs from remote storage, once they have ended.
     """
     shell = Template(Path(__file__).with_name("page.html").read_text())
     verdict = "The two jobs agree" if found.agree else "The two jobs do NOT agree"
@@ -52,10 +52,7 @@ def page(
         losses=_loss_chart(facts, runs),
         ledger=_ledger_picture(facts, runs, found),
         packed=_packed_table(packed),
-        remote=remote_section(remote),
-        remote_layout=escape(remote.layout),
-        remote_latency=f"{remote.latency_s * 1e3:.0f} ms",
-        remote_late_by=f"{remote.late_by:.0f}",
+        remote="<p>These runs have not ended.</p>" if remote is None else remote_section(remote),
         ranks="".join(
             _ranks_section(facts[name], runs[name], title)
             for name, title in (("first", "Before the kill"), ("then", "After the kill"))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from demo.compare import Run
 from demo.corpus import BLOCK_BYTES, Corpus
-from demo.remote_page import Remote
+from demo.remote_page import LEAST_BYTES_PER_S, Remote
 from demo.runs import Trainer
 from demo.storage import Manners, Served, SlowStorage
 
@@ -22,15 +22,23 @@ _OPTIONS = {"window": 128, "sequences": 24, "micro-batch-size": 12, "shuffle": "
 _TOKEN_BYTES = 2
 
 
+def bytes_per_s(consumed: int, step_s: float) -> float:
+    """What the storage gives. consumed: bytes of a step. step_s: of a step, long on a busy machine."""
+    return max(HEADROOM * consumed / step_s, LEAST_BYTES_PER_S)
+
+
 def train_from_remote_storage(trainer: Trainer, corpus: Corpus, out: Path, console: Console) -> Remote:
-    """Three short runs of one recipe; the storage gives 1.2 times what the steps of the first one take."""
+    """Three short runs of one recipe; the storage gives 1.2 times what the steps of the first one take.
+
+    Raises MeshfeedError where a run fails.
+    """
     options: dict[str, Any] = {**_OPTIONS, "checkpoint-every": 1000}
     local_options = options | {"steps": STEPS["local"]}
     trainer.train("local", LAYOUT, "2 processes, corpus on the disk", options=local_options)
     local = Run.read(out, "local")
     consumed = int(_OPTIONS["sequences"]) * int(_OPTIONS["window"]) * _TOKEN_BYTES
     step_s = median(line["seconds"] for line in local.costs[0] if line["step"])
-    manners = Manners(bytes_per_s=HEADROOM * consumed / step_s)
+    manners = Manners(bytes_per_s=bytes_per_s(consumed, step_s))
     served: dict[str, Served] = {}
     with SlowStorage(Path(corpus.prefix).parent, manners) as storage:
         for name, told, further in (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from statistics import mean
 
 from demo.compare import Run
 
+LEAST_BYTES_PER_S = 64 << 10
+"""That the storage gives, however slow the steps are: enough for several requests within their time limit."""
 WARM_UP = 12
 """Steps at a run's start whose waiting is not counted: storage has yet to get ahead of training."""
 
@@ -65,8 +68,26 @@ class Remote:
         return mean(slowest[WARM_UP:] or slowest[1:])
 
 
+_TEXT = """<p>Three more runs of one recipe on two processes, {layout}. First from the disk, to see what the
+steps take. Then from storage that answers after {latency_ms:.0f} ms, gives all readers together {rate} KiB a
+second (1.2 times what those steps take, at least {least}), and answers one request in a hundred
+{late_by:.0f} times as slowly. meshfeed knows what comes, fetches it once for the node, ahead, and hedges
+slow requests. The last run moves the data as Megatron does: tp rank 0 alone reads, and broadcasts; it
+reads through the same cache. So both fetch each byte once, both hedge slow requests, and what differs is
+the delivery. The shaded steps are the warm-up.</p>"""
+_LEGEND = """<div class="legend"><span><i style="background:var(--first)"></i>meshfeed</span>
+<span><i style="background:var(--then)"></i>tp rank 0 broadcasts</span></div>"""
+
+
 def remote_section(remote: Remote) -> str:
-    """A table of the three runs and a chart of what each step waited."""
+    """What was run, a table of the three runs, and a chart of what each step waited."""
+    text = _TEXT.format(
+        layout=escape(remote.layout),
+        latency_ms=remote.latency_s * 1e3,
+        rate=f"{remote.bytes_per_s / 1024:,.0f}",
+        least=f"{LEAST_BYTES_PER_S / 1024:.0f}",
+        late_by=remote.late_by,
+    )
     longest = max(remote.step_s(name) for name in remote.runs)
     rows: list[str] = []
     for name in remote.runs:
@@ -82,10 +103,10 @@ def remote_section(remote: Remote) -> str:
         )
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return (
-        f'<div class="panel">{_chart(remote)}</div>'
+        f'{text}<div class="panel">{_chart(remote)}</div>'
         "<table><thead><tr><th>run</th><th>fetched</th><th>per byte used</th><th>late requests</th>"
         "<th>time of a step</th><th>waited, after warm-up</th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        f"<tbody>{''.join(rows)}</tbody></table>{_LEGEND}"
     )
 
 

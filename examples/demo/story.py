@@ -51,10 +51,14 @@ def run(args: argparse.Namespace) -> int:
 
     _train_packed(trainer)
     packed = {policy: Run.read(out, policy) for policy in PACKED}
-    remote = train_from_remote_storage(trainer, corpus, out, console)
-
     runs = {name: Run.read(out, name) for name in ("reference", "first", "then")}
     found = compare(runs["reference"], runs["first"], runs["then"], resumed_at, TOLERANCE)
+    _write(out, args, corpus.facts(), runs, packed, None, found, resumed_at)
+    try:
+        remote = train_from_remote_storage(trainer, corpus, out, console)
+    except MeshfeedError as error:
+        _tell(console, found, out)
+        raise MeshfeedError(f"the runs from remote storage failed, all others have ended: {error}") from error
     _write(out, args, corpus.facts(), runs, packed, remote, found, resumed_at)
     for policy, run_ in packed.items():
         told = balance_of(run_)
@@ -105,7 +109,7 @@ def _write(
     corpus: dict[str, Any],
     runs: dict[str, Run],
     packed: dict[str, Run],
-    remote: Remote,
+    remote: Remote | None,
     found: Comparison,
     resumed_at: int,
 ) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from meshfeed.errors import RecipeError
 from meshfeed.mixture import Mixture, Store, check_next, is_past
-from meshfeed.summary import brief, digest_of
+from meshfeed.summary import brief, code_of, digest_of
 
 Order = Literal["global", "blocks", "none", "replacement"]
 Last = Literal["keep", "drop", "pad"]
@@ -235,7 +235,9 @@ class Recipe:
         data = self.data.summary(until) if isinstance(self.data, Mixture) else self.data.fingerprint
         return {
             "data": data,
-            "sequence": brief(self.sequence.summary()),
+            "sequence": brief(
+                " ".join(filter(None, (self.sequence.summary(), code_of(type(self.sequence)))))
+            ),
             "batch": self.batch.summary(until),
             "seed": str(self.seed),
             "epochs": str(self.epochs),

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import re
+import textwrap
+import tokenize
 from collections.abc import Mapping
 from typing import Any
+
+_OWN = __name__.partition(".")[0]
+_MARKS = {
+    tokenize.COMMENT: "",
+    tokenize.NL: "",
+    tokenize.NEWLINE: ";",
+    tokenize.INDENT: ">",
+    tokenize.DEDENT: "<",
+}
 
 
 def digest_of(summary: Mapping[str, Any]) -> str:
@@ -22,6 +35,43 @@ def brief(text: str) -> str:
     # a character is up to 12 bytes of JSON
     start = next(text[:end] for end in range(720, 0, -10) if len(json.dumps(text[:end])) <= 722)
     return f"{start}... (in full: {_in_full(text)})"
+
+
+@functools.lru_cache(maxsize=64)
+def code_of(made: Any) -> str:
+    """What identifies the code of a user's class, or of a function that makes one; "" for meshfeed's own.
+
+    Its module and name, and its `version` if it has one, else a digest of its source and of that of its bases
+    in the same package, without comments and blank lines. Where there is no source, name and module alone.
+    What it calls is not in it.
+    """
+    if _package_of(made) == _OWN:
+        return ""
+    module = "__main__" if made.__module__ == "__mp_main__" else made.__module__  # of a spawned process
+    version: Any = getattr(made, "version", None)
+    if isinstance(version, (str, int)):
+        code = f"version {version}"
+    else:
+        bases = [each for each in getattr(made, "__mro__", (made,)) if _package_of(each) == _package_of(made)]
+        code = hashlib.sha256("\n".join(map(_source_of, bases)).encode()).hexdigest()[:16]
+    return f"{module}.{made.__qualname__} {code}"
+
+
+def _package_of(made: Any) -> str:
+    return str(made.__module__).partition(".")[0]
+
+
+def _source_of(made: Any) -> str:
+    """The source of a class without comments and blank lines; "" where there is none."""
+    try:
+        lines = inspect.getsource(made).splitlines(keepends=True)
+        found = list(
+            tokenize.generate_tokens(iter(textwrap.dedent("".join(lines)).splitlines(True)).__next__)
+        )
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):
+        return ""
+    # nothing between tokens: Python 3.12 cuts an f-string into several
+    return "".join(_MARKS.get(each.type, each.string) for each in found)
 
 
 def same_text(one: str, other: str) -> bool:

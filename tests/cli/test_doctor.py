@@ -47,7 +47,7 @@ def test_a_store_near_by_and_one_that_is_none(tmp_path: Path, capsys: pytest.Cap
     assert status == 0 and "opens: megatron" in found[str(tmp_path / "c")]["says"]
     assert found["storage"]["figures"]["p99_s"] >= found["storage"]["figures"]["p50_s"] > 0
     status, found = findings(capsys, str(tmp_path / "d"))
-    assert status == 1 and "found nothing" in found[str(tmp_path / "d")]["says"]
+    assert status == 1 and "this path does not exist" in found[str(tmp_path / "d")]["says"]
     status, found = findings(capsys, "ftp://host/c")
     assert status == 1 and "scheme 'ftp' is unknown" in found["ftp://host/c"]["says"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import mosaic
 from meshfeed.cli.main import main
 from meshfeed.store import IndexedWriter
 
+SAVED = Path(__file__).parents[1] / "store" / "saved_by_datasets"
 TEXTS = ["one two three", "a", "three two one <b>two</b>", "two"]
 TOKENS = [list(text.encode()) for text in TEXTS]
 FORMATS = {
@@ -114,6 +116,56 @@ def test_a_broken_store_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     status, facts, _ = told(capsys, path, "--verify")
     assert status == 1 and "c.bin: bytes 0.." in facts["broken"] and "verified" not in facts
+
+
+@pytest.mark.parametrize("json_lines", [True, False])
+def test_what_is_asked_wrongly_is_no_broken_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], json_lines: bool
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    chats = {"messages": [[{"role": "user", "content": "a"}]], "text": ["a"]}
+    path = tmp_path / ("c.jsonl" if json_lines else "c.parquet")
+    if json_lines:
+        path.write_text(json.dumps({name: values[0] for name, values in chats.items()}) + "\n")
+    else:
+        pq.write_table(pa.table(chats), path)
+    wrong = [
+        ([str(path)], "no column 'tokens'|no 'tokens' or 'input_ids'"),
+        ([str(path), "--column", "text"], "text"),
+        ([str(path), "--column", "messages", "--tokenizer", "bytes"], "where text belong"),
+        ([str(SAVED)], "a DatasetDict; give the path of one split"),
+    ]
+    for words, says in wrong:
+        for options in ([], ["--verify"], ["--json"]):
+            assert main(["inspect", *words, *options, "--cache", str(tmp_path / "cache")]) == 2, words
+            said = capsys.readouterr()
+            assert "broken" not in said.out + said.err
+            assert re.search(says, said.err), said.err
+
+
+def test_what_bears_loss_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"input_ids": list(b"ask me: tell <i>"), "labels": [-100] * 8 + list(b"tell <i>")}
+    (tmp_path / "c.jsonl").write_text(json.dumps(row) + "\n")
+    words = [str(tmp_path / "c.jsonl"), "--show", "1", "--cache", str(tmp_path / "cache")]
+    assert main(["inspect", *words]) == 0
+    said = capsys.readouterr().out
+    assert "what bears loss stands in ⟦ ⟧" in said and "109 101 58 32 ⟦116 101 108" in said
+    status, facts, _ = told(capsys, *words)
+    assert (status, facts["texts"][0]["bears_loss"]) == (0, ["116 101 108 108 32 60 105 62"])
+    assert main(["inspect", *words, "--labels", "shifted"]) == 0
+    assert "58 32 116 ⟦101 108" in capsys.readouterr().out
+    with mf.DatasetWriter(tmp_path / "d", {"tokens": "uint8", "loss_mask": "uint8"}) as writer:
+        writer.add_document(tokens=row["input_ids"], loss_mask=[0] * 8 + [1] * 8)
+    file = tmp_path / "page.html"
+    assert main(["inspect", str(tmp_path / "d"), "--html", str(file), "--tokenizer", "bytes"]) == 0
+    page = file.read_text()
+    assert (
+        'ask me: <span class="loss">tell &lt;i&gt;</span>' in page and "Underlined: what bears loss" in page
+    )
+    assert main(["inspect", str(tmp_path / "d"), "--show", "1", "--tokenizer", "bytes"]) == 0
+    assert "ask me: ⟦tell <i>⟧" in capsys.readouterr().out
 
 
 def test_a_tokenizer_of_another_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,7 @@ def test_every_command_with_tables_has_json(capsys: pytest.CaptureFixture[str]) 
         (("roles", "tp2", "--reads", "0;1"), "'0;1': write whole numbers from 0"),
         (("roles", "tp2", "--rank", "tp1"), "'tp1': write a whole number from 0"),
         (("roles", "tp2", "--rank", "5"), "rank 5 is not in layout tp2"),
-        (("inspect", "nowhere"), "nowhere: found nothing"),
+        (("inspect", "nowhere"), "nowhere: this path does not exist"),
         (
             ("prepare", "in", "out", "--tokenizer", "bytes"),
             "required: --out",

@@ -38,7 +38,7 @@ def traced(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, An
         ("import meshfeed as mf\n\nrecipe = mf.Recipe(data=nothing)\n",
          "recipe.py:3: NameError: name 'nothing' is not defined\n    recipe = mf.Recipe(data=nothing)"),
         ("import meshfeed as mf\nstore = mf.open('nowhere')\n",
-         "recipe.py:2: nowhere: found nothing"),
+         "recipe.py:2: nowhere: this path does not exist"),
         ("import meshfeed as mf\ndef make():\n    return mf.Batch(sequences=0)\nrecipe = make()\n",
          "recipe.py:3: Batch(sequences=0)"),
         ("recipe = (\n", "recipe.py:1: '(' was never closed: recipe = ("),

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import random
+import re
 import resource
 import signal
 import stat
@@ -25,6 +26,7 @@ from meshfeed.errors import CacheError, ChangedError, MissingError
 from meshfeed.files import Cache, Folder
 from meshfeed.files.ask import asker, retried
 from meshfeed.files.blocks import SUM_BYTES
+from meshfeed.files.byte_file import Content
 from meshfeed.files.cached import CachedFile
 from services.faults import Fault, Faults
 from services.needs import needs, needs_root, small_disk
@@ -369,12 +371,52 @@ def test_deaths(server: Nginx, tmp_path: Path) -> None:
 # -- what must be refused --------------------------------------------------------------------------------------
 
 
-def test_a_limit_below_what_is_needed_at_one_time(server: Nginx, tmp_path: Path) -> None:
-    with (
-        file_of(server.url, tmp_path, 3 * BLOCK) as file,
-        pytest.raises(CacheError, match=r"bytes in 10 blocks are needed at one time.*limited to 196608"),
-    ):
-        file.read_into(np.empty(10 * BLOCK, np.uint8), np.array([0]), np.array([10 * BLOCK]))
+@pytest.mark.parametrize("limit_blocks", [1, 3, 20])
+def test_a_read_that_exceeds_the_cache_comes_piece_by_piece(
+    server: Nginx, tmp_path: Path, limit_blocks: int
+) -> None:
+    before = server.fetched_bytes()
+    with unhedged(), file_of(server.url, tmp_path, limit_blocks * BLOCK) as file:
+        out = np.empty(SIZE, np.uint8)
+        file.read_into(out, np.array([0]), np.array([SIZE]))
+        assert np.array_equal(out, DATA_BYTES)
+        assert file.stats.bytes_fetched == SIZE
+        held = sum(path.stat().st_size - SUM_BYTES for path in blocks_in(tmp_path))
+        assert held <= (limit_blocks + 1) * BLOCK
+    assert server.fetched_bytes() - before == SIZE
+
+
+def test_what_is_announced_beyond_the_cache_is_fetched_once(server: Nginx, tmp_path: Path) -> None:
+    before = server.fetched_bytes()
+    begins = np.arange(0, SIZE - BLOCK, BLOCK // 2)
+    with unhedged(), file_of(server.url, tmp_path, 5 * BLOCK) as file:
+        file.will_need(begins, begins + BLOCK)
+        for at in range(0, begins.size, 16):  # each read is of more blocks than the cache holds
+            some = begins[at : at + 16]
+            out = np.empty(some.size * BLOCK, np.uint8)
+            file.read_into(out, some, np.full(some.size, BLOCK))
+            assert np.array_equal(out, np.concatenate([DATA_BYTES[b : b + BLOCK] for b in some.tolist()]))
+    # the block at the joint of two reads may come again
+    assert server.fetched_bytes() - before <= SIZE + 5 * BLOCK
+
+
+def test_too_small_a_cache_is_told_once(
+    server: Nginx, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with file_of(server.url, tmp_path, 5 * BLOCK) as file:
+        for _ in range(3):
+            file.read_into(np.empty(SIZE, np.uint8), np.array([0]), np.array([SIZE]))
+        helper_pid()  # what it has told by now, has come
+    (told,) = (each.getMessage() for each in caplog.records if "evicted" in each.getMessage())
+    assert re.search(r"of \d+ bytes fetched, \d+ had been .* evicted; raise limit_bytes above 327680$", told)
+
+
+def test_a_block_that_exceeds_the_cache_is_refused(server: Nginx, tmp_path: Path) -> None:
+    cache = Cache(tmp_path, limit_bytes=BLOCK, block_bytes=BLOCK)
+    file = CachedFile(f"{server.url}/data.bin", cache, content=Content(stored_bytes=SIZE))
+    told = rf"{SIZE} bytes are fetched at one time, the cache .* is limited to {BLOCK}; raise limit_bytes$"
+    with file, pytest.raises(CacheError, match=told):
+        file.read_into(np.empty(1, np.uint8), np.array([0]), np.array([1]))
 
 
 @pytest.mark.parametrize("sizes", [{"block_bytes": 1000}, {"block_bytes": 0}, {"limit_bytes": 5}])
@@ -425,22 +467,18 @@ def test_a_file_is_left_while_storage_does_not_answer(tmp_path: Path) -> None:
         end_helper()
 
 
-def test_a_full_disk(server: Nginx, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", ["1m", "100m,nr_inodes=20"])
+def test_a_full_disk_holds_what_is_read_right_now(server: Nginx, tmp_path: Path, size: str) -> None:
+    """Whether bytes or inodes are used up; the limit is 1 GiB."""
     disk = tmp_path / "small"
-    with small_disk(disk, "1m"), file_of(server.url, disk) as file:
+    with small_disk(disk, size), file_of(server.url, disk) as file:
         out = np.empty(SIZE, np.uint8)
-        with pytest.raises(CacheError, match=r"No space left on device.*free space on this disk"):
+        for _ in range(2):
+            file.will_need(np.array([0]), np.array([SIZE]))
             file.read_into(out, np.array([0]), np.array([SIZE]))
-        until = time.monotonic() + 600
-        while True:
-            try:
-                read_some_small(file)  # what fits still comes, once what was asked for has been given up
-                break
-            except CacheError:
-                assert time.monotonic() < until
-        with pytest.raises(CacheError, match=r"needed at one time; .*No space left .*free space on this"):
-            file.read_into(out, np.array([0]), np.array([SIZE]))  # not by the limit, which is 1 GiB
-        check_folder(disk)
+            assert np.array_equal(out, DATA_BYTES)
+        read_some_small(file)
+        assert check_folder(disk) > 0
         end_helper()
 
 

@@ -123,6 +123,26 @@ def test_an_object_that_is_replaced(server: Nginx, tmp_path: Path) -> None:
             client.stat("data.bin")
 
 
+NAMES = [(method, name) for method in ("HEAD", "GET") for name in ("ETag", "Last-Modified")]
+
+
+@pytest.mark.parametrize("hidden", [NAMES, NAMES[:2], NAMES[2:], NAMES[1:], NAMES[::2]], ids=str)
+def test_what_a_server_does_not_name_is_not_taken_for_replaced(
+    faults: Faults, caplog: pytest.LogCaptureFixture, hidden: list[tuple[str, str]]
+) -> None:
+    faults.hidden = frozenset(hidden)
+    client = Client(faults.url, {}, SHORT)
+    assert read_all(client) == DATA and client.stat("data.bin").size_bytes == len(DATA)
+    told = [record.getMessage() for record in caplog.records]
+    if hidden == NAMES:
+        (line,) = told
+        assert "/data.bin: the server sends neither ETag nor Last-Modified" in line
+        with pytest.raises(ChangedError, match="was replaced"):
+            client.read("data.bin", 0, 10, "size 5")
+    else:
+        assert not told
+
+
 def test_nobody_there() -> None:
     with pytest.raises(UnavailableError, match=r"http://127.0.0.1:1/data.bin: failed 2 times"):
         Client("http://127.0.0.1:1", {}, Patience(attempts=2)).stat("data.bin")

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ import pytest
 import torch
 
 import meshfeed as mf
+import quick
 from meshfeed.errors import AccessError, MissingError, StoreError, UnavailableError
 from meshfeed.files import hub as hub_module
 from meshfeed.files import retries
@@ -153,7 +153,7 @@ def test_processes_share_their_nodes_requests(hub: Hub, tmp_path: Path) -> None:
     code = f"import meshfeed as mf\nwith mf.open({path!r}) as s: print(s.read(0, 0, 3).tolist())"
     count = cases(2, 64)
     started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ, text=True)
+        subprocess.Popen([quick.python(), "-c", code], stdout=subprocess.PIPE, env=os.environ, text=True)
         for _ in range(count)
     ]
     assert [each.communicate()[0] for each in started] == ["[1, 2, 3]\n"] * count

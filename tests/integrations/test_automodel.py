@@ -6,13 +6,14 @@ Its configs, meshes, FSDP2, schedules, losses, checkpoints and collaters are as 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -443,7 +444,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"dataset": fed("windows"), "dataloader": {"shuffle": True}},
         {},
-        "dataloader: shuffle would have no ef",
+        r"leave them out: dataloader.shuffle=True \(mf.Recipe\(shuffle=\)\)",
     ),
     ({"dataset": fed("windows", delivery="shared")}, {}, "delivery='shared': choose one of auto, direct, br"),
     ({"dataset": fed("windows", readers=1)}, {}, "unexpected dataset config field.s.: readers"),
@@ -463,7 +464,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         DOCUMENTS | {"packed_sequence": {**NEAT, "max_packs": 3}},
         {},
-        "packed_sequence: max_packs would have no",
+        "leave them out: packed_sequence.max_packs=3",
     ),
     (DOCUMENTS | thd(256, 2), {"supports_seq_lens": False}, "packing_strategy=thd: .* choose neat"),
     (DOCUMENTS | thd(256, 2), {"cp_size": 3}, "packed_sequence_size=256: cp_size=3 needs a multiple of 6"),
@@ -493,6 +494,27 @@ def test_wrong_settings_are_named(
 ) -> None:
     with pytest.raises((mf.MeshfeedError, TypeError), match=told):
         next(iter(loader(config(tmp_path, **given), **runtime)))
+
+
+def test_every_option_is_known(place: Path) -> None:
+    from nemo_automodel.components.datasets import loader
+    from nemo_automodel.components.training.step_scheduler import StepScheduler
+
+    from meshfeed.integrations import automodel
+
+    known = automodel.CONFIG_FIELDS.keys()
+    of_packs = {
+        field.name for name in ("Thd", "Neat") for field in fields(getattr(loader, f"{name}PackingConfig"))
+    }
+    assert {f"packed_sequence.{name}" for name in of_packs} <= known
+    made_by_recipe = {"dataset_config", "packing", "batch_sampler_config", "dataset_build_schedule", "seed"}
+    of_loader = {field.name for field in fields(loader.DataloaderConfig)} - made_by_recipe
+    assert {f"dataloader.{name}" for name in of_loader} <= known
+    not_data = {"dp_size", "dataloader", "process_group", "preemption_signal", "gc_every_steps"}
+    not_data |= {"log_remote_every_steps", "loss_average_window_steps"}
+    of_steps = set(inspect.signature(StepScheduler).parameters) - not_data
+    assert {f"step_scheduler.{name}" for name in of_steps} <= known
+    assert {f"dataset.{field.name}" for field in fields(automodel.FeedDataset)} <= known
 
 
 def test_another_recipe_and_an_endless_validation_are_named(place: Path, tmp_path: Path) -> None:

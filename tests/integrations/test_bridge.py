@@ -224,3 +224,25 @@ def test_virtual_stages_and_skipped_steps(folder: Path) -> None:
         assert virtual == own_virtual and skipped == own_skipped
         assert list(virtual) == (list(range(STEPS)) if rank >= 2 else [])
         assert list(skipped) == ([0, 3, 4, 5] if rank == 3 else [])
+
+
+def options_of_no_effect(rank: int, folder: Path) -> list[str]:
+    """What `pretrain` says of options that concern data and that no recipe has."""
+    import bridge_world as bw
+
+    from meshfeed.integrations import bridge
+
+    bw.no_gpu()
+    told = []
+    for dataset, train in (({"num_workers": 0}, {}), ({}, {"decrease_batch_size_if_needed": True})):
+        data = bridge.DatasetConfig(recipe=recipe(folder), **dataset)
+        with pytest.raises(mf.RecipeError) as refused:
+            bw.train(bw.Job(folder, tp=1, pp=1), data, bridge.forward_step, data, **train)
+        told.append(str(refused.value))
+    return told
+
+
+def test_options_of_no_effect_are_refused(folder: Path) -> None:
+    ((workers, size),) = run(options_of_no_effect, 1, folder)
+    assert workers.startswith("dataset.num_workers=0 has no effect on recipes; meshfeed reads on a thread")
+    assert size.startswith("train.decrease_batch_size_if_needed=True has no effect on recipes")

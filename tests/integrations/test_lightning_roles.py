@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import threading
 import warnings
@@ -265,11 +266,71 @@ def test_the_rest_of_a_stream_is_validated_too(corpus: str, tmp_path: Path) -> N
     assert len(rest.seen["validate"]) == 4
 
 
+# in the order of Lightning's documentation
+NOT_DATA = frozenset(
+    [
+        *(
+            "self",
+            "accelerator",
+            "precision",
+            "logger",
+            "callbacks",
+            "log_every_n_steps",
+            "enable_checkpointing",
+        ),
+        *("enable_progress_bar", "enable_model_summary", "gradient_clip_val", "gradient_clip_algorithm"),
+        *(
+            "deterministic",
+            "benchmark",
+            "inference_mode",
+            "profiler",
+            "detect_anomaly",
+            "barebones",
+            "plugins",
+        ),
+        *("sync_batchnorm", "default_root_dir", "enable_autolog_hparams", "model_registry"),
+    ]
+)
+"""What steers the model, the machine, logs and checkpoints."""
+
+
+def test_every_option_is_known() -> None:
+    import lightning.pytorch as pl
+
+    there = set(inspect.signature(pl.Trainer.__init__).parameters)
+    assert there == fed.CONFIG_FIELDS.keys() | NOT_DATA and not fed.CONFIG_FIELDS.keys() & NOT_DATA
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_distributed_sampler": False},
+        {"min_epochs": 2},
+        {"min_steps": 1},
+        {"max_time": {"hours": 1}},
+        {"num_sanity_val_steps": 1},
+        {"val_check_interval": 4, "check_val_every_n_epoch": None},
+        {"val_check_interval": 0.5},
+    ],
+)
+def test_other_options_keep_the_data(corpus: str, tmp_path: Path, options: dict[str, Any]) -> None:
+    data = fed.DataModule(recipe(corpus), held_out(corpus, 1), micro_batch_size=2, steps_per_epoch=2)
+    trained = model()
+    trainer(tmp_path, max_steps=4, **options).fit(trained, datamodule=data)
+    assert trained.seen["train"] == rows(corpus, range(4))
+    one = [(0, each) for each in rows(corpus, range(1), shuffle="none")]
+    sanity = options.get("num_sanity_val_steps", 0)
+    passes = 2 * (2 if "val_check_interval" in options else 1)
+    assert trained.seen["validate"] == one[:sanity] + one * passes
+
+
 def test_shares_of_a_stream_are_refused(corpus: str, tmp_path: Path) -> None:
     for options, said in (
         ({"limit_train_batches": 0.5}, "limit_train_batches=0.5: .* multiple of"),
-        ({"overfit_batches": 4}, "overfit_batches=4: .*leave it out"),
+        ({"overfit_batches": 4}, r"leave them out: overfit_batches=4 \(a stream does not repeat"),
         ({"overfit_batches": 0.5}, "overfit_batches=0.5"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "leave them out: reload_dataloaders_every_n_epochs=1"),
     ):
         for given in ({}, {"steps": 4}):
             data = fed.DataModule(recipe(corpus, **given), held_out(corpus), micro_batch_size=2)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_world import Case, initialized, run, sample_of
 
 import meshfeed as mf
@@ -95,11 +96,12 @@ def options_job(rank: int) -> list[Any]:
         static = {
             "thd_max_packed_sequences": 3,
             "pad_packed_seq_alignment": "max",
-        }  # of no use without graphs
+        }  # without graphs, a pack may have more
         source, config = iter(own) if rank % 2 == 0 else None, config_of(case, "empty", **static)
         iterator, count, *_ = wrap(source, config, 3)
         batches = [megatron.get_batch(iterator) for _ in range(count)]
-        kept = [batch["tokens"].unique_consecutive().tolist() for batch in batches]
+        assert [batch["tokens"].numel() for batch in batches] == [64] * count
+        kept = [batch["tokens"][batch["tokens"] > 0].unique_consecutive().tolist() for batch in batches]
         assert kept == [[int(sample["tokens"][0]) for sample in pack] for pack in own]
         assert not [name for batch in batches for name in batch if name.startswith("(")]
         with pytest.raises(mf.PlanError, match=r"pack 0 of data-parallel rank 0 has 70 tokens.*holds 64"):
@@ -168,13 +170,28 @@ def groups_job(rank: int) -> str:
         ) as feed:
             assert feed.packing is not None and feed.packing.quantum == 3
         with pytest.raises(mf.RoleError) as refused:
-            megatron.is_reader(SimpleNamespace(tp=None))  # type: ignore[arg-type]
+            megatron.is_reader(SimpleNamespace(tp=None))
         return str(refused.value)
 
 
-def test_a_feed_takes_the_group_size_and_process_groups_by_position_are_refused() -> None:
+def test_a_feed_takes_the_group_size_and_other_things_by_position_are_refused() -> None:
     (told,) = run(groups_job, 1)
     assert "SimpleNamespace as vp_stage" in told and "groups=..." in told
+
+
+def readers_job(rank: int) -> list[bool]:
+    """As Megatron-Bridge, Megatron-LM and Megatron-LM with packs call `is_dataset_built_on_rank`."""
+    with initialized(Case(pp=3)):
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return [
+            megatron.is_reader(groups),
+            megatron.is_reader(vp_stage=0, is_packed_sequence=False),
+            megatron.is_reader(vp_stage=0, is_packed_sequence=True),
+        ]
+
+
+def test_a_rank_reads_however_megatron_asks() -> None:
+    assert run(readers_job, 3) == [[True] * 3, [False, False, True], [True] * 3]
 
 
 def test_lengths_of_megatrons_mock_datasets(tmp_path: Path) -> None:

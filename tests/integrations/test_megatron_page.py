@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pretrain_driver
 from megatron_world import Case, initialized, page_snippets, run, sample_of, write_documents
 
 
@@ -28,9 +29,11 @@ def job(rank: int, folder: Path) -> dict[str, Any]:
         "train_iters": 1,
         "loss_func": lambda mask, output: mask.sum(),
         "train_step": lambda forward_step, iterator: forward_step(iterator, model)[1](None),
-        "pretrain": lambda provider, forward_step: forward_step(provider([64])[0], model),
+        "pretrain": lambda provider, forward_step: driver.pretrain(provider),
     }
-    with initialized(case):
+    args = pretrain_driver.arguments(train_iters=1, eval_iters=0)
+    driver = pretrain_driver.Driver(args, lambda it, *_: names["forward_step"](it, model))
+    with initialized(case), pretrain_driver.global_args(args):
         for snippet in snippets:
             exec(compile(snippet, "frameworks.md", "exec"), names)
         assert names["is_dataset_built_on_rank"]() == (rank % 2 == 0)

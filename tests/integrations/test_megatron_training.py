@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pretrain_driver
 import pytest
 import torch
 from megatron.core import parallel_state
@@ -91,12 +92,21 @@ class Trainer:
         self.losses += [each["loss"].item() for each in told]
 
     def pretrain(self, provider: Callable[..., Any], forward_step: Callable[..., Any]) -> None:
-        """What Megatron's function of this name does with a provider, with an external dataloader."""
-        assert provider.is_distributed
-        stages = [{"vp_stage": v} for v in range(self.case.vpp)] if self.case.vpp else [{}]
-        iterators = [provider([STEPS * SEQUENCES, 0, 0], **stage)[0] for stage in stages]
-        for _ in range(STEPS):
-            self.step(forward_step, iterators if self.case.vpp else iterators[0])
+        """What Megatron-LM's function of this name does with a provider."""
+
+        def step(iterators: Any, count: int, name: str) -> None:
+            assert name == "train"
+            self.step(forward_step, iterators)
+
+        case = self.case
+        args = pretrain_driver.arguments(
+            train_iters=STEPS,
+            eval_iters=0,
+            pipeline_model_parallel_size=case.pp,
+            virtual_pipeline_model_parallel_size=case.vpp,
+        )
+        with pretrain_driver.global_args(args):
+            pretrain_driver.Driver(args, step).pretrain(provider)
 
 
 def loss_func(
@@ -139,11 +149,8 @@ def page_losses(case: Case, loading: str, options: str, snippet: str) -> list[fl
     }
     first, second, *_ = page_snippets()
     if snippet == "pretrain":  # the definitions of the first, and then the second
-        first = (
-            first.partition("\n\nwith ")[0]
-            + "\n"
-            + second.replace("(recipe, config, ", f"(recipe, config, loading={loading!r}, ")
-        )
+        first = first.partition("\n\nwith ")[0] + "\n" + second
+        first = first.replace("valid=valid)", f"loading={loading!r}, device='cpu')")
     else:
         first = first.replace('loading="shared"', f"loading={loading!r}")
     assert f"loading={loading!r}" in first

@@ -156,7 +156,7 @@ def test_groups_of_verl_stay_together(lengths: list[int], multiple: int, size: i
 def test_groups_of_verl_are_even_in_work() -> None:
     # four groups of 40 tokens, one in two long rows, and two of 20: each microbatch gets 60
     batch = rows([10] * 4 + [20, 20] + [10] * 8 + [5] * 8, 60)
-    with pytest.raises(PlanError, match="^22 rows do not divide into groups of force_group_size=4"):
+    with pytest.raises(PlanError, match=r"^22 rows do not divide into groups of force_group_size=4"):
         rl.rearrange_micro_batches(batch, 60, force_group_size=4)
     batch = rows([10] * 4 + [20, 20, 0, 0] + [10] * 8 + [5] * 8, 60)
     made, _ = rl.rearrange_micro_batches(batch, 60, num_batches_divided_by=2, force_group_size=4)

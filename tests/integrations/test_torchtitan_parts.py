@@ -5,6 +5,9 @@ The same tests run with torchtitan's main branch, where that is what `import tor
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import importlib.util
 import json
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -37,6 +40,61 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 def recipe(corpus: str, sequence: Any = None, **options: Any) -> mf.Recipe:
     given = {"batch": mf.Batch(sequences=8), "seed": 1234, **options}
     return mf.Recipe(data=mf.open(corpus), sequence=sequence or mf.Windows(32), **given)
+
+
+NOT_DATA = frozenset(
+    [
+        *(
+            "training.max_norm",
+            "training.enable_cpu_offload",
+            "training.disable_cuda_graphs",
+            "training.dtype",
+        ),
+        *("training.mixed_precision_param", "training.mixed_precision_reduce", "training.gc_freq"),
+        "training.gc_debug",
+    ]
+)
+"""What steers the model and the machine."""
+
+
+def options_in(module: str) -> set[str]:
+    """The options of classes named Config in a module, which cannot be imported without a GPU's kernels."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    classes = [
+        each for each in ast.walk(ast.parse(Path(spec.origin).read_text())) if isinstance(each, ast.ClassDef)
+    ]
+    statements = [each for found in classes if found.name == "Config" for each in found.body]
+    return {
+        each.target.id
+        for each in statements
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+
+
+def test_every_option_is_known() -> None:
+    from torchtitan.config import TrainingConfig
+
+    there = {f"training.{field.name}" for field in dataclasses.fields(TrainingConfig)}
+    there |= {f"validator.{name}" for name in options_in("torchtitan.components.validate")}
+    there |= {f"dataloader.{field.name}" for field in dataclasses.fields(fed.DataLoader.Config)}
+    of_others = {  # of torchtitan's main branch, or of 0.3
+        *("dataloader.dataset", "dataloader.dataset_path", "training.local_batch_size", "training.seq_len"),
+        *("training.global_batch_size", "training.max_context_length", "training.num_tokens_per_train_step"),
+        "training.num_tokens_per_microbatch_per_dp_rank",
+    }
+    assert there <= fed.CONFIG_FIELDS.keys() | NOT_DATA and not fed.CONFIG_FIELDS.keys() & NOT_DATA
+    assert fed.CONFIG_FIELDS.keys() - there <= of_others
+
+
+def test_a_dataset_beside_the_recipe_is_refused(corpus: str) -> None:
+    names = {field.name for field in dataclasses.fields(fed.DataLoader.Config)} & {"dataset", "dataset_path"}
+    for name in names:
+        config = fed.DataLoader.Config(recipe=recipe(corpus), **{name: "c4"})
+        with pytest.raises(
+            mf.RecipeError, match=rf"leave them out: dataloader\.{name}='c4' \(dataloader.recipe\)"
+        ):
+            config.build(**PLACE)
 
 
 DEGREES = (  # of four ranks, in the order in which ParallelDims takes them

@@ -42,6 +42,13 @@ def model() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SHAPE))
 
 
+def tied() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **SHAPE))
+
+
 def named_otherwise() -> Any:
     """The same model, by a name that transformers does not know to be causal."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -166,6 +173,20 @@ def test_the_usual_metrics_are_those_of_the_trainer(corpus: str, tmp_path: Path)
         for made, given in ((FeedTrainer, held_out), (Trainer, rows(held_out, more=0)))
     ]
     assert told[0] == told[1] > 0
+
+
+def test_tied_weights_that_are_saved_once_are_not_missing(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    whole = FeedTrainer(tied(), args, train_dataset=recipe(corpus))
+    whole.train()
+    other = tied()
+    other.lm_head.weight.data.fill_(0.5)
+    monkeypatch.setattr(type(other), "from_pretrained", None)  # not needed
+    again = FeedTrainer(other, args, train_dataset=recipe(corpus))
+    again.train(f"{tmp_path}/checkpoint-2")
+    assert torch.equal(again.model.lm_head.weight, whole.model.lm_head.weight)
 
 
 class Simple(torch.nn.Module):

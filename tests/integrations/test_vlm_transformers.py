@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import meshfeed as mf
-from meshfeed.errors import RecipeError
+from meshfeed.errors import RecipeError, StateError
 from meshfeed.integrations.transformers import FeedTrainer
 from qwen_vl import BEGIN, END, IMAGE, PATCHES, Document, picture, write_documents
 
@@ -133,6 +134,49 @@ def test_a_pack_trains_a_model_as_the_rows_of_its_own_processor_do(tmp_path: Pat
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
     with_images = [any(isinstance(e, tuple) for n in step for e in DOCUMENTS[n]) for step in seen]
     assert ["pixel_values" in each for each in keys] == with_images == [True, True, False]
+
+
+def trained(folder: Path, own: Any, steps: int, resume: str | None = None) -> Any:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "out"),
+        use_cpu=True,
+        max_steps=steps,
+        per_device_train_batch_size=1,
+        learning_rate=RATE / 10,
+        lr_scheduler_type="constant",
+        report_to=[],
+        disable_tqdm=True,
+        save_steps=2,
+        logging_steps=1,
+    )
+    feed: Any = {"packing": mf.Packing(capacity=128)}
+    run = FeedTrainer(own, arguments, train_dataset=recipe(folder / "store"), feed_options=feed)
+    run.train(resume)
+    return run
+
+
+def test_a_resumed_run_has_all_weights(tmp_path: Path) -> None:
+    write_documents(tmp_path / "store", DOCUMENTS)
+    whole = trained(tmp_path, model(), 3)
+    other = model()
+    for weight in other.parameters():
+        weight.data.fill_(0.5)  # none of them is there by chance
+    checkpoint = str(tmp_path / "out/checkpoint-2")
+    resumed = trained(tmp_path, other, 3, checkpoint)
+    assert resumed.state.log_history[-2]["loss"] == whole.state.log_history[-2]["loss"]
+    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+    saved = Path(checkpoint, "model.safetensors")
+    weights = load_file(saved)
+    del weights[next(name for name in weights if "visual" in name and "qkv.weight" in name)]
+    save_file(weights, saved, {"format": "pt"})
+    with pytest.raises(
+        StateError, match=r"checkpoint-2 lacks 1 weights of Qwen2VL.*visual.*qkv\.weight; resume"
+    ):
+        trained(tmp_path, model(), 3, checkpoint)
 
 
 def test_packs_without_the_positions_of_the_model_are_refused(tmp_path: Path) -> None:

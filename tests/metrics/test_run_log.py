@@ -18,6 +18,7 @@ import meshfeed as mf
 import world
 from corpus import recipe_of, write_corpus
 from meshfeed.metrics import RunLog, RunReader, RunStart, StepRecord, StepStats, read_run
+from meshfeed.report.history.page import page
 from soak import cases
 
 PATIENCE_S = 600.0
@@ -103,14 +104,21 @@ def test_the_mixture_is_told_as_it_was_drawn_and_as_it_was_asked(corpus: str, tm
     ("layout", "text"),
     [
         (mf.Layout.parse("tp2-cp2-pp2"), "tp2-cp2-pp2"),
-        (mf.Layout(tp=2, dp=2, order="dp-tp"), None),
+        (mf.Layout(tp=2, dp=2, order="dp-tp"), "dp2-tp2"),
+        (mf.Layout(dp=2), "dp2"),
+        (mf.Layout(dp=2, ranks_per_node=2), "dp2"),  # as torchrun completes it
+        (mf.Layout(tp=2, cp=2, dp=2, pp=2, ep=2), "tp2-cp2-dp2-pp2"),
+        (mf.Layout(pp=4, dp=2), "dp2-pp4"),
+        (mf.Layout(dp=2, table=(0, 1)), "dp2"),  # as a device mesh gives it
+        (mf.Layout(dp=2, tp=2, table=(0, 2, 1, 3)), None),
         (mf.Layout(dp=2, table=(3, 1)), None),
     ],
 )
 def test_a_layout_is_told_where_its_text_tells_it_all(layout: mf.Layout, text: str | None) -> None:
     told = RunStart.here(0, layout, 1, "direct")
-    assert told.layout == text or np.array_equal(mf.Layout.parse(told.layout or "").grid(), layout.grid())
-    assert told.is_lowest == (layout.table is not None), "rank 1 is the lowest of 3 and 1"
+    assert told.layout == text
+    assert text is None or np.array_equal(mf.Layout.parse(text).coords(), layout.coords())
+    assert told.is_lowest == (layout.table == (3, 1)), "rank 1 is the lowest of 3 and 1"
 
 
 # -- what is read back -----------------------------------------------------------------------------
@@ -287,3 +295,10 @@ def test_a_torn_line_is_taken_away(tmp_path: Path, tail: bytes) -> None:
     file.write_bytes(b"x" * 70_000)  # not one line is whole
     write(tmp_path, start_at(0), record_of(0))
     assert file.read_bytes().startswith(b'{"start"')
+
+
+def test_the_report_names_a_layout_that_no_text_tells(tmp_path: Path) -> None:
+    with_table = mf.Layout(dp=2, tp=2, table=(0, 2, 1, 3))
+    write(tmp_path, start_at(0), record_of(0), record_of(1), start_at(1, layout=with_table), record_of(1))
+    made = page(read_run(tmp_path), "run")
+    assert "a layout of its own" in made and "null" not in made.partition("starts")[2][:200]

@@ -311,6 +311,23 @@ def test_what_bears_loss_in_a_batch_is_what_the_assistant_says(
     assert sorted(said) == sorted(f"{talk[1]['content']}<|im_end|>" for talk in talks)
 
 
+def test_conversations_of_sharegpt_are_the_same(folders: dict[str, Path]) -> None:
+    """from and value for role and content, as its sets call who speaks."""
+    encoder = encoder_of(folders["chatml plain"])
+    called = {
+        "human": "user",
+        "gpt": "assistant",
+        "system": "system",
+        "observation": "tool",
+        "bing": "assistant",
+    }
+    said = [{"from": name, "value": f"{name} says"} for name in called]
+    plainly = [{"role": role, "content": f"{name} says"} for name, role in called.items()]
+    for talk in (said, {"conversations": said}):
+        ((theirs, ours),) = zip(encoder.encode([talk]), encoder.encode([plainly]))
+        assert all(np.array_equal(theirs[name], ours[name]) for name in encoder.columns)
+
+
 # -- what is wrong --------------------------------------------------------------------------------------
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -324,7 +341,11 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
         ([], "an empty list where a list of messages belongs"),
         ({"messages": [USER, ANSWER], "tools": "add"}, "tools are str"),
         ([USER, "b"], "message 1: str where an object"),
-        ([{"from": "human", "value": "a"}], "message 0: its role is None, found keys 'from', 'value'"),
+        ([{"who": "human", "value": "a"}], "message 0: its role is None, found keys 'who', 'value'"),
+        ([{"from": "human", "value": "a"}], "no message of the assistant"),
+        ([{"from": "nurse", "value": "a"}], "message 0: from 'nurse' is not one of human, user, gpt"),
+        ([{"from": ["gpt"], "value": "a"}], r"message 0: from \['gpt'\] is not one of"),
+        ([{"from": "gpt", "text": "a"}], r"message 0 \(assistant\): no content"),
         ([USER, {"role": "assistant"}], r"message 1 \(assistant\): no content"),
         ([USER, {"role": "assistant", "content": None, "tool_calls": []}], r"message 1 .*: no content"),
         ([USER, {"role": "assistant", "content": 5}], r"message 1 \(assistant\): content is int"),

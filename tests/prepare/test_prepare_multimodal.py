@@ -349,7 +349,7 @@ def test_the_command(tmp_path, words, capsys):
     (tmp_path / "in/0.txt").write_text("not read from a folder")
     common[1] = str(tmp_path / "in/0.txt")
     assert main([*common, "--out", str(tmp_path / "no"), *options]) == 2
-    assert "0.txt: not a file of webdataset, jsonl, parquet, mds" in capsys.readouterr().err
+    assert "0.txt: not a file of webdataset, jsonl, json, parquet, arrow, mds" in capsys.readouterr().err
 
 
 ROWS = [
@@ -404,6 +404,19 @@ def test_json_lines_name_parts_by_path(tmp_path, rows, captions, words):
         assert "without '..'" in said(name), name
     assert "image[0]: " in said("none.png") and "none.png: missing" in said("none.png")
     assert "a data URL that cannot be read" in said("data:image/png;base64,@@")
+    for nothing in (
+        {"images": [None]},
+        {"images": ["b.jpg", None]},
+        {"image": {"bytes": None, "path": None}},
+    ):
+        lines.write_text(json.dumps({"text": "x"} | nothing))
+        prepare([lines], tmp_path / "out", elsewhere, engine=Here(), max_errors=1, overwrite=True)
+        errors = (tmp_path / "out/errors.jsonl").read_text()
+        assert "]: null where a path, a URL or bytes belong; leave the list empty" in errors
+    lines.write_text(
+        "".join(json.dumps({"text": "x"} | each) + "\n" for each in ({"images": []}, {"image": None}))
+    )
+    prepare([lines], tmp_path / "out", elsewhere, engine=Here(), overwrite=True)
     assert "image[0]: int where a path, a URL or bytes belong" in said(5)
     assert "image[0]: data:image/png: a data URL" in said("data:image/png,raw")
     lines.write_text(json.dumps({"text": "x", "images": ["b.jpg"] * 9}))

@@ -205,7 +205,7 @@ def test_what_was_left_out_is_not_taken_for_documents(tmp_path, name, tokenizer,
         mf.open(tmp_path / "in" / name, tokenizer=tokenizer, column=column)
     with pytest.raises(StoreError, match=f"errors.jsonl: lists what .* left out.*: {out}/train, {out}/valid"):
         mf.open(out / "errors.jsonl", tokenizer=tokenizer, column=column)
-    with pytest.raises(MissingError, match="no token store"):
+    with pytest.raises(MissingError, match="no file of a token store has such a name"):
         mf.open(out / "*.jsonl", tokenizer=tokenizer, column=column)
     with pytest.raises(PrepareError, match="nothing to prepare there"):
         prepare([tmp_path / "in"], tmp_path / "again", BYTES, engine=Here())

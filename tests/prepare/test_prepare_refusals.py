@@ -98,7 +98,7 @@ def test_other_encodings(tmp_path):
         PrepareError, match=r"a.txt: not valid UTF-8: byte 2 .*, not valid ascii: byte 2 is 0xf6"
     ):
         run(text_encoding="utf-8,ascii")
-    with pytest.raises(PrepareError, match="--encoding utf-16: JSON lines cannot be split in utf-16"):
+    with pytest.raises(PrepareError, match="--encoding utf-16: JSON cannot be split in utf-16"):
         run(text_encoding="utf-16")
     for wrong in ("nonsense", "", "utf-8,", "rot13"):
         with pytest.raises(PrepareError, match=f"--encoding {wrong}: .*encoding"):
@@ -209,8 +209,14 @@ def test_two_runs_of_one_output_do_not_meet(tmp_path):
         (["."], "given twice"),
         (["a.jsonl", "--glob", "*.py"], ""),
         ([""], "an input is an empty path; is a variable of the shell not set"),
-        (["sub/lines.json"], "sub/lines.json: JSON lines, or one document as it stands.*--format"),
-        (["sub", "--glob", "*.py", "--glob", "*.json"], "sub/lines.json: JSON lines, or one document"),
+        (
+            ["sub/lines.json"],
+            "sub/lines.json: JSON lines, a list of records, or one document as it stands.*--format",
+        ),
+        (
+            ["sub", "--glob", "*.py", "--glob", "*.json"],
+            "sub/lines.json: JSON lines, a list of records, or one document",
+        ),
         (["sub", "--glob", "*"], ""),
         (["sub/lines.json", "--format", "jsonl"], ""),
         (["a.jsonl", "--tokenizer", "org/model"], "org/model: missing; give its path on this node"),

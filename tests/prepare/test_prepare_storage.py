@@ -5,8 +5,10 @@ import os
 from contextlib import contextmanager
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from objects import WRITES, azure_container, killed, leftovers, nothing_wrong, s3_bucket
+from test_prepare_tables import save
 from texts import Here, jsonl, texts, tree
 
 import meshfeed as mf
@@ -273,3 +275,18 @@ def test_what_opens_a_store_goes_last_and_the_manifest_at_the_end():
         step_of(name) for name in ("train", "train/manifest.json", "a/tokens.bin", "x.bin", "tokens.bin2")
     }
     assert foreign == {step_of("anything")} and step_of("anything") > step_of("manifest.json")
+
+
+def test_a_saved_dataset_in_a_bucket_is_its_own_files(s3, tmp_path, monkeypatch):
+    """Those that its state.json names, by one listing; not what a map has left beside them."""
+    monkeypatch.setenv("MESHFEED_CACHE", str(tmp_path / "cache"))
+    for name, value in s3.environ.items():
+        monkeypatch.setenv(name, value)
+    folder = save(tmp_path / "saved", [pa.table({"text": ["a", "bc"]}), pa.table({"text": ["def"]})])
+    client = Writer(s3.root, s3.options)
+    for path in folder.iterdir():
+        client.put(f"datasets/{path.name}", path.read_bytes())
+    client.put("datasets/cache-0123.arrow", b"of a map")
+    prepare(["s3://made/datasets"], tmp_path / "out", BYTES, engine=Here())
+    with mf.open(tmp_path / "out") as store:
+        assert store.lengths(np.arange(store.num_documents)).tolist() == [1, 2, 3]

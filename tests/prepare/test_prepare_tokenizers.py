@@ -13,13 +13,14 @@ import tiktoken
 import tiktoken_ext.openai_public as public
 import tokenizers
 from texts import Here, jsonl, texts, tree
+from transformers import PreTrainedTokenizerFast
 
 import meshfeed as mf
 from meshfeed.cli.main import main
-from meshfeed.errors import PrepareError, StoreError
+from meshfeed.errors import OptionError, PrepareError, StoreError
 from meshfeed.formats.tokenizer import tokenizer_file
 from meshfeed.formats.tokenizers import _PATTERNS
-from meshfeed.prepare import ChatEncoder, Local, Text, prepare
+from meshfeed.prepare import ChatEncoder, Chats, Local, Text, prepare
 
 TEXTS = [text for text in texts(80, 4) if text] + ["<|endoftext|> </s> it's  3.14159\r\n\tEs WAR's\u00a0 42"]
 
@@ -176,6 +177,38 @@ def test_conversations_are_tokens_and_a_loss_mask(trained, tmp_path, capsys):
         for name, column in {"tokens": store, "loss_mask": store.columns["loss_mask"]}.items():
             stream = column.read_stream(np.array([0]), np.array([store.num_tokens]))
             assert stream.tolist() == [value for each in told for value in each[name].tolist()]
+
+
+def test_a_tokenizer_object_is_refused_with_the_cure(trained, tmp_path):
+    """Wherever a tokenizer is named; what the cure makes is taken."""
+    folder, _ = trained
+    jsonl(tmp_path / "a.jsonl", TEXTS)
+    own = tokenizers.Tokenizer.from_file(str(folder / "plain.json"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="<|endoftext|>")
+    for given, cure in (
+        (
+            theirs,
+            r"Backend; .* save it by \.save_pretrained\('tokenizer'\), and give tokenizer=",
+        ),
+        (own, r"Tokenizer; .* save it by \.save\('tokenizer\.json'\)"),
+        (len, "give the path of a tokenizers JSON file"),
+    ):
+        for made in (
+            lambda given=given: mf.open(tmp_path / "a.jsonl", tokenizer=given),
+            lambda given=given: Text(tokenizer=given),
+            lambda given=given: Chats(tokenizer=given),
+            lambda given=given: ChatEncoder(given),
+            lambda given=given: tokenizer_file(given),
+        ):
+            with pytest.raises(OptionError, match=f"tokenizer= is an object, .*{cure}"):
+                made()
+    theirs.save_pretrained(tmp_path / "tokenizer")
+    own.save(str(tmp_path / "tokenizer.json"))
+    stores = [
+        mf.open(tmp_path / "a.jsonl", tokenizer=tmp_path / name) for name in ("tokenizer", "tokenizer.json")
+    ]
+    assert [store.num_tokens for store in stores] == [sum(len(own.encode(text).ids) for text in TEXTS)] * 2
+    assert Text(tokenizer=tmp_path / "tokenizer").encoder().column.encoder.end is not None
 
 
 def test_a_job_does_not_go_on_with_another_end(tmp_path):

@@ -18,6 +18,7 @@ import pytest
 from media import picture
 from texts import Here
 
+from meshfeed.cli.main import main
 from meshfeed.errors import StoreError
 from meshfeed.prepare import Multimodal, Text, prepare
 from meshfeed.prepare.samples import fetch_from
@@ -161,6 +162,7 @@ for address in ("8.8.4.4", "169.254.169.254"):
     subprocess.run(["ip", "addr", "add", f"{address}/32", "dev", "lo"], check=True)
 from test_prepare_urls import PNG, Server, served
 from meshfeed.prepare.samples import fetch_from
+from meshfeed.cli.main import main
 from meshfeed.errors import StoreError
 
 private = {host: Server((host, 80)) for host in ("127.0.0.1", "169.254.169.254", "10.0.0.1")}
@@ -452,3 +454,23 @@ def test_a_refused_connection_is_an_error_of_the_url(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
     with pytest.raises(StoreError, match=f"127.0.0.1:{port}/a.png: failed"):
         web(0.2).read(f"http://127.0.0.1:{port}/a.png", MOST)
+
+
+def test_the_command_asks_private_hosts_where_it_is_told_to(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x", "image": f"{server.url}/a.png"}))
+    words = [
+        "prepare",
+        str(tmp_path / "a.jsonl"),
+        "--multimodal",
+        "--tokenizer",
+        "bytes",
+        "--image-token",
+        "#",
+    ]
+    words += ["--workers", "1", "--out", str(tmp_path / "out")]
+    assert main(words) == 2 and "not a public address" in capsys.readouterr().err
+    assert server.asked == []
+    assert main([*words, "--allow-private", "--resume"]) == 0
+    assert "1 part" in capsys.readouterr().out

@@ -50,7 +50,7 @@ def write(folder: Path, columns: tuple[str, ...], *, seed: int = 0, first: int =
     whole: dict[str, np.ndarray] = {
         "tokens": np.arange(first, first + total, dtype="i4"),
         "loss_mask": rng.choice(np.array([0, 0, 0.5, 1], "f4"), total),
-        "labels": rng.integers(-100, 10**12, total),
+        "labels": np.where(rng.random(total) < 0.4, -100, rng.integers(0, 10**12, total)),
         "weight": rng.random(total),
         "turn": rng.integers(0, 3, total).astype("u1"),
     }
@@ -65,12 +65,16 @@ def write(folder: Path, columns: tuple[str, ...], *, seed: int = 0, first: int =
     return {name: whole[name] for name in names} | {"last": last}
 
 
-def expected_mask(whole: dict[str, np.ndarray], place: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def expected_mask(
+    whole: dict[str, np.ndarray], place: np.ndarray, ends: np.ndarray, labels: str
+) -> np.ndarray:
     """The loss mask at tokens of some places. ends: whether the rule has no label for it, or no loss."""
+    mask = whole.get("loss_mask", np.ones(whole["last"].size, "f4"))
     if "labels" in whole:
-        return whole["loss_mask"][place] if "loss_mask" in whole else np.ones(place.size, "f4")
-    following = np.roll(whole["loss_mask"], -1) if "loss_mask" in whole else np.ones(whole["last"].size, "f4")
-    return np.where(ends, 0, following[place]).astype("f4")
+        mask = mask * (whole["labels"] >= 0)
+    if "labels" in whole and labels == "shifted":
+        return mask[place].astype("f4")
+    return np.where(ends, 0, np.roll(mask, -1)[place]).astype("f4")
 
 
 def ends_of(rule: Any, whole: dict[str, np.ndarray], place: np.ndarray) -> np.ndarray:
@@ -81,14 +85,18 @@ def ends_of(rule: Any, whole: dict[str, np.ndarray], place: np.ndarray) -> np.nd
     return whole["last"][place] | (into + 1 == (rule.max_len or 10**9))
 
 
-@some(12)
+@some(20)
+@pytest.mark.parametrize("labels", ["shifted", "unshifted"])
 @pytest.mark.parametrize("columns", SETS, ids="+".join)
 @pytest.mark.parametrize("name", RULES)
-def test_every_token_has_what_lies_at_its_place(tmp_path: Path, name: str, columns: tuple[str, ...]) -> None:
+def test_every_token_has_what_lies_at_its_place(
+    tmp_path: Path, name: str, columns: tuple[str, ...], labels: Any
+) -> None:
     rule, options = RULES[name]
     whole = write(tmp_path / "c", columns)
-    recipe = mf.Recipe(data=mf.open(tmp_path / "c"), sequence=rule, batch=mf.Batch(sequences=7), seed=3)
-    if "labels" in columns and "eod" in name:
+    data = mf.open(tmp_path / "c", labels=labels)
+    recipe = mf.Recipe(data=data, sequence=rule, batch=mf.Batch(sequences=7), seed=3)
+    if "labels" in columns and "eod" in name and labels == "shifted":
         with pytest.raises(RecipeError, match="eod_mask_loss=True with a column of labels"):
             next(mf.simulate(recipe, LAYOUTS[0], 1, **options))
         return
@@ -104,14 +112,21 @@ def test_every_token_has_what_lies_at_its_place(tmp_path: Path, name: str, colum
                 place = tokens[real] - 1
                 mask = m["loss_mask"].numpy()
                 assert mask.dtype == np.float32
-                wanted = expected_mask(whole, place, ends_of(rule, whole, place))
+                ends = ends_of(rule, whole, place)
+                wanted = expected_mask(whole, place, ends, labels)
                 assert np.array_equal(mask[real], wanted)
                 assert not mask[~real].any()
                 valid[got.batch.step] += int((mask != 0).sum())
                 for column in {"labels", "weight", "turn"} & set(columns):
                     values = m[column].numpy()
                     assert values.dtype == DTYPES[column]
-                    assert np.array_equal(values[real], whole[column][place]), column
+                    held = values[real]
+                    if column == "labels" and labels == "unshifted":
+                        next_to = np.roll(whole[column], -1)[place]
+                        some = slice(None) if "windows" in name else ~ends
+                        assert np.array_equal(held[some], next_to[some])
+                    else:
+                        assert np.array_equal(held, whole[column][place]), column
                     assert not values[~real].any()
         assert dict(valid) == told
         assert sum(told.values())

@@ -436,3 +436,21 @@ def test_rules_and_stores_must_fit() -> None:
                 )
             )
     assert mf.Samples("a").summary() != mf.Samples("b").summary() != mf.Samples("a", packed=True).summary()
+
+
+def test_a_dict_declares_fields_by_their_dtypes() -> None:
+    one = mf.Field(name="c", dtype="bool", stages=("last",))
+    declared = mf.Samples({"a": "int64", "b": "any"}, "d", one).declared
+    assert [(field.name, field.dtype) for field in declared] == [
+        ("a", "int64"),
+        ("b", "any"),
+        ("d", "any"),
+        ("c", "bool"),
+    ]
+    assert declared[:1] == (mf.Field(name="a", dtype="int64"),)
+
+
+@pytest.mark.parametrize("given", [{"a": np.int64}, {1: "int64"}, 5, ["a"], None])
+def test_what_is_no_field_is_refused(given: Any) -> None:
+    with pytest.raises(mf.RecipeError, match=r"Samples\(.*give names, mf\.Field"):
+        mf.Samples(given)

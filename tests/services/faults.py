@@ -43,6 +43,7 @@ class Fault:
         reset: the connection is reset after so many bytes of the body.
         cut: the connection is closed after so many bytes of the body.
         flip: this byte of the body comes with a bit turned.
+        flip_most: only in a body of at most so many bytes.
         delay_s: before the answer.
         stall: nothing comes until `Faults.release`.
     """
@@ -51,6 +52,7 @@ class Fault:
     reset: int | None = None
     cut: int | None = None
     flip: int | None = None
+    flip_most: int = 1 << 62
     delay_s: float = 0.0
     stall: bool = False
 
@@ -70,6 +72,7 @@ class Faults:
     Attributes:
         done: kind of fault -> how often it happened.
         num_bytes: of bodies sent.
+        hidden: (method, header) that are not passed on.
         weak_tags: ETags are told as weak ones, and no condition on one holds.
     """
 
@@ -79,6 +82,7 @@ class Faults:
     num_requests: int = 0
     num_bytes: int = 0
     weak_tags: bool = False
+    hidden: frozenset[tuple[str, str]] = frozenset()
     _released: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -117,6 +121,14 @@ class Faults:
                 if getattr(fault, name) != getattr(NOTHING, name):
                     self.done[name] += 1
         return fault
+
+
+class _Whole(io.BytesIO):
+    """A body that came in chunks."""
+
+    @property
+    def length(self) -> int:
+        return len(self.getvalue())
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -160,25 +172,25 @@ class _Handler(BaseHTTPRequestHandler):
         answer = upstream.getresponse()
         self.send_response(answer.status)
         for name in _KEPT:
-            if answer.getheader(name) is not None:
+            if answer.getheader(name) is not None and (self.command, name) not in self.of.hidden:
                 weak = "W/" if name == "ETag" and self.of.weak_tags else ""
                 self.send_header(name, weak + (answer.getheader(name) or ""))
         body: Any = answer
         if answer.getheader("Content-Length") is None and answer.status != 204:  # it came in chunks
             whole = answer.read()
             self.send_header("Content-Length", str(len(whole)))
-            body = io.BytesIO(whole)
+            body = _Whole(whole)
         self.end_headers()
         self._send_body(body, fault)
         upstream.close()
 
     def _send_body(self, answer: Any, fault: Fault) -> None:
-        sent = 0
+        sent, flip = 0, fault.flip if (answer.length or 0) <= fault.flip_most else None
         stop = fault.reset if fault.reset is not None else fault.cut
         while piece := answer.read(_CHUNK_BYTES):
-            if fault.flip is not None and sent <= fault.flip < sent + len(piece):
+            if flip is not None and sent <= flip < sent + len(piece):
                 turned = bytearray(piece)
-                turned[fault.flip - sent] ^= 1
+                turned[flip - sent] ^= 1
                 piece = bytes(turned)
             piece = piece if stop is None else piece[: stop - sent]
             self.wfile.write(piece)

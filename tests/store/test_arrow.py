@@ -18,6 +18,8 @@ from save_with_datasets import FOLDER, TEXTS, TOKENS, saved
 import meshfeed as mf
 from meshfeed.errors import MeshfeedError, MissingError, StoreError
 from meshfeed.testing import assert_store
+from services.needs import needs
+from services.nginx import Nginx
 from soak import cases
 
 
@@ -53,6 +55,26 @@ def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
         list(mf.open(folder / "train", column="labels").verify())
     with pytest.raises(StoreError, match=r"'picture' is list<.*where text or lists of whole numbers belong"):
         _ = mf.open(folder / "train", column="picture").num_tokens
+
+
+def test_a_folder_that_datasets_saved_is_read_over_plain_http(tmp_path: Path) -> None:
+    """Which lists nothing: state.json names the files, dataset_dict.json the splits."""
+    needs("nginx")
+    folder = Path(shutil.copytree(saved(tmp_path / "saved"), tmp_path / "served"))
+    with Nginx(folder) as server:
+        far, near = mf.open(f"{server.url}/train"), mf.open(folder / "train")
+        assert far.fingerprint == near.fingerprint and read_all(far) == read_all(near)
+        with pytest.raises(
+            StoreError, match=r"a DatasetDict; give the path of one split: \S+/test, \S+/train$"
+        ):
+            mf.open(server.url)
+        (folder / "odd").mkdir()
+        (folder / "odd/dataset_dict.json").write_text("[]")
+        with pytest.raises(StoreError, match=r"dataset_dict\.json: does not say its splits"):
+            mf.open(f"{server.url}/odd")
+        told = r"/none: no token store: found nothing at this URL, storage has no .*/none/state\.json.*HTTP lists no"
+        with pytest.raises(MissingError, match=told):
+            mf.open(f"{server.url}/none")
 
 
 def test_folders_that_are_no_dataset_are_refused_by_name(tmp_path: Path) -> None:
@@ -109,19 +131,25 @@ def test_any_column_behind_any_others(tmp_path_factory: pytest.TempPathFactory, 
     """pyarrow is the oracle: it finds the column by reading all of a batch."""
     folder = tmp_path_factory.mktemp("arrow")
     element = data.draw(INTEGERS)
-    form = data.draw(st.sampled_from(["list", "large", "fixed", "text"]))
+    form = data.draw(st.sampled_from(["list", "large", "fixed", "view", "large view", "text"]))
+    texts = st.sampled_from([pa.string(), pa.large_string(), pa.string_view()])
     kind = {
         "list": pa.list_(element),
         "large": pa.large_list(element),
         "fixed": pa.list_(element, 3),
-        "text": pa.large_string() if data.draw(st.booleans()) else pa.string(),
+        "view": pa.list_view(element),
+        "large view": pa.large_list_view(element),
+        "text": data.draw(texts),
     }[form]
     size = 3 if form == "fixed" else None
     lists = st.lists(st.integers(0, 100), min_size=size or 0, max_size=size or 5)
-    values = data.draw(st.lists(st.text(max_size=5) if form == "text" else lists, max_size=12))
+    values = data.draw(st.lists(st.text(max_size=20) if form == "text" else lists, max_size=12))
     before = data.draw(st.lists(TYPES, max_size=3))
     columns = {f"c{i}": pa.nulls(len(values), each) for i, each in enumerate(before)}
-    table = pa.table(columns | {"here": pa.array(values, kind), "behind": pa.array(range(len(values)))})
+    here = pa.array(values, kind)
+    if form in ("text", "list") and kind != pa.string_view() and data.draw(st.booleans()):
+        here = pa.DictionaryArray.from_arrays(pa.array(range(len(values))[::-1], pa.int8()), here)
+    table = pa.table(columns | {"here": here, "behind": pa.array(range(len(values)))})
     table = table.slice(data.draw(st.integers(0, 2)))  # offsets that do not begin at 0
     path = folder / "c.arrow"
     rows = data.draw(st.integers(1, 5))
@@ -196,14 +224,46 @@ def test_a_batch_may_hold_no_token(tmp_path: Path) -> None:
 def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     table = pa.table({"tokens": [[1, 2]]})
     packed = write(tmp_path / "z.arrow", table, options=pa.ipc.IpcWriteOptions(compression="lz4"))
-    keys = write(tmp_path / "d.arrow", pa.table({"x": pa.array(["a"]).dictionary_encode(), "tokens": [[1]]}))
     (tmp_path / "n.arrow").write_bytes(b"no Arrow at all")
     for path, said in (
         (packed, "compressed record batches; save them uncompressed"),
-        (keys, "a dictionary-encoded column"),
         (tmp_path / "n.arrow", "n.arrow: not readable"),
     ):
         with pytest.raises(StoreError, match=said):
             _ = mf.open(path).num_tokens
     with pytest.raises(StoreError, match="no column 'nowhere', found 'tokens'; name it by column="):
         _ = mf.open(packed, column="nowhere").num_tokens
+
+
+def test_only_the_footer_of_a_file_counts(tmp_path: Path) -> None:
+    """polars writes no schema where pyarrow puts one, before the record batches."""
+    table = pa.table({"tokens": pa.array([[1, 2], [], [3]], pa.large_list(pa.int64()))})
+    path = tmp_path / "c.arrow"
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    raw = path.read_bytes()
+    path.write_bytes(raw[:8] + bytes(8) + raw[16:])
+    assert pa.ipc.open_file(str(path)).read_all() == table
+    assert_store(mf.open(path), [np.array(row, np.int64) for row in ([1, 2], [], [3])])
+
+
+@pytest.mark.parametrize("new", [pa.ipc.new_stream, pa.ipc.new_file])
+def test_views_and_dictionaries_far_away(tmp_path: Path, new: Any) -> None:
+    needs("nginx")
+    texts = ["short", "a text of more than twelve bytes", "", "short"]
+    kinds = {
+        "view": pa.array(texts, pa.string_view()),
+        "words": pa.array(texts).dictionary_encode(),
+        "lists": pa.array([[1], [2, 3], [], [4]], pa.list_view(pa.int32())),
+    }
+    table = pa.table(kinds)
+    (tmp_path / "www").mkdir()
+    with new(str(tmp_path / "www" / "c.arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    with Nginx(tmp_path / "www") as server:
+        url, cache = f"{server.url}/c.arrow", tmp_path / "far"
+        for name in ("view", "words"):
+            store = mf.open(url, column=name, tokenizer="bytes", cache=cache)
+            assert_store(store, [np.frombuffer(text.encode(), np.uint8) for text in texts])
+        lists = mf.open(url, column="lists", cache=cache)
+        assert_store(lists, [np.array(row, np.int32) for row in ([1], [2, 3], [], [4])])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from meshfeed.files import Cache
 from meshfeed.files.cached import CachedFile
 from meshfeed.store import IndexedStore, IndexedWriter, checksums
 from meshfeed.store.node_index import NodeIndex, checksums_beside
+from services.faults import Fault, Faults
 from services.needs import needs
 from services.nginx import Nginx
 
@@ -433,3 +435,44 @@ def test_verify_of_local_files_reads_the_files_and_not_the_nodes_copy(tmp_path: 
             stream.seek(38)
             stream.write(b"\xff\xff\xff\xff")
         list(store.verify())
+
+
+# -- damage that stays --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("suffix", "at"), [(".bin", 0), (".bin", 59_999), (".idx", 0), (".idx", 600)])
+def test_damage_where_the_fingerprint_looks_is_not_blamed_on_the_checksums(
+    server: Nginx, tmp_path: Path, suffix: str, at: int
+) -> None:
+    """From far away, and, for the .bin, on this machine: the error names file and block, and hides nothing."""
+    prefix = write(tmp_path / "served" / "c")
+    overwrite(f"{prefix}{suffix}", at)
+    begin = at // BLOCK * BLOCK
+    with pytest.raises(
+        ChecksumError, match=rf"/c\{suffix}: bytes {begin}\.\.\d+ do not match .*copy it again"
+    ) as far_:
+        far(server, tmp_path)
+    assert "recreate" not in str(far_.value) and "3 times" in str(far_.value)
+    if suffix == ".bin":
+        with mf.open(prefix) as store, pytest.raises(ChecksumError) as near:
+            store.read(0, 0, 5)
+        assert re.search(rf"/c\.bin: bytes {begin}\.\.\d+ do not match .*copy it again$", str(near.value))
+        with pytest.raises(
+            ChecksumError, match=r"1 of \d+ blocks in all; the file is damaged: copy it again$"
+        ):
+            verify(prefix)
+
+
+def test_a_server_that_answers_short_ranges_wrongly(server: Nginx, tmp_path: Path) -> None:
+    write(tmp_path / "served" / "c")
+
+    def turned(number: int, method: str, path: str) -> Fault:
+        return Fault(flip=5, flip_most=512) if path.endswith(".bin") else Fault()
+
+    with (
+        Faults(server.url, turned) as proxy,
+        pytest.raises(
+            ChecksumError, match=r"/c: short ranges .* come wrong 3 times, whole blocks come right"
+        ),
+    ):
+        mf.open(f"{proxy.url}/c", cache=Cache(tmp_path / "cache", block_bytes=BLOCK))

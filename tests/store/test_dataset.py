@@ -105,7 +105,7 @@ def test_over_http(tmp_path: Path) -> None:
         assert store.fingerprint == open_store(tmp_path / "www" / "c").fingerprint
         with store:
             total = np.array([store.num_tokens])
-            marked = store.count_marked("loss_mask", np.zeros(1, np.int64), total)
+            marked = store.count_bearing(np.zeros(1, np.int64), total)
         assert marked.tolist() == [np.count_nonzero(whole["loss_mask"])]
 
 

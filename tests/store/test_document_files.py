@@ -325,7 +325,7 @@ def test_over_http(tmp_path: Path, documents: list[list[int]], write: Writer) ->
             assert file._wished, "announced, and kept until it is read"
             store.read_stream(*everything)
             assert not file._wished
-        with pytest.raises(MissingError, match=r"nothing\.jsonl: no token store"):
+        with pytest.raises(MissingError, match=r"nothing\.jsonl: no token store: found nothing at this URL"):
             open_store(f"{server.url}/nothing.jsonl")
 
 

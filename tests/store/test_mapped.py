@@ -7,6 +7,9 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
+import struct
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -253,6 +256,31 @@ def test_a_worker_that_dies_ends_the_feed(prefetch: int, make: Any, how: str) ->
     with mf.Feed(recipe, prefetch=prefetch) as feed, pytest.raises(mf.StoreError, match=told):
         take(feed)
     assert nothing_runs()
+
+
+def fork_and_die(sent: bytes, fifo: str, at: int) -> Any:
+    """Leaves a process behind that holds all that this one held, as the server of some codec does."""
+    pipe = sys._getframe(1).f_locals["pipe"]
+    if os.fork() == 0:
+        os.close(os.open(fifo, os.O_RDONLY))  # until the test opens it
+        os._exit(0)
+    os.write(pipe.fileno(), sent)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("sent", [b"", struct.pack("!i", 100) + b"half"], ids=["making", "sending"])
+def test_a_dead_worker_that_had_forked_is_noticed_and_named(sent: bytes, tmp_path: Path) -> None:
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    workers: Workers[int] = Workers(partial(fork_and_die, sent, fifo), 1, world.HANG_S, "forked")
+    told = r"forked: worker 0 \(process \d+\) was killed by signal 9 while 0"
+    try:
+        with pytest.raises(mf.StoreError, match=told):
+            workers.fetch([0])
+        workers.close()
+        assert nothing_runs()
+    finally:
+        os.close(os.open(fifo, os.O_WRONLY))  # ends what the worker has left
 
 
 @pytest.mark.parametrize(

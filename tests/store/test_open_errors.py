@@ -116,10 +116,24 @@ def test_what_is_no_store_is_named(tmp_path):
     for path, found in (
         (tmp_path, "a directory"),
         (tmp_path / "notes.txt", "a file"),
-        (tmp_path / "x", "nothing"),
     ):
         with pytest.raises(StoreError, match=f"found {found}, no token store"):
             open_store(path)
+
+
+@pytest.mark.parametrize("name", ["x", "x/", "no/such/dir", "corpus.bin", "train.jsonl", "train.parquet"])
+def test_a_path_that_does_not_exist_is_said_not_to(tmp_path, monkeypatch, name):
+    told = rf"{name}: this path does not exist, nor does a \.bin or \.idx .*check it, and that it is on this node$"
+    with pytest.raises(MissingError, match=told):
+        open_store(f"{tmp_path}/{name}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingError, match=rf"^{name}: this path does not exist, seen from {tmp_path}, nor"):
+        open_store(name)
+
+
+def test_a_pattern_that_nothing_matches(tmp_path):
+    with pytest.raises(MissingError, match=r"\*\.jsonl: no file of a token store has such a name; expected"):
+        open_store(tmp_path / "*.jsonl")
 
 
 @pytest.mark.parametrize("path", ["", "\0", "x" * 5000, "s3://bucket/corpus"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 from meshfeed.cli.command import OK, print_json, say, show_progress
 from meshfeed.cli.options import Command, argument, option
@@ -13,6 +13,7 @@ from meshfeed.formats.mds_sample import DTYPE_CODES
 from meshfeed.prepare.convert import Conversion
 from meshfeed.report.words import counted
 from meshfeed.store import open_store
+from meshfeed.store.base import LabelsAre
 from meshfeed.store.index import DTYPES
 
 
@@ -22,8 +23,8 @@ class Convert(Command, StorageOptions):
 
     Write tokens of another format as a token store: the .bin/.idx pair that Megatron reads or, with
     columns beside the tokens, a folder with dataset.json. Documents keep their order and tokens. A column
-    must have a number for each token; --drop leaves others behind. The output appears whole or not at
-    all; a run that is killed leaves only files called *.tmp, to be deleted.
+    must have a number for each token; --drop leaves others behind. Labels are written shifted. The output
+    appears whole or not at all; a run that is killed leaves only files called *.tmp, to be deleted.
     """
 
     examples = """
@@ -45,6 +46,10 @@ class Convert(Command, StorageOptions):
         choices=tuple(DTYPE_CODES.values()),
         metavar="DTYPE",
     )
+    labels: str | None = option(
+        "whether the source's labels are shifted already: have at a token what it predicts",
+        choices=get_args(LabelsAre),
+    )
     dtype: str | None = option(
         "dtype to write, such as uint16; it must hold every token (default: the source's)",
         choices=[dtype.name for dtype in DTYPES.values()],
@@ -61,6 +66,7 @@ class Convert(Command, StorageOptions):
             self.source,
             column=self.column,
             dtype=self.source_dtype,
+            labels=cast(LabelsAre | None, self.labels),
             cache=self.cache,
             options=self.storage_options,
         )
@@ -73,7 +79,7 @@ class Convert(Command, StorageOptions):
             print_json(facts)
             return OK
         counts = ", ".join(counted(facts[f"num_{what}s"], what) for what in ("document", "token"))
-        dropped = f"; dropped {', '.join(drop)}" if drop else ""
+        dropped = f"; dropped {', '.join(facts['dropped'])}" if facts["dropped"] else ""
         say(
             f"{facts['destination']}: {counts}, {facts['size_bytes']:,} bytes in {facts['elapsed_s']} s; "
             f"columns {', '.join(facts['columns'])}{dropped}"

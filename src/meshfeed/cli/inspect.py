@@ -41,7 +41,7 @@ from meshfeed.formats.tokenizer import BYTES, tokenizer_file
 from meshfeed.formats.tokens import TOKEN_COLUMNS
 from meshfeed.parts import KINDS, PartRule, Rules
 from meshfeed.report.lengths import Lengths
-from meshfeed.report.samples import page, shown_documents
+from meshfeed.report.samples import Bearing, bearing, page, shown_documents, texts_of
 from meshfeed.sequence.named import parsed_call
 from meshfeed.store import IndexedStore, MultimodalStore, StreamStore
 from meshfeed.store.checksums import is_of, write_checksums
@@ -89,7 +89,8 @@ class Inspect(Command, StoreOptions):
         "columns, ...": "what else its format says of it",
         "image, audio, video": "of a multimodal store: parts of its first 65,536 documents, and their sizes",
         "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
-        "texts": "with --show: document and text, or tokens without --tokenizer",
+        "texts": "with --show: document; text, or tokens without --tokenizer; and, by labels or a loss mask, "
+        "which of it bears loss",
         "page": "with --html: file, documents, and the parts that are wrong: document, part, why",
         "verified, broken": "with --verify: true, or what is broken and where",
     }
@@ -132,7 +133,7 @@ class Inspect(Command, StoreOptions):
             refuse_given(self, ("part_rule",), "has no effect without --html")
         decode = _decoder(self.tokenizer) if self.tokenizer and self._shows else None
         facts: dict[str, Any] = {"path": without_secrets(self.path)}
-        texts: list[tuple[int, str]] = []
+        texts: list[tuple[int, list[str]]] = []
         written: dict[str, Any] = {}
         lengths, looked, broken = Lengths(tokens=np.zeros(0, np.int64), num_documents=0), False, None
         try:
@@ -143,18 +144,18 @@ class Inspect(Command, StoreOptions):
             looked = True
             if self.verify:
                 show_progress("checking", store.verify(), quiet=self.json)
-        except (AccessError, UnavailableError, CacheError):
+        except (OptionError, AccessError, UnavailableError, CacheError):
             raise
         except StoreError as error:
             broken = str(error)
         if looked and not self.json:
-            _print(facts, lengths, texts)
+            _print(facts, lengths, texts, "" if decode else " ")
             for each in written.get("wrong", ()):
                 print(f"document {each['document']}, part {each['part']}: {each['why']}")
         facts["document_lengths"] = lengths.facts()
         facts |= {"page": written} if written else {}
         if self._prints:
-            facts["texts"] = [{"document": document, "text": text} for document, text in texts]
+            facts["texts"] = [_text_of(each, cut, "" if decode else " ") for each, cut in texts]
         return self._ended(facts, broken)
 
     @property
@@ -187,6 +188,8 @@ class Inspect(Command, StoreOptions):
         told = "; ".join(rule.summary() for kind, rule in rules.items() if kind in there)
         note = f"Text by {self.tokenizer}." if decode else "Token ids: give --tokenizer to see text."
         note += f" Tokens of parts by {told}." if told else ""
+        if any(isinstance(piece, Bearing) for one in documents for piece in one.pieces):
+            note += " Underlined: what bears loss."
         write_text(file, page(without_secrets(self.path), documents, num, note))
         wrong = [
             {"document": one.number, "part": k, "why": why}
@@ -276,18 +279,19 @@ def look_at_lengths(store: StreamStore) -> Lengths:
 
 def _beginnings(
     store: StreamStore, chosen: Callable[[int], list[int]], decode: Decode | None
-) -> list[tuple[int, str]]:
-    """(document, how it begins); token ids without a decoder. chosen: number of documents -> those.
+) -> list[tuple[int, list[str]]]:
+    """(document, how it begins, cut as `texts_of` cuts it); token ids without a decoder.
 
+    chosen: number of documents -> those.
     Raises StoreError, or MeshfeedError for tokens that the tokenizer does not know.
     """
-    found: list[tuple[int, str]] = []
+    found: list[tuple[int, list[str]]] = []
     with store:
         for document in chosen(store.num_documents):
             length = int(store.lengths(np.array([document]))[0])
-            tokens = store.read(document, 0, min(length, _SHOWN_TOKENS)).tolist()
-            text = (decode or _as_ids)(tokens)
-            found.append((document, text + (" …" if length > _SHOWN_TOKENS else "")))
+            tokens = store.read(document, 0, min(length, _SHOWN_TOKENS))
+            texts = texts_of(tokens, bearing(store, document, tokens.size), decode or _as_ids)
+            found.append((document, [*texts, *([" …"] if length > _SHOWN_TOKENS else [])]))
     return found
 
 
@@ -346,7 +350,23 @@ def _checksums(store: IndexedStore) -> str:
     return "yes" if is_of(sums, store) else "of another store"
 
 
-def _print(facts: dict[str, Any], lengths: Lengths, texts: list[tuple[int, str]]) -> None:
+def _text_of(document: int, texts: Sequence[str], between: str) -> dict[str, Any]:
+    """How a document begins, as JSON-able values; `bears_loss` only where some of it does not."""
+    bear = [str(each) for each in texts if isinstance(each, Bearing)]
+    told = {"document": document, "text": between.join(texts)}
+    return told | ({"bears_loss": bear} if bear else {})
+
+
+def _marked(texts: Sequence[str], between: str) -> Text:
+    """Texts as the terminal shows them: what bears loss stands in brackets, and is bold."""
+    shown = Text()
+    for number, each in enumerate(texts):
+        bears = isinstance(each, Bearing)
+        shown.append(between * bool(number)).append(f"⟦{each}⟧" if bears else each, "bold" if bears else "")
+    return shown
+
+
+def _print(facts: dict[str, Any], lengths: Lengths, texts: list[tuple[int, list[str]]], between: str) -> None:
     console = Console()
     table = Table("", "", show_header=False)
     for name, value in facts.items():
@@ -361,9 +381,11 @@ def _print(facts: dict[str, Any], lengths: Lengths, texts: list[tuple[int, str]]
     console.print(statistics)
     console.print()
     console.print(_histogram(lengths))
-    for document, text in texts:
+    if any(isinstance(each, Bearing) for _, cut in texts for each in cut):
+        console.print("\nwhat bears loss stands in ⟦ ⟧", markup=False)
+    for document, cut in texts:
         console.print(f"\n[bold]document {document:,}[/bold]")
-        console.print(Text(text), soft_wrap=True)
+        console.print(_marked(cut, between), soft_wrap=True)
 
 
 def _histogram(lengths: Lengths) -> Table:

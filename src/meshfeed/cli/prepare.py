@@ -103,7 +103,8 @@ class _Documents:
     title = "documents"
 
     column: str | None = option(
-        "top-level column of JSON and Parquet (text; with --chat messages)", names=("--column", "--key")
+        "top-level column of JSON, Parquet and Arrow (text; with --chat messages or conversations)",
+        names=("--column", "--key"),
     )
     glob: list[str] | None = option(
         "read only files with these names from folders, such as '*.py'; may be repeated", metavar="PATTERN"
@@ -160,9 +161,10 @@ class _Run:
 class Prepare(Command, _Run, _Documents, _Parts, _Tokens):
     """make a token store of text
 
-    Make a token store of .txt, source, JSONL(.gz, .zst) and Parquet files. What comes out is the same,
-    byte for byte, for any number of workers and after any number of kills. With --multimodal, samples of
-    text, images and audio, whose sizes are read from their headers.
+    Make a token store of .txt, source, JSONL(.gz, .zst), Parquet and Arrow files, lists in .json files, and
+    folders of datasets.save_to_disk. What comes out is the same, byte for byte, for any number of workers and
+    after any number of kills. With --multimodal, samples of text, images and audio, whose sizes are read from
+    their headers.
     """
 
     examples = """

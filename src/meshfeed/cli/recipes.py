@@ -7,7 +7,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import meshfeed as mf
 from meshfeed.cli.options import option, refuse_given
@@ -15,12 +15,16 @@ from meshfeed.errors import MeshfeedError
 from meshfeed.formats.tokenizer import KNOWN
 from meshfeed.sequence.named import rule_named
 from meshfeed.store import StreamStore, open_store
+from meshfeed.store.base import LabelsAre
 
 HELP = (
     "FILE.py or FILE.py:NAME that makes a mf.Recipe (NAME: recipe), or the path or URL of a token store, "
     "whose documents are its sequences"
 )
-OF_STORE = ("sequences", "seed", "rule", "window", "column", "dtype", "tokenizer", "cache", "storage")
+OF_STORE = (
+    *("sequences", "seed", "rule", "window"),
+    *("column", "dtype", "tokenizer", "labels", "ignore", "cache", "storage"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +61,19 @@ class StoreOptions(StorageOptions):
         metavar="TYPE",
     )
     tokenizer: str | None = option(f"tokenizer of a text column: {KNOWN}", metavar="FILE")
+    labels: str | None = option(
+        "whether a column of labels is shifted: has at a token what it predicts, not its own label",
+        choices=get_args(LabelsAre),
+    )
+    ignore: list[str] | None = option(
+        "a column that is not used: labels, loss_mask, attention_mask; may be repeated", metavar="NAME"
+    )
 
     def open(self, path: str, **replaced: Any) -> StreamStore:
         """The store at a path, read as the options say. Raises StoreError."""
-        options = {name: getattr(self, name) for name in ("column", "dtype", "tokenizer", "cache")} | replaced
-        return open_store(path, **options, options=self.storage_options)
+        names = ("column", "dtype", "tokenizer", "labels", "cache")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names} | replaced
+        return open_store(path, **options, ignore=self.ignore or (), options=self.storage_options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,9 @@ from meshfeed.deliver.delivery import Delivery, Direct, EndOfStream, Traffic
 from meshfeed.deliver.error_codec import ErrorRecord, ranks_in_words
 from meshfeed.deliver.failure import Failures
 from meshfeed.deliver.group import Group
-from meshfeed.deliver.meeting import Meeting, default_store
+from meshfeed.deliver.meeting import Meeting
 from meshfeed.deliver.share import can_share
+from meshfeed.deliver.store_client import default_store
 from meshfeed.deliver.verify import Digester, Digests, Verifier
 
 __all__ = [

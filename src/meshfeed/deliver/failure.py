@@ -84,6 +84,8 @@ class Failures:
     def fail(self, error: Exception, step: int) -> NoReturn:
         """Publish that this rank ends at `step`, and raise the job's error: the first one published.
 
+        A process that is no member of the run publishes nothing, and raises its own.
+
         A lost peer ends the run at once, since the next collective would wait for it. So do ranks that start
         from different steps: they have no step in common.
         """
@@ -92,7 +94,7 @@ class Failures:
             error.rank = self._rank if error.rank is None else error.rank
             error.step = step if error.step is None else error.step
         own, (_, first) = self._publish(error, step), self._notice()
-        if first is None or first.text == own.text:
+        if own is None or first is None or first.text == own.text:
             raise error
         raise first.exception() from error
 
@@ -107,8 +109,11 @@ class Failures:
     def _is_open(self) -> bool:
         return bool(self._prefix) and self._process == os.getpid()
 
-    def _publish(self, error: Exception, step: int) -> ErrorRecord:
-        """Publish a notice unless another ends the run at this step or before. Returns the error's record."""
+    def _publish(self, error: Exception, step: int) -> ErrorRecord | None:
+        """Publish a notice unless another ends the run at this step or before.
+
+        Returns the error's record; None if this process is no member of the run, and publishes nothing.
+        """
         record = ErrorRecord.of(error)
         if not record.text.startswith("rank "):
             record = replace(record, text=f"rank {self._rank} ended at step {step}: {record.text}")
@@ -117,6 +122,8 @@ class Failures:
         ends = 0 if isinstance(error, PeerError | StateError) else step
         text = json.dumps([self._prefix, ends, record.encode(_MAX_BYTES).decode()])
         try:
+            if not self._meeting.is_member():
+                return None
             while self._notice(look=True)[0] > ends:
                 if self._meeting.client.add_notice(text, self._patience_s):
                     break
@@ -125,11 +132,14 @@ class Failures:
         return record
 
     def _find_run(self, meeting: Meeting) -> None:
-        """Skip runs that failed because this rank was missing: the peers have counted them."""
+        """Skip failed runs that its peers have counted: this rank was missing, or not among their ranks."""
         while True:
             self._prefix = meeting.prefix
             _, record = self._notice(look=True)
-            if record is None or record.kind != PeerError.__name__ or self._rank not in record.ranks:
+            if record is None:
+                return
+            was_missing = record.kind == PeerError.__name__ and self._rank in record.ranks
+            if not was_missing and meeting.is_counted():
                 return
             meeting.skip()
 

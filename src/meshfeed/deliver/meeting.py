@@ -6,6 +6,10 @@ member is named.
 A run's keys contain its *number*: how many runs of this name the rank has begun. All ranks begin the runs of
 a name in the same order, so the number is the same on all of them. A failed run counts too, so ranks meet
 again in the next.
+
+Only *members* of a run write in it. A member is the one process that has claimed its rank, and the rank that
+began the run counts it among the ranks of the layout. Others are refused: a second process of a rank, another
+job with the same store and name.
 """
 
 from __future__ import annotations
@@ -25,7 +29,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from meshfeed.deliver.error_codec import ranks_in_words, ranks_of_words
@@ -71,6 +74,7 @@ class Meeting:
     on_error: Callable[[Exception], object] = lambda error: None
     _prefix: str = field(default="", init=False)
     _space: str = field(default="", init=False)
+    _is_member: bool | None = field(default=None, init=False)
     cancelled: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
 
     @property
@@ -102,14 +106,37 @@ class Meeting:
         """Join the next run instead: this one failed because this rank was missing."""
         self._prefix = ""
 
+    def is_member(self) -> bool:
+        """Whether this process is a member of the run, and may write in it. Raises DeliveryError."""
+        if self._is_member is None:
+            self._settle(self._is_alone() and self.is_counted())
+        return bool(self._is_member)
+
+    def _settle(self, is_member: bool) -> None:
+        """Note whether it is a member. Others take no turn, so that none begins a run before its members."""
+        self._is_member = is_member
+        if not is_member:
+            _numbers[self._space, self.name] = itertools.count(int(self.prefix.rpartition("/")[2]))
+
+    def is_counted(self) -> bool:
+        """Whether the rank that began this run counts this one, or none has. Raises DeliveryError."""
+        key = f"{self.prefix}/first"
+        first = self.call(lambda store: store.get(key) if store.check([key]) else b"")
+        return not first or self._counts(json.loads(first)[2])
+
+    def _counts(self, arguments: Mapping[str, str]) -> bool:
+        return "ranks" not in arguments or self.rank in ranks_of_words(arguments["ranks"])
+
     def compare(self, arguments: Mapping[str, str]) -> None:
         """Compare arguments with those of the rank that arrived first. Does not wait.
 
-        arguments: all values that ranks must agree on, by name. Raises PeerError if one differs or if two
-        processes have the same rank, StateError if first steps differ, DeliveryError for a lost store.
+        arguments: all values that ranks must agree on, by name; "ranks": all that may, in words. Raises
+        PeerError if one differs or this process is no member, StateError if first steps differ, DeliveryError
+        for a lost store.
         """
         rank = self.rank
         if not self._is_alone():
+            self._settle(False)
             raise PeerError(
                 f"two processes of this job are rank {rank}, or its store has served another job; give "
                 f"each process its own rank, and each job its own store",
@@ -117,6 +144,14 @@ class Meeting:
             )
         first = self.say("first", json.dumps([rank, self.start, dict(arguments)]))
         other, start, there = json.loads(first)
+        self._settle(self._counts(there))
+        if not self._is_member:
+            raise PeerError(
+                f"rank {rank} is not among the ranks {there['ranks']} that rank {other} began with, in "
+                f"{there.get('layout', 'its layout')}; give every rank the same layout, and each job its own "
+                f"store, or its feeds a name (name=)",
+                [rank],
+            )
         differences: list[str] = []
         for part in {**arguments, **there}:
             if arguments.get(part) != there.get(part):
@@ -255,13 +290,6 @@ def required(meeting: Meeting | None, purpose: str, rank: int, peers: Sequence[i
             f"torch.distributed.init_process_group first, or pass rendezvous=<torch.distributed.Store>"
         )
     return meeting
-
-
-def default_store() -> Store | None:
-    """The store of the default process group; None if torch.distributed is not initialised."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
 
 
 def _short(ranks: Sequence[int]) -> str:

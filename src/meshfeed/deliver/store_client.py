@@ -34,6 +34,7 @@ FAILURES = (RuntimeError, dist.DistError)  # what a store raises; DeliveryError 
 
 _Calls = queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any], Any] | None]
 
+_WITHOUT_CONNECTION = (dist.FileStore, dist.HashStore)  # pyright: ignore[reportPrivateImportUsage]
 _NO_TIMEOUT = timedelta(days=30)
 _POLL_EVERY_S = 2.0  # for stores without a separate connection to wait on
 _END_S = 5.0
@@ -213,10 +214,39 @@ class StoreClient:
 _WAKE_KEYS = "meshfeed/wake-keys"
 _clients: weakref.WeakKeyDictionary[Store, StoreClient] = weakref.WeakKeyDictionary()
 _clients_lock = threading.Lock()
+_of_parent: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def default_store() -> Store | None:
+    """The store of the default process group; None if torch.distributed is not initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+
+
+def _after_fork() -> None:
+    """In a forked child: note the stores that are its parent's.
+
+    That of the default group, since the child is none of its ranks, and those whose one connection both would
+    write to.
+    """
+    global _clients_lock
+    _clients_lock = threading.Lock()
+    connected = [store for store in _clients if not isinstance(_base(store), _WITHOUT_CONNECTION)]
+    _of_parent.update([*connected, *filter(None, [default_store()])])
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def client_of(store: Store) -> StoreClient:
-    """The one client that this process has for a store."""
+    """The one client that this process has for a store. Raises DeliveryError for its parent's."""
+    if store in _of_parent:
+        raise DeliveryError(
+            f"the rendezvous store {_where(store)} belongs to the parent of this forked process, which is no "
+            f"rank of that job; iterate the feed in the parent, or pass this process a store of its own "
+            f"(rendezvous=)"
+        )
     client = _clients.get(store)  # without the lock: garbage collection under it may get here again
     if client is None or client.process != os.getpid():
         with _clients_lock:

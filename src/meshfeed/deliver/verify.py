@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from meshfeed.columns import Arrays
 from meshfeed.deliver.meeting import Meeting, required
-from meshfeed.errors import MeshfeedError, PeerError, VerifyError
+from meshfeed.errors import DeliveryError, MeshfeedError, PeerError, VerifyError
 from meshfeed.layout import Layout
 from meshfeed.roles import Roles
 
@@ -120,19 +120,21 @@ class Verifier:
         """Wait until a step has been compared.
 
         error_of_job: an error to raise instead; asked after each `wake`. Raises VerifyError naming the rank
-        that differs, PeerError for a lost or late rank.
+        that differs, PeerError for a lost or late rank, DeliveryError if another thread ends the comparison.
         """
         self.taken(step)
         patience_s = self._meeting.timeout_s
         with self._changed:
             done = self._changed.wait_for(
-                lambda: self._compared >= step or self._failure or error_of_job(), patience_s
+                lambda: self._compared >= step or self._failure or self._ending or error_of_job(), patience_s
             )
-            failure = self._failure
+            failure, was_ended = self._failure, self._ending
         if other := error_of_job():
             raise other
         if failure is not None:
             raise failure
+        if was_ended:
+            raise DeliveryError(f"rank {self._rank} has closed its feed while step {step} was compared")
         if not done:
             others = [peer for peer in self._peers if peer != self._rank]
             raise PeerError(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
+
+import numpy as np
+import torch
 
 from meshfeed.deliver import ErrorRecord
 from meshfeed.errors import RecipeError, StateError, StoreError
 from meshfeed.exchange.items import Given, elements_of, encode, failed, nothing
 from meshfeed.exchange.keys import Keys
+from meshfeed.feed.nested import changed
 from meshfeed.state import check_seal
 from meshfeed.summary import digest_of
 
@@ -99,7 +103,7 @@ class ItemSource:
             "pulled": after.pulled,
             "ended": after.ended,
         }
-        return {**own, "iterator": after.state, "fingerprint": digest_of(own)}
+        return {**own, "iterator": copy.deepcopy(after.state), "fingerprint": digest_of(own)}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises StateError for anything but a result of `state`, or if this iterator cannot resume there."""
@@ -178,9 +182,12 @@ class ItemSource:
             self._iterator = _iterator_of(self._source, pulled)
         while len(self._waiting) < self._pulls and not ended:
             try:
-                self._waiting.append(next(self._iterator))
+                element = next(self._iterator)
             except StopIteration:
                 ended = True
+            else:
+                may_change = self._pulls > 1 and not isinstance(self._source, (list, tuple))
+                self._waiting.append(_own(element) if may_change else element)
         items = [item for element in self._waiting for item in elements_of(element)]
         given = encode(items, self._keys, first=taken, ended=ended, wanted=wanted, rank=rank)
         taken, pulled = taken + len(items), pulled + len(self._waiting)
@@ -212,6 +219,22 @@ def _iterator_of(source: Any, at: int) -> Iterator[Any]:
 def _state_of(source: Any) -> Any:
     """A copy of its state: many iterators return a dict that they keep changing."""
     return copy.deepcopy(source.state_dict()) if hasattr(source, "state_dict") else None
+
+
+def _own(element: Any) -> Any:
+    """An element with copies of its arrays, as an iterator may fill the same ones again for the next."""
+    if isinstance(element, Mapping):
+        item = cast(Mapping[Any, Any], element)
+        return {key: changed(value, _copied) for key, value in item.items()}
+    if isinstance(element, Sequence) and not isinstance(element, (str, bytes)):
+        return [_own(item) for item in cast(Sequence[Any], element)]
+    return element
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    return leaf.copy() if isinstance(leaf, (np.ndarray, bytearray)) else leaf
 
 
 def _items_in(elements: Iterable[Any]) -> int:

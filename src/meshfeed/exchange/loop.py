@@ -206,15 +206,16 @@ class Exchange(StepSource[ExchangeDelivery]):
         is unchanged then.
         """
         self._puller.check(state_dict)
-        self._stop()
-        if self._busy.locked():
-            raise StateError(
-                f"rank {self.rank}: the iterator is still producing a prefetched item and cannot be reset; "
-                f"load the state again once it has returned"
-            )
-        self._puller.check(state_dict)  # again: it may have reached its end before it stopped
-        self._puller.load(state_dict)
-        self._next_step, self._loaded = state_dict["step"], True
+        with self._changing:
+            self._stop()
+            if self._busy.locked():
+                raise StateError(
+                    f"rank {self.rank}: the iterator is still producing a prefetched item and cannot be "
+                    f"reset; load the state again once it has returned"
+                )
+            self._puller.check(state_dict)  # again: it may have reached its end before it stopped
+            self._puller.load(state_dict)
+            self._next_step, self._loaded = state_dict["step"], True
 
     def _ended(self, num_views: int) -> None:
         super()._ended(num_views)
@@ -318,7 +319,8 @@ class Exchange(StepSource[ExchangeDelivery]):
         """The items that this rank gives to a step."""
         if not self.role.reads:
             return nothing()
-        return self._puller.pull(step, self.rank, self._wanted, self._run.step if self._run else step)
+        run = self._run
+        return self._puller.pull(step, self.rank, self._wanted, step if run is None else run.step)
 
     def _received(self, step: int, columns: Columns) -> tuple[GlobalBatch, Received] | None:
         """The same on a rank that another one serves, from the message that was delivered."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -39,6 +40,7 @@ class Ahead:
         coord, served, needs: the rank's portions; see `Stepping.portions`.
         reads: whether this rank reads. If not, nothing is announced.
         clock: measures the stages "plan" and "read".
+        left_out: steps that are neither planned nor given.
         budget_bytes: announce further steps while fewer bytes are announced and unread. At least one step is
             announced ahead, and only one if no store `wants_ahead`.
     """
@@ -54,7 +56,9 @@ class Ahead:
         *,
         reads: bool,
         budget_bytes: int,
+        left_out: frozenset[int] = frozenset(),
     ) -> None:
+        self._left_out = left_out
         self._stepping, self._coord, self._served, self._clock = stepping, coord, served, clock
         self._needs = needs
         self._reads, self._budget_bytes = reads, budget_bytes
@@ -88,6 +92,8 @@ class Ahead:
         """Plan and announce the next step; does nothing past the end of the stream."""
         if self._next is None:
             return
+        while self._next in self._left_out:
+            self._next += 1
         batch, portions = None, list[Portion]()
         try:
             with self._clock.stage("plan"):
@@ -152,8 +158,8 @@ class Prefetcher(Generic[T]):
         """The next item, and the producer's spans since the previous one.
 
         error_of_job: an error to raise instead; asked again after each `wake`.
-        Raises StopIteration at the end, TimeoutError after `timeout_s`, the producer's own error, or the
-        job's.
+        Raises StopIteration at the end and, at once, after `stop`; TimeoutError after `timeout_s`, the
+        producer's own error, or the job's.
         """
         if os.getpid() != self._process:
             raise DeliveryError(
@@ -162,6 +168,8 @@ class Prefetcher(Generic[T]):
             )
         with self._changed:
             is_ready = self._changed.wait_for(lambda: self._has_news() or error_of_job(), timeout_s)
+            if self._stopped:
+                raise StopIteration
             if other := error_of_job():
                 raise other
             if isinstance(self._error, PeerError) or (self._error and not self._queue):
@@ -189,12 +197,19 @@ class Prefetcher(Generic[T]):
             self._changed.notify_all()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; False after `timeout_s`."""
+        """Wait for the thread to end; False after `timeout_s`, and on that thread itself."""
+        if self._thread is threading.current_thread():  # a user's dataset or iterator closes its own feed
+            return False
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the caller of `get` makes an item there; its thread makes them here."""
+        return False
+
     def _has_news(self) -> bool:
-        return bool(self._queue) or self._finished or isinstance(self._error, PeerError)
+        return self._stopped or bool(self._queue) or self._finished or isinstance(self._error, PeerError)
 
     def _has_room(self, heavy: bool) -> bool:
         # there are few light items, but the queue must be bounded
@@ -226,6 +241,9 @@ class Inline(Generic[T]):
 
     def __init__(self, items: Iterator[T], clock: StageClock) -> None:
         self._items, self._clock = items, clock
+        self._busy = threading.Lock()  # while an item is made
+        self._maker: int | None = None  # the thread that makes it
+        self._stopped = False
 
     def start(self) -> None:
         """Nothing to start."""
@@ -239,23 +257,44 @@ class Inline(Generic[T]):
         """Make and return the next item; raises as above, but asks `error_of_job` first."""
         if other := error_of_job():
             raise other
-        return next(self._items), self._clock.take()
+        with self._busy:
+            if self._stopped:
+                raise StopIteration
+            self._maker = threading.get_ident()
+            try:
+                return next(self._items), self._clock.take()
+            finally:
+                self._maker = None
 
     def wake(self) -> None:
         """Nothing waits."""
 
     def stop(self) -> None:
-        """Nothing runs."""
+        """Make no more items. One that is being made on another thread, or below a signal handler, goes
+        on."""
+        self._stopped = True
 
     def join(self, timeout_s: float) -> bool:
-        """Run the iterator to its end, as its peers expect; False after `timeout_s`."""
+        """Run the iterator to its end, as its peers expect.
+
+        False after `timeout_s`, and at once in a signal handler that has interrupted `get`.
+        """
+        until = time.monotonic() + timeout_s
+        if self._maker == threading.get_ident() or not self._busy.acquire(timeout=timeout_s):
+            return False
+        self._busy.release()
         ending = threading.Thread(target=self._exhaust, name="meshfeed-ending", daemon=True)
         try:
             ending.start()
         except RuntimeError:  # the interpreter is exiting and starts no thread
             return False
-        ending.join(timeout_s)
+        ending.join(max(0.0, until - time.monotonic()))
         return not ending.is_alive()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an item is being made."""
+        return self._busy.locked()
 
     def _exhaust(self) -> None:
         with contextlib.suppress(Exception):

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -32,6 +32,7 @@ from meshfeed.feed.stepping import Stepping, ranks_beside
 from meshfeed.layout import Layout
 from meshfeed.metrics import Meter, RunStart, StageClock
 from meshfeed.order import num_positions, num_steps
+from meshfeed.plan import CpSplit
 from meshfeed.recipe import Recipe
 from meshfeed.roles import Field, StageMap
 from meshfeed.sequence import Arrays, Columns, Compact, Portion, has_compact
@@ -105,6 +106,7 @@ class Feed(StepSource[Delivery]):
         self.micro_batch_size = given.micro_batch_size or 1
         self._pads_rows, self._read_ahead_bytes = given.pad_rows, given.read_ahead_bytes
         self._vocab_size, self._checks_tokens = given.vocab_size, False
+        self._left_out = frozenset[int]()
         self._stepping = Stepping(
             recipe=recipe,
             layout=layout or Layout(),
@@ -130,6 +132,18 @@ class Feed(StepSource[Delivery]):
         """Microbatches of a step for each rank, 0 past the end; None with packing, which depends on
         lengths."""
         return replace(self._stepping, layout=self.layout).num_microbatches(step)
+
+    @property
+    def cp_split(self) -> CpSplit:
+        """How context parallelism splits a sequence or a pack."""
+        return self._stepping.cp_split
+
+    def leave_out(self, steps: Iterable[int]) -> None:
+        """Neither read nor give these steps in loops that begin from now on; for a trainer that skips them.
+
+        Equal on every rank. States count them like all others.
+        """
+        self._left_out = frozenset(steps)
 
     @cached_property
     def encoder_ranks(self) -> tuple[int, ...]:
@@ -159,9 +173,11 @@ class Feed(StepSource[Delivery]):
             self._resources = stack.pop_all()
 
     def _close(self, during: BaseException | None) -> None:
-        self._stop()
-        self._resources.close()
-        super()._close(during)
+        with self._changing:
+            run, resources = self._run, self._resources.pop_all()
+            self._stop()
+            resources.close() if run is None else run.close_with(resources)
+            super()._close(during)
 
     # -- the training loop's side ---------------------------------------------------------------------
 
@@ -181,8 +197,9 @@ class Feed(StepSource[Delivery]):
         """
         state = State.from_json(state_dict)
         state.check(self.recipe)
-        self._stop()
-        self._next_step, self._loaded = state.step, True
+        with self._changing:
+            self._stop()
+            self._next_step, self._loaded = state.step, True
 
     def __repr__(self) -> str:
         return f"Feed({self.recipe!r}, {self._given_layout}, at step {self._step})"
@@ -218,8 +235,9 @@ class Feed(StepSource[Delivery]):
         )
 
     def _stop(self) -> None:
-        if self._run is not None:
-            super()._stop()
+        had_run = self._run is not None
+        super()._stop()
+        if had_run:
             for store in self.recipe.sources:
                 store.forget_needs()  # what was announced and will not be read
 
@@ -236,6 +254,7 @@ class Feed(StepSource[Delivery]):
             "steps": str(self.recipe.steps),
             "micro_batch_size": str(self.micro_batch_size),
             "pad_rows": str(self._pads_rows),
+            "left out": str(sorted(self._left_out)),
             "encoder": "balanced" if self._rule.sees_step else "with sample",
         }
 
@@ -270,6 +289,7 @@ class Feed(StepSource[Delivery]):
             clock,
             reads=self.role.reads,
             budget_bytes=self._read_ahead_bytes,
+            left_out=self._left_out,
         )
         is_sent = not isinstance(delivery, Direct)
         for batch, portions in ahead:

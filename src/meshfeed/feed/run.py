@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from meshfeed.deliver import Delivery, Digests, EndOfStream, Failures, Meeting, Verifier
 from meshfeed.errors import DeliveryError, PeerError, StateError
@@ -81,6 +82,9 @@ class _View:
 class Run:
     """From the first item of a producer to the last, or to `stop`.
 
+    `stop` may come from another thread or from a signal handler, at any moment: then a loop that waits raises
+    StateError. It never ends as if the stream had ended.
+
     Args:
         start: the first step.
         items: the producer; it runs once the delivery has met its peers.
@@ -120,11 +124,13 @@ class Run:
         items = self._reporting(items, start)
         self._prefetcher = Prefetcher(items, clock, prefetch, _is_read) if prefetch else Inline(items, clock)
         self._failures = Failures(meeting, role.rank, self._wake)
-        self._is_alone = meeting is None
+        self._meeting = meeting
         self._due = start  # the step that the producer's next item belongs to
         self._left = 0  # its microbatches that were not handed out
         self._resources = contextlib.ExitStack()
         self._started = self._stopped = False
+        self._stopping = threading.RLock()  # held while the run is started or stopped
+        self._stop_until = 0.0  # how long `stop` waits for the producer
         self._starting: list[Span] = []
         self._failure: Exception | None = None
         self._process = os.getpid()
@@ -146,8 +152,7 @@ class Run:
         try:
             self._start()
         except Exception as failure:
-            self._fail(failure)
-            raise
+            self._end_with(failure)
 
     def steps(self, view: int) -> Iterator[Step]:
         """The steps of one view. Asking for the next step drops the rest of the current one."""
@@ -172,18 +177,31 @@ class Run:
 
     def stop(self) -> None:
         """Stop the producer and disconnect. Items not handed out are dropped."""
-        if self._stopped:
-            return
-        self._stopped = True
         if self._process != os.getpid():
-            return  # in a forked child; the parent's run continues
-        self._recorder.over()
-        if self._started:
-            self._prefetcher.stop()
-            self._delivery.interrupt()
-            if not self._prefetcher.join(min(_JOIN_S, self._timeout_s)):
-                return  # it waits for a peer that does not close; its group cannot be closed while in use
-        self._resources.close()
+            self._stopped = True  # in a forked child; the parent's run continues
+            return
+        with self._stopping:
+            if not self._stopped:
+                self._stopped, self._stop_until = True, time.monotonic() + min(_JOIN_S, self._timeout_s)
+                self._recorder.over()
+            if self._started:
+                self._prefetcher.stop()
+                self._delivery.interrupt()
+                if not self._prefetcher.join(max(0.0, self._stop_until - time.monotonic())):
+                    # It waits for a peer that does not close: its group cannot be closed while in use. Or the
+                    # loop's own thread is making an item; when it returns from that, it stops the run again.
+                    return
+            elif self._meeting is not None:
+                self._meeting.cancelled.set()  # `start` may wait for peers
+            self._resources.close()
+
+    def close_with(self, resources: contextlib.ExitStack) -> None:
+        """Close what a stopped run reads from: now, or when the loop's thread returns from making an item."""
+        with self._stopping:
+            if self._prefetcher.is_busy:
+                self._resources.push(resources)
+                return
+        resources.close()
 
     def _step(self, view: _View, batch: GlobalBatch, costs: StepCosts) -> Step:
         return Step(
@@ -218,7 +236,7 @@ class Run:
         if self._failure is not None:
             raise self._failure
         if self._stopped:
-            raise StateError("load_state_dict, close or a new loop ended this iteration; start a new one")
+            raise _stopped_elsewhere()
 
     def _take(self, view: _View) -> StepStart | list[Microbatch] | None:
         """The view's next item; None at the end of the stream."""
@@ -227,13 +245,22 @@ class Run:
             try:
                 self._pull()
             except Exception as failure:
-                self._fail(failure)
+                self._end_with(failure)
+            except BaseException:  # such as SystemExit of a signal handler, which may have closed the feed
+                if self._stopped:
+                    self.stop()
                 raise
         return view.items.popleft()
 
-    def _fail(self, failure: Exception) -> None:
-        self._failure = failure
+    def _end_with(self, failure: Exception) -> NoReturn:
+        """Stop, and raise the error that has ended the run."""
+        was_stopped = self._stopped
+        if not was_stopped:
+            self._failure = failure
         self.stop()  # even if the caller handles the error, peers that wait for this rank must see it leave
+        if was_stopped and self._failure is None and not isinstance(failure, StateError):
+            raise _stopped_elsewhere() from failure  # which comes of that
+        raise failure
 
     def _pull(self) -> None:
         """Pass the producer's next item to all views."""
@@ -242,14 +269,16 @@ class Run:
             with self._recorder.around("wait"):
                 item, spans = self._prefetcher.get(self._timeout_s, self._job_error)
         except StopIteration:
+            self._check_running()
             self._enqueue(None)
             return
         except EndOfStream as end:
-            self._failures.fail(self._source_closed(end), self._due)
+            self._publish(self._source_closed(end))
         except TimeoutError:
-            self._failures.fail(self._late(), self._due)
+            self._publish(self._late())
         except PeerError as lost:
-            self._failures.fail(lost, self._due)
+            self._publish(lost)
+        self._check_running()
         if isinstance(item, StepStart):
             batch, self._due, self._left = item.batch, item.batch.step, item.batch.plan.num_microbatches
             self._recorder.step(batch.step, batch.tokens, self._num_ready, item.costs)
@@ -279,10 +308,15 @@ class Run:
             with self._recorder.stage("verify"):
                 self._verifier.check(end.step, self._job_error)
         except DeliveryError as error:
-            self._failures.fail(error, self._due)
+            self._publish(error)
+
+    def _publish(self, error: Exception) -> NoReturn:
+        """End the job with an error of this rank, unless the error comes of having been stopped."""
+        self._check_running()
+        self._failures.fail(error, self._due)
 
     def _job_error(self) -> BaseException | None:
-        return None if self._is_alone else self._failures.error_at(self._due)
+        return None if self._meeting is None else self._failures.error_at(self._due)
 
     def _wake(self) -> None:
         """Another rank has published a notice: interrupt the loop's wait."""
@@ -324,12 +358,21 @@ class Run:
                     stack.enter_context(self._verifier)
                 self._recorder.start(self._due)
             except Exception as error:
-                self._failures.fail(error, self._due)
+                self._failures.fail(self._closed_while_joining() if self._stopped else error, self._due)
             stack.callback(self._placer.synchronize)
             self._resources = stack.pop_all()
         self._starting = self._clock.take()
-        self._started = True
-        self._prefetcher.start()
+        with self._stopping:
+            self._check_running()
+            self._prefetcher.start()
+            self._started = True
+            self._check_running()  # a signal handler may have stopped it in between
+
+    def _closed_while_joining(self) -> PeerError:
+        rank = self._role.rank
+        return PeerError(
+            f"rank {rank} has closed its feed, or loaded a state, while it joined its peers", [rank]
+        )
 
     def _source_closed(self, end: EndOfStream) -> PeerError:
         ended = end.args or (self._role.source,)
@@ -350,6 +393,10 @@ class Run:
         if role.source is None or role.reads:
             return DeliveryError(f"{waited}, and {self._origin}")
         return PeerError(f"{waited} from rank {role.source}, which is alive but sends nothing", [role.source])
+
+
+def _stopped_elsewhere() -> StateError:
+    return StateError("load_state_dict, close or a new loop ended this iteration; start a new one")
 
 
 def views_of(fields: Sequence[Field], by_stage: StageMap | None, pp_rank: int) -> list[frozenset[str]]:

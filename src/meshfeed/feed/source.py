@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import functools
 import os
+import threading
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +63,9 @@ class StepSource(abc.ABC, Generic[D]):
         self._entered = self._entered_by_loop = False
         self._next_step, self._loaded = 0, False
         self._run: Run | None = None
+        self._num_stops = 0
+        # Held while a run is made or ended, never while it waits for peers: another thread may end it then.
+        self._changing = threading.RLock()
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self), os.getpid())
         self.stage_map = options.stage_map or StageMap(pp=1 if layout is None else layout.pp)
         self.virtual_stages = tuple(VirtualStage(self._begin, v) for v in range(self.stage_map.vpp))
@@ -205,10 +209,11 @@ class StepSource(abc.ABC, Generic[D]):
         self._close(None)
 
     def _close(self, during: BaseException | None) -> None:
-        self._stop()
-        atexit.unregister(self._at_exit)
-        self._entered = self._entered_by_loop = False
-        self._recorder.close(during)
+        with self._changing:
+            self._stop()
+            atexit.unregister(self._at_exit)
+            self._entered = self._entered_by_loop = False
+            self._recorder.close(during)
 
     def __iter__(self) -> Iterator[Step]:
         """Begin a run: join the peers and start to produce. Raises the error that prevents this rank."""
@@ -217,7 +222,8 @@ class StepSource(abc.ABC, Generic[D]):
     @property
     def _step(self) -> int:
         """The first step that has not been fully handed out."""
-        return self._run.step if self._run is not None else self._next_step
+        run = self._run
+        return run.step if run is not None else self._next_step
 
     def _begin(self, virtual_stage: int | None) -> Iterator[Step]:
         """The steps of a new run, or of the run that other virtual stages have begun."""
@@ -227,19 +233,30 @@ class StepSource(abc.ABC, Generic[D]):
                 f"{worker.num_workers} workers would give every sequence; iterate it in the process that "
                 f"trains, where it reads ahead by itself; for a slow dataset, mf.Mapped(dataset, workers=...)"
             )
+        with self._changing:
+            run, is_new = self._joined(virtual_stage)
+        if is_new:
+            run.start()
+        return run.steps(0 if virtual_stage is None else virtual_stage)
+
+    def _joined(self, virtual_stage: int | None) -> tuple[Run, bool]:
+        """The run that a loop belongs to, and whether it is new and must be started."""
+        view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
+        if self._run is not None and self._run.join(view, num_views):
+            return self._run, False
+        self._stop()
+        num_stops = self._num_stops
         if not self._entered:
             self.__enter__()
             self._entered_by_loop = True
-        view, num_views = (0, 1) if virtual_stage is None else (virtual_stage, self.stage_map.vpp)
-        if self._run is None or not self._run.join(view, num_views):
-            self._stop()
-            # A thread inside torch when the interpreter exits aborts the process.
-            atexit.unregister(self._at_exit)
-            atexit.register(self._at_exit)
-            self._run = self._new_run(None if virtual_stage is None else self.stage_map)
-            self._run.join(view, num_views)
-            self._run.start()
-        return self._run.steps(view)
+        # A thread inside torch when the interpreter exits aborts the process.
+        atexit.unregister(self._at_exit)
+        atexit.register(self._at_exit)
+        self._run = run = self._new_run(None if virtual_stage is None else self.stage_map)
+        run.join(view, num_views)
+        if self._num_stops != num_stops:  # by a signal handler, in between
+            run.stop()
+        return run, True
 
     def _ended(self, num_views: int) -> None:
         """A view has taken the last step. An iterator dropped midway leaves its run to the next one."""
@@ -252,10 +269,12 @@ class StepSource(abc.ABC, Generic[D]):
             run.record(error)
 
     def _stop(self) -> None:
-        if self._run is not None:
-            self._next_step = self._run.step
-            self._run.stop()
-            self._run = None
+        with self._changing:
+            self._num_stops += 1
+            if self._run is not None:
+                self._run.stop()
+                self._next_step = self._run.step
+                self._run = None
 
     # -- a run ----------------------------------------------------------------------------------------
 
@@ -309,7 +328,9 @@ class StepSource(abc.ABC, Generic[D]):
                 name = f"{name} of {ranks_in_words(ranks)}"
         if store is None or num_ranks == 1:
             return None
-        return Meeting(store, self.rank, self._options.timeout_s, name, self._next_step, num_ranks)
+        # In torch.distributed's store it is torch.distributed's rank, whatever rank it was given by mistake.
+        rank = self.rank if self._options.rendezvous is not None else this_rank(None, Layout())
+        return Meeting(store, rank, self._options.timeout_s, name, self._next_step, num_ranks)
 
     def _all_agreed(self) -> dict[str, str]:
         grid = zlib.crc32(self.layout.grid().tobytes())  # a layout's text does not contain its table
@@ -318,6 +339,7 @@ class StepSource(abc.ABC, Generic[D]):
             "kind": type(self).__name__,
             **self._agreed,
             "layout": f"{self.layout} with ranks {grid:08x}",
+            "ranks": ranks_in_words(self.layout.ranks().tolist()),
             "stage_map": str(self.stage_map),
             "packing": str(self._options.packing),
             "cp_split": self._options.cp_split,

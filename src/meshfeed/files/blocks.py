@@ -15,7 +15,7 @@ Any number of processes of one user share a folder, without talking to each othe
   parts or removes them.
 - A shared lock on a block pins it: someone will read it. Eviction takes unpinned blocks first, the least
   recently used first. Pins only save work: a reader that finds a block gone asks for it again.
-- Blocks and parts together take at most the limit, except for blocks that all are needed at one time.
+- Blocks and parts together take at most the limit, except where all of them are needed right now.
 """
 
 from __future__ import annotations
@@ -252,14 +252,19 @@ class Claim:
     num_bytes: int
 
     def publish(self, data: memoryview) -> None:
-        """Write the block and make it visible. Raises OSError; then the part is still claimed."""
+        """Write the block and make it visible. Raises OSError; then the part is still claimed, and empty."""
         at, pieces = 0, [data, memoryview(zlib.crc32(data).to_bytes(SUM_BYTES, "little"))]
-        while pieces:
-            at += (written := os.pwritev(self.fd, pieces, at))
-            while pieces and written >= len(pieces[0]):
-                written -= len(pieces.pop(0))
-            if pieces:
-                pieces[0] = pieces[0][written:]
+        try:
+            while pieces:
+                at += (written := os.pwritev(self.fd, pieces, at))
+                while pieces and written >= len(pieces[0]):
+                    written -= len(pieces.pop(0))
+                if pieces:
+                    pieces[0] = pieces[0][written:]
+        except OSError:  # on a full disk, others need the room that half a block takes
+            os.ftruncate(self.fd, 0)
+            os.ftruncate(self.fd, self.num_bytes + SUM_BYTES)
+            raise
         if not _is_same(self.fd, self.part):  # the folder was cleared, and this may be another's part by now
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.part))
         self.part.replace(self.part.with_suffix(""))
@@ -297,8 +302,9 @@ class Blocks:
         if isinstance(block, tuple) or not self._is_checked[block]:
             return False
         path = self.path(block)
-        try:
+        with contextlib.suppress(OSError):  # on a disk that is read-only by now, what is there can be read
             os.utime(path)
+        try:
             return path.stat().st_size == self.num_bytes(block) + SUM_BYTES
         except FileNotFoundError:
             return False
@@ -335,6 +341,10 @@ class Blocks:
             part.unlink(missing_ok=True)  # published just before
             os.close(fd)
         return None
+
+    def is_checked(self, block: int) -> bool:
+        """Whether this process has checked the block, and so it has been there."""
+        return bool(self._is_checked[block])
 
     def published(self, block: Piece) -> None:
         """Note that this process has checked the block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -15,6 +16,8 @@ from meshfeed.files.lock import locked
 from meshfeed.files.own_folder import refuse_swappable
 from meshfeed.files.url import without_secrets
 
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+"""Errors of a disk without room, or without inodes, for this user."""
 _MIB = 1 << 20
 _checked: dict[Path, tuple[int, int]] = {}  # a job with 10,000 sources asks 10,000 times
 
@@ -29,8 +32,8 @@ class Cache:
 
     Attributes:
         folder: None takes $MESHFEED_CACHE, else meshfeed-cache-UID in the system's temporary folder.
-        limit_bytes: of a user's part; the largest limit of several jobs applies. It must be large enough for
-            the blocks that are needed at one time. None takes the folder's last limit, else 64 GiB.
+        limit_bytes: of a user's part; the largest limit of several jobs applies. One block is enough, but
+            below what is in use, blocks are fetched again. None takes the folder's last limit, else 64 GiB.
         block_bytes: the unit of fetching and eviction; a multiple of 4096.
 
     Raises CacheError for invalid sizes.
@@ -69,7 +72,10 @@ class Cache:
     def kept(self) -> Path:
         """`kept_path`, created if missing. Raises CacheError."""
         self.make()
-        self.kept_path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            self.kept_path.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise cache_error(self.kept_path, error) from error
         return self.kept_path
 
     @property
@@ -112,8 +118,23 @@ class Cache:
                     stack.callback(shutil.rmtree, folder, ignore_errors=True)
                     stack.enter_context(locked(folder))
             except OSError as error:
-                raise CacheError(f"{self.own_path}: {error.strerror or error}") from error
+                raise cache_error(self.own_path, error) from error
             yield Cache(folder, self.limit_bytes, self.block_bytes)
+
+
+def cache_error(where: Path, error: OSError) -> CacheError:
+    """What an error of a cache's disk means, and what to do. where: unless the error names a file."""
+    said = f"{error.filename or where}: {error.strerror or error}"
+    match error.errno:
+        case code if code in FULL:
+            cure = "free space and inodes on this disk, raise the quota, or give a cache folder on another"
+        case errno.ENOENT | errno.ENOTDIR | errno.ESTALE:
+            cure = "was the cache folder cleared during this run? Leave it in place, and resume the run"
+        case errno.EACCES | errno.EPERM | errno.EROFS:
+            cure = "this user cannot write to the cache folder; allow it or give another, and resume the run"
+        case _:
+            cure = "check the disk of the cache folder, or give a folder on another"
+    return CacheError(f"{said}; {cure}")
 
 
 def _identity(folder: Path) -> tuple[int, int]:

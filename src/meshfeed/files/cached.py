@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import CacheError, ChangedError
+from meshfeed.errors import ChangedError
 from meshfeed.files.ask import Asker, LostError, asker, retried
 from meshfeed.files.blocks import num_blocks_of
 from meshfeed.files.byte_file import I64, ByteFile, Bytes, Content
-from meshfeed.files.cache import Cache
+from meshfeed.files.cache import Cache, cache_error
 from meshfeed.files.local import fill
 from meshfeed.files.objects import Address, Opened
 from meshfeed.files.url import is_hub, without_secrets
@@ -136,25 +136,31 @@ class CachedFile(ByteFile):
         self.forget_needs()
 
     def _fill(self, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
-        """Read ranges, block by block, until none of the blocks has been evicted before it was read."""
+        """Read ranges, block by block: of the blocks that are there, until none is left."""
         pieces = self._pieces(begins, sizes, places)
         while pieces[0].size:
-            self._need(np.unique(pieces[0]))
-            is_gone = np.zeros(pieces[0].size, np.bool_)
+            wanted = np.unique(pieces[0])
+            there = self._need(wanted)
+            is_left = np.zeros(pieces[0].size, np.bool_)
+            if there.size < wanted.size:
+                is_left = np.isin(pieces[0], there, invert=True)
             by_block = pieces[0].argsort(kind="stable")
             for of_one in np.split(by_block, np.flatnonzero(np.diff(pieces[0][by_block])) + 1):
-                block, *where = (each[of_one] for each in pieces)
-                is_gone[of_one] = not self._read_block(int(block[0]), out, *where)
-            pieces = tuple(each[is_gone] for each in pieces)
+                if not is_left[of_one[0]]:
+                    block, *where = (each[of_one] for each in pieces)
+                    is_left[of_one] = not self._read_block(int(block[0]), out, *where)
+            pieces = tuple(each[is_left] for each in pieces)
 
-    def _need(self, blocks: I64) -> None:
-        """Wait until blocks are there."""
+    def _need(self, blocks: I64) -> I64:
+        """Wait for blocks; returns those that are there, at least one: all, unless the cache is small."""
         used = self._used
-        if not used[blocks].all():
-            fetched = self._ask("need", blocks.tolist())
-            with self._lock:
-                self.stats.bytes_fetched += fetched
-            used[blocks] = time.monotonic()
+        if used[blocks].all():
+            return blocks
+        there, fetched = self._ask("need", blocks.tolist())
+        with self._lock:
+            self.stats.bytes_fetched += fetched
+        used[there] = time.monotonic()
+        return np.array(there, np.int64)
 
     @cached_property
     def _used(self) -> npt.NDArray[np.float64]:
@@ -171,7 +177,7 @@ class CachedFile(ByteFile):
             self._used[block] = 0
             return False
         except OSError as error:
-            raise CacheError(f"{path}: {error.strerror}") from error
+            raise cache_error(path, error) from error
         try:
             fill(fd, out, begins, sizes, places, self.url)
             now = time.monotonic()

@@ -5,6 +5,7 @@ Used by the helper, and for writing (`writer`): obstore's runtime does not survi
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,10 @@ from meshfeed.files.local import typed_errors
 from meshfeed.files.refusals import REPLACED, reason, refuses_method
 from meshfeed.files.retries import GIVE_UP, Patience, Retries, Stat
 from meshfeed.files.url import AUTHORIZATION, credentials_of, is_hub, split
+
+_log = logging.getLogger("meshfeed")
+
+_MODIFIED, _SIZE = "modified ", "size "  # how tags begin that are not ETags
 
 
 class Client(Retries):
@@ -31,22 +36,40 @@ class Client(Retries):
 
     def __init__(self, root: str, options: Mapping[str, str], patience: Patience | None = None) -> None:
         super().__init__(split(root.rstrip("/"))[0], patience or Patience.of(options))
+        self._has_told = False
         self._store = store_of(self._root, credentials_of(root) | dict(options), self._patience)
 
     def stat(self, path: str) -> Stat:
         """Size and version. Raises MissingError, or another StoreError."""
         import obstore
 
+        def get() -> Any:
+            return obstore.get(self._store, path, options={"range": (0, 1)}).meta
+
         def head() -> Stat:
             try:
-                found = obstore.head(self._store, path)
+                found: Any = obstore.head(self._store, path)
             except Exception as error:
                 if not refuses_method(error):
                     raise
-                found = obstore.get(self._store, path, options={"range": (0, 1)}).meta
-            return Stat(found["size"], _tag_of(found))
+                found = get()
+            if _tag_of(found) is None and found["size"]:
+                found = get()  # some servers name it only with the bytes
+            return Stat(found["size"], _tag_of(found) or self._unnamed(path, found["size"]))
 
         return self._retry(head, path, self._name(path))
+
+    def _unnamed(self, path: str, size_bytes: int) -> str:
+        """The version of an object whose server does not name one; logged once."""
+        with self._lock:
+            told, self._has_told = self._has_told, True
+        if not told:
+            _log.warning(
+                "%s: the server sends neither ETag nor Last-Modified, so nobody will notice if an object is "
+                "replaced by one of its size; have it send one of them",
+                self._name(path),
+            )
+        return f"{_SIZE}{size_bytes}"
 
     def read(self, path: str, begin: int, end: int, tag: str) -> Any:
         """Exactly the bytes [begin, end) of the version `tag`, as a buffer."""
@@ -56,12 +79,12 @@ class Client(Retries):
 
         where = f"{self._name(path)}: bytes {begin}..{end}"
         # A weak tag never matches (RFC 9110, 13.1.1); it is compared with the answer's.
-        condition = {} if tag.startswith(("modified ", "W/")) else {"if_match": tag}
+        condition = {} if tag.startswith((_MODIFIED, _SIZE, "W/")) else {"if_match": tag}
 
         def get() -> Any:
             options: Any = {"range": (begin, end), **condition}
             answer = obstore.get(self._store, path, options=options)
-            if _tag_of(answer.meta) != tag:
+            if not _is_version(answer.meta, tag):
                 raise ChangedError(f"{where}: {REPLACED}")
             body = answer.bytes()
             if len(body) != end - begin:
@@ -104,8 +127,19 @@ class LocalReader:
 Reader = Client | HubClient | LocalReader
 
 
-def _tag_of(meta: Any) -> str:
-    return meta["e_tag"] or f"modified {meta['last_modified'].isoformat()} {meta['size']}"
+def _tag_of(meta: Any) -> str | None:
+    """The version that an answer names; None if it names none."""
+    if meta["e_tag"]:
+        return str(meta["e_tag"])
+    modified = meta["last_modified"]  # obstore: 1970 where the server does not say
+    return f"{_MODIFIED}{modified.isoformat()} {meta['size']}" if modified.timestamp() else None
+
+
+def _is_version(meta: Any, tag: str) -> bool:
+    """Whether an answer may be of a version: it is not if it names another one."""
+    if tag.startswith(_SIZE):
+        return tag == f"{_SIZE}{meta['size']}"
+    return _tag_of(meta) in (tag, None)
 
 
 def store_of(
@@ -129,8 +163,10 @@ def store_of(
     authorization = lower.pop(AUTHORIZATION, None)
     given: Any = {name: value for name, value in lower.items() if _plain(name) not in _OF_CLIENT}
     endpoint = next((value for name, value in given.items() if "endpoint" in name), root)
+    most_s = max(min(_MOST_TIMEOUTS * patience.timeout_s, patience.give_up_s), patience.timeout_s)
     client: Any = {
-        "timeout": f"{patience.timeout_s * 1e3:.0f}ms",
+        "timeout": f"{most_s * 1e3:.0f}ms",  # a slow answer may go on while it makes progress
+        "read_timeout": f"{patience.timeout_s * 1e3:.0f}ms",
         "connect_timeout": f"{min(patience.timeout_s, 5.0) * 1e3:.0f}ms",
         "allow_http": endpoint.startswith("http://"),
     } | {_plain(name): value for name, value in lower.items() if _plain(name) in _OF_CLIENT}
@@ -145,6 +181,8 @@ def store_of(
         raise StoreError(f"{root}: {reason(error)}; check the URL and the storage options") from error
 
 
+_MOST_TIMEOUTS = 4
+"""That an answer may take in all."""
 _process: int | None = None
 """The process that has used obstore."""
 
@@ -157,6 +195,7 @@ _OF_CLIENT = (
     "allow_http",
     "allow_invalid_certificates",
     "connect_timeout",
+    "read_timeout",
     "timeout",
     "proxy_url",
     "user_agent",

@@ -6,8 +6,9 @@ nothing is urgent, and pinned until it is released, so that others do not evict 
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
+import random
 import resource
 import shutil
 import threading
@@ -16,19 +17,29 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from meshfeed.errors import CacheError, MeshfeedError, StoreError
 from meshfeed.files.blocks import CacheFolder, Claim, Piece
 from meshfeed.files.byte_file import Content
+from meshfeed.files.cache import FULL, cache_error
 from meshfeed.files.objects import RANGE_BYTES, StoredObject
 from meshfeed.files.pace import Pace
+
+T = TypeVar("T")
 
 _THREADS = 24
 _MOST_WHOLE_BYTES = 1 << 28
 _DISK_PATIENCE_S, _PAUSE_S = 10.0, 0.2
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WASTE = 0.2  # of the bytes fetched, above which it is logged that they are fetched again
 
 Block = tuple[StoredObject, Piece]
+
+_log = logging.getLogger("meshfeed")
+
+
+class _NoRoomError(Exception):
+    """The disk is full, and the block is not urgent."""
 
 
 @dataclass(eq=False)
@@ -36,14 +47,40 @@ class _Need:
     """A reader that waits for blocks.
 
     Attributes:
-        files: of all its blocks.
-        missing: blocks that are not there yet.
+        blocks: all that it needs.
+        missing: those that are not there yet.
         error: why one of them cannot be fetched.
+        is_short: the disk has no room for the others before those that are there have been read.
     """
 
-    files: set[Path]
+    blocks: set[Block]
     missing: set[Block]
     error: MeshfeedError | None = None
+    is_short: bool = False
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """Bytes fetched into a cache, and those of blocks that it had held and evicted."""
+
+    num_bytes: int = 0
+    again_bytes: int = 0
+    is_told: bool = False
+
+    def add(self, cache: CacheFolder, num_bytes: int, *, is_again: bool) -> None:
+        """Count a block; once too many have come again, log it."""
+        limit = cache.seen_limit_bytes
+        self.num_bytes += num_bytes
+        self.again_bytes += num_bytes if is_again else 0
+        if not self.is_told and self.again_bytes > max(limit, _WASTE * self.num_bytes):
+            self.is_told = True
+            _log.warning(
+                "%s: of %d bytes fetched, %d had been fetched before and evicted; raise limit_bytes above %d",
+                cache.path,
+                self.num_bytes,
+                self.again_bytes,
+                limit,
+            )
 
 
 class Fetcher:
@@ -61,7 +98,8 @@ class Fetcher:
         self._no_room_until = 0.0
         self._pace = Pace(RANGE_BYTES)
         self._whole_bytes = 0  # memory for objects that are fetched as a whole
-        self._full_disks: dict[CacheFolder, str] = {}  # that have been full; the error
+        self._full_disks: set[CacheFolder] = set()  # that have been full
+        self._traffic: dict[CacheFolder, _Traffic] = {}
         self._most_pins = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # a pin is an open file
         self._num_pins = 0
 
@@ -70,21 +108,25 @@ class Fetcher:
         for i in range(_THREADS):
             threading.Thread(target=self._work, name=f"meshfeed-fetch-{i}", daemon=True).start()
 
-    def need(self, one: StoredObject, blocks: Sequence[Piece]) -> None:
-        """Wait until all blocks are there. Raises a MeshfeedError if they cannot be; OSError."""
+    def need(self, one: StoredObject, blocks: Sequence[Piece]) -> list[Piece]:
+        """Wait for blocks: for as many as the cache may hold at one time, which are returned; at least one.
+
+        Raises a MeshfeedError if they cannot be fetched; OSError.
+        """
+        blocks = self._at_one_time(one, blocks)
         missing = [(one, block) for block in blocks if not one.blocks.touch(block)]
         if not missing:
-            return
-        self._refuse_too_large(one, blocks)
-        need = _Need(set(map(one.blocks.path, blocks)), set(missing))
+            return [*blocks]
+        need = _Need({(one, block) for block in blocks}, set(missing))
         with self._changed:
             self._needs.append(need)
             self._urgent.extend(missing)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: need.error is not None or not need.missing)
+            self._changed.wait_for(lambda: need.error is not None or not need.missing or need.is_short)
             self._needs.remove(need)
         if need.error is not None:
             raise need.error
+        return [block for block in blocks if (one, block) not in need.missing]
 
     def told_bytes(self, one: StoredObject) -> int:
         """The bytes of an object fetched since the last call."""
@@ -111,26 +153,29 @@ class Fetcher:
             if blocks is None:
                 blocks = [block for of, block in self._pins if of is one]
             for block in blocks:
-                fd = self._pins.pop((one, block), None)
-                if fd is not None:
-                    os.close(fd)
-                    self._num_pins -= 1
-                    self._pinned_bytes -= one.blocks.num_bytes(block)
+                self._unpin((one, block))
+                self._pins.pop((one, block), None)
             self._no_room_until = 0.0
             self._changed.notify_all()
 
-    def _refuse_too_large(self, one: StoredObject, blocks: Sequence[Piece]) -> None:
-        cache = one.blocks.cache
-        size = sum(one.blocks.num_bytes(block) for block in blocks if isinstance(block, int))
-        full = self._full_disks.get(cache)
-        if full and size > cache.held_bytes() + shutil.disk_usage(cache.path).free:
-            raise CacheError(f"{one.address.url}: {size} bytes are needed at one time; {full}")
+    def _at_one_time(self, one: StoredObject, blocks: Sequence[Piece]) -> Sequence[Piece]:
+        """The first of some blocks that fit into this process's part of the cache together, and at least one.
+
+        All peeks. Raises CacheError for a block that exceeds the cache.
+        """
+        first, cache = blocks[0], one.blocks.cache
+        if isinstance(first, tuple):
+            return blocks
+        size = one.blocks.num_bytes(first)
         if size > cache.seen_limit_bytes and size > (limit := cache.limit_bytes()):
             raise CacheError(
-                f"{one.address.url}: {size} bytes in {len(blocks)} blocks are needed at one time, the cache "
-                f"{cache.path} is limited to {limit}; raise limit_bytes, or lower block_bytes or "
-                f"what is read at one time"
+                f"{one.address.url}: {size} bytes are fetched at one time, the cache {cache.path} is limited "
+                f"to {limit}; raise limit_bytes{'' if one.content else ', or lower block_bytes'}"
             )
+        room = cache.most_pinned_bytes
+        if cache in self._full_disks:
+            room = min(room, (cache.held_bytes() + shutil.disk_usage(cache.path).free) // 2)
+        return blocks[: max(room // one.blocks.block_bytes, 1)]
 
     # -- scheduling, under the lock -----------------------------------------------------------------------
 
@@ -215,8 +260,8 @@ class Fetcher:
         one, first = run[0]
         claims: list[Claim] = []
         try:
-            for _, number in run:
-                claim = one.blocks.claim(number, wait=urgent and not claims)
+            for block in run:
+                claim = self._claimed(block, urgent=urgent, is_first=not claims)
                 if claim is None:
                     break
                 claims.append(claim)
@@ -229,21 +274,18 @@ class Fetcher:
             data, at = self._fetch(one, first, len(claims)), 0
             for block in run[: len(claims)]:
                 size = claims[0].num_bytes
-                if not self._published(block, claims[0], data[at : at + size], urgent):
-                    return False
-                one.blocks.published(block[1])
+                self._publish(block, claims[0], data[at : at + size], urgent)
                 there.add(block)
                 claims.pop(0)
                 at += size
             one.blocks.cache.trim(self._kept())
             return True
+        except _NoRoomError:
+            return False
         except OSError as error:
             if isinstance(error, StoreError):
                 raise
-            raise CacheError(
-                f"{one.blocks.folder}: {error.strerror or error}; was the cache folder cleared during this "
-                f"run, or is its disk faulty?"
-            ) from error
+            raise cache_error(one.blocks.folder, error) from error
         finally:
             if claims:
                 one.blocks.cache.give_up(claims)
@@ -280,38 +322,69 @@ class Fetcher:
                 self._whole_bytes -= size
                 self._changed.notify_all()
 
-    def _published(self, block: Block, claim: Claim, data: memoryview, urgent: bool) -> bool:
-        """Publish a block; False if the disk is full and the block is not urgent."""
+    def _claimed(self, block: Block, *, urgent: bool, is_first: bool) -> Claim | None:
+        """The right to fetch a block of a run; None if it is there, or, unless it is urgent, another's."""
+        one, number = block
+        if is_first:
+            return self._with_room(block, urgent, lambda: one.blocks.claim(number, wait=urgent))
+        try:
+            return one.blocks.claim(number, wait=False)
+        except OSError as error:
+            if error.errno in FULL:
+                return None
+            raise
+
+    def _publish(self, block: Block, claim: Claim, data: memoryview, urgent: bool) -> None:
+        one, number = block
+        self._with_room(block, urgent, lambda: claim.publish(data))
+        is_again = isinstance(number, int) and one.blocks.is_checked(number)
+        one.blocks.published(number)
+        with self._changed:
+            for need in self._needs:
+                need.missing.discard(block)
+            self._changed.notify_all()
+            traffic = self._traffic.setdefault(one.blocks.cache, _Traffic())
+            traffic.add(one.blocks.cache, claim.num_bytes, is_again=is_again)
+
+    def _with_room(self, block: Block, urgent: bool, act: Callable[[], T]) -> T:
+        """Do what needs room on the disk, and evict others while it is full.
+
+        Raises _NoRoomError if that does not suffice for a block that is not urgent; CacheError; OSError.
+        """
         one, number = block
         # a peek is served without the cache, too, and waits for no room
         patience_s = 0.0 if isinstance(number, tuple) else _DISK_PATIENCE_S
-        began, cache = time.monotonic(), one.blocks.cache
+        began, cache, size = time.monotonic(), one.blocks.cache, one.blocks.num_bytes(number)
         while True:
             try:
-                claim.publish(data)
-                return True
+                return act()
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     raise
-                if not cache.free(claim.num_bytes, self._kept(), over_pins=urgent):
+                self._full_disks.add(cache)
+                if not cache.free(size, self._kept(), over_pins=urgent):
                     if not urgent:
-                        return False
+                        raise _NoRoomError from error
                     if time.monotonic() - began > patience_s:
-                        raise self._full_disk(one, cache, claim, error) from error
-                    time.sleep(_PAUSE_S)  # others may be done with theirs soon
+                        raise cache_error(one.blocks.folder, error) from error
+                    self._cut_short(block)
+                    time.sleep(random.uniform(0, _PAUSE_S))  # others may be done with theirs soon
 
-    def _full_disk(self, one: StoredObject, cache: CacheFolder, claim: Claim, error: OSError) -> CacheError:
-        held = cache.held_bytes() - claim.num_bytes
-        self._full_disks[cache] = (
-            f"{one.blocks.folder}: {error.strerror or error} with {held} bytes held, below limit_bytes of "
-            f"the cache; free space on this disk, or give a cache folder on another"
-        )
-        return CacheError(self._full_disks[cache])
+    def _cut_short(self, block: Block) -> None:
+        """Let those who wait for a block read what they have; then that may be evicted, and so may wishes."""
+        with self._changed:
+            cache = block[0].blocks.cache  # a pin is an open file, which would keep an inode
+            self._wished.extendleft(
+                [each for each in reversed(self._pins) if each[0].blocks.cache is cache and self._unpin(each)]
+            )
+            for need in self._needs:
+                need.is_short |= block in need.missing and need.missing < need.blocks
+            self._changed.notify_all()
 
     def _kept(self) -> set[Path]:
         """The files of blocks that readers of this process wait for, with others."""
         with self._changed:
-            return set[Path]().union(*(need.files for need in self._needs))
+            return {one.blocks.path(block) for need in self._needs for one, block in need.blocks}
 
     def _note(
         self, run: Sequence[Block], there: set[Block], error: MeshfeedError | None, *, has_room: bool
@@ -334,6 +407,17 @@ class Fetcher:
                 self._elsewhere.append((time.monotonic() + _PAUSE_S, block))
             else:
                 self._wished.appendleft(block)
+
+    def _unpin(self, block: Block) -> bool:
+        """Let a block be evicted, though its wish stays; whether it was pinned."""
+        fd = self._pins.get(block)
+        if fd is None:
+            return False
+        os.close(fd)
+        self._pins[block] = None
+        self._num_pins -= 1
+        self._pinned_bytes -= block[0].blocks.num_bytes(block[1])
+        return True
 
     def _pin(self, block: Block) -> None:
         """Keep a block until its wish is released."""

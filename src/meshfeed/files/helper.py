@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshfeed.errors import CacheError, ChangedError, MeshfeedError, StoreError
-from meshfeed.files.blocks import CacheFolder
+from meshfeed.files.blocks import CacheFolder, Piece
 from meshfeed.files.byte_file import Content
+from meshfeed.files.cache import cache_error
 from meshfeed.files.channel import Channel
 from meshfeed.files.client import Client, LocalReader, Reader
 from meshfeed.files.fetch import Fetcher
@@ -80,9 +81,7 @@ class Helper:
             if isinstance(known, ChangedError):
                 self._remembered.clear()
         except OSError as of_disk:
-            error = CacheError(
-                f"{of_disk}; was the cache folder cleared during this run? Check its disk, or choose another"
-            )
+            error = cache_error(Path("the cache folder"), of_disk)
         except BaseException as unknown:  # sent to the reader, which would otherwise wait endlessly
             error = StoreError(f"the storage helper failed: {type(unknown).__name__}: {unknown}")
         self._channel.send("error", number, error)
@@ -119,11 +118,10 @@ class Helper:
         blocks, fingerprint = one.blocks, None if all_sums is None else all_sums.fingerprint
         return number, Opened(blocks.folder, blocks.size_bytes, blocks.block_bytes, stat.tag, fingerprint)
 
-    def need(self, of: int, blocks: Sequence[int]) -> int:
-        """Wait until blocks are there; the bytes of the object fetched since the last answer."""
+    def need(self, of: int, blocks: Sequence[int]) -> tuple[list[Piece], int]:
+        """Wait for blocks: (those that are there now, bytes of the object fetched since the last answer)."""
         one = self._objects[of]
-        self._fetcher.need(one, blocks)
-        return self._fetcher.told_bytes(one)
+        return self._fetcher.need(one, blocks), self._fetcher.told_bytes(one)
 
     def list(self, address: Address, cache: Path) -> list[tuple[str, int]]:
         """(path, size) of all objects below it, sorted."""

@@ -152,9 +152,8 @@ class StoredObject:
             data = self.read(begin, end)
             for low, high in [] if self.sums is None else self.sums.wrong(data, begin):
                 raise ChecksumError(
-                    f"{self.address.url}: bytes {low}..{high} do not match the checksum in its .sums; copy "
-                    f"the file again, or, if it was rewritten since, recreate the .sums with "
-                    f"`meshfeed inspect --write-checksums`"
+                    f"{self.address.url}: bytes {low}..{high} do not match the checksum in its .sums; the "
+                    f"file is damaged: copy it again"
                 )
             return data
 

@@ -2,8 +2,8 @@
 
 A request that takes far longer than similar recent ones is sent again on another thread, and the first good
 answer counts (hedging; Dean and Barroso, "The Tail at Scale", 2013). Transient failures are retried after a
-random pause that doubles, or as late as the server asks. A permanent failure raises one of the errors of
-`meshfeed.errors`.
+random pause that doubles, or as late as the server asks. Requests that time out together are sent again fewer
+at a time. A permanent failure raises one of the errors of `meshfeed.errors`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ _ENOUGH = 8
 _SLOW = 3.0  # times the ninth decile
 _MIN_SLOW_S = 0.25
 _HEDGED_SHARE, _HEDGED_BYTES = 0.015, 128 << 10  # share of the bytes fetched, and an initial allowance
+_LATE = 0.9  # of a time limit: a request that fails after it has run into it
 _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
 _MOST_ASKED_S = 3600.0  # that a server may ask to wait, beyond the time after which a request is given up
@@ -59,7 +60,7 @@ class Patience:
     """Timeouts and retries of storage requests.
 
     Attributes:
-        timeout_s: of one request, including its body; on the Hub, of each wait for more of it.
+        timeout_s: of each wait for an answer or for more of its body.
         give_up_s: of all attempts of a request together.
         attempts: the most attempts; None for as many as fit into that time.
         hedge: whether slow requests are sent a second time.
@@ -85,6 +86,47 @@ class Patience:
         return cls(timeout_s=min(usual.timeout_s, give_up_s), give_up_s=give_up_s)
 
 
+class Line:
+    """How many requests to a storage root may be in flight. Threads share one.
+
+    As many as there are, until one runs into its time limit beside others: they only slow each other down, so
+    half as many may be in flight from then on. Answers let the number grow again, by one for as many of them.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._most = math.inf
+        self._num_flying = 0
+        self._lowered_s = self._answered_s = -math.inf
+
+    def enter(self, most_s: float) -> float:
+        """Wait for a turn, but no longer than most_s without an answer to any request.
+
+        Returns the seconds until the last such answer: storage was not failing then.
+        """
+        with self._changed:
+            began = time.monotonic()
+            while self._num_flying >= self._most:
+                rest_s = max(self._answered_s, began) + most_s - time.monotonic()
+                if rest_s <= 0:
+                    break
+                self._changed.wait(rest_s)
+            self._num_flying += 1
+            return max(self._answered_s - began, 0.0)
+
+    def leave(self, began_s: float, *, is_answered: bool, is_late: bool) -> None:
+        """A request is over. is_late: it ran into its time limit."""
+        with self._changed:
+            if is_answered:
+                self._answered_s = time.monotonic()
+                self._most = math.inf if self._most > _THREADS else self._most + 1 / self._most
+            elif is_late and self._num_flying > 1 and began_s > self._lowered_s:  # once for all in flight
+                self._lowered_s = time.monotonic()
+                self._most = max(self._num_flying // 2, 1)
+            self._num_flying -= 1
+            self._changed.notify_all()
+
+
 @dataclass(slots=True)
 class Counts:
     """Counters: requests, how many of them were hedges or retries, and bytes received."""
@@ -108,6 +150,7 @@ class Retries:
     def __init__(self, root: str, patience: Patience | None = None) -> None:
         self._root, self._patience = root, patience or Patience()
         self.counts = Counts()
+        self._line = Line()
         self._recent = defaultdict[int, deque[float]](lambda: deque(maxlen=_RECENT))
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="meshfeed-client")
@@ -124,11 +167,12 @@ class Retries:
             # a server that names a time, here or to another process, is not failing: that time does not count
             rested_s = self._wait()
             began, waited_s = began + rested_s, waited_s + rested_s
+            began += self._line.enter(self._patience.give_up_s - (time.monotonic() - began))
             with self._lock:
                 self.counts.requests += 1
                 self.counts.retries += attempt > 1
             try:
-                return ask()
+                return self._in_line(ask)
             except StoreError:
                 raise
             except Exception as error:
@@ -145,6 +189,22 @@ class Retries:
                         f"{reason(error)}; check the URL, the network and the storage service"
                     ) from error
                 time.sleep(max(asked_s, random.uniform(pause_s / 2, pause_s)))
+
+    def _in_line(self, ask: Callable[[], T]) -> T:
+        """Ask, once there is a turn."""
+        began, is_answered, is_late = time.monotonic(), False, False
+        try:
+            answer = ask()
+            is_answered = True
+            return answer
+        except StoreError:
+            is_answered = True
+            raise
+        except Exception:
+            is_late = time.monotonic() - began > _LATE * self._patience.timeout_s
+            raise
+        finally:
+            self._line.leave(began, is_answered=is_answered, is_late=is_late)
 
     def _wait(self) -> float:
         """Wait as long as the server has asked others to; returns for how many seconds."""

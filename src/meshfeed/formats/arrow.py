@@ -10,19 +10,22 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
+from meshfeed.files.url import is_http
 from meshfeed.formats.arrow_stream import ArrowColumn, batches_of, column_of, schema_of
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
 from meshfeed.formats.parquet import arrow_for, name_in, typed_arrow
-from meshfeed.formats.tokens import Column, refuse_unfit
+from meshfeed.formats.tokens import refuse_unfit
 from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.format import Place
 from meshfeed.store.index_cache import joined
+from meshfeed.store.loss_columns import LOSS_COLUMNS
 
 STATE = "state.json"
 """In a folder of `save_to_disk`: the names of its data files."""
-_SPLITS = "dataset_dict.json"
+SPLITS = "dataset_dict.json"
+"""In a folder with several of these: their names."""
 _ROWS_TOGETHER = 1024
 
 
@@ -52,13 +55,13 @@ class ArrowStore(DocumentFiles):
         super().check()
         return self
 
-    def beside(self) -> Mapping[str, ArrowStore]:
+    def beside(self) -> Mapping[str, DocumentFiles]:
         """Every other column of the first file, as a store whose tokens it is."""
         with self._files[0] as file, typed_arrow(file.url):
             schema = schema_of(arrow_for(file.url, "Arrow"), file)
         mine = name_in(schema, self._column.names, file.url)
         others = [name for name in schema.names if name != mine]
-        return {name: ArrowStore(self.path, self._files, Column(name), self._cache) for name in others}
+        return {name: self._column_beside(name) for name in others}
 
     # -- the index --------------------------------------------------------------------------------------
 
@@ -69,14 +72,16 @@ class ArrowStore(DocumentFiles):
     def _scan(self, span: Span) -> Mapping[str, Array]:
         file = self._files[span.file]
         with typed_arrow(file.url):
+            arrow = arrow_for(file.url, "Arrow")
+            beside = np.isin(LOSS_COLUMNS, schema_of(arrow, file).names)
             column = self._found(file)
-            batches = list(batches_of(arrow_for(file.url, "Arrow"), file, column))
+            batches = list(batches_of(arrow, file, column))
         width = column.dtype.itemsize
-        at = [batch.at + batch.ends[:-1] * width for batch in batches]
-        sizes = [np.diff(batch.ends) * width for batch in batches]
-        found = {"at": _end_to_end(at), "sizes": _end_to_end(sizes), "dtype": np.array([column.dtype.str])}
+        at, sizes = ([getattr(batch, name) for batch in batches] for name in ("at", "sizes"))
+        found: dict[str, Array] = {"at": _end_to_end(at), "sizes": _end_to_end(sizes)}
+        found |= {"beside": beside, "dtype": np.array([column.dtype.str])}
         if not column.is_text:
-            most = int(np.iinfo(column.dtype).max)
+            most = 0 if self._column.of_loss else int(np.iinfo(column.dtype).max)
             return found | {"lengths": found["sizes"] // width, "most": np.array([min(most, 2**63 - 1)])}
         lengths, most = list[int](), 0
         for first in range(0, found["at"].size, _ROWS_TOGETHER):
@@ -95,12 +100,10 @@ class ArrowStore(DocumentFiles):
         arrow = arrow_for(file.url, "Arrow")
         schema = schema_of(arrow, file)
         name = name_in(schema, self._column.names, file.url)
-        column = column_of(arrow, schema, name, file.url)
+        column = column_of(arrow, schema, name, file.url, self._column)
         if column.is_text != self._column.is_text:
-            belongs = "text" if self._column.is_text else "lists of whole numbers"
-            raise StoreError(
-                f"{file.url}: column {name!r} is {schema.field(name).type}, where {belongs} belong; name "
-                f"the right column= and, for text, a tokenizer="
+            raise OptionError(
+                f"{file.url}: column {name!r} is {schema.field(name).type}, where {self._column.belongs}"
             )
         return column
 
@@ -165,7 +168,10 @@ class ArrowStore(DocumentFiles):
             first = self._index["file_ends"][f - 1] if f else 0
             return f"{self._files[f].url}: row {documents[i] - first}"
 
-        refuse_unfit(numbers, sizes.cumsum() // numbers.itemsize, where)
+        ends = sizes.cumsum() // numbers.itemsize
+        if self._column.of_loss:
+            return self._column.of_dtype(numbers, lambda at: where(int(ends.searchsorted(at, side="right"))))
+        refuse_unfit(numbers, ends, where)
         return numbers
 
     def _encoded(self, file: ByteFile, begins: I64, sizes: I64) -> list[Array]:
@@ -195,17 +201,17 @@ class ArrowFormat(DocumentFilesFormat):
     suffix, store = ".arrow", ArrowStore
 
     def files(self, place: Place) -> list[ByteFile] | None:
-        """Those that state.json names, in its order; without one, as other formats.
+        """Those that state.json names, in its order, also where HTTP lists nothing; else as other formats.
 
         Raises StoreError for several splits, rows that are reordered by an index, or no data file.
         """
-        if place.is_file or not any(name.endswith(self.suffix) for name in place.names):
+        may_be = is_http(place.given) or any(name.endswith(self.suffix) for name in place.names)
+        if place.is_file or not may_be:
             return super().files(place)
-        if _SPLITS in place.names:
-            splits = sorted({name.partition("/")[0] for name in place.names if "/" in name})
-            paths = ", ".join(f"{place.shown.rstrip('/')}/{split}" for split in splits)
-            raise StoreError(f"{place.shown}: a DatasetDict; give the path of one split: {paths}")
-        if STATE not in place.names:
+        if _holds(place, SPLITS):
+            paths = ", ".join(f"{place.shown.rstrip('/')}/{split}" for split in _splits(place))
+            raise OptionError(f"{place.shown}: a DatasetDict; give the path of one split: {paths}")
+        if not _holds(place, STATE):
             return super().files(place)
         file = place.within.file(STATE)
         try:
@@ -220,6 +226,22 @@ class ArrowFormat(DocumentFilesFormat):
         if not names:
             raise StoreError(f"{file.url}: names no data files, so it holds no documents; save it again")
         return [place.within.file(name) for name in names]
+
+
+def _holds(place: Place, name: str) -> bool:
+    """Whether a folder has such a file; asked for by its name where nothing is listed."""
+    return place.holds(place.within, name) if is_http(place.given) else name in place.names
+
+
+def _splits(place: Place) -> list[str]:
+    """The splits of a DatasetDict: its folders, or, where nothing is listed, those that it names."""
+    if not is_http(place.given):
+        return sorted({name.partition("/")[0] for name in place.names if "/" in name})
+    file = place.within.file(SPLITS)
+    try:
+        return sorted(map(str, json.loads(file.peek([(0, file.size_bytes)])[0])["splits"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreError(f"{file.url}: does not say its splits: {error!r}; save it again") from error
 
 
 def _end_to_end(arrays: Sequence[I64]) -> I64:

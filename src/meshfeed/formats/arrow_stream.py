@@ -1,7 +1,8 @@
-"""Where the rows of one column lie in an Arrow stream, or in an Arrow file: a stream and a footer.
+"""Where the rows of one column lie in an Arrow stream, or in an Arrow file, which has a footer.
 
-pyarrow reads the record batches. A file of this machine is mapped, so little more than the offsets of the
-column is read; a remote one is read through.
+pyarrow reads the record batches without copying, so that the address of what it gives tells where in the file
+that lies. A file of this machine is mapped, so little more than the offsets of the column is read; a remote
+stream is read through.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
+from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.parquet import RawStream
-from meshfeed.formats.tokens import refuse_null_row, refuse_null_token
+from meshfeed.formats.tokens import Column, refuse_null_row, refuse_null_token
 from meshfeed.store.base import I64
 
-_FILE_MAGIC = b"ARROW1\0\0"
+_FILE_MAGIC = b"ARROW1"
 _END = b"\xff\xff\xff\xff\0\0\0\0"
+_INLINE_BYTES = 12
+"""A view of no more text has it within itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +32,12 @@ class Batch:
     """The rows of one record batch.
 
     Attributes:
-        at: byte of the file where the column's values begin.
-        ends: where each row ends, after where the first begins, in values; int64 [rows + 1].
+        at: byte of the file where each row's values begin; int64 [rows].
+        sizes: bytes of each row's values; int64 [rows].
     """
 
-    at: int
-    ends: I64
+    at: I64
+    sizes: I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +57,32 @@ class ArrowColumn:
     is_text: bool
 
 
-def column_of(arrow: Any, schema: Any, name: str, where: str) -> ArrowColumn:
-    """The column of a name. Raises StoreError for any that is not text or lists of integers."""
+def column_of(arrow: Any, schema: Any, name: str, where: str, how: Column) -> ArrowColumn:
+    """The column of a name. how: it is used. Raises OptionError for any but text or lists of fit numbers."""
     types, index = arrow.types, schema.names.index(name)
-    kind = schema.field(index).type
+    kind = declared = schema.field(index).type
     if isinstance(kind, arrow.BaseExtensionType):  # `datasets`, if it is imported, registers types of its own
         kind = kind.storage_type
-    is_text = types.is_string(kind) or types.is_large_string(kind)
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    if not is_text and not (is_list and types.is_integer(kind.value_type)):
-        raise StoreError(
-            f"{where}: column {name!r} is {kind}, where text or lists of whole numbers belong; name the "
-            f"right column= and, for text, a tokenizer="
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    is_text = str(kind) in ("string", "large_string", "string_view")
+    of_list: Any = getattr(kind, "value_type", None)  # of any kind of list
+    if not is_text and (of_list is None or not how.holds(arrow, of_list)):
+        belongs = f"{'' if how.of_loss or how.is_text else 'text or '}{how.belongs}"
+        raise OptionError(f"{where}: column {name!r} is {declared}, where {belongs}")
+    if not is_text and types.is_boolean(of_list):
+        raise OptionError(
+            f"{where}: column {name!r} is {declared}: bits are not read where they lie; cast it to int8, as "
+            f"cast_column({name!r}, List(Value('int8'))) of datasets does, or save it as Parquet"
         )
-    dtype = np.dtype(np.uint8 if is_text else kind.value_type.to_pandas_dtype())
+    dtype = np.dtype(np.uint8 if is_text else of_list.to_pandas_dtype())
     return ArrowColumn(name, index, dtype, is_text)
 
 
 def schema_of(arrow: Any, file: ByteFile) -> Any:
     """The schema of an entered file. Raises StoreError, or what pyarrow raises for a damaged one."""
-    with _stream(arrow, file) as stream:
-        return arrow.ipc.read_schema(stream)
+    with _source(arrow, file) as source:
+        return _opened(arrow, file, source.stream)[0].schema
 
 
 def batches_of(arrow: Any, file: ByteFile, column: ArrowColumn) -> Iterator[Batch]:
@@ -82,66 +91,181 @@ def batches_of(arrow: Any, file: ByteFile, column: ArrowColumn) -> Iterator[Batc
     Raises StoreError for a null, naming its row, and for damage; or what pyarrow raises for that.
     """
     first = 0
-    with _stream(arrow, file) as stream:
-        schema = arrow.ipc.read_schema(stream)
-        while (message := _next(arrow, file, stream)) is not None:
-            body, end = message.body, stream.tell()
-            if message.type != "record batch":
-                kind = f"a {message.type}-encoded column" if body else "no record batch"
-                raise StoreError(f"{file.url}: {kind} before byte {end}; save it as plain text")
-            values = arrow.ipc.read_record_batch(message, schema).column(column.index)
-            values.validate()  # that its buffers hold its length, which read_record_batch takes on trust
+    with _source(arrow, file) as source:
+        reader, is_file = _opened(arrow, file, source.stream)
+        for batch in _in_file(reader) if is_file else _in_stream(reader, file, source):
+            values = batch.column(column.index)
+            values.validate()  # that its buffers hold its length, which is taken on trust
             values = getattr(values, "storage", values)
-            found = _located(values, column, first, body, end - body.size, file.url)
+            found = _Rows(arrow, source, column, first, file.url).located(values)
             yield found
-            first += found.ends.size - 1
+            first += found.at.size
+            source.forget(values)
 
 
 # -- below ------------------------------------------------------------------------------------------------
 
 
+class _Source(Protocol):
+    """A file as pyarrow reads it, and where in the file lies what it gives."""
+
+    stream: Any
+
+    def place_of(self, buffer: Any) -> int | None:
+        """The byte of the file at which a buffer's memory begins; None where it is a copy."""
+        ...
+
+    def forget(self, values: Any) -> None:
+        """These values have been looked at."""
+        ...
+
+
+class _MappedSource:
+    """A file of this machine."""
+
+    def __init__(self, arrow: Any, url: str) -> None:
+        with arrow.memory_map(url) as mapped:
+            self._whole = mapped.read_buffer()
+        self.stream = arrow.BufferReader(self._whole)
+
+    def place_of(self, buffer: Any) -> int | None:
+        at = buffer.address - self._whole.address
+        return at if at >= 0 and at + buffer.size <= self._whole.size else None
+
+    def forget(self, values: Any) -> None:
+        return
+
+
+class _RemoteSource(RawStream):
+    """A remote file; what is read of it is kept until its values have been looked at."""
+
+    def __init__(self, arrow: Any, file: ByteFile) -> None:
+        super().__init__(file)
+        self._read: list[tuple[int, int, bytes]] = []
+        self.stream = arrow.PythonFile(self, mode="r")
+
+    def read(self, size: int = -1) -> bytes:
+        """As of files; remembers where it was."""
+        at = self.tell()
+        found = super().read(size) or b""
+        if found:
+            self._read.append((np.frombuffer(found, np.uint8).ctypes.data, at, found))
+        return found
+
+    def place_of(self, buffer: Any) -> int | None:
+        for address, at, held in self._read:
+            inside = buffer.address - address
+            if inside >= 0 and inside + buffer.size <= len(held):
+                return at + inside
+        return None
+
+    def forget(self, values: Any) -> None:
+        if not hasattr(values, "dictionary"):  # later batches have the same one
+            self._read.clear()
+
+
 @contextlib.contextmanager
-def _stream(arrow: Any, file: ByteFile) -> Generator[Any, None, None]:
-    """An entered file as pyarrow's, where its stream begins."""
-    of_arrow = arrow.PythonFile(RawStream(file), mode="r") if file.is_remote else arrow.memory_map(file.url)
-    with of_arrow as stream:
-        if stream.read(len(_FILE_MAGIC)) != _FILE_MAGIC:
-            stream.seek(0)
-        yield stream
+def _source(arrow: Any, file: ByteFile) -> Generator[_Source]:
+    source = _RemoteSource(arrow, file) if file.is_remote else _MappedSource(arrow, file.url)
+    with source.stream:
+        yield source
 
 
-def _next(arrow: Any, file: ByteFile, stream: Any) -> Any:
-    """The next message; None at the end mark."""
-    at = stream.tell()
-    with contextlib.suppress(EOFError):
-        return arrow.ipc.read_message(stream)
-    stream.seek(at)
-    if stream.read(len(_END)) != _END:
-        raise StoreError(f"{file.url}: byte {at}: no end mark; it was cut short: write it or copy it again")
-    return None
+def _opened(arrow: Any, file: ByteFile, stream: Any) -> tuple[Any, bool]:
+    """A reader of the batches, and whether it is of a file with a footer, not of a stream."""
+    is_file = read_bytes(file, 0, min(len(_FILE_MAGIC), file.size_bytes)) == _FILE_MAGIC
+    return (arrow.ipc.open_file if is_file else arrow.ipc.open_stream)(stream), is_file
 
 
-def _located(values: Any, column: ArrowColumn, first: int, body: Any, at: int, url: str) -> Batch:
-    """The rows of a record batch, from row `first` on. body: its bytes, from byte `at` of the file on."""
+def _in_file(reader: Any) -> Iterator[Any]:
+    return (reader.get_batch(i) for i in range(reader.num_record_batches))
 
-    def where(row: int) -> str:
-        return f"{url}: row {first + row} (column {column.name!r})"
 
-    refuse_null_row(values, where, is_text=column.is_text)
-    if column.is_text:
-        _, offsets, data = values.buffers()
-        dtype = np.dtype("<i8" if "large" in str(values.type) else "<i4")
+def _in_stream(reader: Any, file: ByteFile, source: _Source) -> Iterator[Any]:
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield reader.read_next_batch()
+    end = source.stream.tell()
+    if end < len(_END) or read_bytes(file, end - len(_END), end) != _END:
+        raise StoreError(f"{file.url}: byte {end}: no end mark; it was cut short: write it or copy it again")
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The rows of a record batch. first: the number of the first one."""
+
+    arrow: Any
+    source: _Source
+    column: ArrowColumn
+    first: int
+    url: str
+
+    def located(self, values: Any) -> Batch:
+        """Where the values lie. Raises StoreError for a null, and for what is not in the file as it is."""
+        refuse_null_row(values, self._where, is_text=self.column.is_text)
+        if hasattr(values, "dictionary"):
+            words, keys = self.located(values.dictionary), values.indices.to_numpy().astype(np.int64)
+            if keys.size and not 0 <= keys.min() <= keys.max() < words.at.size:
+                raise self._damaged()
+            return Batch(words.at[keys], words.sizes[keys])
+        kind = str(values.type)
+        if kind == "string_view":
+            return self._views(values)
+        begins, sizes = self._text(values) if self.column.is_text else self._lists(values, kind)
+        data = values.buffers()[2] if self.column.is_text else values.values.buffers()[1]
+        width, available = self.column.dtype.itemsize, data.size if data is not None else 0
+        if sizes.size and (min(begins.min(), sizes.min()) < 0 or (begins + sizes).max() * width > available):
+            raise self._damaged()
+        return Batch(self._place(data) + begins * width, sizes * width)
+
+    def _where(self, row: int) -> str:
+        return f"{self.url}: row {self.first + row} (column {self.column.name!r})"
+
+    def _damaged(self) -> StoreError:
+        return StoreError(
+            f"{self.url}: rows from {self.first} on: values that lie nowhere; copy the file again"
+        )
+
+    def _place(self, buffer: Any) -> int:
+        if buffer is None or not buffer.size:
+            return 0
+        at = self.source.place_of(buffer)
+        if at is None:
+            raise StoreError(
+                f"{self.url}: rows from {self.first} on: compressed record batches; save them uncompressed"
+            )
+        return at
+
+    def _text(self, values: Any) -> tuple[I64, I64]:
+        dtype = np.dtype(np.int64 if "large" in str(values.type) else np.int32)
+        offsets = values.buffers()[1]
         ends = np.frombuffer(offsets, dtype, len(values) + 1) if len(values) else np.zeros(1, dtype)
-    else:
-        is_fixed = not hasattr(values, "offsets")
-        ends = np.arange(len(values) + 1) * values.type.list_size if is_fixed else values.offsets.to_numpy()
-        data = values.values.buffers()[1]
-    ends = ends.astype(np.int64)
-    if ends[0] < 0 or (np.diff(ends) < 0).any() or ends[-1] * column.dtype.itemsize > data.size:
-        raise StoreError(f"{url}: byte {at}: lists that end before they begin; copy the file again")
-    if not column.is_text:
-        refuse_null_token(values.values, ends[1:], where)
-    begin = data.address - body.address if data.size else 0
-    if not 0 <= begin <= body.size:
-        raise StoreError(f"{url}: byte {at}: compressed record batches; save them uncompressed")
-    return Batch(at + begin, ends)
+        return ends[:-1].astype(np.int64), np.diff(ends.astype(np.int64))
+
+    def _lists(self, values: Any, kind: str) -> tuple[I64, I64]:
+        if kind.startswith(("list_view", "large_list_view")):
+            begins, sizes = (each.to_numpy().astype(np.int64) for each in (values.offsets, values.sizes))
+        else:
+            is_fixed = not hasattr(values, "offsets")
+            ends = (
+                np.arange(len(values) + 1) * values.type.list_size if is_fixed else values.offsets.to_numpy()
+            ).astype(np.int64)
+            begins, sizes = ends[:-1], np.diff(ends)
+        if values.values.null_count:
+            refuse_null_token(values.flatten(), sizes.cumsum(), self._where)
+        return begins, sizes
+
+    def _views(self, values: Any) -> Batch:
+        """A view is its size, then the text, or its first bytes, its buffer, and where in that."""
+        _, views, *data = values.buffers()
+        words = np.frombuffer(views, np.int32, 4 * len(values)).reshape(-1, 4).astype(np.int64)
+        sizes, which, begins = words[:, 0], words[:, 2], words[:, 3]
+        at = self._place(views) + 16 * np.arange(len(values)) + 4
+        for number in np.unique(which[sizes > _INLINE_BYTES]).tolist():
+            mine = (which == number) & (sizes > _INLINE_BYTES)
+            if not 0 <= number < len(data) or (begins[mine] + sizes[mine]).max() > data[number].size:
+                raise self._damaged()
+            at[mine] = self._place(data[number]) + begins[mine]
+        if sizes.size and min(sizes.min(), begins[sizes > _INLINE_BYTES].min(initial=0)) < 0:
+            raise self._damaged()
+        return Batch(at, sizes)

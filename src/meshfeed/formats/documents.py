@@ -16,18 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import ChangedError, StoreError
+from meshfeed.errors import ChangedError, OptionError
 from meshfeed.files import ByteFile, Cache, FileStats
 from meshfeed.files.cached import CachedFile
 from meshfeed.files.url import is_hub
 from meshfeed.formats.prepared import documents_in, is_report
 from meshfeed.formats.tokens import Column
-from meshfeed.store.base import I64, LengthsIndex, Pieces, StreamStore
+from meshfeed.store.base import I64, LengthsIndex, Pieces
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
+from meshfeed.store.loss_columns import LOSS_COLUMNS, ForeignColumns
 from meshfeed.store.open import stores_inside
 
 VERSION = 1
+"""Part of the fingerprint."""
+_INDEX_VERSION = 2
 """Of the index: part of its key, so that a change here never meets an old one."""
 
 SUFFIXES = (".jsonl", ".parquet", ".arrow")
@@ -45,7 +48,7 @@ class Span:
     end: int
 
 
-class DocumentFiles(StreamStore):
+class DocumentFiles(ForeignColumns):
     """Records in files, each a document, as one stream of tokens.
 
     Making one only remembers. What counts documents or tokens reads the files through once per node, one
@@ -75,7 +78,8 @@ class DocumentFiles(StreamStore):
 
     @abstractmethod
     def _scan(self, span: Span) -> Mapping[str, Array]:
-        """Of the documents of a part: `lengths` int64 [n], `most` int64 [1] (greatest token), and its own."""
+        """Of the documents of a part: `lengths` int64 [n], `most` int64 [1] (greatest token), `beside` bool
+        [3], whether there is a column of each name in LOSS_COLUMNS, and its own."""
 
     @abstractmethod
     def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
@@ -117,11 +121,15 @@ class DocumentFiles(StreamStore):
 
     @cached_property
     def _fingerprint(self) -> str:
+        return self._as_used(self._content)
+
+    @cached_property
+    def _content(self) -> str:
         return sampled_digest(f"{self.format} {VERSION} {self._column.digest}", self._files)
 
     @cached_property
     def _index(self) -> dict[str, Array]:
-        key = key_of_parts(kind=self.format, version=VERSION, content=self.fingerprint)
+        key = key_of_parts(kind=self.format, version=_INDEX_VERSION, content=self._content)
         return built_in_parts(self._cache.kept(), key, self._spans, self._scanned, self._whole)
 
     def _scanned(self, span: Span) -> Mapping[str, Array]:
@@ -134,7 +142,29 @@ class DocumentFiles(StreamStore):
         np.add.at(counts, [span.file for span in spans], [part["lengths"].size for part in arrays])
         starts = np.concatenate(([0], joined(arrays, "lengths").cumsum()))
         most = joined(arrays, "most").max(initial=0, keepdims=True)
-        return own | {"starts": starts, "file_ends": counts.cumsum(), "most": most}
+        flags = joined(arrays, "beside", np.bool_).reshape(-1, len(LOSS_COLUMNS))
+        beside: Array = np.logical_or.reduce(flags, axis=0)
+        return own | {"starts": starts, "file_ends": counts.cumsum(), "most": most, "beside": beside}
+
+    @property
+    def marks_cache(self) -> Cache:
+        return self._cache
+
+    def beside(self) -> Mapping[str, DocumentFiles]:
+        """LOSS_COLUMNS, where the files have them; a format adds what else it reads."""
+        return self._columns_of_loss()
+
+    def _columns_of_loss(self) -> Mapping[str, DocumentFiles]:
+        if self._column.is_text or self._column.of_loss:
+            return {}
+        there = zip(LOSS_COLUMNS, self._index["beside"].tolist())
+        return {name: self._column_beside(name) for name, has in there if has and name != self._column.name}
+
+    def _column_beside(self, name: str) -> DocumentFiles:
+        column = Column(name, of_loss=name in LOSS_COLUMNS)
+        store = type(self)(self.path, self._files, column, self._cache)
+        store._loss_columns = {}
+        return store
 
     @property
     def documents(self) -> LengthsIndex:
@@ -189,9 +219,11 @@ class DocumentFiles(StreamStore):
         """Open the files."""
         for file in self._files:
             stack.enter_context(file)
+        super().acquire(stack)
 
     def __getstate__(self) -> dict[str, Any]:
-        known = ("path", "_files", "_column", "_cache", "_fingerprint")
+        known = ("path", "_files", "_column", "_cache", "_content", "_fingerprint")
+        known += ("labels_are", "_used", "_ignored", "_loss_columns")
         return {name: self.__dict__[name] for name in known if name in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -222,7 +254,7 @@ class DocumentFiles(StreamStore):
         tokens = self._tokens(documents)
         most = int(self._index["most"][0])
         for document, found, expected in zip(documents.tolist(), tokens, self.lengths(documents).tolist()):
-            if found.size != expected or found.max(initial=0) > most:
+            if found.size != expected or (found.max(initial=0) > most and not self._column.of_loss):
                 raise ChangedError(
                     f"{self.path}: document {document} has {found.size} tokens up to "
                     f"{found.max(initial=0)}; when it was indexed it had {expected}, none above {most}; the "
@@ -279,7 +311,7 @@ class DocumentFilesFormat(StoreFormat):
         """The files of the store; None if there is none."""
         if Path(place.name).suffix == self.suffix and place.is_file:
             if is_report(place.beside, place.name):
-                raise StoreError(
+                raise OptionError(
                     f"{place.shown}: lists what `meshfeed prepare` left out, and holds no documents; give "
                     f"the path of a store{stores_inside(place.beside)}"
                 )
@@ -292,11 +324,11 @@ class DocumentFilesFormat(StoreFormat):
         if self.suffix not in kinds:
             return None
         if len(kinds) > 1:
-            raise StoreError(
+            raise OptionError(
                 f"{place.shown}: both {' and '.join(kinds)} files; keep each kind in a folder of its own"
             )
         splits = sorted({found[1] for name in names if (found := _OF_SPLIT.fullmatch(name))})
         if is_hub(place.given) and len(splits) > 1:
             paths = ", ".join(f"{place.shown.rstrip('/')}/{split}-*{self.suffix}" for split in splits)
-            raise StoreError(f"{place.shown}: several splits in one folder; give one: {paths}")
+            raise OptionError(f"{place.shown}: several splits in one folder; give one: {paths}")
         return [place.within.file(name) for name in names]

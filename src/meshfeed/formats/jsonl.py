@@ -9,14 +9,16 @@ from itertools import islice
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span, read_bytes
 from meshfeed.formats.tokens import hint_for
 from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.index_cache import joined
+from meshfeed.store.loss_columns import LOSS_COLUMNS
 
 _SPAN_BYTES = 1 << 26
 _STEP_BYTES = 1 << 23
@@ -51,17 +53,17 @@ class JsonlStore(DocumentFiles):
         at: list[int] = []
         sizes: list[int] = []
         lengths: list[int] = []
-        most = 0
+        most, beside = 0, np.zeros(len(LOSS_COLUMNS), np.bool_)
         lines = ((begin, line) for begin, line in _bounded_lines(file, span) if line.strip())
         while some := list(islice(lines, _LINES_TOGETHER)):
             begins = [begin for begin, _ in some]
-            tokens = self._parsed(file, begins, [line for _, line in some])
+            tokens = self._parsed(file, begins, [line for _, line in some], beside)
             at += begins
             sizes += [len(line) for _, line in some]
             lengths += [found.size for found in tokens]
             most = max(most, *(int(found.max(initial=0)) for found in tokens))
         whole = {"at": at, "sizes": sizes, "lengths": lengths, "most": [most]}
-        return {name: np.array(values, np.int64) for name, values in whole.items()}
+        return {name: np.array(values, np.int64) for name, values in whole.items()} | {"beside": beside}
 
     def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
         return {name: joined(arrays, name) for name in ("at", "sizes")}
@@ -92,12 +94,24 @@ class JsonlStore(DocumentFiles):
     def _lines(self, documents: I64) -> tuple[I64, I64]:
         return self._index["at"][documents], self._index["sizes"][documents]
 
-    def _parsed(self, file: ByteFile, begins: Sequence[int], lines: Sequence[bytes]) -> list[Array]:
+    def _parsed(
+        self,
+        file: ByteFile,
+        begins: Sequence[int],
+        lines: Sequence[bytes],
+        beside: npt.NDArray[np.bool_] | None = None,
+    ) -> list[Array]:
+        """The tokens of each line. beside: set where a line has a column of LOSS_COLUMNS."""
+
         def where(i: int) -> str:
             return place_of(file, begins[i])
 
         def value(i: int, line: bytes) -> Any:
-            return value_in(record_of(line, partial(where, i)), self._column.names, partial(where, i))
+            record = record_of(line, partial(where, i))
+            if beside is not None:
+                beside[:] |= [name in record for name in LOSS_COLUMNS]
+            wrong = StoreError if begins[i] else OptionError  # the first line has the columns that there are
+            return value_in(record, self._column.names, partial(where, i), wrong)
 
         return self._column.encoded([value(i, line) for i, line in enumerate(lines)], where)
 
@@ -110,8 +124,13 @@ class JsonlFormat(DocumentFilesFormat):
     suffix, store = ".jsonl", JsonlStore
 
 
-def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[], str]) -> Any:
-    """The value of the first of some columns that a record has. Raises StoreError, naming the place."""
+def value_in(
+    record: Mapping[str, Any],
+    names: Sequence[str],
+    where: Callable[[], str],
+    wrong: type[StoreError] = StoreError,
+) -> Any:
+    """The value of the first of some columns that a record has. Raises `wrong`, naming the place."""
     for name in names:
         if name in record:
             return record[name]
@@ -119,7 +138,7 @@ def value_in(record: Mapping[str, Any], names: Sequence[str], where: Callable[[]
     hint = hint_for(names, has_text=isinstance(record.get("text"), str))
     if any(name.partition(".")[0] in record for name in names):
         hint = f"what lies in another is not reached: lift it first, as jq -c '{{text: .{names[0]}}}' does"
-    raise StoreError(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")
+    raise wrong(f"{where()}: no {' or '.join(map(repr, names))}, found {there}; {hint}")
 
 
 def record_of(line: bytes | str, where: Callable[[], str]) -> dict[str, Any]:
@@ -129,7 +148,7 @@ def record_of(line: bytes | str, where: Callable[[], str]) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where()}: not valid JSON: {error}; fix the line or remove it") from error
     if not isinstance(record, dict):
-        raise StoreError(f"{where()}: {type(record).__name__} where a JSON object belongs, one per line")
+        raise StoreError(f"{where()}: {type(record).__name__} where a JSON object belongs")
     return cast(dict[str, Any], record)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import ByteFile, Content, Folder
 from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.items import Column, Head, Items, ItemsFile
@@ -80,7 +80,7 @@ class MDSStore(ShardedStore):
             raise StoreError(f"{where}: {error}") from error
         if kind is None:
             if encoding != "bytes" or given is None:
-                raise StoreError(
+                raise OptionError(
                     f"{where} is {encoding}; tokens are an ndarray, or bytes with mf.open(path, dtype=...)"
                 )
             return self._made_of(at, np.dtype(given))

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile, Cache
 from meshfeed.formats.documents import DocumentFiles, DocumentFilesFormat, Span
@@ -28,6 +28,7 @@ from meshfeed.formats.tokens import (
 )
 from meshfeed.store.base import I64, Pieces, grouped
 from meshfeed.store.index_cache import joined
+from meshfeed.store.loss_columns import LOSS_COLUMNS
 
 _SPAN_BYTES = 1 << 26
 _ROWS_TOGETHER = 1024
@@ -73,12 +74,12 @@ class ParquetStore(DocumentFiles):
     def _group_ends(self) -> I64:
         return self._index["rows"].cumsum()
 
-    def beside(self) -> Mapping[str, ParquetStore]:
+    def beside(self) -> Mapping[str, DocumentFiles]:
         """Every other column of the first file, as a store whose tokens it is."""
         with self._files[0] as file, typed_arrow(file.url):
             names, mine = self._parquet(0).schema_arrow.names, self._name(0)
         others = [name for name in names if name != mine]
-        return {name: ParquetStore(self.path, self._files, Column(name), self._cache) for name in others}
+        return {name: self._column_beside(name) for name in others}
 
     # -- the index --------------------------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ class ParquetStore(DocumentFiles):
             "lengths": np.concatenate(lengths or [np.zeros(0, np.int64)]),
             "rows": np.array(rows, np.int64),
             "most": np.array([most]),
+            "beside": np.isin(LOSS_COLUMNS, self._parquet(span.file).schema_arrow.names),
         }
 
     def _joined(self, spans: Sequence[Span], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
@@ -174,7 +176,7 @@ class ParquetStore(DocumentFiles):
             def where(row: int) -> str:
                 return f"{file.url}: row {first + row} (row group {group}, column {name!r})"
 
-            return _rows_of(table.column(name), where, f"{file.url}: column {name!r}", self._column.is_text)
+            return _rows_of(table.column(name), where, f"{file.url}: column {name!r}", self._column)
 
     def _parquet(self, f: int) -> Any:
         """The opened file, its footer read; the file must be entered."""
@@ -226,16 +228,13 @@ def _is_text(kind: Any) -> bool:
     return str(plain) in ("string", "large_string", "string_view")
 
 
-def _rows_of(column: Any, where: Where, name: str, is_text: bool) -> _Rows:
-    arrow = arrow_for(name)
+def _rows_of(column: Any, where: Where, name: str, how: Column) -> _Rows:
+    arrow, is_text = arrow_for(name), how.is_text
     if arrow.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     element = getattr(column.type, "value_type", None)  # of any kind of list
-    if not (_is_text(column.type) if is_text else element is not None and arrow.types.is_integer(element)):
-        raise StoreError(
-            f"{name} is {column.type}, where {'text' if is_text else 'lists of whole numbers'} belong; name "
-            f"the right column= and, for text, a tokenizer="
-        )
+    if not (_is_text(column.type) if is_text else element is not None and how.holds(arrow, element)):
+        raise OptionError(f"{name} is {column.type}, where {how.belongs}")
     # Text in chunks of less than 2 GiB cannot always be one array of 32-bit offsets.
     wide = column.cast(arrow.large_string() if is_text else arrow.large_list(element))
     array = arrow.concat_arrays(wide.chunks) if wide.num_chunks else arrow.array([], wide.type)
@@ -245,8 +244,11 @@ def _rows_of(column: Any, where: Where, name: str, is_text: bool) -> _Rows:
     offsets = array.offsets.to_numpy()
     ends, values = offsets[1:] - offsets[0], array.flatten()
     refuse_null_token(values, ends, where)
-    numbers = values.to_numpy()
-    refuse_unfit(numbers, ends, where)
+    numbers = values.to_numpy(zero_copy_only=False)
+    if how.of_loss:
+        numbers = how.of_dtype(numbers, lambda at: where(int(ends.searchsorted(at, side="right"))))
+    else:
+        refuse_unfit(numbers, ends, where)
     return _Rows(where, len(array), array.nbytes, ends, numbers)
 
 
@@ -265,7 +267,7 @@ def name_in(schema: Any, names: Sequence[str], url: str) -> str:
         if name in there:
             return name
     has_text = "text" in there and _is_text(schema.field("text").type)
-    raise StoreError(
+    raise OptionError(
         f"{url}: no column {' or '.join(map(repr, names))}, found "
         f"{', '.join(map(repr, there[:8])) or 'nothing'}; {hint_for(names, has_text=has_text)}"
     )

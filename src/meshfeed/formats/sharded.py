@@ -17,14 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError
 from meshfeed.files import ByteFile, Cache, Content, FileStats, Folder, typed_errors
 from meshfeed.files.url import join, without_secrets
 from meshfeed.formats.items import Column, Items, ItemsFile
 from meshfeed.formats.shard_files import ShardFiles
 from meshfeed.formats.tokens import TOKEN_COLUMNS
-from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, StreamStore, grouped
+from meshfeed.store.base import I64, LengthsIndex, Multiples, Pieces, grouped
 from meshfeed.store.index_cache import built_in_parts, joined, key_of_parts
+from meshfeed.store.loss_columns import LOSS_COLUMNS, ForeignColumns
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class Even:
     stride_bytes: int
 
 
-class ShardedStore(StreamStore):
+class ShardedStore(ForeignColumns):
     """A StreamStore over the shards of a folder: documents lie end to end, in the order of the index.
 
     Making one only remembers. Everything but the attributes wants `with store:`. A shard that is compressed,
@@ -84,6 +85,7 @@ class ShardedStore(StreamStore):
         super().__init__()
         self.path = without_secrets(folder.url)
         self._folder, self._column = folder, column
+        self._is_beside = False
         self._forget()
 
     def _forget(self) -> None:
@@ -154,7 +156,10 @@ class ShardedStore(StreamStore):
     def beside(self) -> Mapping[str, Self]:
         """Every other column, as a store whose tokens it is."""
         others = [field.name for at, field in enumerate(self._fields) if at != self._items.at]
-        return {name: type(self)(self._folder, column=name) for name in others}
+        stores = {name: type(self)(self._folder, column=name) for name in others}
+        for store in stores.values():
+            store._is_beside = True
+        return stores
 
     def facts(self) -> dict[str, Any]:
         columns = ", ".join(f"{name}: {encoding}" for name, encoding in self.encodings.items())
@@ -196,7 +201,16 @@ class ShardedStore(StreamStore):
         sampled = np.linspace(0, len(shards) - 1, min(_NUM_SAMPLED, len(shards))).astype(int).tolist()
         for block in _at_once(self._middle, sampled):
             digest.update(block)
-        return digest.hexdigest()
+        return self._as_used(digest.hexdigest())
+
+    @property
+    def marks_cache(self) -> Cache:
+        return self._folder.cache or Cache()
+
+    def _columns_of_loss(self) -> Mapping[str, Self]:
+        if self._is_beside:
+            return {}
+        return {name: store for name, store in self.beside().items() if name in LOSS_COLUMNS}
 
     def _middle(self, number: int) -> bytes:
         file = self._folder.file(self.shards[number].name)
@@ -209,6 +223,7 @@ class ShardedStore(StreamStore):
         """Let shards be opened, each by its first read."""
         self._files.open()
         stack.callback(self._files.close)
+        super().acquire(stack)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -322,7 +337,7 @@ class ShardedStore(StreamStore):
         name = self._column or usual or (fit[0] if len(fit) == 1 else None)
         if name not in names:
             said = ", ".join(f"{field.name} ({field.encoding})" for field in self._fields)
-            raise StoreError(
+            raise OptionError(
                 f"{self.path}: its columns are {said[:500]}; say which holds tokens: "
                 f"mf.open(path, column=...)"
             )

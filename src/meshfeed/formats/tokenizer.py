@@ -15,6 +15,8 @@ from meshfeed.columns import Array
 from meshfeed.errors import MissingError, StoreError
 from meshfeed.files import typed_errors
 from meshfeed.plugins import TOKENIZERS, loaded, registered
+from meshfeed.store.format import tokenizer_name
+from meshfeed.summary import code_of
 
 BYTES = "bytes"
 KNOWN = (
@@ -69,10 +71,10 @@ class TokenizerFile:
 
     @property
     def digest(self) -> str:
-        """All that decides its tokens."""
-        if not self.content:
-            return self.name
-        return hashlib.blake2b(self.content, digest_size=16).hexdigest()
+        """All that decides its tokens: its file, and the code of a class that is not meshfeed's."""
+        own = hashlib.blake2b(self.content, digest_size=16).hexdigest() if self.content else self.name
+        code = "" if self.kind == BYTES else code_of(_maker_of(self))
+        return f"{own} {code}" if code else own
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -91,7 +93,11 @@ class TokenizerFile:
 
 
 def tokenizer_file(name: str) -> TokenizerFile:
-    """The tokenizer of a name, read but not made. Raises StoreError if there is none."""
+    """The tokenizer of a name, read but not made. Raises StoreError if there is none.
+
+    A name is text or a path; see `tokenizer_name` for what else users give.
+    """
+    name = tokenizer_name(name)
     if name == BYTES:
         return TokenizerFile(name, BYTES)
     kind, colon, rest = name.partition(":")
@@ -119,4 +125,8 @@ def tokenizer_file(name: str) -> TokenizerFile:
 @lru_cache(maxsize=1)
 def _loaded(file: TokenizerFile) -> Tokenizer:
     """Large vocabularies take seconds, and a process mostly has one."""
-    return next(loaded(point) for point in registered(TOKENIZERS) if point.name == file.kind)(file)
+    return _maker_of(file)(file)
+
+
+def _maker_of(file: TokenizerFile) -> Any:
+    return next(loaded(point) for point in registered(TOKENIZERS) if point.name == file.kind)

@@ -11,10 +11,11 @@ from typing import Any, cast
 import numpy as np
 
 from meshfeed.columns import Array
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.formats.tokenizer import BYTES, Tokenizer, TokenizerFile, tokenizer_file
 from meshfeed.store.base import I64
 from meshfeed.store.indexed_writer import best_dtype
+from meshfeed.store.loss_columns import LABELS
 
 TOKEN_COLUMNS = ("tokens", "input_ids")
 """The default columns of token lists; the first that exists counts."""
@@ -30,12 +31,14 @@ class Column:
     Attributes:
         name: of the column; None for "text" with a tokenizer, else the first of TOKEN_COLUMNS.
         tokenizer: None for a column of token lists; for text, one of `tokenizer.KNOWN`.
+        of_loss: whether it is one of LOSS_COLUMNS beside the tokens: labels are int32, masks float32.
 
     Raises StoreError for a tokenizer that cannot be read, or a package that is missing.
     """
 
     name: str | None = None
     tokenizer: str | None = None
+    of_loss: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -53,7 +56,23 @@ class Column:
     def digest(self) -> str:
         """Identifies everything that determines the tokens of a record."""
         how = None if self.tokenizer is None else self._file.digest
-        return f"{','.join(self.names)} {how}"
+        return f"{','.join(self.names)} {how}" + " of loss" * self.of_loss
+
+    def holds(self, arrow: Any, kind: Any) -> bool:
+        """Whether lists of an Arrow type can be the column."""
+        types = arrow.types
+        fit = [types.is_integer] + [types.is_floating, types.is_boolean] * (
+            self.of_loss and self.name != LABELS
+        )
+        return any(is_kind(kind) for is_kind in fit)
+
+    @property
+    def belongs(self) -> str:
+        """The end of a message about a column of another type."""
+        if self.of_loss:
+            return f"lists of {'whole ' * (self.name == LABELS)}numbers belong; {_LOSS_HINT}"
+        what = "text" if self.is_text else "lists of whole numbers"
+        return f"{what} belong; name the right column= and, for text, a tokenizer="
 
     def check(self) -> None:
         """Load the tokenizer, if there is one."""
@@ -62,6 +81,8 @@ class Column:
 
     def dtype(self, most: int) -> np.dtype[Any]:
         """The type of the tokens, the largest of which is `most`."""
+        if self.of_loss:
+            return np.dtype(np.int32 if self.name == LABELS else np.float32)
         if self.tokenizer == BYTES:
             return np.dtype("u1")
         if self.tokenizer is not None:
@@ -70,9 +91,36 @@ class Column:
 
     def encoded(self, values: Sequence[Any], where: Where) -> list[Array]:
         """The tokens of each value, whole numbers [n]. Raises StoreError naming the first bad value."""
+        if self.of_loss:
+            return [self._numbers(value, where, i) for i, value in enumerate(values)]
         if not self.is_text:
             return [_whole_numbers(value, where, i) for i, value in enumerate(values)]
         return self.encoder.encode([_text(value, where, i) for i, value in enumerate(values)])
+
+    def of_dtype(self, numbers: Array, where: Callable[[int], str]) -> Array:
+        """Numbers of a loss column in its dtype, [n]. where: of a number. Raises StoreError for others."""
+        dtype = self.dtype(0)
+        given = numbers if numbers.dtype.kind in "iufb" else numbers.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            made = given.astype(dtype)
+        wrong = (made != given) if dtype.kind == "i" else ~np.isfinite(made)
+        if wrong.any():
+            at = int(wrong.argmax())
+            belongs = "a whole number of 32 bits" if dtype.kind == "i" else "a finite number"
+            raise StoreError(f"{where(at)}: {self.name} {given[at]}, where {belongs} belongs; {_LOSS_HINT}")
+        return made
+
+    def _numbers(self, value: Any, where: Where, i: int) -> Array:
+        if not isinstance(value, list):
+            raise StoreError(
+                f"{where(i)}: {self.name!r} is {_called(value)}, where a list of numbers belongs; "
+                f"{_LOSS_HINT}"
+            )
+        numbers = cast(list[Any], value)
+        strange = next((each for each in numbers if type(each) not in (int, float, bool)), None)
+        if strange is not None or None in numbers:
+            raise StoreError(f"{where(i)}: {self.name!r} has {strange!r}, where numbers belong; {_LOSS_HINT}")
+        return self.of_dtype(np.array(numbers, np.float64), lambda _: where(i))
 
     @cached_property
     def _file(self) -> TokenizerFile:
@@ -85,7 +133,7 @@ class Column:
 
     def __getstate__(self) -> dict[str, Any]:
         # The file too: the receiving process may run elsewhere, where the path means another file.
-        kept = ("name", "tokenizer", "_file")
+        kept = ("name", "tokenizer", "of_loss", "_file")
         return {key: value for key, value in self.__dict__.items() if key in kept}
 
 
@@ -132,7 +180,8 @@ def _first_null(array: Any) -> int:
 
 def _text(value: Any, where: Where, i: int) -> str:
     if not isinstance(value, str):
-        raise StoreError(f"{where(i)}: {_called(value)} where text belongs; {_HINT}")
+        error = OptionError if isinstance(value, list) else StoreError
+        raise error(f"{where(i)}: {_called(value)} where text belongs; {_HINT}")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -142,7 +191,8 @@ def _text(value: Any, where: Where, i: int) -> str:
 
 def _whole_numbers(value: Any, where: Where, i: int) -> Array:
     if not isinstance(value, list):
-        raise StoreError(f"{where(i)}: {_called(value)} where a list of tokens belongs; {_HINT}")
+        error = OptionError if isinstance(value, str) else StoreError
+        raise error(f"{where(i)}: {_called(value)} where a list of tokens belongs; {_HINT}")
     tokens = cast(list[Any], value)
     if set(map(type, tokens)) <= {int}:
         with contextlib.suppress(OverflowError):
@@ -155,6 +205,7 @@ def _whole_numbers(value: Any, where: Where, i: int) -> Array:
 
 _HINT = "name the right column= (--column) and, for text, a tokenizer=, or fix the file"
 _NULL_HINT = "leave the row out, or name another column= (--column)"
+_LOSS_HINT = "repair it, or leave the column out of use: ignore= (--ignore), or --drop of convert"
 _TOKENS_ARE = "tokens are whole numbers from 0 below 2**63"
 
 

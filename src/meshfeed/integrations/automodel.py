@@ -32,6 +32,7 @@ from meshfeed.integrations.loader import (
     framework,
     masked_labels,
     pads_rows,
+    refuse_options,
 )
 from meshfeed.plan import Align, Packing
 from meshfeed.plan.policy import Oversize
@@ -43,6 +44,41 @@ from meshfeed.sequence.rule import SequenceRule
 Batch = dict[str, Any]
 Collate = Callable[[list[Microbatch]], Batch]
 
+CONFIG_FIELDS: dict[str, str] = {
+    "dataset.recipe": "honoured: package.module:name of a mf.Recipe, or of a function that makes one",
+    "dataset.delivery": "honoured: as for mf.Feed",
+    "dataset.verify": "honoured: as for mf.Feed",
+    "dataset.oversize": "honoured: as for mf.Packing",
+    "validation_dataset": "honoured: the same options; each pass begins at the start",
+    "step_scheduler.global_batch_size": "honoured: sequences, or packs, of the recipe's step",
+    "step_scheduler.local_batch_size": "honoured: rows, or packs, of a batch",
+    "step_scheduler.max_steps": "honoured: refused beyond the end of the stream",
+    "step_scheduler.num_epochs": "honoured: only 1, for a stream with an end",
+    "step_scheduler.ckpt_every_steps": "honoured: by Automodel",
+    "step_scheduler.save_checkpoint_every_epoch": "honoured: by Automodel, at the end of the stream",
+    "step_scheduler.val_every_steps": "honoured: by Automodel",
+    "packed_sequence.packed_sequence_size": "honoured: tokens of a pack",
+    "packed_sequence.packing_strategy": "honoured: thd or neat, the batch's keys",
+    "packed_sequence.max_packs": "refused: mf.Recipe(steps=)",
+    "packed_sequence.prepacked": "refused: mf.Recipe data is packed while it trains",
+    "packed_sequence.num_proc": "refused: the recipe's data is tokenized",
+    "packed_sequence.drop_long_samples": "refused: dataset.oversize, which is error if it is not given",
+    "dataloader.shuffle": "refused: mf.Recipe(shuffle=)",
+    "dataloader.group_by_length": "refused: packed_sequence makes packs even",
+    "dataloader.shuffle_buffer_size": "refused: mf.Recipe(shuffle=)",
+    "dataloader.batch_size": "refused: step_scheduler.local_batch_size",
+    "dataloader.collate_fn": "refused: the recipe's sequence rule makes batches",
+    "dataloader.num_workers": "refused: a feed reads ahead by itself",
+    "dataloader.prefetch_factor": "refused: a feed reads ahead by itself",
+    "dataloader.pin_memory": "refused: a feed has no such workers",
+    "dataloader.persistent_workers": "refused: a feed has no such workers",
+    "dataloader.drop_last": "refused: mf.Batch(last=)",
+    "dataloader.dataloader_type": "refused: mf.Recipe(shuffle=)",
+    "seed": "no effect on data: it seeds the model; mf.Recipe(seed=) seeds the order",
+    "step_scheduler.start_step": "no effect on data: the data starts where its state says",
+    "step_scheduler.start_epoch": "no effect on data: the data starts where its state says",
+}
+"""What becomes of each option of Automodel's recipe for language models that concerns data."""
 _HERE = "meshfeed.integrations.automodel"
 _PACKED = {"tokens", "labels", "loss_mask", *(field.name for field in PLAN_FIELDS)}
 _ROWS = Settings(
@@ -112,11 +148,8 @@ class _Config(_train.RecipeConfig):
         made = super()._resolve_dataloader(dataset_node, dataloader_node)
         if not isinstance(made.dataset_config, FeedDataset):
             return made
-        if unused := sorted(set(dataloader_node) - {"_target_"}):
-            raise RecipeError(
-                f"dataloader: {', '.join(unused)} would have no effect; remove that: the mf.Recipe sets "
-                f"order and batches, and a feed needs no workers"
-            )
+        given = {name: dataloader_node.get(name) for name in set(dataloader_node) - {"_target_"}}
+        _refuse("dataloader", given)
         return _FeedConfig(
             dataset_config=made.dataset_config,
             seed=made.seed,
@@ -203,11 +236,10 @@ class _FeedConfig(_loader.DataloaderConfig):
                 f"{type(recipe.sequence).__name__}() needs packs; set packed_sequence.packed_sequence_size"
             )
         defaults = type(self.packs)(packed_sequence_size=self.packs.packed_sequence_size)
-        unused = {name for name, value in vars(self.packs).items() if value != getattr(defaults, name)}
-        if unused:
-            raise RecipeError(
-                f"packed_sequence: {', '.join(sorted(unused))} would have no effect on a feed; remove that"
-            )
+        _refuse(
+            "packed_sequence",
+            {name: value for name, value in vars(self.packs).items() if value != getattr(defaults, name)},
+        )
         known = ("supports_seq_lens", "cp_size", "attn_implementation", "packing_contract")
         sample = {"input_ids": [0], "labels": [0]}
         told = {name: runtime[name] for name in known if name in runtime}
@@ -260,6 +292,12 @@ class _Validation(EvalLoader):
 
     def __iter__(self) -> Iterator[Batch]:
         return _batches(super().__iter__(), self._collate, self._together)
+
+
+def _refuse(section: str, given: Mapping[str, Any]) -> None:
+    """Raises RecipeError naming what is given in a section, of which a feed uses nothing."""
+    changed = {f"{section}.{name}": given[name] for name in sorted(given)}
+    refuse_options(changed, dict.fromkeys(changed, "refused: the mf.Recipe decides") | CONFIG_FIELDS)
 
 
 def _same(microbatch: Microbatch) -> Microbatch:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,6 +41,36 @@ def _module(name: str) -> Any:
 
 _Provider: Any = _module("bridge.data.base").DatasetProvider
 _Callback: Any = _module("bridge.training.callbacks").Callback
+
+CONFIG_FIELDS: dict[str, str] = {
+    "model.*": "honoured: see [Megatron's config](#megatrons-config)",
+    "model.vocab_size": "honoured: tokens are checked against it",
+    "dataset.dataloader_type": "honoured: it is external",
+    "train.micro_batch_size": "honoured: rows of a microbatch",
+    "train.global_batch_size": "honoured: a step of another size is refused",
+    "train.rampup_batch_size": "honoured: a step of another size is refused; see `Batch.then`",
+    "train.step_batch_size_schedule": "honoured: as train.rampup_batch_size",
+    "train.iterations_to_skip": "honoured: their steps are left out of the data too",
+    "validation.eval_iters": "honoured: steps of `valid=` in each evaluation, and of `test=`",
+    "validation.eval_interval": "honoured: each evaluation begins at the first step of `valid=`",
+    "validation.eval_micro_batch_size": "honoured: rows of a microbatch of `valid=` and `test=`",
+    "validation.eval_global_batch_size": "honoured: a step of another size is refused",
+    "checkpoint.load": "honoured: training begins at the checkpoint's step",
+    "checkpoint.save": "honoured: meshfeed.json says which recipe a checkpoint was trained with",
+    "dataset.num_workers": "refused: meshfeed reads on a thread; decoding has `Multimodal(workers=)`",
+    "dataset.persistent_workers": "refused: as dataset.num_workers",
+    "dataset.data_sharding": "refused: `loading=` says who reads",
+    "dataset.pin_memory": "refused: batches are on their device already",
+    "dataset.drop_last": "refused: use `Batch(last=)`",
+    "dataset.trust_remote_code": "refused: meshfeed runs no code of a data set",
+    "dataset.dataloader_save": "refused: the checkpoint's step is all the state there is",
+    "dataset.dataloader_load": "refused: the checkpoint's step is all the state there is",
+    "train.num_epochs": "refused: set train.train_iters, and `epochs=` of the recipe",
+    "train.decrease_batch_size_if_needed": "refused: the recipe's `Batch` says how large a step is",
+    "validation.full_validation": "refused: set validation.eval_iters",
+    "validation.multiple_validation_sets": "refused: `valid=` is one recipe, which may be a mixture",
+}
+"""What becomes of the options of Bridge's config that concern data."""
 
 _PACKED = (
     *(f"cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
@@ -101,8 +131,8 @@ class DatasetConfig(_Provider, _Callback):
 
     Training begins at the checkpoint's step. Every evaluation and every test begins at the first step of its
     recipe. Batch sizes and numbers of microbatches are those of Bridge's config: a step of another size
-    raises RecipeError. Tokens are checked against the model's vocabulary. Fields that are not described here
-    have no effect.
+    raises RecipeError. Tokens are checked against the model's vocabulary. Other fields of a
+    DatasetProvider of Bridge must have their defaults, see CONFIG_FIELDS.
 
     Attributes:
         recipe: to train on.
@@ -136,6 +166,7 @@ class DatasetConfig(_Provider, _Callback):
         """
         if self._state is None:
             raise RecipeError("pass this DatasetConfig to pretrain too: callbacks=[config.dataset]")
+        self._refuse_options(self._state.cfg)
         if self.packing is not None and self.packing.policy == "dynamic_cp":
             raise RecipeError("Bridge takes one cp group for all packs; set Packing(policy='balanced')")
         groups, train, validation = context.pg_collection, self._state.cfg.train, self._state.cfg.validation
@@ -148,9 +179,27 @@ class DatasetConfig(_Provider, _Callback):
         train_data, valid_data, test_data = (None if each is None else each.iterators for each in made)
         return train_data, valid_data, test_data
 
+    def _refuse_options(self, config: Any) -> None:
+        """Raise RecipeError for an option that has no effect on recipes; CONFIG_FIELDS says what has."""
+        plain = {field.name: field.default for field in fields(_Provider)}
+        for option, told in CONFIG_FIELDS.items():
+            part, _, name = option.partition(".")
+            owner, usual = (self, plain.get(name)) if part == "dataset" else (getattr(config, part), None)
+            value = getattr(owner, name, usual)
+            if told.startswith("refused") and value != usual and (part == "dataset" or value):
+                raise RecipeError(
+                    f"{option}={value!r} has no effect on recipes; {told.removeprefix('refused: ')}"
+                )
+
     def _stream(self, recipe: Recipe, groups: Any, rows: int, of_step: int | None = None) -> _Stream:
         """rows, of_step: sequences of a microbatch, and of a step; None where Bridge counts microbatches."""
         packed = rule_of(recipe).packed
+        apart = not packed and getattr(recipe.sequence, "reset_attention_mask", False)
+        if apart and rows > 1 and getattr(self._model_config, "num_moe_experts", None):
+            raise RecipeError(
+                f"reset_attention_mask with {rows} rows in a microbatch: Bridge does not tell experts "
+                f"where a row ends, and they would balance all as one; set micro_batch_size=1"
+            )
         options: dict[str, Any] = {"packing": self.packing} if packed else {"micro_batch_size": rows}
         feed = megatron.feed(
             recipe,

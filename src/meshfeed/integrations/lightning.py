@@ -30,11 +30,35 @@ from meshfeed.integrations.loader import (
     check_state,
     framework,
     num_microbatches,
+    refuse_options,
     state_at,
 )
 from meshfeed.layout import Layout
 from meshfeed.recipe import Recipe
 
+CONFIG_FIELDS: dict[str, str] = {
+    "accumulate_grad_batches": "honoured: microbatches of a step, which must be those of the recipe",
+    "max_steps": "honoured: refused beyond the end of the stream",
+    "max_epochs": "honoured: an epoch is the stream, DataModule(steps_per_epoch=) or limit_train_batches",
+    "limit_train_batches": "honoured: an integer, a multiple of accumulate_grad_batches; others are refused",
+    "limit_val_batches": "honoured: an endless set needs an integer",
+    "limit_test_batches": "honoured: an endless set needs an integer",
+    "limit_predict_batches": "honoured: an endless set needs an integer",
+    "val_check_interval": "honoured: by the Trainer; a share needs an epoch with a length",
+    "check_val_every_n_epoch": "honoured: by the Trainer",
+    "num_sanity_val_steps": "honoured: the validation after it begins at the start again",
+    "fast_dev_run": "honoured: takes any number of microbatches, and keeps the position",
+    "strategy": "honoured: its device mesh is the layout; DataModule(layout=) overrides it",
+    "devices": "honoured: ranks of the layout",
+    "num_nodes": "honoured: ranks of the layout",
+    "overfit_batches": "refused: a stream does not repeat its first batches; train on a small corpus",
+    "reload_dataloaders_every_n_epochs": "refused: each epoch goes on where the last one ended",
+    "use_distributed_sampler": "no effect on data: Lightning inserts no sampler; each rank gets its own data",
+    "min_epochs": "no effect on data: a stream does not end earlier or later",
+    "min_steps": "no effect on data: a stream does not end earlier or later",
+    "max_time": "no effect on data: the next run goes on where this one stopped",
+}
+"""What becomes of each option of Lightning's Trainer that concerns data."""
 _MESH_NAMES = {"data_parallel": "dp", "tensor_parallel": "tp"}  # of Lightning's ModelParallelStrategy
 _SETTINGS = Settings(
     accumulated="accumulate_grad_batches",
@@ -45,6 +69,8 @@ _LIMITS = {
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
 }  # a whole number of batches, or what share of them
+
+_REFUSED = [name for name, told in CONFIG_FIELDS.items() if told.startswith("refused: ")]
 
 Recipes = Recipe | Sequence[Recipe]
 
@@ -224,11 +250,8 @@ class DataModule(_Base):
         return [EvalLoader(feed, self._batch_of) for feed in feeds]
 
     def _feed(self, recipe: Recipe) -> Feed:
-        if self.trainer.overfit_batches:
-            raise RecipeError(
-                f"overfit_batches={self.trainer.overfit_batches}: a stream continues from epoch to epoch and "
-                f"does not repeat its first batches; leave it out, and train on a corpus of a few sequences"
-            )
+        without_effect = {name: getattr(self.trainer, name) for name in _REFUSED}
+        refuse_options({name: value for name, value in without_effect.items() if value}, CONFIG_FIELDS)
         strategy = self.trainer.strategy
         mesh = getattr(strategy, "device_mesh", None)
         layout = self._layout

@@ -10,6 +10,7 @@ import importlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -56,6 +57,27 @@ def check_versions(extra: str) -> None:
         if is_major:
             raise MeshfeedError(f"{says}; {install(extra)}, or set MESHFEED_UNTESTED=1 to use this version")
         warnings.warn(f"{says}; MESHFEED_UNTESTED=1 silences this", stacklevel=3)
+
+
+def changed_options(given: Any, prefix: str = "") -> dict[str, Any]:
+    """The fields of a framework's dataclass of options that differ from their defaults, by name."""
+    return {
+        prefix + field.name: getattr(given, field.name)
+        for field in fields(given)
+        if field.init and getattr(given, field.name) != _default_of(field)
+    }
+
+
+def refuse_options(changed: Mapping[str, Any], treatments: Mapping[str, str]) -> None:
+    """Raises RecipeError naming each changed option that a module's CONFIG_FIELDS refuses, with its note."""
+    notes = {name: treatments.get(name, "").partition("refused: ")[2] for name in changed}
+    told = [f"{name}={changed[name]!r} ({note})" for name, note in notes.items() if note]
+    if told:
+        raise RecipeError(f"these would have no effect on a mf.Recipe; leave them out: {', '.join(told)}")
+
+
+def _default_of(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def masked_labels(microbatch: Microbatch) -> torch.Tensor:

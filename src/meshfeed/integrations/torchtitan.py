@@ -33,9 +33,11 @@ from meshfeed.integrations.loader import (
     Settings,
     TrainLoader,
     at_step_start,
+    changed_options,
     check_state,
     framework,
     masked_labels,
+    refuse_options,
 )
 from meshfeed.layout import Layout
 from meshfeed.order import draws_of_step
@@ -45,6 +47,30 @@ from meshfeed.sequence.columns import rule_of
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
+CONFIG_FIELDS: dict[str, str] = {
+    "dataloader.recipe": "honoured: package.module:name of a mf.Recipe, or of a function that makes one",
+    "dataloader.delivery": "honoured: as for mf.Feed",
+    "dataloader.verify": "honoured: as for mf.Feed",
+    "dataloader.pad_rows": "honoured: as for mf.Feed",
+    "dataloader.microbatches": "honoured: of a rank in a step; a step with another number is refused",
+    "dataloader.packing": "honoured: must fill a batch exactly",
+    "training.local_batch_size": "honoured: rows of a microbatch",
+    "training.seq_len": "honoured: must be the recipe's length of a sequence",
+    "training.global_batch_size": "honoured: must be the sequences of the recipe's step",
+    "training.max_context_length": "honoured: a longer sequence is refused",
+    "training.num_tokens_per_microbatch_per_dp_rank": "honoured: tokens of a batch, filled exactly",
+    "training.num_tokens_per_train_step": "honoured: must be the tokens of the recipe's step",
+    "training.steps": "honoured: by the trainer, which stops where a stream ends before",
+    "validator.enable": "honoured: by the trainer",
+    "validator.freq": "honoured: by the trainer",
+    "validator.steps": "honoured: by the validator; each pass begins at the start",
+    "validator.dataloader": "honoured: a DataLoader.Config with another recipe",
+    "dataloader.dataset": "refused: dataloader.recipe",
+    "dataloader.dataset_path": "refused: dataloader.recipe",
+    "dataloader.infinite": "no effect on data: the validator sets it, and the recipe says whether it ends",
+    "dataloader.repeat": "no effect on data: the validator sets it, and the recipe says whether it ends",
+}
+"""What becomes of each option of torchtitan, 0.3 and main, that concerns data."""
 _KEY = "feed"
 _BATCH_TOKENS = "training.num_tokens_per_microbatch_per_dp_rank"
 _BATCH_DIMS = ("batch", "dp", "ddp", "dp_replicate", "dp_shard")
@@ -174,8 +200,8 @@ class DataLoader(_Base):
     config: `recipe` as "package.module:name" (a function is called), or the recipe itself if the config is
         not set from a command line; `delivery`, `verify`, `pad_rows` as for `Feed`. `microbatches` of a rank
         in a training step, gradient accumulation x pipeline microbatches: checked before every step;
-        needed to save a state of packs. `packing` for packed sequences; see `line`. dataset, dataset_path,
-        infinite and repeat have no effect: the recipe determines what is read and whether it ends.
+        needed to save a state of packs. `packing` for packed sequences; see `line`. infinite and repeat have
+        no effect: the recipe says whether it ends. dataset and dataset_path are refused.
     dp_world_size, dp_rank: size of the mesh's batch dimension, and this rank's coordinate in it.
     layout: of all ranks, such as `layout_of(mesh)`; None gathers every rank's dp_rank once.
     sizes: seq_len and local_batch_size (tokens per sequence, sequences per microbatch), or max_context_length
@@ -210,6 +236,7 @@ class DataLoader(_Base):
     ) -> None:
         self._config, self._given_layout = config, layout
         self._dp_world_size, self._dp_rank = dp_world_size, dp_rank
+        refuse_options(changed_options(config, "dataloader."), CONFIG_FIELDS)
         # now: a misspelt name, or sizes that do not fit, should not fail at the first batch
         self._recipe = recipe_at(config.recipe)
         if "num_tokens_per_batch" in sizes:

@@ -28,10 +28,12 @@ from meshfeed.integrations.loader import (
     EvalLoader,
     Settings,
     TrainLoader,
+    changed_options,
     check_encoder,
     framework,
     masked_labels,
     pads_rows,
+    refuse_options,
 )
 from meshfeed.layout import Layout
 from meshfeed.plan import Packing, StepPlan
@@ -50,6 +52,51 @@ _MASKED = frozenset({"tokens", "labels", "loss_mask", "padding_mask", "position_
 _SHIFTED = "shift_labels"
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
+_IN_TRAINING = frozenset({"train_sampling_strategy", "data_seed", "ignore_data_skip", "auto_find_batch_size"})
+"""Options that concern the training set alone; the others concern each set that is no recipe, too."""
+CONFIG_FIELDS: dict[str, str] = {
+    "per_device_train_batch_size": "honoured: rows of a microbatch",
+    "gradient_accumulation_steps": "honoured: microbatches of a step, which must be those of the recipe",
+    "max_steps": "honoured: the steps to train; required, and at most those of the stream",
+    "per_device_eval_batch_size": "honoured: rows of a microbatch of an evaluation",
+    "remove_unused_columns": "honoured: of further fields, the model gets those that its forward names",
+    "label_names": "honoured: what an evaluation returns: labels, or shift_labels",
+    "label_smoothing_factor": "honoured: applied to shift_labels",
+    "compute_loss_func": "honoured: gets labels, each at its own token",
+    "compute_metrics": "honoured: gets labels, each at its own token; filling rows are left out",
+    "preprocess_logits_for_metrics": "honoured: gets labels, each at its own token",
+    "prediction_loss_only": "honoured: by the Trainer",
+    "eval_accumulation_steps": "honoured: by the Trainer",
+    "eval_do_concat_batches": "honoured: by the Trainer",
+    "batch_eval_metrics": "honoured: by the Trainer",
+    "include_for_metrics": "honoured: by the Trainer, without filling rows",
+    "include_num_input_tokens_seen": "honoured: by the Trainer, which counts the padding of packs, too",
+    "average_tokens_across_devices": "honoured: by the Trainer",
+    "parallelism_config": "honoured: its mesh is the layout; ranks that split sequences get whole ones",
+    "data_collator": "refused: override FeedTrainer.batch_of",
+    "train_sampling_strategy": "refused: mf.Recipe(shuffle=) sets the order, mf.Packing makes packs even",
+    "length_column_name": "refused: the lengths are those of the recipe's data",
+    "data_seed": "refused: mf.Recipe(seed=)",
+    "ignore_data_skip": "refused: a resumed run continues its data, and nothing is read to be skipped",
+    "auto_find_batch_size": "refused: the recipe's step has a fixed number of microbatches",
+    "dataloader_drop_last": "refused: mf.Batch(last=)",
+    "dataloader_num_workers": "refused: a feed reads ahead by itself; feed_options={'prefetch': steps}",
+    "dataloader_prefetch_factor": "refused: feed_options={'prefetch': steps}",
+    "dataloader_persistent_workers": "refused: a feed has no such workers",
+    "dataloader_multiprocessing_context": "refused: a feed has no such workers",
+    "dataloader_in_order": "refused: a recipe has one order",
+    "dataloader_pin_memory": "refused: a feed pins what it copies to a GPU",
+    "eval_use_gather_object": "refused: evaluations of a recipe gather tensors",
+    "accelerator_config.split_batches": "refused: per_device_train_batch_size is of each rank",
+    "accelerator_config.dispatch_batches": "refused: if True; feed_options={'delivery': 'broadcast'}",
+    "accelerator_config.even_batches": "refused: an evaluation fills batches and counts each sequence once",
+    "accelerator_config.use_seedable_sampler": "refused: mf.Recipe(seed=)",
+    "accelerator_config.non_blocking": "refused: a feed copies to a GPU asynchronously",
+    "num_train_epochs": "no effect on data: max_steps overrides it, as in the Trainer",
+    "seed": "no effect on data: it seeds the model; mf.Recipe(seed=) seeds the order",
+    "processing_class": "no effect on data: the recipe's data is tokenized",
+}
+"""What becomes of each option of TrainingArguments, AcceleratorConfig and Trainer that concerns data."""
 _SETTINGS = Settings(
     accumulated="gradient_accumulation_steps",
     micro_batch_size="per_device_train_batch_size",
@@ -128,11 +175,14 @@ class FeedTrainer(_Base):
     layout: of all ranks; None takes accelerate's device mesh, or plain data parallelism.
     feed_options: other arguments of `Feed`: packing, delivery, verify, ... A training step is packed into
         gradient_accumulation_steps microbatches; a step that needs more is refused.
-    batch_of: the model's inputs from a microbatch: those of `causal_batch`, for rows of `Masked` those of
-        `masked_batch`, and further fields of the recipe, such as pixel_values, that the model's forward names.
-        A recipe without a field named tokens gives its fields alone, by the model's own names. A field without
-        rows is left out: these models take no pixel_values of no image. Override it for models with other
-        inputs. compute_loss_func gets the unshifted labels; label_smoothing_factor uses the shifted ones.
+    batch_of: the model's inputs from a microbatch: those of `causal_batch`, or for rows of `Masked` those of
+        `masked_batch`, and further fields of the recipe, such as pixel_values, that the model's forward
+        names. A recipe without a field named tokens gives its fields alone, by the model's own names. A field
+        without rows is left out: these models take no pixel_values of no image. Override it for models with
+        other inputs.
+
+    compute_loss_func and metrics get `labels`, each at its own token; label_smoothing_factor uses the exact
+    `shift_labels`. CONFIG_FIELDS tells what becomes of each option; one without effect is refused.
 
     The stream is one epoch of the Trainer, at most `max_steps` long. The state is saved in the checkpoint's
     trainer_state.json; resuming reads and skips no data. Evaluation counts sequences, not the rows that
@@ -152,9 +202,14 @@ class FeedTrainer(_Base):
         FeedOptions.of("feed_options", self._feed_options)
         super().__init__(*args, **kwargs)
         _check_dataset("train_dataset", self.train_dataset)
-        given = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": self.eval_dataset}
-        for name, chosen in cast(Mapping[str, Any], given).items():
+        for name, chosen in self._evaluation_sets().items():
             _check_dataset(f"eval_dataset {name}".rstrip(), chosen)
+        bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
+        self._collator = kwargs.get("data_collator", bound.get("data_collator"))
+        if any(
+            isinstance(given, Recipe) for given in (self.train_dataset, *self._evaluation_sets().values())
+        ):
+            self._check_options()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -179,11 +234,13 @@ class FeedTrainer(_Base):
         finally:
             if self._train_loader is not None:
                 self._train_loader.close()
+                self.args.ignore_data_skip = False  # arguments are given to other trainers, too
 
     def batch_of(self, microbatch: Microbatch) -> Any:
         """The model's inputs from a microbatch; see the class."""
         made, used = dict[str, Any](), frozenset[str]()
-        if "tokens" in microbatch and not self._predicts_next and microbatch.keys() <= _MASKED:
+        rows_padded = "padding_mask" in microbatch and "cu_seqlens" not in microbatch
+        if "tokens" in microbatch and rows_padded and not self._predicts_next:
             made, used = masked_batch(microbatch), _MASKED
         elif "tokens" in microbatch:
             made, used = causal_batch(microbatch), _CAUSAL
@@ -201,9 +258,9 @@ class FeedTrainer(_Base):
         """The training stream, from the checkpoint on."""
         if not isinstance(self.train_dataset, Recipe):
             return super().get_train_dataloader()
-        if self._train_loader is not None:  # of an attempt that auto_find_batch_size gave up
-            self._train_loader.close()
-        feed = self._feed(self.train_dataset, self._micro_batch_size, self.args.gradient_accumulation_steps)
+        feed = self._feed(
+            self.train_dataset, self.args.train_batch_size, self.args.gradient_accumulation_steps
+        )
         if feed.num_steps is not None and feed.num_steps < self.args.max_steps:
             raise RecipeError(
                 f"max_steps={self.args.max_steps}, but the stream ends after {feed.num_steps} steps; "
@@ -266,16 +323,72 @@ class FeedTrainer(_Base):
             self.state.stateful_callbacks[_KEY] = self._train_loader.state_dict()
         super()._save_checkpoint(*args, **kwargs)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        self._missing = set[str]()
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        self._load_missing(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        self._missing = set[str]()
+        super()._load_best_model()
+        self._load_missing(self.state.best_model_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Instead of a warning: what is missing is loaded, or refused."""
+        self._missing = set(load_result.missing_keys)
+        if not self._missing:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_missing(self, checkpoint: str | None) -> None:
+        """Load weights that save_pretrained renames, as it does those of Qwen2-VL's vision.
+
+        Raises StateError for weights that the checkpoint lacks.
+        """
+        if missing := _untied(self.model, self._missing):
+            load: Any = getattr(type(self.model), "from_pretrained", None)
+            if load is not None:
+                loaded, told = load(checkpoint, output_loading_info=True)
+                self.model.load_state_dict(loaded.state_dict())
+                missing = _untied(self.model, set(told["missing_keys"]))
+            if missing:
+                raise StateError(
+                    f"{checkpoint} lacks {len(missing)} weights of {type(self.model).__name__}, such as "
+                    f"{min(missing)}; resume with the model that was saved"
+                )
+
     def _evaluated(self, recipe: Recipe) -> EvalLoader:
+        if self.train_dataset is None:
+            self._check_options()
         return _Evaluated(self, self._feed(recipe, self.args.eval_batch_size, pad_rows=True))
 
     @cached_property
     def _predicts_next(self) -> bool:
         return takes_shift_labels(self.model)
 
-    @property
-    def _micro_batch_size(self) -> int:
-        return int(self._train_batch_size)  # auto_find_batch_size may have reduced it
+    def _evaluation_sets(self) -> Mapping[str, Any]:
+        given: Any = self.eval_dataset
+        return given if isinstance(given, Mapping) else {"": given}
+
+    def _check_options(self) -> None:
+        """Raises RecipeError for options that would have no effect on any set that this trainer has."""
+        args = self.args
+        changed = changed_options(args) | changed_options(args.accelerator_config, "accelerator_config.")
+        changed |= {} if self._collator is None else {"data_collator": self._collator}
+        if args.use_cpu:  # the arguments change it themselves
+            changed.pop("dataloader_pin_memory", None)
+        if args.accelerator_config.dispatch_batches is False:
+            del changed["accelerator_config.dispatch_batches"]
+        given = [self.train_dataset, *self._evaluation_sets().values()]
+        others = any(not isinstance(each, Recipe | None) for each in given)
+        trains = isinstance(self.train_dataset, Recipe)
+        refuse_options(
+            {
+                name: value
+                for name, value in changed.items()
+                if (trains if name in _IN_TRAINING else not others)
+            },
+            CONFIG_FIELDS,
+        )
 
     def _feed(
         self,
@@ -302,6 +415,13 @@ class FeedTrainer(_Base):
             pads = pad_rows and pads_rows(recipe, layout.dp)
             options = {"micro_batch_size": micro_batch_size, "pad_rows": pads, **options}
         return Feed(recipe, layout, self.args.process_index, **options)
+
+
+def _untied(model: torch.nn.Module, missing: set[str]) -> set[str]:
+    """The missing weights of a model that are not one with a weight that is not missing."""
+    weights = model.state_dict(keep_vars=True)
+    present = {id(weights[name]) for name in weights.keys() - missing}
+    return {name for name in missing & weights.keys() if id(weights[name]) not in present}
 
 
 def _check_dataset(name: str, given: object) -> None:

@@ -26,7 +26,7 @@ class Start:
     Attributes:
         time: unix time in seconds, of the first rank.
         step: the first step.
-        layout: text that `Layout.parse` accepts; None if no text describes it fully.
+        layout: see `RunStart`.
         world_size: ranks of the job.
         delivery, fingerprint: see `RunStart`.
         meshfeed: version of the package; None if it was not installed.

@@ -27,7 +27,7 @@ class RunStart:
         step: its first step.
         time_s: unix time.
         rank, world_size: of the job.
-        layout: text that `Layout.parse` accepts; None if no text describes it fully.
+        layout: text from which `Layout.parse` makes the same coordinates; None if a table arranges the ranks.
         coord: coordinate of the rank by dimension.
         delivery: name of the delivery.
         fingerprint: the recipe's; None for an Exchange.
@@ -67,7 +67,11 @@ class RunStart:
     ) -> RunStart:
         """A run that begins now, in this process."""
         text = str(layout)
-        is_plain = layout.table is None and np.array_equal(Layout.parse(text).grid(), layout.grid())
+        plain = Layout.parse(text)
+        ranks = plain.ranks()
+        is_plain = np.array_equal(ranks, layout.ranks()) and np.array_equal(
+            plain.coords(), layout.coords(ranks)
+        )
         return cls(
             step=step,
             time_s=time.time(),

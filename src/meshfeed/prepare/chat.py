@@ -22,6 +22,7 @@ from meshfeed.formats.tokenizer import TokenizerFile, tokenizer_file
 from meshfeed.formats.tokenizers import fast_tokenizer
 from meshfeed.prepare.chat_template import DEFAULT, ChatTemplate, Conversations, Rendered
 from meshfeed.prepare.confined import Confined
+from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
 
 TrainOn = Literal["assistant", "last"]
@@ -30,18 +31,19 @@ TrainOn = Literal["assistant", "last"]
 class ChatEncoder:
     """Makes tokens and a loss mask of conversations, as transformers' `apply_chat_template` does.
 
-    A conversation is a list of messages, {"role": ..., "content": ...} with whatever else the template reads;
-    or an object with that list as "messages", or alone, and "tools" if it has any. Its tokens are those of
-    the text that the template makes of all messages; text that spells a special token becomes it, as in
-    transformers.
+    A conversation is a list of messages, {"role": ..., "content": ...} with whatever else the template reads,
+    or ShareGPT's {"from": ..., "value": ...}; or an object with that list as "messages", or alone, and
+    "tools" if it has any. Its tokens are those of the text that the template makes of all messages; text that
+    spells a special token becomes it, as in transformers.
 
     The mask is 1 at tokens that the assistant generates:
 
     - If the template has {% generation %} blocks, the characters inside them.
     - Otherwise, of each assistant's message k, what the template adds to messages[:k] and a generation prompt
-      to make it messages[:k + 1]. The three texts, and that of all messages, must begin alike, or the
-      template is refused (one that drops earlier thoughts, say). White space after the last special token of
-      a message is the template's, not the model's, and bears no loss.
+      to make it messages[:k + 1], but for white space after the last special token: the text of the message
+      and the token that ends it, such as <|im_end|>, and not the newline that the template prints after it.
+      The three texts, and that of all messages, must begin alike, or the template is refused (one that drops
+      earlier thoughts, say).
 
     A token bears loss if any of its characters does.
 
@@ -70,7 +72,10 @@ class ChatEncoder:
         variables: Mapping[str, Any] | None = None,
         date: datetime.date | None = None,
     ) -> None:
-        self._path, self._template = Path(tokenizer), None if template is None else Path(template)
+        self._path, self._template = (
+            Path(tokenizer_name(tokenizer)),
+            None if template is None else Path(template),
+        )
         self._train_on, self._dtype, self._date = train_on, dtype, date
         self._variables = dict(variables or {})
         if train_on not in ("assistant", "last"):

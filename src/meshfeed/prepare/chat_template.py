@@ -294,11 +294,38 @@ def _conversation_of(value: Any) -> tuple[list[Message], Tools]:
     return [_message(k, message) for k, message in enumerate(cast(list[Any], value))], tools or None
 
 
+_ROLE_OF_SPEAKER = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
+    "system": "system",
+}
+"""What ShareGPT calls who speaks -> role."""
+
+
+def with_role(k: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Message k with role and content, where it has ShareGPT's from and value.
+
+    Raises StoreError for a speaker that none of its sets has: a wrong role would bear no loss, or all.
+    """
+    found = dict(message)
+    if found.get("role") is not None or found.get("from") is None:
+        return found
+    speaker = found.pop("from")
+    if not isinstance(speaker, str) or speaker not in _ROLE_OF_SPEAKER:
+        raise StoreError(
+            f"message {k}: from {speaker!r} is not one of {', '.join(_ROLE_OF_SPEAKER)}; write role and "
+            f"content as the chat template knows them"
+        )
+    return found | {"role": _ROLE_OF_SPEAKER[speaker], "content": found.pop("value", None)}
+
+
 def _message(k: int, given: Any) -> Message:
     if not isinstance(given, dict):
         raise StoreError(f"message {k}: {type(given).__name__} where an object with role and content belongs")
     # As transformers has it: null is as if the key were not there, and thoughts go by several names.
-    message = {name: value for name, value in cast(dict[str, Any], given).items() if value is not None}
+    named = with_role(k, cast(dict[str, Any], given))
+    message = {name: value for name, value in named.items() if value is not None}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise StoreError(

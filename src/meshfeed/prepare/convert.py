@@ -24,6 +24,7 @@ from meshfeed.store import (
     MultimodalStore,
     StreamStore,
 )
+from meshfeed.store.loss_columns import ATTENTION_MASK, LABELS, LOSS_MASK, ForeignColumns
 
 I64 = npt.NDArray[np.int64]
 Add = Callable[[I64, Mapping[str, Array]], None]
@@ -34,6 +35,8 @@ BATCH_TOKENS = 1 << 20
 _BATCH_DOCUMENTS = 1 << 14
 _BATCHES_AHEAD = 8
 _SUFFIXES = (".bin", ".idx")
+_AT_ENDS = {LABELS: -100, LOSS_MASK: 0}
+"""What shifted columns have at a document's last token, which has no label."""
 
 
 class Conversion:
@@ -41,8 +44,10 @@ class Conversion:
 
     Documents keep their order, ends and tokens, empty ones too. A column beside the tokens is carried if it
     has one number for each token, and else refused by name, unless it is dropped by name. Of JSON lines only
-    the tokens are read. Memory is bounded by some 2**20 tokens (or one document), and by what the source
-    decodes at once.
+    the tokens, `labels` and `loss_mask` are read. Labels that are not shifted are written shifted, as
+    dataset.json has them, and the loss mask with them: the new store trains the same. An attention mask that
+    is 1 everywhere is dropped; one with a 0 is refused, unless it is dropped by name. Memory is bounded by
+    some 2**20 tokens (or one document), and by what the source decodes at once.
 
     Args:
         store: what `mf.open` gave.
@@ -64,6 +69,7 @@ class Conversion:
     ) -> None:
         self._store, self._given, self._dtype = store, os.fspath(path), dtype
         self._drop, self._overwrite = tuple(drop), overwrite
+        self._moved: frozenset[str] = frozenset()
         self._dtypes: Mapping[str, np.dtype[Any]] = {}
         self.num_documents = self.num_tokens = 0
 
@@ -82,7 +88,10 @@ class Conversion:
                 stack.enter_context(store)
             add = _writing(stack, path, self._dtypes, overwrite=self._overwrite)
             for documents, lengths in _announced(stores):
-                add(lengths, {name: _read(store, documents, lengths) for name, store in stores.items()})
+                values = {name: _read(store, documents, lengths) for name, store in stores.items()}
+                for name in self._moved:
+                    values[name] = _shifted(values[name], lengths, _AT_ENDS[name])
+                add(lengths, values)
                 self.num_documents += lengths.size
                 self.num_tokens += int(lengths.sum())
                 yield self.num_documents / self._store.num_documents
@@ -127,6 +136,14 @@ class Conversion:
             if name not in drop:
                 raise StoreError(f"{store.path}: has {what}, which would be lost; allow it by --drop {name}")
         kept = {name: other for name, other in others.items() if name not in drop}
+        if ATTENTION_MASK in kept and isinstance(store, ForeignColumns):
+            try:
+                store.refuse_padding(kept.pop(ATTENTION_MASK))
+            except StoreError as error:
+                raise StoreError(f"{error}; or allow it by --drop {ATTENTION_MASK}") from error
+            self._drop = (*drop, ATTENTION_MASK)
+        if LABELS in kept and store.labels_are == "unshifted":
+            self._moved = frozenset(_AT_ENDS.keys() & kept.keys())
         if TOKENS in kept:
             raise StoreError(
                 f"{store.path}: another column is called {TOKENS!r}; leave it behind by --drop tokens"
@@ -208,6 +225,13 @@ def _read(store: StreamStore, documents: I64, lengths: I64) -> Array:
     if store.is_stream:
         return store.read_stream(*_range(store, documents, lengths))
     return np.concatenate([store.read(i, 0, n) for i, n in zip(documents.tolist(), lengths.tolist())])
+
+
+def _shifted(values: Array, lengths: I64, at_end: int) -> Array:
+    """The values of each document one place earlier, back to back. at_end: of its last token."""
+    moved = np.append(values[1:], values.dtype.type(at_end)) if values.size else values
+    moved[(lengths.cumsum() - 1)[lengths > 0]] = at_end
+    return moved
 
 
 def _range(store: StreamStore, documents: I64, lengths: I64) -> tuple[I64, I64]:

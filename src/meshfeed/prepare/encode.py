@@ -128,10 +128,12 @@ def _place(job: Job, each: Malformed) -> str:
     shown = without_secrets(where.url)
     if where.kind == "text":
         return shown
-    if where.kind == "parquet":
+    if where.kind in ("parquet", "arrow"):
         return f"{shown}: row {begin + each.number}"
     if where.kind in ("webdataset", "mds"):
         return f"{shown}: sample {begin * (where.kind == 'mds') + each.number}"
+    if where.kind == "json":
+        return f"{shown}: byte {each.byte}"
     if where.codec is not None:
         return f"{shown}: line {1 + each.number}"
     with where.file() as file:

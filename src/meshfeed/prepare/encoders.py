@@ -16,6 +16,8 @@ from meshfeed.formats.tokenizer import BYTES, Tokenizer
 from meshfeed.formats.tokens import Column, Where
 from meshfeed.prepare.chat import ChatEncoder, TrainOn
 from meshfeed.prepare.records import Columns
+from meshfeed.prepare.samples import CHAT_KEYS
+from meshfeed.store.format import tokenizer_name
 from meshfeed.store.indexed_writer import best_dtype
 
 TRAINED = "tokenizer.json"
@@ -75,11 +77,16 @@ class Text:
     eod: str | bool = False
     dtype: str = "auto"
 
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", tokenizer_name(self.tokenizer))
+
     @property
     def columns(self) -> Columns:
         """What to take of a record."""
         is_text = self.tokenizer is not None or self.train_bpe is not None
-        return Columns(Column(self.column, BYTES if is_text else None).names)
+        refused = () if is_text else ("labels", "loss_mask")
+        return Columns(Column(self.column, BYTES if is_text else None).names, refused=refused)
 
     def request(self) -> dict[str, Any]:
         """All that decides the tokens, as JSON values. Raises StoreError, PrepareError where it is wrong."""
@@ -131,7 +138,7 @@ class Chats:
         template: a file to use instead of the tokenizer's own template.
         train_on: "assistant" for all its messages, "last" for the last one.
         date: for templates that ask for today's; None lets them do without, or refuses them.
-        column: of JSON lines and Parquet; None for "messages" or "conversation", and "tools" beside them.
+        column: of JSON lines and tables; None for the first of CHAT_KEYS that is there. "tools" is beside it.
         dtype: see Text.
     """
 
@@ -143,10 +150,13 @@ class Chats:
     dtype: str = "auto"
     train_bpe: None = field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokenizer", tokenizer_name(self.tokenizer))
+
     @property
     def columns(self) -> Columns:
         """What to take of a record."""
-        names = ("messages", "conversation") if self.column is None else (self.column,)
+        names = CHAT_KEYS if self.column is None else (self.column,)
         return Columns(names, beside=("tools",), called="messages")
 
     def request(self) -> dict[str, Any]:

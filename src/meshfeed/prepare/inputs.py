@@ -16,18 +16,32 @@ from meshfeed.errors import PrepareError
 from meshfeed.files import ByteFile, Cache, Folder, LocalFile, typed_errors
 from meshfeed.files.pinned import pinned
 from meshfeed.files.url import is_http, is_remote, join, local_path, parent, without_secrets
+from meshfeed.formats.arrow import SPLITS, STATE, ArrowFormat
+from meshfeed.formats.documents import read_bytes
 from meshfeed.formats.mds import MDSStore
 from meshfeed.formats.mds_index import INDEX
 from meshfeed.formats.parquet import extent_of, name_in, parquet_of
 from meshfeed.formats.prepared import documents_in
+from meshfeed.prepare.arrow_rows import batches_in
+from meshfeed.prepare.json_list import elements, is_list_of_records
+from meshfeed.store.format import Place
 
 I64 = npt.NDArray[np.int64]
 
-KINDS = ("text", "jsonl", "parquet")
-MULTIMODAL_KINDS = ("webdataset", "jsonl", "parquet", "mds")
+KINDS = ("text", "jsonl", "json", "parquet", "arrow")
+MULTIMODAL_KINDS = ("webdataset", "jsonl", "json", "parquet", "arrow", "mds")
 """Kinds of files that may have images and audio."""
+_INTERMEDIATE = "cache-*.arrow"  # what `datasets` keeps of a map or a filter beside its data
+_HEAD_BYTES, _STEP_BYTES = 1 << 12, 1 << 20
 _CODECS = {".gz": "gz", ".zst": "zstd"}
-_SUFFIX_OF = {"text": ".txt", "webdataset": ".tar", "jsonl": ".jsonl", "parquet": ".parquet", "mds": INDEX}
+_SUFFIX_OF = {
+    "text": ".txt",
+    "webdataset": ".tar",
+    "jsonl": ".jsonl",
+    "parquet": ".parquet",
+    "arrow": ".arrow",
+    "mds": INDEX,
+}
 _KIND_OF = {suffix: kind for kind, suffix in _SUFFIX_OF.items()} | {".ndjson": "jsonl"}
 
 
@@ -37,8 +51,8 @@ class Input:
 
     Attributes:
         url: its absolute path, or its URL.
-        kind: "text", one document; "jsonl", one in a line; "parquet", one in a row; "webdataset", a tar;
-            "mds", the index.json of an MDS dataset.
+        kind: "text", one document; "jsonl", one in a line; "json", a list of them; "parquet" and "arrow", one
+            in a row; "webdataset", a tar; "mds", the index.json of an MDS dataset.
         codec: "gz" or "zstd" where it is compressed.
         size_bytes: as stored.
         modified_ns: when it was last written; 0 of a remote file.
@@ -64,24 +78,28 @@ def find_inputs(
 ) -> tuple[tuple[Input, ...], Mapping[str, int]]:
     """The files of some paths, globs, folders and URLs, in the order given, those of a folder by name.
 
-    pattern: of names to take from folders, such as "*.py", or several; None for .txt, .jsonl and .parquet.
-    Names that begin with a dot are left out, and links to folders are not followed. kind: one of `kinds`;
-    None goes by the suffix, and takes other files for text. kinds: KINDS or MULTIMODAL_KINDS.
+    pattern: of names to take from folders, such as "*.py", or several; None for .txt, .jsonl, .parquet and
+    .arrow. Names that begin with a dot are left out, and links to folders are not followed. Of a folder of
+    `datasets.save_to_disk`, the files that its state.json names are taken. kind: one of `kinds`; None goes by
+    the suffix, and takes other files for text. kinds: KINDS or MULTIMODAL_KINDS.
 
     Also returns how many files in folders are not read, by suffix; "" is for names without one.
 
     Raises PrepareError where there is nothing, a file comes twice, or a .json that was named may be lines or
-    one document; StoreError where it cannot be read.
+    one document; StoreError where it cannot be read, and for a DatasetDict, which is several datasets.
     """
     patterns = (pattern,) if isinstance(pattern, str) else pattern
+    # Where "*" takes the files of a source tree, a package.json is one of them.
+    by_name = patterns is None or any(pattern.endswith(".json") for pattern in patterns)
     found: list[Input] = []
     passed_over = Counter[str]()
     for each in given:
         if not each:
             raise PrepareError("an input is an empty path; is a variable of the shell not set?")
-        some = [_input(url, kind, kinds) for url in _urls_of(each, patterns, kind, kinds, passed_over)]
+        urls = _urls_of(each, patterns, kind, kinds, passed_over)
+        some = [_input(url, kind or (_kind_of_json(url) if by_name else None), kinds) for url in urls]
         if not some:
-            suffixes = [_SUFFIX_OF[each] for each in kinds]
+            suffixes = [_SUFFIX_OF[each] for each in kinds if each in _SUFFIX_OF]
             raise PrepareError(
                 f"{each}: nothing to prepare there; give a file, a folder with {', '.join(suffixes[:-1])} or "
                 f"{suffixes[-1]} files, or, for files of other names, --glob '*.py'"
@@ -93,14 +111,12 @@ def find_inputs(
                     f"leave it out, or say by --format what it is"
                 )
         found += some
-    # Where "*" takes the files of a source tree, a package.json is one of them.
-    by_name = patterns is None or any(pattern.endswith(".json") for pattern in patterns)
     seen: set[str] = set()
     for each in found:
         if by_name and kind is None and each.kind == "text" and each.url.endswith(".json"):
             raise PrepareError(
-                f"{without_secrets(each.url)}: JSON lines, or one document as it stands? Say kind= "
-                f"(--format) jsonl or text"
+                f"{without_secrets(each.url)}: JSON lines, a list of records, or one document as it stands? "
+                f"Say kind= (--format) jsonl, json or text"
             )
         if each.url in seen:
             raise PrepareError(
@@ -113,10 +129,11 @@ def find_inputs(
 def cut(inputs: Sequence[Input], names: Sequence[str], part_bytes: int, *, whole_rows: bool = False) -> I64:
     """Spans of the inputs, in order: part, input, begin and end; int64 [num_spans, 4].
 
-    What begin and end count is bytes of plain JSON lines (a line is of the span in which it begins), rows of
-    Parquet, samples of MDS, and nothing elsewhere: 0 and 1. A part has about `part_bytes`, one span at least.
-    A compressed file is one span, since it has to be read from its beginning. whole_rows: all columns of
-    Parquet are read, so a row group counts with all its bytes, and is one span.
+    What begin and end count is bytes of plain JSON lines (a line is of the span in which it begins), bytes of
+    whole elements of a JSON list, rows of Parquet and Arrow, samples of MDS, and nothing elsewhere: 0 and 1.
+    A part has about `part_bytes`, one span at least. A file is one span where it has to be read from its
+    beginning: compressed, or Arrow in storage. whole_rows: all columns of Parquet are read, so a row group
+    counts with all its bytes, and is one span.
     """
     spans: list[tuple[int, int, int, int]] = []
     part = size = 0
@@ -135,6 +152,10 @@ def _pieces(
     """(begin, end, bytes) of each span of an input."""
     if each.kind == "parquet":
         yield from _groups(each) if whole_rows else _rows(each, names, part_bytes)
+    elif each.kind == "arrow":
+        yield from _batches(each)
+    elif each.kind == "json" and each.codec is None:
+        yield from _elements(each, part_bytes)
     elif each.kind == "mds":
         first = 0
         for shard in mds_of(each.url).shards:
@@ -171,6 +192,36 @@ def _rows(each: Input, names: Sequence[str], part_bytes: int) -> Iterator[tuple[
             first += count
 
 
+def _batches(each: Input) -> Iterator[tuple[int, int, int]]:
+    if is_remote(each.url):
+        yield 0, np.iinfo(np.int64).max, each.size_bytes
+        return
+    with each.file() as file:
+        first = 0
+        for batch in batches_in(file):
+            yield first, first + len(batch), batch.nbytes
+            first += len(batch)
+
+
+def _elements(each: Input, part_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Each span ends where an element does, before the comma."""
+    first = last = None
+    with each.file() as file:
+        for begin, end, _ in elements(pieces_of(file, 0, each.size_bytes), 0, without_secrets(each.url)):
+            first, last = begin if first is None else first, end
+            if last - first >= part_bytes:
+                yield first, last, last - first
+                first = None
+    if first is not None and last is not None:
+        yield first, last, last - first
+
+
+def pieces_of(file: ByteFile, begin: int, end: int) -> Iterator[bytes]:
+    """Some bytes of an entered file, a few at a time."""
+    for at in range(begin, end, _STEP_BYTES):
+        yield read_bytes(file, at, min(at + _STEP_BYTES, end))
+
+
 def mds_of(url: str) -> MDSStore:
     """The dataset of an index.json."""
     return MDSStore(Folder(parent(url)[0]))
@@ -198,6 +249,9 @@ def _urls_of(
     def taken(name: str) -> bool:
         if any(part.startswith(".") for part in name.split("/")):
             return False
+        if patterns is None and fnmatch(Path(name).name, _INTERMEDIATE):
+            passed_over[Path(name).suffix] += 1
+            return False
         if patterns is not None:
             return any(fnmatch(Path(name).name, pattern) for pattern in patterns)
         known = kind is not None or _kind_of(name) in kinds
@@ -207,17 +261,38 @@ def _urls_of(
         return known
 
     given = pinned(given, Cache(), {})
+    is_arrow = "arrow" in kinds and patterns is None and kind in (None, "arrow")
     if is_remote(given):
         folder, name = parent(given)
         if is_http(given) or (name and Folder(folder).holds(name)):
             return [given]
-        return [join(given, name) for name in _below(Folder(given)) if taken(name)]
+        names = _below(Folder(given))
+        chosen = _saved_in(given, names) if is_arrow else None
+        return [join(given, name) for name in names if taken(name)] if chosen is None else chosen
     path = Path(local_path(given)).absolute()
     if path.is_dir():
-        return [str(path / name) for name in _below(Folder(str(path))) if taken(name)]
+        names = _below(Folder(str(path)))
+        chosen = _saved_in(str(path), names) if is_arrow else None
+        return [str(path / name) for name in names if taken(name)] if chosen is None else chosen
     if path.exists() or not glob.has_magic(str(path)):
         return [str(path)]
     return sorted(each for each in glob.glob(str(path), recursive=True) if not Path(each).is_dir())  # noqa: PTH207
+
+
+def _saved_in(folder: str, names: Sequence[str]) -> list[str] | None:
+    """The files of a dataset that `datasets` saved in a folder; None where there is none.
+
+    Raises StoreError for several splits, or rows that an index reorders.
+    """
+    if STATE not in names and SPLITS not in names:
+        return None
+    where, name = parent(folder)
+    place = Place(
+        given=folder, beside=Folder(where), name=name, within=Folder(folder),
+        column=None, dtype=None, tokenizer=None,
+    )  # fmt: skip
+    files = ArrowFormat().files(place)
+    return None if files is None else [join(folder, parent(file.url)[1]) for file in files]
 
 
 def _below(folder: Folder) -> list[str]:
@@ -232,15 +307,24 @@ def _kind_of(name: str) -> str | None:
     packed = suffix in _CODECS
     if packed:
         suffix = Path(Path(name).stem).suffix
-    if packed and suffix in (".parquet", ".tar"):
+    if packed and suffix in (".parquet", ".arrow", ".tar"):
         return None
     return _KIND_OF.get(".jsonl" if packed and suffix == ".json" else suffix)
+
+
+def _kind_of_json(url: str) -> str | None:
+    """ "json" for a .json file that is a list of objects; None where nothing says so."""
+    if Path(url).suffix != ".json" or Path(url).name == INDEX:
+        return None
+    file = _file_of(url)
+    size = min(file.size_bytes, _HEAD_BYTES)
+    return "json" if size and is_list_of_records(file.peek([(0, size)])[0]) else None
 
 
 def _input(url: str, kind: str | None, kinds: Sequence[str]) -> Input:
     found = kind or _kind_of(url) or "text"
     kind = found if found in kinds else "text"
-    codec = None if kind in ("parquet", "webdataset") else _CODECS.get(Path(url).suffix)
+    codec = None if kind in ("parquet", "arrow", "webdataset") else _CODECS.get(Path(url).suffix)
     if not is_remote(url) and Path(url).exists() and not Path(url).is_file():
         raise PrepareError(f"{url}: not a file that several processes can read; write it to a disk first")
     return Input(url, kind, codec, *version_of(url))

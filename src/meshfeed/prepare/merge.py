@@ -140,7 +140,8 @@ def _write_malformed(job: Job, path: Path, bases: I64, malformed: Sequence[Malfo
         for each in malformed:
             where = job.request.inputs[int(job.spans[each.span, 1])]
             number = int(bases[each.span]) + each.number
-            names = {"jsonl": "line", "parquet": "row", "webdataset": "sample", "mds": "sample"}
+            names = {"jsonl": "line", "json": "item", "parquet": "row", "arrow": "row"}
+            names |= {"webdataset": "sample", "mds": "sample"}
             place = {names[where.kind]: number + (where.kind == "jsonl")} if where.kind in names else {}
             byte = {"byte": each.byte} if each.byte >= 0 else {}
             line = {"file": without_secrets(where.url)} | place | byte | {"error": each.reason}

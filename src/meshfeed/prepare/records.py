@@ -14,11 +14,13 @@ from typing import Any, BinaryIO, cast
 from meshfeed.errors import ChecksumError, MeshfeedError, PrepareError, StoreError
 from meshfeed.extras import install
 from meshfeed.files import ByteFile
-from meshfeed.files.url import parent
+from meshfeed.files.url import parent, without_secrets
 from meshfeed.formats.documents import Span, read_bytes
 from meshfeed.formats.jsonl import lines_of, place_of, record_of, split_lines, value_in
 from meshfeed.formats.parquet import RawStream, name_in, parquet_of, typed_arrow
-from meshfeed.prepare.inputs import Input, mds_of
+from meshfeed.prepare.arrow_rows import batches_in, rows_of
+from meshfeed.prepare.inputs import Input, mds_of, pieces_of
+from meshfeed.prepare.json_list import elements
 from meshfeed.prepare.samples import Sample, Samples, fetch_from, too_large
 from meshfeed.prepare.webdataset import grouped, sample_of
 
@@ -62,17 +64,30 @@ class Columns:
         names: to look for; the first that is there counts.
         beside: further ones; where a record has one, its value is an object of all of them.
         called: the key of the first in that object.
+        refused: further ones that would be lost, and say how to train.
     """
 
     names: Sequence[str]
     beside: Sequence[str] = ()
     called: str = "value"
+    refused: Sequence[str] = ()
 
     def value(self, record: Mapping[str, Any]) -> Any:
         """Of a record. Raises StoreError."""
+        self.refuse_lost([name for name in self.refused if record.get(name) is not None])
         value = value_in(record, self.names, lambda: HERE)
         more = {name: record[name] for name in self.beside if record.get(name) is not None}
         return {self.called: value} | more if more else value
+
+    def refuse_lost(self, there: Sequence[str]) -> None:
+        """Raises StoreError for columns that are there and would be lost. there: names of columns."""
+        lost = [name for name in self.refused if name in there]
+        if lost:
+            raise StoreError(
+                f"{HERE}: {' and '.join(map(repr, lost))} beside the tokens, which prepare does not keep, so "
+                f"that every token would bear loss; open the files as they are, mf.open(PATH), or by "
+                f"meshfeed convert"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +132,10 @@ def records(each: Input, begin: int, end: int, how: Reading) -> Iterator[Record 
     with each.file() as file:
         if each.kind == "parquet":
             yield from _rows(file, begin, end, how)
+        elif each.kind == "arrow":
+            yield from _arrow_rows(file, begin, end, how)
+        elif each.kind == "json":
+            yield from _of_list(file, each, begin, end, how)
         elif each.kind == "jsonl":
             if each.codec is None:
                 lines = lines_of(file, Span(0, begin, end), how.most_bytes)
@@ -148,6 +167,20 @@ def _too_long(where: str, how: Reading) -> PrepareError:
     )
 
 
+def _of_list(file: ByteFile, each: Input, begin: int, end: int, how: Reading) -> Iterator[Record]:
+    shown = without_secrets(each.url)
+    if each.codec is None:
+        pieces = pieces_of(file, begin, end)
+        found = elements(pieces, how.most_bytes, shown, at=begin, within=True)
+    else:
+        found = elements(_unpacked(file, each.codec), how.most_bytes, shown)
+    for number, (first, _, text) in enumerate(found):
+        if text is None:
+            raise _too_long(f"{shown}: byte {first}", how)
+        byte = first + len(text) - len(text.lstrip())
+        yield _of_line(number, byte, text.strip(), how, each.url)
+
+
 def _of_line(number: int, byte: int, line: bytes, how: Reading, url: str) -> Record:
     try:
         record = record_of(_decoded(line, how.encodings, " of the line"), lambda: HERE)
@@ -156,7 +189,8 @@ def _of_line(number: int, byte: int, line: bytes, how: Reading, url: str) -> Rec
             number, byte, value, len(line) + 1 + (value.size_bytes if isinstance(value, Sample) else 0)
         )
     except StoreError as error:
-        return Record(number, byte, None, len(line) + 1, reason_of(error))
+        hint = "; one list of records is read by --format json" if line.lstrip()[:1] == b"[" else ""
+        return Record(number, byte, None, len(line) + 1, f"{reason_of(error)}{hint}")
 
 
 def _of_tar(file: ByteFile, columns: Samples, most_bytes: int) -> Iterator[Record]:
@@ -219,8 +253,8 @@ def _decoded(raw: bytes | bytearray, encodings: Sequence[str], inside: str = "")
 
 def encodings_of(given: str, inputs: Sequence[Input]) -> str:
     """Encodings joined by commas, checked, as `Reading` takes them. Raises PrepareError."""
-    if given != "utf-8" and all(each.kind == "parquet" for each in inputs):
-        raise PrepareError(f"--encoding {given}: has no effect on Parquet; leave it out")
+    if given != "utf-8" and all(each.kind in ("parquet", "arrow") for each in inputs):
+        raise PrepareError(f"--encoding {given}: has no effect on Parquet and Arrow; leave it out")
     found = list[str]()
     for name in given.split(","):
         try:
@@ -230,20 +264,17 @@ def encodings_of(given: str, inputs: Sequence[Input]) -> str:
             keeps_newlines = False
         except LookupError as error:
             raise PrepareError(f"--encoding {given}: {error}; Python knows names such as latin-1") from error
-        if not keeps_newlines and any(each.kind == "jsonl" for each in inputs):
+        if not keeps_newlines and any(each.kind in ("jsonl", "json") for each in inputs):
             raise PrepareError(
-                f"--encoding {given}: JSON lines cannot be split in {name}, where a newline is not one byte; "
-                f"convert them to UTF-8"
+                f"--encoding {given}: JSON cannot be split in {name}, where a newline is not one byte; "
+                f"convert it to UTF-8"
             )
     return ",".join(UTF8 if name == "utf-8" else name for name in found)
 
 
 def _rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record]:
     parquet, row = parquet_of(file), 0
-    columns, schema = how.columns, parquet.schema_arrow
-    first = name_in(schema, columns.names, file.url)
-    named = columns.names if isinstance(columns, Samples) else (first,)
-    wanted = [each for each in (*named, *columns.beside) if each in schema.names]
+    wanted = _wanted(parquet.schema_arrow, how, file.url)
     for group in range(parquet.num_row_groups):
         count = int(parquet.metadata.row_group(group).num_rows)
         if row + count <= begin or row >= end:
@@ -253,6 +284,34 @@ def _rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record
             if begin <= row < end:
                 yield _of_row(row - begin, record, num_bytes, how, f"{file.url}: row {row}", file.url)
             row += 1
+
+
+def _arrow_rows(file: ByteFile, begin: int, end: int, how: Reading) -> Iterator[Record]:
+    row, wanted = 0, None
+    for batch in batches_in(file):
+        wanted = _wanted(batch.schema, how, file.url) if wanted is None else wanted
+        if begin < row + len(batch) and row < end:
+            mean = batch.select(wanted).nbytes // max(len(batch), 1)
+            for i, record in enumerate(rows_of(batch, wanted, how.most_bytes)):
+                if begin <= row + i < end:
+                    number, where = row + i - begin, f"{file.url}: row {row + i}"
+                    yield _of_row(number, record, mean, how, where, file.url)
+        row += len(batch)
+        if row >= end:
+            return
+
+
+def _wanted(schema: Any, how: Reading, url: str) -> list[str]:
+    """The columns of a table that are read. Raises StoreError where there is none."""
+    columns = how.columns
+    if isinstance(columns, Columns):
+        try:
+            columns.refuse_lost(schema.names)
+        except StoreError as error:
+            raise StoreError(f"{url}: {reason_of(error)}") from None
+    first = name_in(schema, columns.names, url)
+    named = columns.names if isinstance(columns, Samples) else (first,)
+    return [each for each in (*named, *columns.beside) if each in schema.names]
 
 
 def _of_row(

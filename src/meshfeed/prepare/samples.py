@@ -28,6 +28,7 @@ from meshfeed.files.retries import GIVE_UP
 from meshfeed.files.url import is_http, is_remote, parent, without_secrets
 from meshfeed.formats.documents import read_bytes
 from meshfeed.prepare.beneath import read_beneath
+from meshfeed.prepare.chat_template import with_role
 from meshfeed.prepare.web import Web
 
 URL_TIMEOUT_S = 60.0
@@ -49,7 +50,6 @@ TEXT_KEYS = ("text", "caption")
 CHAT_KEYS = ("messages", "conversations", "conversation")
 
 _MARK = re.compile("<(image|audio|video)>")
-_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,6 @@ class Samples:
             Part(kind, _bytes(each, f"{key}[{k}]", fetch))
             for key, kind in PART_KEYS.items()
             for k, each in enumerate(_list(record.get(key)))
-            if each is not None
         ]
         if self.chat:
             return _of_chat(value, given, record.get("tools"), fetch)
@@ -327,10 +326,7 @@ def _message(
     k: int, given: Mapping[str, Any], kinds: list[str], inside: list[Part], fetch: Fetch
 ) -> dict[str, Any]:
     """A message with marks as objects; their kinds, and the parts that it brings, are appended."""
-    message = dict(given)
-    if "role" not in message and "from" in message:
-        role = message.pop("from")
-        message |= {"role": _ROLES.get(role, role), "content": message.pop("value", None)}
+    message = with_role(k, given)
     content = message.get("content")
     if isinstance(content, str):
         items, marks = _marked(content)
@@ -405,7 +401,9 @@ def _bytes(ref: Any, where: str, fetch: Fetch) -> bytes:
     if isinstance(ref, bytes):
         return ref
     if not isinstance(ref, str) or not ref:
-        raise StoreError(f"{where}: {type(ref).__name__} where a path, a URL or bytes belong")
+        found = "null" if ref is None else "an empty name" if ref == "" else type(ref).__name__
+        hint = "; leave the list empty where there is none" if ref is None else ""
+        raise StoreError(f"{where}: {found} where a path, a URL or bytes belong{hint}")
     try:
         return fetch(ref)
     except StoreError as error:

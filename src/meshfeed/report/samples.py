@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from meshfeed.parts import KINDS, Parts, Rules
 from meshfeed.parts.types import in_pixels
@@ -15,8 +17,13 @@ from meshfeed.report.thumbnails import thumbnail
 from meshfeed.report.words import counted, escape, in_bytes
 from meshfeed.sequence.processor import tokens_of
 from meshfeed.store import MultimodalStore, StreamStore
+from meshfeed.store.loss_columns import HasColumns
 
 _MOST_TOKENS, _MOST_PARTS = 1024, 24
+
+
+class Bearing(str):
+    """Text that bears loss, in a document of which only some does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +80,34 @@ def shown_documents(
         size = int(store.lengths(chosen)[0])
         tokens = store.read(number, 0, min(size, _MOST_TOKENS))
         pieces: list[str | int] = []
-        begin = 0
+        bears, begin = bearing(store, number, len(tokens)), 0
         for k, at in enumerate(parts.at[parts.at < len(tokens)].tolist()):
-            pieces += [decode(tokens[begin:at].tolist()), k] if at > begin else [k]
+            pieces += [*texts_of(tokens[begin:at], bears[begin:at], decode), k]
             begin = at + 1
-        if begin < len(tokens):
-            pieces.append(decode(tokens[begin:].tolist()))
+        pieces += texts_of(tokens[begin:], bears[begin:], decode)
         some = np.arange(min(len(parts), _MOST_PARTS))
         data = (
             store.read_parts(np.full(some.size, number), some) if isinstance(store, MultimodalStore) else []
         )
         shown = tuple(_shown(parts.only(k), each, rules) for k, each in enumerate(data))
         yield ShownDocument(number, size, len(parts), tuple(pieces), shown, size > len(tokens))
+
+
+def bearing(store: StreamStore, document: int, stop: int) -> npt.NDArray[np.bool_]:
+    """Which of a document's first tokens bear loss, if only some do; bool [stop]."""
+    bears = store.bearing(document, stop) if isinstance(store, HasColumns) else np.zeros(stop, np.bool_)
+    return np.zeros_like(bears) if bears[1:].all() else bears
+
+
+def texts_of(
+    tokens: npt.NDArray[Any], bears: npt.NDArray[np.bool_], decode: Callable[[Sequence[int]], str]
+) -> list[str]:
+    """The text of tokens, cut where loss begins or ends; `Bearing` where they bear it. bears: bool [n]."""
+    if not tokens.size:
+        return []
+    cuts = np.flatnonzero(np.diff(bears)) + 1
+    runs = zip(np.split(tokens, cuts), np.split(bears, cuts))
+    return [(Bearing if some[0] else str)(decode(each.tolist())) for each, some in runs]
 
 
 def _shown(part: Parts, data: bytes, rules: Rules) -> ShownPart:
@@ -135,13 +158,18 @@ def _panel(one: ShownDocument) -> str:
         said += [counted(one.num_parts, "part"), in_bytes(sum(part.num_bytes for part in one.parts))]
     if one.num_parts > len(one.parts):
         said[-1] += f" in the {len(one.parts)} shown"
-    text = "".join(_mark(one, each) if isinstance(each, int) else escape(each) for each in one.pieces)
+    text = "".join(_mark(one, each) if isinstance(each, int) else _text(each) for each in one.pieces)
     figures = "".join(_figure(one, k) for k in range(len(one.parts)))
     return (
         f'<section class="panel"><h2>Document {one.number:,}</h2><p>{", ".join(said)}</p>'
         f'<div class="text" dir="auto">{text or "<i>empty</i>"}{" …" if one.is_cut else ""}</div>'
         f'<div class="parts">{figures}</div></section>'
     )
+
+
+def _text(piece: str) -> str:
+    shown = escape(piece)
+    return f'<span class="loss">{shown}</span>' if isinstance(piece, Bearing) else shown
 
 
 def _mark(one: ShownDocument, number: int) -> str:

@@ -55,8 +55,8 @@ def rule_of(recipe: Recipe) -> SequenceRule:
         return rule
     if not isinstance(rule, TokenRule):
         raise RecipeError(
-            f"{rule.summary()} delivers only tokens, but {stores[0]!r} has more columns; open its tokens by "
-            f"their own path, or use Windows or Documents"
+            f"{rule.summary()} delivers only tokens, but {stores[0]!r} has more columns, "
+            f"{_told(names[0])}; leave them out by mf.open(path, ignore=[...]), or use Windows or Documents"
         )
     computed = {field.name for field in rule.fields} - {"tokens", *_REPLACED}
     for name in names[0]:
@@ -64,9 +64,22 @@ def rule_of(recipe: Recipe) -> SequenceRule:
             raise RecipeError(
                 f"column {name!r}: {rule.summary()} makes a field of that name; rename the column"
             )
-    if "labels" in names[0] and rule.eod_mask_loss:
+    shifted = _labels_are_shifted(recipe) if "labels" in names[0] else True
+    if "labels" in names[0] and shifted and rule.eod_mask_loss:
         raise RecipeError("eod_mask_loss=True with a column of labels: use a column loss_mask instead")
-    return WithColumns(rule, {name: _of_column(recipe, name) for name in names[0]})
+    return WithColumns(rule, {name: _of_column(recipe, name) for name in names[0]}, shifted)
+
+
+def _labels_are_shifted(recipe: Recipe) -> bool:
+    """Whether the columns of labels are shifted. Raises RecipeError if the sources differ."""
+    found = [store.labels_are for store in recipe.sources]
+    for name, store, are in zip(recipe.source_names, recipe.sources, found):
+        if are != found[0]:
+            raise RecipeError(
+                f"the labels of source {name!r} ({store!r}) are {are}, those of the first source {found[0]}; "
+                f"say what they are by mf.open(path, labels=...), or write all by `meshfeed convert`"
+            )
+    return found[0] == "shifted"
 
 
 @dataclass(frozen=True)
@@ -76,18 +89,21 @@ class WithColumns(SequenceRule):
     Attributes:
         rule: for the tokens.
         recipes: column -> the recipe as if that column were the tokens.
+        shifted: whether a column of labels has at a token the label of that token, or of the one before it.
 
     Additional fields, each split like tokens, 0 on padding:
 
-    - labels: the column's value at the token itself, not shifted; every real token then has a label.
+    - labels: the column's value at the token itself, so that every real token has a label; if they are not
+      shifted, the value at the next token, and 0 if there is none.
     - loss_mask float32: the column's value at the label, which is the next token, and 0 if there is none or
-      the rule masks it; with a column of labels, the value at the token itself. A token counts in
-      valid_tokens if this is nonzero.
+      the rule masks it; with shifted labels, the value at the token itself. 0 where the label is below 0. A
+      token counts in valid_tokens if this is nonzero.
     - any other: like tokens, with its own dtype, on all stages.
     """
 
     rule: TokenRule
     recipes: Mapping[str, Recipe]
+    shifted: bool = True
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -157,25 +173,28 @@ class WithColumns(SequenceRule):
     @property
     def _ahead(self) -> int:
         """Offset of a label from its token in the stream."""
-        return int("labels" not in self.recipes)
+        return int("labels" not in self.recipes or not self.shifted)
 
     def valid_tokens(self, recipe: Recipe, draws: Draws, starts: Longs, lengths: Longs) -> Longs:
-        """Tokens of each piece with nonzero loss_mask; int64 [n]. Exact, from the marks of the column."""
-        if "loss_mask" not in self.recipes:
-            return self.rule.valid_tokens(recipe, draws, starts, lengths) if self._ahead else lengths
+        """Tokens of each piece with nonzero loss_mask; int64 [n]. Exact, from the marks of the columns."""
+        if not self._masks:
+            return self.rule.valid_tokens(recipe, draws, starts, lengths)
         valid = np.zeros(len(draws), np.int64)
         for s, mine, of_source in draws.by_source():
             begins, ends, of = self.rule.stream_ranges(
                 recipe, s, of_source, starts[mine], lengths[mine], ahead=self._ahead
             )
-            np.add.at(valid, mine[of], recipe.sources[s].count_marked("loss_mask", begins, ends))
+            np.add.at(valid, mine[of], recipe.sources[s].count_bearing(begins, ends))
         return valid
 
     # -- read and delivered -----------------------------------------------------------------------------
 
     def num_bytes(self, recipe: Recipe, portion: Portion) -> int:
-        """Bytes of all columns."""
-        return sum(self.rule.num_bytes(each, portion) for each in (recipe, *self.recipes.values()))
+        """Bytes of all columns, and of the loss mask that labels alone give."""
+        sizes = {name: self.rule.num_bytes(each, portion) for name, each in self.recipes.items()}
+        if "labels" in sizes and "loss_mask" not in sizes:
+            sizes["loss_mask"] = sizes["labels"] // np.dtype(_dtype_of(self.recipes["labels"])).itemsize
+        return self.rule.num_bytes(recipe, portion) + sum(sizes.values())
 
     @contextmanager
     def opened(self, recipe: Recipe) -> Generator[SequenceRule]:
@@ -193,6 +212,13 @@ class WithColumns(SequenceRule):
         loaded = dict(self.rule.load(recipe, portion, allocate))
         for name, of_column in self.recipes.items():
             loaded[name] = self.rule.load(of_column, portion, allocate)["tokens"]
+        if "labels" in self.recipes:
+            bears = np.asarray(loaded["labels"]) >= 0
+            if "loss_mask" not in loaded:
+                loaded["loss_mask"] = mask = allocate(bears.shape, "uint8")
+                mask[...] = bears
+            else:
+                np.asarray(loaded["loss_mask"])[~bears] = 0
         return loaded
 
     def build(
@@ -222,13 +248,11 @@ class WithColumns(SequenceRule):
             return [cast(Array, arrays[field]) for arrays in made]
 
         for name in mine:
-            if name != "loss_mask":
+            if name not in _REPLACED or not self._ahead:
                 parts = cut(np.asarray(columns[name]), "tokens", dtypes[name])
-            elif not self._ahead:
-                weights = columns.get(name, np.ones_like(np.asarray(columns["tokens"])))
-                parts = cut(np.asarray(weights), "tokens", "float32")
             else:
-                parts = cut(np.asarray(columns[name]), "labels", "float32")
+                parts = cut(np.asarray(columns[name]), "labels", dtypes[name])
+            if name == "loss_mask" and self._ahead:
                 own = self.rule.build(
                     recipe, portion, columns, [name], lambda shape, _: np.empty(shape, "float32")
                 )
@@ -265,11 +289,11 @@ class WithColumns(SequenceRule):
     def _run_field(self, field: Field, runs: Mapping[str, Runs]) -> RunField:
         """A field of a column. runs: those of the rule's own fields; labels and loss mask begin alike."""
         tokens, labels, bearing = (runs[name] for name in ("tokens", "labels", "loss_mask"))
-        if field.name == "loss_mask" and self._ahead:
-            return RunField(field, Runs(bearing.at, labels.start, bearing.size), 1, field.name)
-        if field.name in self.recipes:
+        if not self._ahead or field.name not in _REPLACED:
             return RunField(field, tokens, 1, field.name)
-        return RunField(field, Runs(tokens.at, np.ones_like(tokens.at), tokens.size), 0)
+        if field.name == "loss_mask":
+            return RunField(field, Runs(bearing.at, labels.start, bearing.size), 1, field.name)
+        return RunField(field, labels, 1, field.name)
 
 
 def _of_column(recipe: Recipe, name: str) -> Recipe:

@@ -48,6 +48,7 @@ from meshfeed.sequence.rule import SequenceRule, TokenRule
 from meshfeed.sequence.runs import Longs, Portion, WholeStep, runs_of
 from meshfeed.store import StreamStore
 from meshfeed.store.kept import kept_by_store
+from meshfeed.summary import code_of
 
 OnBad = Literal["error", "blank", "drop"]
 Positions = Literal["tokens", "mrope"]
@@ -635,7 +636,8 @@ class Multimodal(DocumentRule, TokenRule):
 def _summary(processor: Processor) -> str:
     """With its rule, which need not be a field of it."""
     own, rule = processor.summary(), processor.rule.summary()
-    return own if rule in own else f"{own} by {rule}"
+    code = [text for each in (processor, processor.rule) if (text := code_of(type(each)))]
+    return " ".join([own if rule in own else f"{own} by {rule}", *(f"({text})" for text in code)])
 
 
 def _parts_of(recipe: Recipe, draws: Draws) -> Parts:

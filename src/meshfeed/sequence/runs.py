@@ -58,7 +58,7 @@ class Runs:
             return
         runs = zip(self.at.tolist(), self.start.tolist(), self.size.tolist())
         if out.ndim == 1 and read.dtype == out.dtype and read.flags.contiguous and out.flags.contiguous:
-            # Slicing a memoryview costs half as much as slicing an array. As bytes, since memoryviews of equal
+            # Slicing a memoryview costs half as much as slicing an array. As bytes: memoryviews of equal
             # dtypes may have different formats.
             source, target, width = read.view(np.uint8).data, out.view(np.uint8).data, out.itemsize
             for at, start, size in runs:

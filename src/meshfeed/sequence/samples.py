@@ -7,7 +7,8 @@ only the held slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,9 +35,9 @@ ANY = "any"
 class Samples(SequenceRule):
     """A sequence is an item of a `Mapped`.
 
-    Each field is a name or a `Field`. A plain name goes to all stages, unsplit, with its own dtype. A field's
-    dtype is the NumPy name of its numbers, "bytes" or "any"; a value of another type is refused, never
-    converted. Other keys of an item are ignored.
+    Each argument is a name, a `Field`, or a dict of name -> dtype for several fields. What is no `Field` goes
+    to all stages, unsplit; a plain name with its own dtype. A field's dtype is the NumPy name of its numbers,
+    "bytes" or "any"; a value of another type is refused, never converted. Other keys of an item are ignored.
 
     In rows (`micro_batch_size` items): a field is [rows, ...] if its shapes agree in the microbatch, else a
     list of one array per item; byte strings are a list of bytes. A microbatch that the batch does not fill
@@ -61,8 +62,8 @@ class Samples(SequenceRule):
     declared: tuple[Field, ...]
     _packed: bool
 
-    def __init__(self, *fields: Field | str, packed: bool = False) -> None:
-        declared = tuple(Field(name=f, dtype=ANY) if isinstance(f, str) else f for f in fields)
+    def __init__(self, *fields: Field | str | Mapping[str, str], packed: bool = False) -> None:
+        declared = tuple(each for given in fields for each in _declared(given))
         _check(declared, packed)
         object.__setattr__(self, "declared", declared)
         object.__setattr__(self, "_packed", packed)
@@ -196,6 +197,23 @@ class Samples(SequenceRule):
             start, stop = m * portion.rows, m * portion.rows + len(draws)
             made.append({f.name: _row_values(held[f.name], start, stop, allocate) for f in wanted})
         return made
+
+
+def _declared(given: Any) -> Iterator[Field]:
+    """The fields of one argument. Raises RecipeError for what is none."""
+    if isinstance(given, Field):
+        yield given
+    elif isinstance(given, str):
+        yield Field(name=given, dtype=ANY)
+    elif isinstance(given, Mapping) and all(
+        isinstance(text, str) for each in cast(Mapping[Any, Any], given).items() for text in each
+    ):
+        yield from (Field(name=name, dtype=dtype) for name, dtype in cast(Mapping[str, str], given).items())
+    else:
+        raise RecipeError(
+            f"Samples({reprlib.repr(given)}): give names, mf.Field(name=..., dtype=...), or a dict of "
+            f"name -> dtype, as mf.Samples({{'image': 'float32', 'label': 'int64'}})"
+        )
 
 
 def _check(declared: tuple[Field, ...], packed: bool) -> None:

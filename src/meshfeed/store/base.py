@@ -20,6 +20,9 @@ from meshfeed.store.index import Index
 
 I64 = npt.NDArray[np.int64]
 
+LabelsAre = Literal["shifted", "unshifted"]
+"""Whether a token's value in a column of labels is what it predicts, or its own, as Hugging Face has it."""
+
 _NOT_PICKLED = ("_depth", "_lock", "_opened")
 
 
@@ -34,9 +37,13 @@ class StreamStore(Store):
 
     Attributes:
         path: where it lies, as messages name it.
+        labels_are: what a column of labels holds at a token: with "shifted" the label of that token, which is
+            the next token or what replaces it; with "unshifted" its own, which is the label of the token
+            before it.
     """
 
     path: str
+    labels_are: LabelsAre = "shifted"
     not_pickled: ClassVar[tuple[str, ...]] = ()
     """Names of attributes that a copy has to make again, such as those that `acquire` sets."""
 

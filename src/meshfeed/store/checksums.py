@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshfeed.errors import ChangedError, StoreError
+from meshfeed.errors import ChangedError, ChecksumError, StoreError
 from meshfeed.files import LocalFile
 from meshfeed.files.durable import durable_file
-from meshfeed.files.sums import BLOCK_BYTES, SUFFIX, Summer, Sums, is_block_size
-from meshfeed.store.node_index import are_of, checksums_beside, others_sums, versions_of, wrong_block
+from meshfeed.files.sums import BIN, BLOCK_BYTES, IDX, SUFFIX, Summer, Sums, is_block_size
+from meshfeed.store.mismatch import damage, others_sums, wrong_block
+from meshfeed.store.node_index import are_of, checksums_beside, versions_of
 
 if TYPE_CHECKING:
     from meshfeed.store.indexed import IndexedStore
@@ -76,7 +77,8 @@ def compare(store: IndexedStore) -> Iterator[float]:
         url = store.files[number].url
         wrong += [(url, low, high) for low, high in sums.files[number].wrong(piece, begin)]
         yield done
-    if wrong:
+    num_wrong = sum(url == store.files[BIN].url for url, *_ in wrong)
+    if wrong and (sums.fingerprint == store.fingerprint or num_wrong < sums.files[BIN].sums.size):
         num_blocks = sum(each.sums.size for each in sums.files)
         raise wrong_block(*wrong[0], f", {len(wrong)} of {num_blocks} blocks in all")
     if sums.fingerprint != store.fingerprint:
@@ -87,25 +89,49 @@ def refuse_others(store: IndexedStore) -> IndexedStore:
     """The store, known to be the one whose checksums guard its files, if any do. Raises StoreError.
 
     What is peeked for header and fingerprint is not guarded, and may come wrong: it is looked at again before
-    anything that is not as it should be counts.
+    anything that is not as it should be counts. What stays wrong is looked at through the guard.
     """
     data, idx = store.files
     guard = data.guarded_by
     if guard is None:
         return store
-    for _ in range(1, _LOOKS):
+    for look in range(_LOOKS):
+        if look:
+            data.look_again()
+            idx.look_again()
+            store = type(store)(store.path, idx, data)
         try:
-            if store.fingerprint == guard and store.is_stream:
+            found = store.fingerprint
+            if found == guard and (store.is_stream or look == _LOOKS - 1):
                 return store
         except StoreError as error:
             if type(error) is not StoreError:
                 raise  # storage fails, which another look does not change
-        data.look_again()
-        idx.look_again()
-        store = type(store)(store.path, idx, data)
-    if store.fingerprint != guard:
-        raise others_sums(store.path, f"fingerprint {guard}, the files have {store.fingerprint}")
-    return store
+            found = f"none ({error})"
+    raise _refused(store, f"fingerprint {guard}, the files have {found}")
+
+
+def _refused(store: IndexedStore, what: str) -> StoreError:
+    """The error for a remote pair that is not the one of its .sums."""
+    files = store.files
+
+    def wrong_at(number: int, begin: int, end: int) -> ChecksumError | None:
+        size = min(end, files[number].size_bytes) - begin
+        try:
+            files[number].look_up(np.empty(size, np.uint8), np.array([begin]), np.array([size]))
+        except ChecksumError as error:
+            return error
+        return None
+
+    reason = damage((files[BIN].size_bytes, files[IDX].size_bytes), wrong_at)
+    if reason is False:
+        return others_sums(store.path, what)
+    if reason is True:
+        return ChecksumError(
+            f"{store.path}: short ranges of .bin or .idx come wrong {_LOOKS} times, whole blocks come right; "
+            f"the server, or a cache before it, answers ranges wrongly: read by another way"
+        )
+    return reason
 
 
 def refuse_block_bytes(path: str, block_bytes: int) -> None:

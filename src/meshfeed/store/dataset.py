@@ -22,14 +22,13 @@ from typing import Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from meshfeed.errors import StoreError
+from meshfeed.errors import OptionError, StoreError
 from meshfeed.files import Cache, FileStats, Folder
 from meshfeed.parts import Parts
-from meshfeed.store.base import LengthsIndex, StreamStore
+from meshfeed.store.base import LabelsAre, LengthsIndex
 from meshfeed.store.format import Place, StoreFormat
 from meshfeed.store.indexed import IndexedStore, indexed_in
-from meshfeed.store.kept import kept_by_store
-from meshfeed.store.marks import Marks, marks_of
+from meshfeed.store.loss_columns import HasColumns
 from meshfeed.store.part_files import FILES, PartFiles
 
 I64 = npt.NDArray[np.int64]
@@ -40,7 +39,7 @@ _MOST_BYTES = 1 << 20
 _BLOCK = 1 << 18
 
 
-class DatasetStore(StreamStore):
+class DatasetStore(HasColumns):
     """The tokens of a folder with dataset.json as a token store, and its further columns.
 
     Making one only remembers. It is read as its tokens are (see `IndexedStore`); entered, its columns are,
@@ -127,19 +126,26 @@ class DatasetStore(StreamStore):
     def _fingerprint_of_columns(self) -> str:
         told = {name: store.fingerprint for name, store in sorted(self._columns.items())}
         text = json.dumps({"tokens": self.tokens.fingerprint, "columns": told})
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self._as_used(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
 
     @property
     def stats(self) -> FileStats:
         """What reading tokens and columns has cost so far."""
         return sum((store.stats for store in self._columns.values()), self.tokens.stats)
 
-    def count_marked(self, column: str, starts: I64, stops: I64) -> I64:
-        """Values of a column that are not 0, in stream ranges; int64 [m] twice -> int64 [m].
+    @property
+    def marks_cache(self) -> Cache:
+        """See `HasColumns`."""
+        return self._cache
 
-        By an index of one bit for each token, made from the whole column once per node, at the first call.
-        """
-        return _marks_of(self._columns[column], self._cache).count(starts, stops)
+    def used_as(self, labels: LabelsAre | None, ignore: frozenset[str]) -> Self:
+        """See `HasColumns`."""
+        for name in sorted(ignore - self._columns.keys()):
+            raise OptionError(
+                f"{self.path}: ignore={name!r}: it has {', '.join(self._columns) or 'no columns but tokens'}"
+            )
+        self._columns = {name: store for name, store in self._columns.items() if name not in ignore}
+        return super().used_as(labels, ignore)
 
     # -- the face of its tokens -------------------------------------------------------------------------
 
@@ -275,12 +281,6 @@ class MultimodalStore(DatasetStore):
         """Enter the tokens, every column, and the parts."""
         super().acquire(stack)
         self._parts.acquire(stack)
-
-
-@kept_by_store(most=1)
-def _marks_of(column: IndexedStore, cache: Cache) -> Marks:
-    """The marks of a column; kept, since they map a file."""
-    return marks_of(column, cache)
 
 
 def open_dataset(folder: Folder, shown: str, cache: Cache) -> DatasetStore:

@@ -8,12 +8,13 @@ until one opens the path: 10-indexed, 20-dataset, 30-litdata, 40-mds, 50-jsonl, 
 from __future__ import annotations
 
 import fnmatch
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,26 @@ class StoreFormat(ABC):
 def formats() -> Iterator[StoreFormat]:
     """Every registered format in the order in which they are asked, each imported when it is reached."""
     return (loaded(point)() for point in registered(STORES))
+
+
+def tokenizer_name(given: object) -> str:
+    """A tokenizer as users give it: a name or a path. Raises OptionError for an object of another library.
+
+    Only files are taken: every process and every later run reads the same ones, and their bytes are part of
+    the fingerprint.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return os.fspath(cast("str | os.PathLike[str]", given))
+    if hasattr(given, "save_pretrained"):
+        cure = "save it by .save_pretrained('tokenizer'), and give tokenizer='tokenizer'"
+    elif hasattr(given, "save"):
+        cure = "save it by .save('tokenizer.json'), and give tokenizer='tokenizer.json'"
+    else:
+        cure = "give the path of a tokenizers JSON file or of a transformers directory"
+    raise OptionError(
+        f"tokenizer= is an object, {type(given).__name__}; every rank and every later run must read the same "
+        f"tokenizer, so it has to be a file: {cure}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

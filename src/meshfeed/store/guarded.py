@@ -12,7 +12,8 @@ from meshfeed.files.byte_file import I64, Bytes
 from meshfeed.files.local import Descriptor, fill
 from meshfeed.files.sums import FileSums
 from meshfeed.store.base import runs
-from meshfeed.store.node_index import NodeIndex, settle, wrong_block
+from meshfeed.store.mismatch import wrong_block
+from meshfeed.store.node_index import NodeIndex, settle
 
 _LOOKS = 3
 

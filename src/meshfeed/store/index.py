@@ -158,12 +158,22 @@ def fingerprint_of(header: Header, idx: ByteFile, data: ByteFile) -> str:
     """Hex digest of dtype, sizes, header, both ends of the index and some blocks of the .bin."""
     sizes = f"{header.dtype.str} {header.idx_size_bytes} {header.bin_size_bytes}"
     digest = hashlib.blake2b(sizes.encode(), digest_size=16)
-    last = max(header.idx_size_bytes - _IDX_BLOCK_BYTES, 0)
-    digest.update(b"".join(idx.peek([(at, at + _IDX_BLOCK_BYTES) for at in (0, last)])))
-    last = max(header.bin_size_bytes - _BIN_BLOCK_BYTES, 0)
-    places = [last * i // (_NUM_BIN_BLOCKS - 1) for i in range(_NUM_BIN_BLOCKS)]
-    digest.update(b"".join(data.peek([(at, at + _BIN_BLOCK_BYTES) for at in places])))
+    digest.update(b"".join(idx.peek(ends_of_idx(header.idx_size_bytes))))
+    digest.update(b"".join(data.peek(sampled_of_bin(header.bin_size_bytes))))
     return digest.hexdigest()
+
+
+def ends_of_idx(size_bytes: int) -> list[tuple[int, int]]:
+    """The ranges of an .idx that its store's fingerprint is made of; they may reach beyond its end."""
+    last = max(size_bytes - _IDX_BLOCK_BYTES, 0)
+    return [(at, at + _IDX_BLOCK_BYTES) for at in (0, last)]
+
+
+def sampled_of_bin(size_bytes: int) -> list[tuple[int, int]]:
+    """The same of a .bin."""
+    last = max(size_bytes - _BIN_BLOCK_BYTES, 0)
+    places = (last * i // (_NUM_BIN_BLOCKS - 1) for i in range(_NUM_BIN_BLOCKS))
+    return [(at, at + _BIN_BLOCK_BYTES) for at in places]
 
 
 def look_up(header: Header, idx: ByteFile) -> Index:

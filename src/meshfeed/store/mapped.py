@@ -191,7 +191,7 @@ class Mapped(Store):
         if not self._depth:
             raise StoreError(f"{self}: not entered; read from it inside `with store:`")
         if self._workers is None:
-            made = {at: self._item(at) for at in dict.fromkeys(places)}
+            made = {at: _own(self._item(at)) for at in dict.fromkeys(places)}
             items = [made[at] for at in places]
         else:
             items = self._workers.fetch(places)
@@ -231,6 +231,11 @@ def item_of(dataset: EpochDataset, at: EpochIndex) -> Item:
             f"the dataset gave {_kind(given)}; give a dict of name -> array, number, str or bytes{hint}"
         )
     return {str(name): plain(value) for name, value in given.items()}
+
+
+def _own(item: Item) -> Item:
+    """An item with copies of its arrays, as a dataset may fill the same ones again for the next item."""
+    return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in item.items()}
 
 
 def are_numbers(values: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Which values of a column are not 0, or which tokens are special: a bit for each, so that ranges count fast.
+"""Which tokens bear loss, are special, or are not 0 in a column: a bit for each, so that ranges count fast.
 
 bits     uint8 [bytes], value i is bit i % 8 of byte i // 8, zeros at the end
 counts   int64 [blocks], marked values before each block of 256
@@ -6,8 +6,9 @@ counts   int64 [blocks], marked values before each block of 256
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,12 +60,43 @@ def marks_of(store: StreamStore, cache: Cache, tokens: tuple[int, ...] | None = 
     """
     of_tokens = {} if tokens is None else {"tokens": str(tokens)}
     key = key_of_parts(kind="marks", version=VERSION, content=store.fingerprint, **of_tokens)
-    total = store.num_tokens
+
+    def marked(begin: int, end: int) -> npt.NDArray[np.bool_]:
+        values = _values(store, begin, end)
+        return values != 0 if tokens is None else np.isin(values, tokens)
+
+    return _made(key, store.num_tokens, marked, cache)
+
+
+def bearing(labels: StreamStore | None, loss_mask: StreamStore | None, cache: Cache) -> Marks:
+    """The marks of tokens that bear loss by a column of labels, a loss mask, or both, of which one is there.
+
+    A label below 0 bears none. Made once per node; reads all of both then. Raises StoreError.
+    """
+    if labels is None:
+        return marks_of(cast(StreamStore, loss_mask), cache)
+    masks = {} if loss_mask is None else {"loss_mask": loss_mask.fingerprint}
+    key = key_of_parts(kind="marks", version=VERSION, content=labels.fingerprint, bearing=True, **masks)
+
+    def marked(begin: int, end: int) -> npt.NDArray[np.bool_]:
+        bears = _values(labels, begin, end) >= 0
+        return bears if loss_mask is None else bears & (_values(loss_mask, begin, end) != 0)
+
+    return _made(key, labels.num_tokens, marked, cache)
+
+
+def _values(store: StreamStore, begin: int, end: int) -> Array:
+    with store:
+        return store.read_stream(np.array([begin]), np.array([end]))
+
+
+def _made(
+    key: str, total: int, marked_in: Callable[[int, int], npt.NDArray[np.bool_]], cache: Cache
+) -> Marks:
+    """The marks of a stream, made once per node. marked_in: which places of begin..end are marked."""
 
     def scan(span: range) -> Mapping[str, Array]:
-        with store:
-            values = store.read_stream(np.array([span.start]), np.array([span.stop]))
-        marked = values != 0 if tokens is None else np.isin(values, tokens)
+        marked = marked_in(span.start, span.stop)
         blocks = np.concatenate((marked, np.zeros(-len(span) % _BLOCK, np.bool_))).reshape(-1, _BLOCK)
         return {"bits": np.packbits(blocks, bitorder="little"), "counts": blocks.sum(1)}
 

@@ -35,8 +35,9 @@ from meshfeed.files import Cache, LocalFile, Vector, typed_errors
 from meshfeed.files.byte_file import Bytes
 from meshfeed.files.lock import locked
 from meshfeed.files.mapping import mapped
-from meshfeed.files.sums import ANEW, BIN, IDX, SUFFIX, FileSums, Sums, parse
+from meshfeed.files.sums import BIN, IDX, SUFFIX, FileSums, Sums, parse
 from meshfeed.store.index import fingerprint_of, read_header
+from meshfeed.store.mismatch import damage, others_sums, wrong_block
 
 _SUFFIXES = (".idx", ".bin", SUFFIX)
 _FACTS = struct.Struct("<I")
@@ -48,7 +49,6 @@ _COARSE_TICK_NS = 2_000_000_000
 _SWEEP_EVERY_S = 600.0
 _UNUSED_S = 86_400.0
 _NAME_SIZE = 32
-_RECOPY = f"copy the files again, or, if they are newer than it, {ANEW}"
 _log = logging.getLogger("meshfeed")
 
 Version = tuple[int, int, int, int, int]
@@ -142,7 +142,7 @@ class NodeIndex(LocalFile):
         if sums is None:
             return None
         if not are_of(sums, self.prefix, self.fingerprint):
-            raise others_sums(self.prefix, "other files than lie beside it")
+            raise refused(self.prefix, sums)
         return sums.files[BIN], np.zeros(sums.files[BIN].sums.size, np.uint8)
 
     def _copy(self, *, look: bool = False) -> _Copy | None:
@@ -175,16 +175,22 @@ def are_of(sums: Sums, prefix: str, fingerprint: str) -> bool:
     return [each.size_bytes for each in sums.files] == sizes and sums.fingerprint == fingerprint
 
 
-def wrong_block(url: str, low: int, high: int, more: str = "") -> ChecksumError:
-    """The error for bytes of a file that differ from its .sums."""
-    return ChecksumError(
-        f"{url}: bytes {low}..{high} do not match its .sums{more}; {_RECOPY}", path=url, range=(low, high)
-    )
+def refused(prefix: str, sums: Sums) -> StoreError:
+    """The error for a pair on this machine that is not the one of its .sums: damage, or other files."""
+    files = LocalFile(f"{prefix}.bin"), LocalFile(f"{prefix}.idx")
+    others = others_sums(prefix, "other files than lie beside it")
+    if [each.size_bytes for each in files] != [each.size_bytes for each in sums.files]:
+        return others
 
+    def wrong_at(number: int, begin: int, end: int) -> ChecksumError | None:
+        unit, size = sums.files[number].block_bytes, sums.files[number].size_bytes
+        low, high = begin // unit * unit, min(-(-end // unit) * unit, size)
+        (data,) = files[number].peek([(low, high)])
+        wrong = sums.files[number].wrong(memoryview(data), low)
+        return wrong_block(files[number].url, *wrong[0]) if wrong else None
 
-def others_sums(prefix: str, what: str) -> StoreError:
-    """The error for a .sums that was made for other files than lie beside it."""
-    return StoreError(f"{prefix}{SUFFIX}: made for {what}; {_RECOPY}", path=prefix + SUFFIX)
+    found = damage((files[BIN].size_bytes, files[IDX].size_bytes), wrong_at)
+    return found if isinstance(found, ChecksumError) else others
 
 
 def versions_of(prefix: str) -> list[Version | None]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 import numpy.typing as npt
 
 from meshfeed.errors import AccessError, MissingError, OptionError, StoreError
 from meshfeed.files import Cache, Folder
 from meshfeed.files.pinned import pinned
-from meshfeed.files.url import is_remote, local_path, parent, without_secrets
-from meshfeed.store.base import StreamStore
+from meshfeed.files.url import is_http, is_remote, local_path, parent, without_secrets
+from meshfeed.store.base import LabelsAre, StreamStore
 from meshfeed.store.dataset import NAME
-from meshfeed.store.format import Place, formats
+from meshfeed.store.format import Place, formats, tokenizer_name
+from meshfeed.store.loss_columns import HasColumns
 
 _SHOWN = 8
 
@@ -27,6 +28,8 @@ def open_store(
     column: str | None = None,
     dtype: npt.DTypeLike | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
+    labels: LabelsAre | None = None,
+    ignore: Collection[str] = (),
     cache: Cache | str | os.PathLike[str] | None = None,
     options: Mapping[str, str] | None = None,
 ) -> StreamStore:
@@ -43,6 +46,11 @@ def open_store(
     tokenizer: of JSONL, Parquet or Arrow: "bytes" for UTF-8, or one on this machine, used without special
     tokens: a `tokenizers` JSON file, a transformers directory, a sentencepiece .model,
     NAME.ENCODING.tiktoken, or tiktoken:ENCODING.
+    labels: what a column "labels" holds at a token: "shifted" the label of that token, "unshifted" its own,
+    which is the label of the token before it, as Hugging Face's collators and models have it. None: "shifted"
+    in a folder with dataset.json, "unshifted" elsewhere.
+    ignore: columns that are not used: of "labels", "loss_mask" and "attention_mask"; of a folder with
+    dataset.json, any.
     cache: where a node keeps what it fetches of a remote store, and the lengths of documents where the format
     does not tell them; or that folder alone; None for the default.
     options: for the storage client, such as {"endpoint": ..., "region": ...}; what they leave open, the
@@ -69,18 +77,30 @@ def open_store(
             within=Folder(given, where, options or {}),
             column=column,
             dtype=dtype,
-            tokenizer=None if tokenizer is None else os.fspath(tokenizer),
+            tokenizer=None if tokenizer is None else tokenizer_name(tokenizer),
         )
         for form in formats():
             store = form.open(place)
             if store is not None:
                 place.refuse_options(form)
-                return store
+                return _used_as(store, labels, frozenset([ignore] if isinstance(ignore, str) else ignore))
     except (OSError, ValueError) as error:
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"{without_secrets(given)!r}: {error}") from error
     raise _none_there(place)
+
+
+def _used_as(store: StreamStore, labels: LabelsAre | None, ignore: frozenset[str]) -> StreamStore:
+    """The store, its columns used as the user says. Raises OptionError where it has none."""
+    if labels is None and not ignore:
+        return store
+    if labels not in (None, *get_args(LabelsAre)):
+        raise OptionError(f"labels={labels!r}: choose one of {', '.join(get_args(LabelsAre))}")
+    if not isinstance(store, HasColumns):
+        given = f"labels={labels!r}" if labels is not None else f"ignore={sorted(ignore)}"
+        raise OptionError(f"{store.path}: {given} is about columns, and this has tokens alone; leave it out")
+    return store.used_as(labels, ignore)
 
 
 def _none_there(place: Place) -> StoreError:
@@ -98,12 +118,22 @@ def _none_there(place: Place) -> StoreError:
                 f"{f', and has no {missing}' if missing else ''}. It refuses what is missing, too, "
                 f"where a bucket may not be listed: check the URL and the credentials"
             )
+        found = "other files" if place.names else "nothing"
+        no_list = " (HTTP lists no folders: give the URL of a file)" if is_http(place.given) else ""
         return MissingError(
-            f"{place.shown}: no token store; storage has no {missing}; {expected} (HTTP lists no folders: "
-            f"give the URL of a file)"
+            f"{place.shown}: no token store: found {found} at this URL, storage has no {missing}; check the "
+            f"URL; {expected}{no_list}"
         )
     at = Path(local_path(place.given))
-    found = "a directory" if at.is_dir() else "a file" if at.exists() else "nothing"
+    if "*" in place.name:
+        return MissingError(f"{place.given}: no file of a token store has such a name; {expected}")
+    if not at.exists():
+        where = "" if at.is_absolute() else f", seen from {Path.cwd()}"
+        return MissingError(
+            f"{place.given}: this path does not exist{where}, nor does a .bin or .idx of that name; check "
+            f"it, and that it is on this node"
+        )
+    found = "a directory" if at.is_dir() else "a file"
     return MissingError(f"{place.given}: found {found}, no token store; {expected}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import socket
 import threading
 import time
 import traceback
@@ -190,11 +191,12 @@ class Workers(Generic[P]):
         try:
             process, pipe = self._started(number)
             with pipe:
+                watch = _shut_at_the_end_of(process, pipe)
                 try:
                     self._serve(pipe)
                     pipe.send(None)
                 except (EOFError, OSError):
-                    process.join(_GRACE_S)
+                    watch.join(_GRACE_S)
                     code = process.exitcode
                     died = (
                         f"was killed by signal {-code}"
@@ -203,9 +205,9 @@ class Workers(Generic[P]):
                     )
                     with self._changed:
                         self._dead = self._dead or f"worker {number} (process {process.pid}) {died}"
-                process.join(_GRACE_S)
+                watch.join(_GRACE_S)
                 process.kill()
-                process.join()
+                watch.join()
                 process.close()  # its descriptors, now: an error may refer to it for long
         except BaseException:  # told to whoever waits for an item
             self._broken = traceback.format_exc()
@@ -272,6 +274,21 @@ class Workers(Generic[P]):
                 theirs.close()  # of its writing end only the worker's is left, so that its death is noticed
             self._processes.append(process)
             return process, mine
+
+
+def _shut_at_the_end_of(process: Any, pipe: Connection) -> threading.Thread:
+    """A thread that shuts a worker's pipe when it ends, since what it has forked may hold the pipe open."""
+    end = socket.socket(fileno=os.dup(pipe.fileno()))
+
+    def watch() -> None:
+        with end:
+            process.join()
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)  # what it has sent can still be received
+
+    thread = threading.Thread(target=watch, name="meshfeed-workers", daemon=True)
+    thread.start()
+    return thread
 
 
 def _work(number: int, pipe: Connection, make: Callable[[Any], Any]) -> None:

@@ -8,15 +8,20 @@ iterators = megatron.data_iterators(feed)  # in forward_step: megatron.get_batch
 Megatron-core is imported by the functions that need it, and needs no change.
 """
 
-from meshfeed.integrations.megatron.batches import MODEL_KEYS, StageIterator, begin, data_iterators, get_batch
+from meshfeed.integrations.megatron.batches import MODEL_KEYS, StageIterator, get_batch
+from meshfeed.integrations.megatron.config import SCHEDULERS, packing_of
+from meshfeed.integrations.megatron.feeds import feed
 from meshfeed.integrations.megatron.hybrid import HybridCPDataLoaderWrapper
+from meshfeed.integrations.megatron.iterations import begin, data_iterators
 from meshfeed.integrations.megatron.mock import mock_lengths
-from meshfeed.integrations.megatron.schedule import SCHEDULERS, SequencePacking, Wrapped, packing_of
-from meshfeed.integrations.megatron.stages import Loading, feed, is_reader, readers, stage_map
+from meshfeed.integrations.megatron.pretrain import DatasetsProvider
+from meshfeed.integrations.megatron.schedule import SequencePacking, Wrapped
+from meshfeed.integrations.megatron.stages import Loading, is_reader, readers, stage_map
 
 __all__ = [
     "MODEL_KEYS",
     "SCHEDULERS",
+    "DatasetsProvider",
     "HybridCPDataLoaderWrapper",
     "Loading",
     "SequencePacking",

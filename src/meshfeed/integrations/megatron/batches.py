@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch.distributed import get_process_group_ranks
@@ -28,7 +28,17 @@ OWN_FIELDS = (
 )
 """What a sample may bring in place of what packs have, as it travels; one entry per token."""
 
-_TOLD = ("max_seqlen", "total_tokens", "pad_between_seqs", "local_cp_size", "cp_ranks")
+_TOLD = (
+    *("max_seqlen", "total_tokens", "pad_between_seqs", "local_cp_size", "cp_ranks"),
+    *("tokens_per_sample", "cp_partition_mode"),
+)
+
+LEFT_TO_MEGATRON = {
+    "seq_idx": "computed from cu_seqlens and total_tokens by the class itself",
+    "cp_scatter_cache": "made by Megatron-LM's reinforcement learning",
+    "cp_partition_route": "made by the model where its layers split packs differently",
+}
+"""The fields of a PackedSeqParams that `get_batch` does not set, and why."""
 
 
 Source = Feed | Exchange
@@ -40,8 +50,9 @@ class StageIterator(Iterator[dict[str, Any]]):
 
     `next` gives a dict of the fields that the stage needs. Where sequences are packed it has max_seqlen,
     total_tokens (of the pack, padding included) and pad_between_seqs as plain numbers, so that no device is
-    asked for them; where cp groups change also local_cp_size and cp_ranks. Megatron's RerunDataIterator may
-    keep and replay it. Raises StopIteration at the end of the stream.
+    asked for them; where cp groups change also local_cp_size and cp_ranks. Rows whose documents are kept
+    apart have total_tokens, tokens_per_sample and cp_partition_mode. Megatron's RerunDataIterator may keep
+    and replay it. Raises StopIteration at the end of the stream.
 
     Attributes:
         step: the step that it stands in; None before the first.
@@ -70,13 +81,16 @@ class StageIterator(Iterator[dict[str, Any]]):
         Raises StopIteration at the end, RecipeError for a step of other microbatches than Megatron's.
         """
         self.step = next(self._steps)
-        self._check(self.step)
-        self._left = self._dicts(self.step)
-        return self.step
+        return self._enter(self.step)
 
     def rest(self) -> Iterator[dict[str, Any]]:
         """What is left of the step that it stands in, and no more."""
         return self._left
+
+    def _enter(self, step: Step) -> Step:
+        self._check(step)
+        self._left = self._dicts(step)
+        return step
 
     def _check(self, step: Step) -> None:
         wanted = step.num_microbatches if self._num_microbatches is None else self._num_microbatches()
@@ -102,34 +116,9 @@ class StageIterator(Iterator[dict[str, Any]]):
                 made |= _totals(step.plan, packs[microbatch.index])
                 if changing:
                     made |= {"local_cp_size": microbatch.cp_size, "cp_ranks": microbatch.cp_ranks}
+            elif "cu_seqlens" in made and isinstance(self._source, Feed):
+                made |= _of_rows(self._source)
             yield made
-
-
-def data_iterators(
-    source: Source, *, num_microbatches: Callable[[], int] | None = None
-) -> StageIterator | list[StageIterator]:
-    """What Megatron's training loop takes for its data iterator: one, or one per virtual stage in a list.
-
-    source: an entered Feed, or an Exchange, whose steps `begin` begins. This waits for the other ranks to
-    join: call it on all of them, before the first schedule and after `load_state_dict`. Each stage gets the
-    same microbatches, read once; all stages must be iterated. The source's state counts the steps whose
-    microbatches were all taken: save it between steps. num_microbatches: Megatron-core's
-    `get_num_microbatches`; with it, a step of other microbatches is refused where it begins.
-    """
-    if source.stage_map.vpp == 1:
-        return StageIterator(source, iter(source), num_microbatches)
-    return [StageIterator(source, iter(stage), num_microbatches) for stage in source.virtual_stages]
-
-
-def begin(iterators: StageIterator | Sequence[StageIterator]) -> Step:
-    """Go on to the next step on all virtual stages; see `StageIterator.begin`.
-
-    For loops that want to know a step before its microbatches: how many they are, and the loss-bearing tokens
-    of the global batch. Who does not ask for it gets one microbatch after the other.
-    """
-    stages = [iterators] if isinstance(iterators, StageIterator) else iterators
-    steps = [stage.begin() for stage in stages]
-    return steps[0]
 
 
 def get_batch(
@@ -166,7 +155,8 @@ def get_batch(
             told, made = _flat(told, made)
         if padded_cu_seqlens:
             told["cu_seqlens"] = told["cu_seqlens_padded"]
-        told["cp_partition_mode"] = "contiguous" if "own_cu_seqlens" in batch else "zigzag"
+        if "own_cu_seqlens" in batch:
+            told["cp_partition_mode"] = "contiguous"
         made["packed_seq_params"] = _params(told, cp_groups)
     return made | batch
 
@@ -198,19 +188,56 @@ def _totals(plan: StepPlan, pack: Pack) -> dict[str, int]:
     return {"max_seqlen": int(padded.max()), "total_tokens": int(padded.sum()), "pad_between_seqs": differ}
 
 
+def _of_rows(feed: Feed) -> dict[str, Any]:
+    """What PackedSeqParams tell of rows of one length whose documents are kept apart."""
+    length = int(feed.recipe.sequence.length)  # type: ignore[attr-defined]  # of Rows, which alone have such
+    return {
+        "total_tokens": feed.micro_batch_size * length,
+        "tokens_per_sample": length,
+        "pad_between_seqs": False,
+        "cp_partition_mode": "zigzag" if feed.layout.cp == 1 else "contiguous",  # see `check_documents`
+    }
+
+
 def _flat(told: dict[str, Any], made: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rows of one length with document starts, laid end to end as one pack."""
-    total = int(told["cu_seqlens"][-1])
+    total = told.get("total_tokens") or int(told["cu_seqlens"][-1])
+    cut = told.get("cp_partition_mode") == "contiguous"
     for name, value in made.items():
         if value is not None:
-            if value.numel() != total:
+            if not cut and value.numel() != total:
                 raise RecipeError(
                     f"{name} has {value.numel()} of {total} tokens: rows that cp splits cannot be attended "
                     f"to by document; use Documents with a Packing, or leave reset_attention_mask out"
                 )
-            made[name] = value.reshape(1, total)
+            made[name] = value.reshape(1, -1)
     told |= {"cu_seqlens_padded": told["cu_seqlens"], "max_seqlen": int(told["max_seqlen"])}
     return told | {"total_tokens": total, "pad_between_seqs": False}, made
+
+
+def check_documents(feed: Feed) -> None:
+    """Refuse rows that cp splits, and whose documents are kept apart, where Megatron cannot attend to them.
+
+    Raises RecipeError unless each rank has one run of one row, and PackedSeqParams can tell so.
+    """
+    cp, rule = feed.layout.cp, feed.recipe.sequence
+    if cp == 1 or not getattr(rule, "reset_attention_mask", False):
+        return
+    known = {field.name for field in dataclasses.fields(core("packed_seq_params").PackedSeqParams)}
+    length, rows = getattr(rule, "length", 0), feed.micro_batch_size
+    if "cp_partition_mode" not in known:
+        wanted = "this Megatron-core splits each document among the cp ranks, so that it must be padded"
+    elif feed.cp_split != "contiguous" or rows != 1 or length % (2 * cp):
+        wanted = (
+            f"Megatron splits them so with cp_partition_mode='contiguous', micro_batch_size=1 and rows of a "
+            f"multiple of {2 * cp} tokens; here they are cp_split={feed.cp_split!r}, {rows} and {length}"
+        )
+    else:
+        return
+    raise RecipeError(
+        f"rows that cp={cp} splits cannot be attended to by document: {wanted}; use Documents with a "
+        f"Packing, which pads, or leave reset_attention_mask out"
+    )
 
 
 def _params(told: Mapping[str, Any], cp_groups: Mapping[int, Any] | None) -> Any:
@@ -227,7 +254,8 @@ def _params(told: Mapping[str, Any], cp_groups: Mapping[int, Any] | None) -> Any
         "max_seqlen_kv": told["max_seqlen"],
         "total_tokens": told["total_tokens"],
         "pad_between_seqs": told["pad_between_seqs"],
-        "cp_partition_mode": told["cp_partition_mode"],
+        "tokens_per_sample": told.get("tokens_per_sample"),
+        "cp_partition_mode": told.get("cp_partition_mode", "zigzag"),
         "local_cp_size": size,
         "cp_group": None if size is None else _cp_group(size, told["cp_ranks"], cp_groups),
     }

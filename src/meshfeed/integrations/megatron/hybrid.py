@@ -21,6 +21,7 @@ from meshfeed.exchange.keys import RESERVED
 from meshfeed.exchange.lengths import LENGTH, VALID, Report, Schema
 from meshfeed.feed.device import on_device
 from meshfeed.feed.stepping import ranks_beside
+from meshfeed.integrations.megatron.config import packing_of
 from meshfeed.integrations.megatron.samples import (
     AXES_FIRST,
     per_token_of,
@@ -28,7 +29,6 @@ from meshfeed.integrations.megatron.samples import (
     with_axes,
     with_axes_last,
 )
-from meshfeed.integrations.megatron.schedule import packing_of
 from meshfeed.integrations.megatron.stages import core, device_of, layout_of
 from meshfeed.layout import Layout
 from meshfeed.plan import Align, StepPlan, packs_of, plan_step

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -15,7 +13,14 @@ import torch.distributed as dist
 from meshfeed.errors import PlanError, RecipeError, RoleError
 from meshfeed.exchange import Exchange, Keys
 from meshfeed.exchange.lengths import GatheredLengths
-from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator, begin, data_iterators
+from meshfeed.integrations.megatron.batches import OWN_FIELDS, StageIterator
+from meshfeed.integrations.megatron.config import (
+    KEEPING,
+    check_layout,
+    cp_split_of,
+    packing_of,
+)
+from meshfeed.integrations.megatron.iterations import begin, data_iterators
 from meshfeed.integrations.megatron.samples import AXES_FIRST, OVERWRITTEN, sequences_of
 from meshfeed.integrations.megatron.stages import (
     Loading,
@@ -23,78 +28,18 @@ from meshfeed.integrations.megatron.stages import (
     delivery_of,
     device_of,
     layout_of,
-    quantum_of,
     readers,
     scheduler_of,
     stages_of,
 )
-from meshfeed.layout import Layout
-from meshfeed.plan import Align, Packing, StepPlan
+from meshfeed.plan import Align, StepPlan
 from meshfeed.plan.policy import room_of, shape_of
 from meshfeed.roles import Role
-
-SCHEDULERS = {
-    "dp_balanced": "in_order",
-    "default_dynamic_cp": "dynamic_cp",
-    "default_hybrid_cp": "dynamic_cp",
-    "in_order": "in_order",
-    "balanced": "balanced",
-    "dynamic_cp": "dynamic_cp",
-    "empty": "in_order",
-    "default": "in_order",
-    "empty_scheduler_with_packing": "in_order",
-    "empty_scheduler_no_packing": "in_order",
-}
-"""sequence_packing_scheduler -> policy of a `Packing`: Megatron's names, and our own."""
-
-KEEPING = frozenset({"empty", "default", "empty_scheduler_with_packing", "empty_scheduler_no_packing"})
-"""Those of SCHEDULERS that keep the trainer's packs: each element is a pack and stays on its own rank."""
 
 _BEGINS = "(begins)"  # marks the first sample of a pack to keep
 
 Wrapped = tuple[Any, int, int, int]
 """(iterator or one per virtual stage, number of microbatches, tokens, sum of squared lengths)."""
-
-
-def packing_of(
-    config: Any, layout: Layout, scheduler: str | None = None, *, align: Align | None = None
-) -> Packing:
-    """The packing that a Megatron config requests.
-
-    It reads sequence_packing_scheduler (or `scheduler`), max_seqlen_per_dp_cp_rank, sequence_parallel,
-    min_dynamic_context_parallel_size and, with virtual stages, microbatch_group_size_per_vp_stage. With
-    thd_max_packed_sequences=n and pad_packed_seq_alignment="max", packs have up to n - 1 sequences, as
-    Megatron counts the dummy at a pack's end; with cuda_graph_impl, all have one shape. Without CUDA graphs,
-    a pack that the trainer made may have more sequences. Under dynamic_cp, groups have the sizes for which
-    Megatron makes process groups: powers of 2 that divide dp * cp, and dp * cp. align: further multiples that
-    padding must reach. Raises RecipeError for a scheduler that is not in SCHEDULERS, or without a capacity.
-    """
-    name = scheduler or scheduler_of(config)
-    if name not in SCHEDULERS:
-        raise RecipeError(f"sequence_packing_scheduler={name!r}: choose one of {', '.join(SCHEDULERS)}")
-    capacity = getattr(config, "max_seqlen_per_dp_cp_rank", None)
-    if capacity is None:
-        raise RecipeError("the config has no max_seqlen_per_dp_cp_rank; set the tokens that a rank can hold")
-    align = align or Align()
-    if getattr(config, "sequence_parallel", False):
-        align = replace(align, pack=math.lcm(align.pack, layout.tp))
-    quantum = quantum_of(config, layout)
-    chosen: dict[str, Any] = {}
-    most = getattr(config, "thd_max_packed_sequences", None)
-    if most is not None and getattr(config, "pad_packed_seq_alignment", None) == "max":
-        if most < 2:
-            raise RecipeError(f"thd_max_packed_sequences={most}: at least 2, a sequence and a dummy")
-        static = getattr(config, "cuda_graph_impl", "none") != "none"
-        if static or name not in KEEPING:
-            chosen |= {"fixed_shapes": static, "max_sequences": most - 1}
-    if SCHEDULERS[name] != "dynamic_cp":
-        policy: Any = SCHEDULERS[name]
-        return Packing(capacity=int(capacity), policy=policy, align=align, quantum=quantum, **chosen)
-    least, ranks = int(getattr(config, "min_dynamic_context_parallel_size", None) or 1), layout.dp * layout.cp
-    sizes = [size for size in (1 << i for i in range(ranks.bit_length())) if ranks % size == 0]
-    sizes = tuple(sorted({size for size in sizes if size >= least} | {ranks}))
-    chosen |= {"cp_sizes": sizes, "quantum": quantum}
-    return Packing(capacity=int(capacity), policy="dynamic_cp", align=align, **chosen)
 
 
 def _with_own(keys: Keys) -> Keys:
@@ -218,6 +163,7 @@ class SequencePacking:
             raise RecipeError(f"num_microbatches={num_microbatches}: give at least 1")
         keep = scheduler_of(config) in KEEPING
         source, layout = next((each for each in given if each is not None), None), layout_of(pg_collection)
+        check_layout(config)
         plan = packing_of(config, layout, align=self._align)
         key = (layout, stages_of(config, layout), plan, keep)
         if key not in self._open:
@@ -237,7 +183,6 @@ class SequencePacking:
         owners, rank = readers(config, loading=self._loading, groups=groups), dist.get_rank()
         ignores = rank not in owners and layout.coord(rank).tp == 0
         pulls = has_one and not ignores
-        in_runs = getattr(config, "cp_partition_mode", None) == "contiguous"
         made = _Scheduled(
             self._turn if pulls else None,
             layout,
@@ -246,7 +191,7 @@ class SequencePacking:
             owners=owners,
             delivery=delivery_of(self._loading),
             stage_map=stages,
-            cp_split="pack_contiguous" if in_runs else "zigzag",
+            cp_split=cp_split_of(config, packed=True),
             device=device_of(self._device),
             timeout_s=self._timeout_s,
             name="keeps packs" if keeps else "",

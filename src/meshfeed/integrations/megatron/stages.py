@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,12 +9,9 @@ import torch.distributed as dist
 
 from meshfeed.deliver import can_share
 from meshfeed.errors import RoleError
-from meshfeed.feed import Feed
 from meshfeed.feed.launch import this_layout
-from meshfeed.integrations.loader import check_encoder, framework
+from meshfeed.integrations.loader import framework
 from meshfeed.layout import Layout
-from meshfeed.plan import Packing
-from meshfeed.recipe import Recipe
 from meshfeed.roles import DeliveryName, Field, Roles, StageMap, assign_roles, choose_delivery
 
 Loading = Literal["replicated", "broadcast", "shared"]
@@ -95,12 +91,6 @@ def stages_of(config: Any, layout: Layout) -> StageMap:
     return stages
 
 
-def quantum_of(config: Any, layout: Layout) -> int | None:
-    """Microbatches that an interleaved schedule takes as a group; None without virtual stages."""
-    size = getattr(config, "microbatch_group_size_per_vp_stage", None)
-    return int(size) if size and stage_map(config, pp=layout.pp).vpp > 1 else None
-
-
 def scheduler_of(config: Any) -> str | None:
     """The name of the config's sequence_packing_scheduler."""
     given = getattr(config, "sequence_packing_scheduler", None)
@@ -108,29 +98,38 @@ def scheduler_of(config: Any) -> str | None:
 
 
 def is_reader(
-    vp_stage: int | None = None, *, config: Any = None, loading: Loading = "broadcast", groups: Any = None
+    vp_stage: Any = None,
+    *,
+    config: Any = None,
+    loading: Loading = "broadcast",
+    groups: Any = None,
+    is_packed_sequence: bool = False,
 ) -> bool:
     """Whether this rank opens storage, for Megatron's `is_dataset_built_on_rank`. It asks no other rank.
 
-    vp_stage: a virtual stage; None for any of this rank's. config: of MTP layers and virtual stages; see
-    `stage_map`. groups: a ProcessGroupCollection; None takes those of parallel_state. Bind these arguments
-    with functools.partial, since Megatron calls it without any. Under "replicated" with a
-    sequence_packing_scheduler every rank reads, since all stages must know the lengths.
+    vp_stage: a virtual stage; None for any of this rank's. A ProcessGroupCollection in its place is `groups`,
+    as Megatron-Bridge calls it. config: of MTP layers and virtual stages; see `stage_map`. groups: a
+    ProcessGroupCollection; None takes those of parallel_state. Bind config and loading with
+    functools.partial, since Megatron does not give them. is_packed_sequence: as Megatron-LM gives it: then
+    every stage reads, for the lengths. So it is under "replicated" with a sequence_packing_scheduler.
     Raises LayoutError and RoleError if these do not fit together.
     """
+    if isinstance(vp_stage, core("process_groups_config").ProcessGroupCollection) and groups is None:
+        vp_stage, groups = None, vp_stage
     if vp_stage is not None and type(vp_stage) is not int:
         raise RoleError(
             f"is_reader was given a {type(vp_stage).__name__} as vp_stage, the number of a virtual stage; "
-            f"pass process groups as groups=..., and a model's config as config=..."
+            f"pass a ProcessGroupCollection first or as groups=..., and a model's config as config=..."
         )
     layout = layout_of(groups)
     stages, rank = stages_of(config, layout), dist.get_rank()
-    reads = _roles(layout, stages, loading, config)[rank].reads
+    reads = _roles(layout, stages, loading, config, all_stages=is_packed_sequence)[rank].reads
     if vp_stage is None:
         return reads
     if not 0 <= vp_stage < stages.vpp:
         raise RoleError(f"vp_stage={vp_stage}: choose 0 to {stages.vpp - 1}, or pass the model's config")
-    return reads and bool(stages.fields_of(_STORED, layout.coord(rank).pp, vp_stage))
+    needs = is_packed_sequence or stages.fields_of(_STORED, layout.coord(rank).pp, vp_stage)
+    return reads and bool(needs)
 
 
 def readers(config: Any = None, *, loading: Loading = "broadcast", groups: Any = None) -> tuple[int, ...]:
@@ -140,10 +139,12 @@ def readers(config: Any = None, *, loading: Loading = "broadcast", groups: Any =
     return tuple(roles.ranks[roles.reads].tolist())
 
 
-def _roles(layout: Layout, stages: StageMap, loading: Loading, config: Any) -> Roles:
+def _roles(
+    layout: Layout, stages: StageMap, loading: Loading, config: Any, *, all_stages: bool = False
+) -> Roles:
     delivery, fields = delivery_of(loading), _STORED
     scheduler = scheduler_of(config)
-    if delivery == "direct" and scheduler is not None:
+    if all_stages or (delivery == "direct" and scheduler is not None):
         fields = (*_STORED, _LENGTHS)
     if delivery == "auto":
         delivery = choose_delivery(layout, stages, fields, can_share=can_share() is None)
@@ -151,37 +152,3 @@ def _roles(layout: Layout, stages: StageMap, loading: Loading, config: Any) -> R
     changes = str(scheduler).endswith(("dynamic_cp", "hybrid_cp"))
     changes = changes or bool(getattr(config, "hybrid_context_parallel", False))
     return assign_roles(layout, stages, fields, delivery, shares_packs=not changes)
-
-
-def feed(
-    recipe: Recipe,
-    config: Any = None,
-    *,
-    loading: Loading = "shared",
-    groups: Any = None,
-    device: str | torch.device | None = None,
-    packing: Packing | None = None,
-    **options: Any,
-) -> Feed:
-    """The Feed of this rank of a Megatron job.
-
-    config: see `stage_map`; None for a plain pipeline. loading: who reads. groups: a ProcessGroupCollection;
-    None takes those of parallel_state. device: None takes this process's GPU if there is one. packing: as for
-    a Feed; without a quantum it gets microbatch_group_size_per_vp_stage of a config with virtual stages.
-    options: all others of a Feed, such as micro_batch_size.
-    Raises RecipeError if encoders run on other ranks, which Megatron's models do not expect.
-    """
-    layout = layout_of(groups)
-    if packing is not None and packing.quantum is None and config is not None:
-        packing = replace(packing, quantum=quantum_of(config, layout))
-    made = Feed(
-        recipe,
-        layout,
-        delivery=delivery_of(loading),
-        stage_map=stages_of(config, layout),
-        device=device_of(device),
-        packing=packing,
-        **options,
-    )
-    check_encoder(recipe)
-    return made

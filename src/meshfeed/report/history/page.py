@@ -66,7 +66,9 @@ def data_of(history: RunHistory, waits: Waits, grid: Grid) -> dict[str, Any]:
             "stop": (grid.ranks[grid.row_stop - 1] + 1).tolist(),
             "marked": [bool(marked[a:b].any()) for a, b in zip(grid.rows, grid.row_stop)],
         },
-        "starts": [{"step": start.step, "layout": start.layout or ""} for start in history.starts],
+        "starts": [
+            {"step": start.step, "layout": start.layout or "a layout of its own"} for start in history.starts
+        ],
         "heat": {name: packed(values) for name, values in heat.items()},
         "moments": {name: packed(values) for name, values in moments.items()},
         "series": grid.series(),

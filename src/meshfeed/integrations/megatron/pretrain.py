@@ -1,0 +1,236 @@
+"""Megatron-LM's own `pretrain`: the provider of its training, validation and test data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+from meshfeed.errors import RecipeError, StateError
+from meshfeed.feed import Feed
+from meshfeed.integrations.loader import framework, state_at
+from meshfeed.integrations.megatron.batches import StageIterator
+from meshfeed.integrations.megatron.feeds import feed
+from meshfeed.integrations.megatron.iterations import data_iterators, unfollowed_iterators
+from meshfeed.integrations.megatron.stages import Loading
+from meshfeed.plan import Packing
+from meshfeed.recipe import Recipe
+from meshfeed.sequence.columns import rule_of
+
+CONFIG_FIELDS: dict[str, str] = {
+    "--dataloader-type": "honoured: it must be external",
+    "--micro-batch-size": "honoured: rows of a microbatch; packs are made by `packing=`",
+    "--global-batch-size": "honoured: a step of another size is refused; see `Batch`",
+    "--rampup-batch-size": "honoured: a step of another size is refused; `Batch.then` makes the same ramp",
+    "--step-batch-size-schedule": "honoured: as --rampup-batch-size",
+    "--train-iters": "honoured: a recipe that ends earlier is refused",
+    "--train-samples": "honoured: a recipe that ends earlier is refused",
+    "--seq-length": "honoured: rows of another length are refused",
+    "--load": "honoured: training begins at the checkpoint's iteration, after its consumed samples",
+    "--iterations-to-skip": "honoured: their steps are left out on every rank; not with virtual stages",
+    "--eval-iters": "honoured: without `valid=` it must be 0",
+    "--eval-interval": "honoured: each evaluation continues where the last one ended",
+    "--eval-global-batch-size": "honoured: a step of another size is refused",
+    "--eval-micro-batch-size": "honoured: rows of a microbatch of `valid` and `test`",
+    "--skip-train": "honoured: `train` is not opened, and `valid` begins at its first step",
+    "--reset-position-ids": "honoured: the recipe's rule must say the same",
+    "--reset-attention-mask": "honoured: the recipe's rule must say the same",
+    "--eod-mask-loss": "honoured: the recipe's rule must say the same",
+    "--dataloader-inter-document-masking": "honoured: the recipe's rule must have reset_attention_mask",
+    "--full-validation": "refused: give `valid=` and --eval-iters",
+    "--multiple-validation-sets": "refused: train on one `valid=`; give a mixture",
+    "--data-path": "refused: name the data in the recipe, as --train-data-path, --data-args-path, "
+    "--per-split-data-args-path and --mock-data too",
+    "--sft": "refused: use `mf.Documents` or `mf.Samples` with a `Packing`",
+    "--perform-rl-step": "refused: see the page on reinforcement learning",
+    "--phase-transition-iterations": "refused: put the phases in one recipe, with `Mixture.then`",
+    "--decrease-batch-size-if-needed": "refused: the recipe's `Batch` says how large a step is",
+    "--split": "no effect on data: `MegatronGPT(split=)` has it",
+    "--seed": "no effect on data: the recipe has its own",
+    "--num-workers": "no effect on data: meshfeed reads on a thread",
+    "--data-cache-path": "no effect on data: `MegatronGPT(cache=)` has it",
+    "--create-attention-mask-in-dataloader": "no effect on data: models get no mask, since rows are causal",
+}
+"""What becomes of Megatron-LM's arguments that concern data, under `DatasetsProvider`."""
+
+_REFUSED = {
+    "full_validation": "give valid= and --eval-iters",
+    "multiple_validation_sets": "give one valid=, which may be a mixture",
+    "data_path": "name the data in the recipe",
+    "train_data_path": "name the data in the recipe",
+    "valid_data_path": "name the data in the recipe",
+    "test_data_path": "name the data in the recipe",
+    "data_args_path": "name the data in the recipe",
+    "per_split_data_args_path": "name the data in the recipe",
+    "mock_data": "name the data in the recipe",
+    "sft": "use mf.Documents or mf.Samples with a Packing",
+    "perform_rl_step": "its data are not this provider's",
+    "phase_transition_iterations": "put the phases in one recipe, by Mixture.then",
+    "decrease_batch_size_if_needed": "the recipe's Batch says how large a step is",
+}
+_OF_RULE = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+class DatasetsProvider:
+    """What Megatron-LM's `pretrain` takes as its provider of datasets, with `--dataloader-type external`.
+
+        with megatron.DatasetsProvider(train=recipe, valid=valid) as provider:
+            pretrain(provider, model_provider, ModelType.encoder_or_decoder, forward_step)
+
+    Training begins at the iteration of the checkpoint that Megatron has loaded, and a step of it is an
+    iteration of Megatron's, also after some that it skips. Validation continues where the last one ended,
+    from consumed_valid_samples on, as Megatron's own does; test begins at its first step. `forward_step` gets
+    its batches by `megatron.get_batch`, on every rank and stage. Leaving `with` closes all feeds.
+
+    Args:
+        train: what to train on.
+        valid: what to evaluate on; None only with --eval-iters 0.
+        test: what to test on; None for no test.
+        loading: who reads; see `Loading`.
+        packing: of packed sequences; `microbatches=` makes each step have as many as Megatron takes.
+        options: all others of `megatron.feed`, such as device and verify.
+    """
+
+    is_distributed = True  # every rank has iterators, which `pretrain` then passes on
+
+    def __init__(
+        self,
+        *,
+        train: Recipe,
+        valid: Recipe | None = None,
+        test: Recipe | None = None,
+        loading: Loading = "shared",
+        packing: Packing | None = None,
+        **options: Any,
+    ) -> None:
+        self._recipes = {"train": train, "valid": valid, "test": test}
+        self._loading: Loading = loading
+        self._packing, self._options = packing, options
+        self._feeds = ExitStack()
+        self._iterators: list[list[StageIterator | None]] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the feeds. May be called again."""
+        self._feeds.close()
+
+    def __call__(
+        self, train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None
+    ) -> tuple[StageIterator | None, ...]:
+        """The iterators of training, validation and test for a virtual stage; None where Megatron takes none.
+
+        The first call waits for the other ranks. Raises RecipeError for an argument of Megatron's that does
+        not fit the recipes, and StateError for a checkpoint that does not.
+        """
+        if self._iterators is None:
+            args = framework("megatron.training.global_vars", "megatron").get_args()
+            self._check(args)
+            opened = [
+                self._open(name, args, wanted)
+                for name, wanted in zip(self._recipes, train_val_test_num_samples)
+            ]
+            self._iterators = [list(stages) for stages in zip(*opened)]
+        return tuple(self._iterators[vp_stage or 0])
+
+    def _check(self, args: Any) -> None:
+        if args.dataloader_type != "external":
+            raise RecipeError(
+                f"dataloader_type={args.dataloader_type!r}: pass --dataloader-type external, or "
+                f"args_defaults={{'dataloader_type': 'external'}} to pretrain"
+            )
+        for name, instead in _REFUSED.items():
+            if getattr(args, name, None):
+                raise RecipeError(f"{name}={getattr(args, name)!r} has no effect on recipes: {instead}")
+        if args.eval_iters and self._recipes["valid"] is None:
+            raise RecipeError(
+                f"eval_iters={args.eval_iters}, and Megatron evaluates at the end of training too, on "
+                f"nothing; give valid=, or pass --eval-iters 0"
+            )
+        for name, recipe in self._recipes.items():
+            if recipe is not None:
+                _check_rule(name, recipe, args)
+
+    def _open(self, name: str, args: Any, wanted: int | None) -> Sequence[StageIterator | None]:
+        """The iterators of each virtual stage; wanted: sequences that Megatron will take, if it knows."""
+        recipe = self._recipes[name]
+        unused = args.skip_train if name == "train" else not args.eval_iters
+        if recipe is None or unused:
+            return [None] * (args.virtual_pipeline_model_parallel_size or 1)
+        rows, of_step = args.micro_batch_size, args.global_batch_size
+        if name != "train":
+            rows = getattr(args, "eval_micro_batch_size", None) or rows
+            of_step = getattr(args, "eval_global_batch_size", None) or of_step
+        packed = rule_of(recipe).packed
+        made = feed(
+            recipe,
+            args,
+            loading=self._loading,
+            name=name,
+            **({"packing": self._packing} if packed else {"micro_batch_size": rows}),
+            **self._options,
+        )
+        made.load_state_dict(state_at(recipe, _first_step(name, recipe, args)))
+        self._feeds.enter_context(made)
+        _check_end(name, made, wanted)
+        iterators: Any
+        if name == "train":
+            iterators = data_iterators(made, args=args)
+        else:
+            iterators = unfollowed_iterators(made, _constant(of_step // (rows * made.layout.dp)))
+        return iterators if isinstance(iterators, list) else [iterators]
+
+
+def _constant(count: int) -> Callable[[], int]:
+    return lambda: count
+
+
+def _check_rule(name: str, recipe: Recipe, args: Any) -> None:
+    """Refuse Megatron's options of a row that its rule does not have."""
+    rule = rule_of(recipe)
+    if rule.packed:
+        return
+    length = getattr(recipe.sequence, "length", None)
+    if length is not None and length != args.seq_length:
+        raise RecipeError(
+            f"{name} has rows of {length} tokens, and seq_length is {args.seq_length}; make them equal"
+        )
+    wanted = {option: bool(getattr(args, option, False)) for option in _OF_RULE}
+    wanted["reset_attention_mask"] |= bool(getattr(args, "dataloader_inter_document_masking", False))
+    for option, value in wanted.items():
+        if value and not getattr(recipe.sequence, option, False):
+            raise RecipeError(
+                f"{option} is set among Megatron's arguments, and {name} has {rule.summary()}; give the rule "
+                f"{option}=True"
+            )
+
+
+def _first_step(name: str, recipe: Recipe, args: Any) -> int:
+    """The step that Megatron takes first. Raises StateError if its counts are not those of the recipe."""
+    if name == "test" or (name == "valid" and args.skip_train):
+        return 0
+    if name == "train":
+        step, consumed = args.iteration, args.consumed_train_samples
+    else:
+        consumed = args.consumed_valid_samples
+        step = recipe.batch.step(consumed)
+    if recipe.batch.position(step) != consumed and not rule_of(recipe).packed:
+        raise StateError(
+            f"{name}: Megatron has taken {consumed} samples before step {step}, where the recipe has "
+            f"{recipe.batch.position(step)}; make its Batch what the batch sizes were, with Batch.then where "
+            f"they changed"
+        )
+    return step
+
+
+def _check_end(name: str, made: Feed, wanted: int | None) -> None:
+    """Refuse a recipe that ends before Megatron does."""
+    if wanted is not None and made.num_sequences is not None and made.num_sequences < wanted:
+        raise RecipeError(
+            f"{name} ends after {made.num_sequences} sequences, and Megatron takes {wanted}; leave its "
+            f"epochs and steps without a limit, or train and evaluate for fewer iterations"
+        )

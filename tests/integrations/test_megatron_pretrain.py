@@ -1,0 +1,183 @@
+"""The provider of Megatron-LM's `pretrain`, as the page shows it: what is trained and evaluated, through skips and resuming.
+
+See pretrain_driver.py for what stands for `pretrain`, and test_megatron_pretrain_peers.py for itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pretrain_driver
+import pytest
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron_world import Case, initialized, page_snippets, run, write_documents
+
+import meshfeed as mf
+from meshfeed.errors import MeshfeedError
+from meshfeed.integrations import megatron
+
+ITERATIONS = 6
+RUNS: list[tuple[Case, dict[str, Any]]] = [
+    (Case(tp=2, pp=2), {}),
+    (Case(tp=2, pp=2), {"iterations_to_skip": [1, 2, 5]}),
+    (Case(tp=2, pp=2, vpp=2), {}),
+    (Case(tp=2), {"iteration": 3, "consumed_train_samples": 48, "consumed_valid_samples": 16}),
+    (Case(pp=4), {"iteration": 2, "consumed_train_samples": 32, "iterations_to_skip": [3]}),
+]
+
+
+def page_names() -> dict[str, Any]:
+    """The definitions of the page's first snippet, without its loop."""
+    names: dict[str, Any] = {"__name__": "page", "train_iters": ITERATIONS}
+    exec(page_snippets()[0].partition("\n\nwith ")[0], names)
+    return names
+
+
+def seen_by(case: Case, args: SimpleNamespace, text: str) -> dict[str, dict[int, list[Any]]]:
+    """The rows that this rank gets in each iteration of training, and of validation, where it embeds."""
+    seen: dict[str, dict[int, list[Any]]] = {"train": {}, "valid": defaultdict(list), "test": {}}
+
+    def step(iterators: Any, count: int, name: str) -> None:
+        rows: list[Any] = []
+        stages = iterators if isinstance(iterators, list) else [iterators]
+        for _ in range(count):
+            batches = [megatron.get_batch(stage) for stage in stages]
+            rows += batches[0]["tokens"].tolist() if parallel_state.is_pipeline_first_stage() else []
+        seen[name][args.curr_iteration if name == "train" else args.consumed_valid_samples // 16] = rows
+
+    names = page_names()
+    names["pretrain"] = lambda provider, forward_step: driver.pretrain(provider)
+    with initialized(case), pretrain_driver.global_args(args):
+        driver = pretrain_driver.Driver(args, step)
+        exec(compile(text, "frameworks.md", "exec"), names)
+    return {name: dict(each) for name, each in seen.items()}
+
+
+def runs_job(rank: int, folder: Path) -> list[tuple[int, dict[str, dict[int, list[Any]]]]]:
+    os.chdir(folder)
+    told = []
+    for case, options in RUNS:
+        args = pretrain_driver.arguments(
+            pipeline_model_parallel_size=case.pp, virtual_pipeline_model_parallel_size=case.vpp, **options
+        )
+        text = page_snippets()[1]
+        assert text.count("valid=valid)") == 1
+        seen = seen_by(case, args, text)
+        with initialized(case):
+            told.append((parallel_state.get_data_parallel_rank(), seen))
+    return told
+
+
+def rows_of(recipe: mf.Recipe, steps: range) -> dict[int, list[Any]]:
+    """The rows of each step, sorted."""
+    made = mf.simulate(recipe, mf.Layout(), steps, micro_batch_size=16)
+    return {step: sorted(each.microbatches[0]["tokens"].tolist()) for step, each in zip(steps, made)}
+
+
+def test_each_iteration_trains_its_step_and_evaluations_follow_one_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(tmp_path / "corpus", count=400)
+    monkeypatch.chdir(tmp_path)
+    names = page_names()
+    exec(page_snippets()[1].partition("\n\nwith ")[0], names)
+    train, valid = rows_of(names["recipe"], range(ITERATIONS)), rows_of(names["valid"], range(3))
+    results = run(runs_job, 4, tmp_path)
+    for at, (_, options) in enumerate(RUNS):
+        first, skipped = options.get("iteration", 0), options.get("iterations_to_skip", [])
+        got: dict[str, dict[int, list[Any]]] = {"train": defaultdict(list), "valid": defaultdict(list)}
+        of_dp: dict[int, Any] = {}
+        trained = {i for i in range(first, ITERATIONS) if i + 1 not in skipped}
+        for dp_rank, seen in (ranks[at] for ranks in results):
+            assert {*seen["train"]} == trained and not seen["test"]
+            if any(seen["train"].values()):  # of the first stage
+                assert of_dp.setdefault(dp_rank, seen) == seen  # all tp ranks
+        for seen in of_dp.values():
+            for name in got:
+                for step, rows in seen[name].items():
+                    got[name][step] += rows
+        assert {i: sorted(rows) for i, rows in got["train"].items()} == {i: train[i] for i in trained}
+        start, points = options.get("consumed_valid_samples", 0) // 16, [3, 6, ITERATIONS]
+        count = sum(i > first and i not in skipped for i in points[:2]) + 1
+        assert {i: sorted(rows) for i, rows in got["valid"].items()} == {
+            i: valid[i] for i in range(start, start + count)
+        }
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"dataloader_type": "single"}, {}, "pass --dataloader-type external"),
+    ({"data_path": ["corpus"]}, {}, "data_path=.*name the data in the recipe"),
+    ({"full_validation": True}, {}, "full_validation=True"),
+    ({"sft": True}, {}, "sft=True"),
+    ({}, {"valid": None}, "on nothing; give valid=, or pass --eval-iters 0"),
+    ({"seq_length": 128}, {}, "rows of 64 tokens, and seq_length is 128"),
+    ({"reset_position_ids": True}, {}, "give the rule reset_position_ids=True"),
+    ({"dataloader_inter_document_masking": True}, {}, "give the rule reset_attention_mask=True"),
+    ({"iteration": 3, "consumed_train_samples": 24}, {}, "taken 24 samples before step 3, where .* 48"),
+    ({"consumed_valid_samples": 8}, {}, "valid: Megatron has taken 8 samples before step 0"),
+    ({"train_iters": 7}, {}, "train ends after 96 sequences, and Megatron takes 112"),
+    ({"global_batch_size": 32, "train_iters": 3}, {}, "step 0 is 16 sequences, 8 microbatches"),
+]
+
+
+def refused_job(rank: int, folder: Path) -> list[str]:
+    os.chdir(folder)
+    names = page_names()
+    exec(page_snippets()[1].partition("\n\nwith ")[0], names)
+    told = []
+    for options, given, _ in REFUSED:
+        args = pretrain_driver.arguments(**options)
+        recipes = {"train": names["recipe"], "valid": names["valid"]} | given
+        with (
+            initialized(Case()),
+            pretrain_driver.global_args(args),
+            megatron.DatasetsProvider(**recipes, device="cpu") as provider,
+            pytest.raises(MeshfeedError) as refused,
+        ):
+            step = lambda iterators, count, name: megatron.get_batch(iterators)  # noqa: E731
+            pretrain_driver.Driver(args, step).pretrain(provider)
+        told.append(str(refused.value))
+    return told
+
+
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    write_documents(tmp_path / "corpus", count=400)
+    (told,) = run(refused_job, 1, tmp_path)
+    for said, (_, _, match) in zip(told, REFUSED):
+        assert re.search(match, said), said
+
+
+def unused_job(rank: int, folder: Path) -> list[Any]:
+    """Without training, and without evaluation; and a test."""
+    os.chdir(folder)
+    names = page_names()
+    exec(page_snippets()[1].partition("\n\nwith ")[0], names)
+    told: list[Any] = []
+    recipes = {"train": names["recipe"], "valid": names["valid"], "test": names["valid"]}
+    for options in (
+        {"skip_train": True, "iteration": 4, "consumed_train_samples": 64, "consumed_valid_samples": 16},
+        {"eval_iters": 0, "curr_iteration": 0},
+    ):
+        args = pretrain_driver.arguments(**options)
+        with (
+            initialized(Case()),
+            pretrain_driver.global_args(args),
+            megatron.DatasetsProvider(**recipes, device="cpu") as provider,
+        ):
+            made = provider((96, 16, 16))
+            told.append([each is None or next(each)["tokens"].tolist() for each in made])
+    dist.barrier()
+    return told
+
+
+def test_what_megatron_does_not_use_is_not_opened(tmp_path: Path) -> None:
+    write_documents(tmp_path / "corpus", count=400)
+    ((evaluated, trained),) = run(unused_job, 1, tmp_path)
+    assert evaluated[0] is True and evaluated[1] == evaluated[2]  # both from their first step
+    assert trained[0] is not True and trained[1:] == [True, True]

@@ -1,0 +1,247 @@
+"""Another thread or a signal handler ends a run while its loop waits: the loop raises, and never just ends."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import meshfeed as mf
+import meshfeed.feed.run
+from corpus import recipe_of, write_corpus
+from soak import SEED, cases
+
+SOON_S = 60.0
+FIELDS = mf.Samples("x")
+BATCH, MICROBATCH = 4, 2  # two microbatches a step
+PACKING = mf.Packing(capacity=8, policy="in_order")
+
+
+class Gate:
+    """Where a dataset or an iterator waits once, at item `at`, until a run has been stopped."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.reached, self.open = at, threading.Event(), threading.Event()
+
+    def passed(self, count: int) -> None:
+        if count == self.at and not self.reached.is_set():
+            self.reached.set()
+            assert self.open.wait(SOON_S)
+
+
+class Gated:
+    """A dataset behind a gate."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, at: mf.EpochIndex) -> dict[str, Any]:
+        self.gate.passed(at.index)
+        return {"x": np.full(3, at.index)}
+
+
+def items(gate: Gate) -> Iterator[dict[str, Any]]:
+    for number in itertools.count():
+        gate.passed(number)
+        yield {"tokens": np.full(3, number)}
+
+
+def feed_of(gate: Gate, **options: Any) -> mf.Feed:
+    recipe = mf.Recipe(
+        data=mf.Mapped(Gated(gate)), sequence=FIELDS, batch=mf.Batch(sequences=BATCH), shuffle="none"
+    )
+    return mf.Feed(recipe, micro_batch_size=MICROBATCH, **options)
+
+
+def exchange_of(gate: Gate, **options: Any) -> mf.Exchange:
+    return mf.Exchange(items(gate), packing=PACKING, pulls=BATCH, **options)
+
+
+def close(source: Any) -> None:
+    source.close()
+
+
+def load(source: Any) -> None:
+    try:
+        source.load_state_dict(source.state_dict())
+    except mf.StateError as busy:  # an iterator that does not return cannot be reset
+        assert "still producing" in str(busy)
+
+
+def when_stopped(source: Any, gate: Gate, end: Callable[[], object]) -> threading.Thread:
+    """A thread that ends the run once the gate is reached, and opens the gate when the run is told to stop."""
+
+    def ending() -> None:
+        assert gate.reached.wait(SOON_S)
+        run = source._run
+        ends = threading.Thread(target=end)
+        ends.start()
+        while not run._stopped:
+            threading.Event().wait(0.001)
+        gate.open.set()
+        ends.join(SOON_S)
+
+    thread = threading.Thread(target=ending)
+    thread.start()
+    return thread
+
+
+def by_signal(source: Any, end: Callable[[], object]) -> Callable[[], None]:
+    """The same in a signal handler of the main thread, which may need a second signal to wake."""
+    signal.signal(signal.SIGUSR1, lambda *_: end())
+    main = threading.main_thread().ident
+
+    def kill() -> None:
+        run = source._run
+        while not run._stopped and main is not None:
+            signal.pthread_kill(main, signal.SIGUSR1)
+            threading.Event().wait(0.01)
+
+    return kill
+
+
+@pytest.fixture
+def handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("how", ["thread", "signal"])
+@pytest.mark.parametrize("end", [close, load])
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("source_of", [feed_of, exchange_of])
+@pytest.mark.parametrize("at", [0, 3 * BATCH + 2])
+def test_a_loop_that_waits_raises(
+    handler: None, source_of: Callable[..., Any], prefetch: int, end: Any, how: str, at: int
+) -> None:
+    gate = Gate(at)
+    source, threads, taken = source_of(gate, prefetch=prefetch), threading.active_count(), 0
+    ends = lambda: end(source)  # noqa: E731
+    with source:
+        ending = when_stopped(source, gate, by_signal(source, ends) if how == "signal" else ends)
+        with pytest.raises(mf.StateError, match="ended this iteration; start a new one"):
+            for step in source:
+                for _ in step.microbatches:
+                    taken += 1
+        ending.join(SOON_S)
+        step = taken // 2
+        assert source.state_dict()["step"] == step and (step == at // BATCH or prefetch)
+        assert next(iter(source)).index == step, "a new loop goes on where that one was"
+    assert threading.active_count() == threads, "nothing runs on"
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("source_of", [feed_of, exchange_of])
+def test_a_dataset_or_an_iterator_may_close_its_own_feed(
+    source_of: Callable[..., Any], prefetch: int
+) -> None:
+    gate = Gate(5)
+    gate.open.set()
+    source = source_of(gate, prefetch=prefetch)
+    passed, gate.passed = gate.passed, lambda count: source.close() if count == 5 else passed(count)  # type: ignore
+    with pytest.raises(mf.StateError, match="start a new one"):
+        for step in source:
+            list(step.microbatches)
+
+
+def test_a_signal_handler_may_close_and_exit(handler: None) -> None:
+    gate = Gate(5)
+    source = feed_of(gate, prefetch=0)
+
+    def leave(*_: object) -> None:
+        source.close()
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        ending = when_stopped(source, gate, by_signal(source, leave))
+        for step in source:
+            list(step.microbatches)
+    ending.join(SOON_S)
+    assert next(iter(source)).index == 1
+    source.close()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text"
+    write_corpus(path, num_tokens=20_000)
+    return path
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_at_any_moment_and_from_several_threads(corpus: Path, prefetch: int) -> None:
+    """Each loop raises StateError, and together they hand out every step but those that were cut off."""
+    rng = np.random.default_rng(SEED)
+    feed = mf.Feed(recipe_of(corpus, sequences=4), prefetch=prefetch)
+    over = threading.Event()
+    progress = threading.Semaphore(0)
+
+    def disturb(act: Callable[[], object]) -> None:
+        while not over.is_set():
+            progress.acquire(timeout=0.05)
+            act()
+
+    acts = [feed.close, lambda: feed.load_state_dict(feed.state_dict()), feed.state_dict]
+    others = [threading.Thread(target=disturb, args=(act,)) for act in acts]
+    for other in others:
+        other.start()
+    try:
+        for _ in range(cases(30, 600)):
+            wanted, expected = int(rng.integers(1, 6)), None
+            with pytest.raises(mf.StateError, match="start a new one"):
+                for step in feed:
+                    assert expected in (None, step.index)
+                    expected = step.index + 1
+                    list(step.microbatches)
+                    wanted -= 1
+                    if not wanted:
+                        progress.release(3)
+    finally:
+        over.set()
+        for other in others:
+            other.join(SOON_S)
+        feed.close()
+
+
+@pytest.mark.parametrize("end", [close, load])
+def test_while_it_waits_for_peers(corpus: Path, end: Callable[[Any], None]) -> None:
+    """Its peers hear of it too: they need not wait for what will not come."""
+    store = dist.HashStore()
+    feed, peer = (
+        mf.Feed(
+            recipe_of(corpus), mf.Layout(tp=2), rank, rendezvous=store, delivery="share", timeout_s=SOON_S
+        )
+        for rank in range(2)
+    )
+    found: list[BaseException] = []
+
+    def loop() -> None:
+        try:
+            iter(feed)
+        except mf.MeshfeedError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=loop)
+    with feed:
+        thread.start()
+        while not (feed._run and feed._run._failures._prefix):
+            threading.Event().wait(0.001)
+        end(feed)
+        thread.join(SOON_S)
+    assert isinstance(found[0], mf.StateError) and "start a new one" in str(found[0])
+    prefix = meshfeed.deliver.Meeting.prefix
+    with pytest.MonkeyPatch.context() as patch:  # in a process of its own it would be in the same run
+        patch.setattr(meshfeed.deliver.Meeting, "prefix", property(lambda m: prefix.fget(m)[:-1] + "0"))  # type: ignore
+        with peer, pytest.raises(mf.PeerError, match="rank 0 has closed its feed, or loaded a state"):
+            iter(peer)
