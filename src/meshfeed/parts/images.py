@@ -54,7 +54,7 @@ def _refuse_elongated(parts: Parts) -> None:
     if bad.size:
         i = bad[0]
         raise StoreError(
-            f"part {i}, {in_pixels(parts.height[i], parts.width[i])}: one side is more than "
+            f"part {i}, {in_pixels(int(parts.height[i]), int(parts.width[i]))}: one side is more than "
             f"{_MOST_ELONGATED} times the other, which these models refuse; crop it, or leave it out when "
             f"preparing the data"
         )

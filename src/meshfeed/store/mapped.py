@@ -204,13 +204,9 @@ class Mapped(Store):
 
     def _item(self, at: EpochIndex) -> Item:
         try:
-            item = item_of(self._dataset, at)
+            return item_of(self._dataset, at)
         except Exception as error:
             raise StoreError(f"{self}: {at} failed: {type(error).__name__}: {error}") from error
-        # copies, since the dataset may write the next item into the same arrays
-        return {
-            name: value.copy() if isinstance(value, np.ndarray) else value for name, value in item.items()
-        }
 
 
 def item_of(dataset: EpochDataset, at: EpochIndex) -> Item:
