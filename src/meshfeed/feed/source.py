@@ -222,7 +222,7 @@ class StepSource(abc.ABC, Generic[D]):
         )
 
     def __next__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} is no iterator: steps = iter(feed), then next(steps)")
+        raise TypeError(f"a {type(self).__name__} is not an iterator: steps = iter(feed), then next(steps)")
 
     def close(self) -> None:
         """Stop, disconnect from the peers and close all files.
