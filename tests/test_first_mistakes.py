@@ -50,7 +50,42 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
         (lambda: recipe_with(data="corpus"), mf.RecipeError, r"data='corpus': .*; here mf\.open\('corpus'\)"),
         (lambda: recipe_with(data=Squares()), mf.RecipeError, r"data=.*mf\.Mapped\(mf\.SameEveryEpoch"),
         (lambda: recipe_with(data=[{"x": 1}] * 999), mf.RecipeError, r"^.{0,300}$"),
-        (lambda: recipe_with(batch=16), mf.RecipeError, r"batch=16: give a mf\.Batch"),
+        (lambda: recipe_with(batch="16"), mf.RecipeError, r"batch='16': give a mf\.Batch"),
+        (lambda: recipe_with(batch=True), mf.RecipeError, r"batch=True: give a mf\.Batch"),
+        (lambda: recipe_with(batch=0), mf.RecipeError, r"Batch\(sequences=0\): a whole number from 1"),
+        (lambda: mf.Batch(True), mf.RecipeError, r"Batch\(sequences=True\): a whole number from 1"),
+        (lambda: len(mf.Feed(ROWS)), TypeError, "feed.num_steps has the number of its steps"),
+        (lambda: next(mf.Feed(ROWS)), TypeError, r"steps = iter\(feed\), then next\(steps\)"),
+        (lambda: mf.Feed(ROWS)[0], TypeError, "it gives steps in order.*load_state_dict"),
+        (lambda: len(mf.Exchange([], packing=PACKING)), TypeError, "when its iterators have ended"),
+        (
+            lambda: next(iter(torch.utils.data.DataLoader(mf.Feed(ROWS), batch_size=None))),
+            TypeError,
+            "It is its own loader: iterate it in the process that trains, without a DataLoader",
+        ),
+        (lambda: torch.utils.data.DataLoader(mf.Feed(ROWS), shuffle=True), TypeError, "without a DataLoader"),
+        (lambda: mf.Feed(ROWS).load_state_dict("{}"), mf.StateError, r"is text; .*json\.loads\(text\)"),
+        (
+            lambda: mf.Feed(ROWS).load_state_dict({}),
+            mf.StateError,
+            "lacks version, recipe, step, fingerprint",
+        ),
+        (lambda: mf.Feed(ROWS).load_state_dict(None), mf.StateError, "the state is a NoneType"),
+        (
+            lambda: mf.Exchange([], packing=PACKING).load_state_dict({}),
+            mf.StateError,
+            "lacks version, step, taken",
+        ),
+        (
+            lambda: mf.Feed(PACKED, packing=PACKING, micro_batch_size=2),
+            mf.OptionError,
+            "^micro_batch_size=2 with a packing",
+        ),
+        (
+            lambda: mf.Feed(PACKED, packing=PACKING, pad_rows=True),
+            mf.OptionError,
+            "^pad_rows=True with a packing",
+        ),
         (lambda: recipe_with(sequence=64), mf.RecipeError, r"sequence=64: give a rule, such as mf\.Windows"),
         (lambda: mf.Feed(PACKED, packing=16), mf.OptionError, r"packing=16: give a mf\.Packing"),
         (lambda: mf.Feed(ROWS, verify="no"), mf.OptionError, "verify='no': give True or False"),
@@ -88,7 +123,7 @@ def recipe_with(**wrong: Any) -> mf.Recipe:
         (
             lambda: mf.Feed(PACKED, packing=PACKING, micro_batch_size=2),
             mf.OptionError,
-            "micro_batch_size=2, .* with a packing, which makes the microbatches itself",
+            "micro_batch_size=2 with a packing, which makes the microbatches itself",
         ),
         (
             lambda: mf.Feed(PACKED, packing=PACKING, pad_rows=True),
@@ -182,3 +217,30 @@ def test_equal_recipes_are_equal(tmp_path: Path) -> None:
     assert one not in (more, fewer, "a recipe") and more != one != fewer
     assert len({one, same, seeded}) == 2
     assert [step.index for step in mf.Feed(same)] == [step.index for step in mf.Feed(one)] == list(range(9))
+
+
+def test_a_batch_is_a_number_too() -> None:
+    assert mf.Batch(8) == mf.Batch(sequences=8)
+    given, whole = recipe_with(batch=8), recipe_with(batch=mf.Batch(sequences=8))
+    assert given == whole and given.fingerprint == whole.fingerprint and given.batch == mf.Batch(8)
+
+
+def test_a_feed_is_true_and_a_list_of_its_steps_is_one() -> None:
+    with mf.Feed(recipe_with(epochs=1, steps=2), packing=PACKING) as feed:
+        assert feed and len(list(feed)) == feed.num_steps == 2
+
+
+def test_a_state_of_another_mixture_or_batch_says_how_to_change_it() -> None:
+    def recipe_of_shares(share: float, batch: int = 4) -> mf.Recipe:
+        return recipe_with(data=mf.Mixture({"a": (STORE, share), "b": (STORE, 0.5)}), batch=batch)
+
+    state = mf.State(recipe=recipe_of_shares(0.5).summary(until=3), step=3).to_json()
+    feed = mf.Feed(recipe_of_shares(0.25, 8), packing=PACKING)
+    with pytest.raises(mf.StateError, match=r"Batch\(\.\.\.\)\.then\(step.*Mixture\(\.\.\.\)\.then\(step"):
+        feed.load_state_dict(state)
+
+
+def test_the_package_tells_its_version() -> None:
+    from importlib.metadata import version
+
+    assert mf.__version__ == version("meshfeed")

@@ -175,6 +175,8 @@ _PACKAGES = {"deliver", "exchange", "feed", "files", "formats", "metrics", "sequ
 
 
 def __getattr__(name: str) -> typing.Any:
+    if name == "__version__":
+        return importlib.import_module("meshfeed.extras").version_of("meshfeed")
     if name in _PACKAGES:
         return importlib.import_module(f"meshfeed.{name}")
     if name not in _ON_FIRST_USE:

@@ -10,9 +10,9 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence, Sized
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -49,9 +49,9 @@ class Rule(ABC):
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False)
 class Batch:
-    """How many sequences make a global batch.
+    """How many sequences make a global batch: `Batch(256)`, or `Batch(sequences=256)`.
 
     Attributes:
         sequences: sequences in each step.
@@ -61,6 +61,7 @@ class Batch:
     """
 
     sequences: int
+    _: KW_ONLY
     last: Last = "keep"
     stages: tuple[tuple[int, int], ...] = ()
 
@@ -155,7 +156,7 @@ class Recipe:
     Attributes:
         data: the store to read, or a `Mixture` of several.
         sequence: how tokens become sequences, such as `Windows(4096)`.
-        batch: how many sequences make a step.
+        batch: how many sequences make a step; a whole number n is `Batch(n)`.
         seed: of the shuffle and everything random in a sequence; any int64.
         epochs: passes over a store; None for an endless stream. A mixture sets this by its amounts.
         steps: end after this many steps; None for no limit. Not part of the fingerprint, so a job may be
@@ -178,6 +179,8 @@ class Recipe:
     sources: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if type(cast(object, self.batch)) is int:
+            object.__setattr__(self, "batch", Batch(cast(int, self.batch)))
         # Types are checked too: a seed of 5.0 or "5" would make another fingerprint than 5.
         if not isinstance(self.data, (Store, Mixture)):
             raise RecipeError(f"data={reprlib.repr(self.data)}: {_WANTED['data']}{_hint(self.data)}")

@@ -5,11 +5,12 @@ The position in each source of a mixture follows from the step and the recipe, s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshfeed.errors import StateError
+from meshfeed.mixture import Mixture
 from meshfeed.order import num_positions, num_steps
 from meshfeed.recipe import Recipe
 from meshfeed.summary import digest_of, same_text
@@ -42,10 +43,10 @@ class State:
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> State:
         """Read what `to_json` wrote. Raises StateError if anything is missing, unknown or altered."""
+        check_is_state(saved, ("version", "recipe", "step", "fingerprint"))
         try:
             version, step, parts = saved["version"], saved["step"], dict(saved["recipe"])
-            saved["fingerprint"]
-        except (KeyError, TypeError, ValueError) as bad:
+        except (TypeError, ValueError) as bad:
             raise StateError(f"not a meshfeed state ({bad!r}); pass what state_dict() returned") from bad
         if type(version) is not int or version not in (1, VERSION):
             raise StateError(f"state of version {version}; this meshfeed reads versions 1 and {VERSION}")
@@ -69,7 +70,8 @@ class State:
             )
             raise StateError(
                 f"this state (step {self.step}) was saved under another recipe:\n{rows}\n"
-                f"Resume with the recipe it was saved under, or start again without the state.{_hint(differ)}"
+                f"Resume with the recipe it was saved under, or start again without the state."
+                f"{_hint(differ, recipe)}"
             )
 
     def _check_end(self, recipe: Recipe) -> None:
@@ -99,6 +101,18 @@ class State:
         return first == second
 
 
+def check_is_state(saved: Any, names: Sequence[str]) -> None:
+    """Raises StateError for anything but a mapping with these entries."""
+    if isinstance(saved, (str, bytes)):
+        raise StateError("the state is text; pass what state_dict() returned: json.loads(text)")
+    if not isinstance(saved, Mapping):
+        raise StateError(f"the state is a {type(saved).__name__}; pass what state_dict() returned")
+    if lacking := [name for name in names if name not in saved]:
+        raise StateError(
+            f"not a state of meshfeed: it lacks {', '.join(lacking)}; pass what state_dict() returned"
+        )
+
+
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     """Add a fingerprint to content of plain JSON types."""
     rest = {name: value for name, value in content.items() if name != "fingerprint"}
@@ -120,12 +134,15 @@ def check_seal(saved: Mapping[str, Any], content: Mapping[str, Any] | None = Non
         )
 
 
-def _hint(differ: list[str]) -> str:
+def _hint(differ: list[str], recipe: Recipe) -> str:
     if differ == ["epochs"]:
         return (
             " The last step before it was short, since an epoch ended there; to continue after such an end, "
             "use Batch(last='drop') or 'pad' from the beginning."
         )
+    hint = ""
     if "batch" in differ:
-        return " To change the batch from this step on, keep the old one: Batch(...).then(step, sequences)."
-    return ""
+        hint += " To change the batch from this step on, keep the old one: Batch(...).then(step, sequences)."
+    if "data" in differ and isinstance(recipe.data, Mixture):
+        hint += " To change amounts from this step on, keep the old ones: Mixture(...).then(step, {...})."
+    return hint

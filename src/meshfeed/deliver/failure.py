@@ -84,7 +84,7 @@ class Failures:
     def fail(self, error: Exception, step: int) -> NoReturn:
         """Publish that this rank ends at `step`, and raise the job's error: the first one published.
 
-        A process that is no member of the run publishes nothing, and raises its own.
+        A process that is not a member of the run publishes nothing, and raises its own.
 
         A lost peer ends the run at once, since the next collective would wait for it. So do ranks that start
         from different steps: they have no step in common.
@@ -112,7 +112,7 @@ class Failures:
     def _publish(self, error: Exception, step: int) -> ErrorRecord | None:
         """Publish a notice unless another ends the run at this step or before.
 
-        Returns the error's record; None if this process is no member of the run, and publishes nothing.
+        Returns the error's record; None if this process is not a member of the run, and publishes nothing.
         """
         record = ErrorRecord.of(error)
         if not record.text.startswith("rank "):

@@ -131,7 +131,7 @@ class Meeting:
         """Compare arguments with those of the rank that arrived first. Does not wait.
 
         arguments: all values that ranks must agree on, by name; "ranks": all that may, in words. Raises
-        PeerError if one differs or this process is no member, StateError if first steps differ, DeliveryError
+        PeerError if one differs or this process is not a member, StateError if first steps differ, DeliveryError
         for a lost store.
         """
         rank = self.rank

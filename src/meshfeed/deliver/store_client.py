@@ -243,8 +243,8 @@ def client_of(store: Store) -> StoreClient:
     """The one client that this process has for a store. Raises DeliveryError for its parent's."""
     if store in _of_parent:
         raise DeliveryError(
-            f"the rendezvous store {_where(store)} belongs to the parent of this forked process, which is no "
-            f"rank of that job; iterate the feed in the parent, or pass this process a store of its own "
+            f"the rendezvous store {_where(store)} belongs to the parent of this forked process, which is "
+            f"not a rank of that job; iterate the feed in the parent, or pass this process a store of its own "
             f"(rendezvous=)"
         )
     client = _clients.get(store)  # without the lock: garbage collection under it may get here again

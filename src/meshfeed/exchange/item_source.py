@@ -16,7 +16,7 @@ from meshfeed.errors import RecipeError, StateError, StoreError
 from meshfeed.exchange.items import Given, elements_of, encode, failed, nothing
 from meshfeed.exchange.keys import Keys
 from meshfeed.feed.nested import changed
-from meshfeed.state import check_seal
+from meshfeed.state import check_is_state, check_seal
 from meshfeed.summary import digest_of
 
 _VERSION = 2  # of a state; version 1 had no fingerprint
@@ -107,6 +107,7 @@ class ItemSource:
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises StateError for anything but a result of `state`, or if this iterator cannot resume there."""
+        check_is_state(saved, ("version", "step", "taken", "pulled", "ended", "iterator"))
         try:
             own = {name: saved[name] for name in ("version", "step", "taken", "pulled", "ended")}
             state, version = saved["iterator"], own["version"]

@@ -120,7 +120,10 @@ class Feed(StepSource[Delivery]):
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole stream, from the index alone; None if it is endless."""
+        """Steps of the whole stream, from the index alone; None if it is endless.
+
+        `len(feed)` is refused, since a stream may have no end.
+        """
         return num_steps(self.recipe)
 
     @property
@@ -203,6 +206,10 @@ class Feed(StepSource[Delivery]):
 
     def __repr__(self) -> str:
         return f"Feed({self.recipe!r}, {self._given_layout}, at step {self._step})"
+
+    @property
+    def _steps_hint(self) -> str:
+        return "; feed.num_steps has the number of its steps, None if the stream is endless"
 
     @property
     def _origin(self) -> str:

@@ -107,9 +107,11 @@ class FeedOptions(Options):
         check_counts(1, micro_batch_size=1 if self.micro_batch_size is None else self.micro_batch_size)
         check_flags(pad_rows=self.pad_rows)
         if self.packing is not None and (self.micro_batch_size is not None or self.pad_rows):
+            given = {"micro_batch_size": self.micro_batch_size, "pad_rows": self.pad_rows or None}
+            shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
             raise OptionError(
-                f"micro_batch_size={self.micro_batch_size}, pad_rows={self.pad_rows} with a packing, which "
-                f"makes the microbatches itself; leave them out (Packing(capacity=...) sets their size)"
+                f"{shown} with a packing, which makes the microbatches itself; leave it out "
+                f"(Packing(capacity=...) sets their size)"
             )
 
 

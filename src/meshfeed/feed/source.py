@@ -100,6 +100,11 @@ class StepSource(abc.ABC, Generic[D]):
         return "its own storage has not returned it; check the storage"
 
     @property
+    def _steps_hint(self) -> str:
+        """Where the number of steps is, for an error message."""
+        return ": how many steps there are is known when its iterators have ended"
+
+    @property
     def _compared(self) -> Sequence[str]:
         """Names of what `verify` compares."""
         return [*(field.name for field in self._fields), *RUN_FIELDS]
@@ -199,6 +204,25 @@ class StepSource(abc.ABC, Generic[D]):
             f"a {kind} cannot be pickled or copied: its threads, files and peers belong to this process; "
             f"make one in each process, and pass its state_dict()"
         )
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(
+            f"a {kind} has no len(){self._steps_hint}. It is its own loader: iterate it in the process that "
+            f"trains, without a DataLoader"
+        )
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} has no items: it gives steps in order, for step in feed; to begin at "
+            f"another one, load_state_dict a state of it. It is its own loader, without a DataLoader"
+        )
+
+    def __next__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} is not an iterator: steps = iter(feed), then next(steps)")
 
     def close(self) -> None:
         """Stop, disconnect from the peers and close all files.
