@@ -139,7 +139,7 @@ class Failures:
             if record is None:
                 return
             was_missing = record.kind == PeerError.__name__ and self._rank in record.ranks
-            if not was_missing and meeting.is_counted():
+            if not was_missing and (not meeting.was_refused() or meeting.is_counted()):
                 return
             meeting.skip()
 

@@ -47,6 +47,7 @@ _log = logging.getLogger("meshfeed")
 
 # per store: at a new store every rank counts from 0
 _numbers: defaultdict[tuple[str, str], Iterator[int]] = defaultdict(itertools.count)
+_refused: set[tuple[str, str]] = set()  # store, prefix of runs that this process was refused in
 _claimed: set[tuple[str, str, str, int]] = set()  # process, store, name, rank
 
 
@@ -116,7 +117,12 @@ class Meeting:
         """Note whether it is a member. Others take no turn, so that none begins a run before its members."""
         self._is_member = is_member
         if not is_member:
+            _refused.add((self._space, self.prefix))
             _numbers[self._space, self.name] = itertools.count(int(self.prefix.rpartition("/")[2]))
+
+    def was_refused(self) -> bool:
+        """Whether this process has been refused in this run before."""
+        return (self._space, self.prefix) in _refused
 
     def is_counted(self) -> bool:
         """Whether the rank that began this run counts this one, or none has. Raises DeliveryError."""
@@ -131,7 +137,7 @@ class Meeting:
         """Compare arguments with those of the rank that arrived first. Does not wait.
 
         arguments: all values that ranks must agree on, by name; "ranks": all that may, in words. Raises
-        PeerError if one differs or this process is not a member, StateError if first steps differ, DeliveryError
+        PeerError if one differs or this is not a member, StateError if first steps differ, DeliveryError
         for a lost store.
         """
         rank = self.rank

@@ -244,7 +244,7 @@ def client_of(store: Store) -> StoreClient:
     if store in _of_parent:
         raise DeliveryError(
             f"the rendezvous store {_where(store)} belongs to the parent of this forked process, which is "
-            f"not a rank of that job; iterate the feed in the parent, or pass this process a store of its own "
+            f"not a rank of that job; iterate the feed in the parent, or pass this process its own store "
             f"(rendezvous=)"
         )
     client = _clients.get(store)  # without the lock: garbage collection under it may get here again
