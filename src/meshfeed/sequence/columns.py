@@ -93,8 +93,8 @@ class WithColumns(SequenceRule):
 
     Additional fields, each split like tokens, 0 on padding:
 
-    - labels: the column's value at the token itself, so that every real token has a label; if they are not
-      shifted, the value at the next token, and 0 if there is none.
+    - labels int64: the column's value at the token itself, so that every real token has a label; if they are
+      not shifted, the value at the next token, and 0 if there is none.
     - loss_mask float32: the column's value at the label, which is the next token, and 0 if there is none or
       the rule masks it; with shifted labels, the value at the token itself. 0 where the label is below 0. A
       token counts in valid_tokens if this is nonzero.
@@ -113,17 +113,16 @@ class WithColumns(SequenceRule):
 
     @cached_property
     def _fields(self) -> tuple[Field, ...]:
-        dtypes = {name: _dtype_of(recipe) for name, recipe in self.recipes.items()}
-        replaced = [self._replaced(field, dtypes) for field in self.rule.fields]
-        others = [name for name in self.recipes if name not in _REPLACED]
-        return (*replaced, *(Field(name=name, dtype=dtypes[name], split=True) for name in others))
-
-    def _replaced(self, field: Field, dtypes: Mapping[str, str]) -> Field:
-        if field.name == "labels" and "labels" in dtypes:
-            return replace(field, dtype=dtypes["labels"])
-        if field.name == "loss_mask" and self._masks:  # stored, or derived from stored labels
-            return replace(field, stored=True)
-        return field
+        replaced = [
+            # stored, or derived from stored labels
+            replace(field, stored=True) if field.name == "loss_mask" and self._masks else field
+            for field in self.rule.fields
+        ]
+        others = {name: each for name, each in self.recipes.items() if name not in _REPLACED}
+        return (
+            *replaced,
+            *(Field(name=name, dtype=_dtype_of(each), split=True) for name, each in others.items()),
+        )
 
     # -- forwarded to the rule --------------------------------------------------------------------------
 
