@@ -85,7 +85,7 @@ def test_a_path_of_no_format_names_what_each_expects(package: Path, tmp_path: Pa
     with pytest.raises(
         mf.MissingError, match=r"\.bin/\.idx pair.*dataset\.json.*MDS.*\.jsonl.*a \.npy file of rows"
     ):
-        mf.open(tmp_path / "nothing")
+        mf.open(tmp_path)
     (tmp_path / "x.npy").write_bytes(b"")
     with pytest.raises(mf.OptionError, match="tokenizer='bytes' says nothing about rows"):
         np.save(tmp_path / "x.npy", np.zeros((2, 2), np.uint16))
@@ -95,4 +95,4 @@ def test_a_path_of_no_format_names_what_each_expects(package: Path, tmp_path: Pa
 def test_a_format_that_cannot_be_imported_is_named(package: Path, tmp_path: Path) -> None:
     (package / "rows.py").write_text("import a_package_that_is_missing\n")
     with pytest.raises(mf.OptionError, match=r"'rows' of meshfeed-rows cannot be imported.*a_package_that"):
-        mf.open(tmp_path / "nothing")
+        mf.open(tmp_path)

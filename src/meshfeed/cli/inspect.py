@@ -89,8 +89,7 @@ class Inspect(Command, StoreOptions):
         "columns, ...": "what else its format says of it",
         "image, audio, video": "of a multimodal store: parts of its first 65,536 documents, and their sizes",
         "document_lengths": "looked_at, of, min, p1 ... max, mean, empty, histogram of first..last",
-        "texts": "with --show: document; text, or tokens without --tokenizer; and, by labels or a loss mask, "
-        "which of it bears loss",
+        "texts": "with --show: document; text, or tokens without --tokenizer; which of it bears loss",
         "page": "with --html: file, documents, and the parts that are wrong: document, part, why",
         "verified, broken": "with --verify: true, or what is broken and where",
     }

@@ -1,4 +1,4 @@
-"""The files of a store's shards, and what was announced of each before it was met."""
+"""The files of a store's shards, and the reads that were announced before a shard is open."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class _Shard:
     """A shard's file, None until it is first wanted.
 
     Attributes:
-        lock: held while the file is made, entered, left or told something; never while it reads.
-        untold: announced ranges of which the file does not know yet.
-        is_met: the file was told something, so that telling it more asks storage nothing.
+        lock: held while the file is opened, closed or sent an announcement; never while it reads.
+        pending: announced ranges that were not yet sent to the file.
+        is_announced: the file got an announcement, so that another makes no request to storage.
     """
 
     def __init__(self, number: int) -> None:
@@ -37,15 +37,14 @@ class _Shard:
     def forget_parent(self) -> None:
         """In a forked child: no thread of the parent is here, and what it announced was its own."""
         self.lock = threading.Lock()
-        self.is_met = False
-        self.untold: deque[tuple[I64, I64]] = deque()
+        self.is_announced = False
+        self.pending: deque[tuple[I64, I64]] = deque()
 
 
 class ShardFiles:
     """Reads from and announces ranges of shards, from any thread; usable between `open` and `close`.
 
-    A remote file that nothing is known of yet is met on a thread of its own, because to meet it waits for
-    storage.
+    A remote file is opened on a background thread, because opening waits for storage.
 
     name: of the store, for messages.
     made: the file of a shard, not entered; may ask storage, and raise StoreError unless it is such a shard.
@@ -61,7 +60,7 @@ class ShardFiles:
 
     def forget_parent(self) -> None:
         """In a forked child: the parent's threads are not here, and hold no lock."""
-        self._to_meet: SimpleQueue[_Shard | None] = SimpleQueue()
+        self._to_open: SimpleQueue[_Shard | None] = SimpleQueue()
         self._num_announcers = 0
         for shard in self._shards.values():
             shard.forget_parent()
@@ -80,19 +79,19 @@ class ShardFiles:
         """Leave all files."""
         self._is_open = False
         for shard in list(self._shards.values()):
-            shard.untold.clear()
+            shard.pending.clear()
             if shard.file is not None:
                 with shard.lock:
                     if shard.is_entered:
                         shard.file.__exit__(None, None, None)
-                    shard.is_entered = shard.is_met = False
+                    shard.is_entered = shard.is_announced = False
         for _ in range(self._num_announcers):
-            self._to_meet.put(None)
-        self._to_meet, self._num_announcers = SimpleQueue(), 0
+            self._to_open.put(None)
+        self._to_open, self._num_announcers = SimpleQueue(), 0
 
     def file(self, number: int) -> ByteFile:
         """A shard's file, entered."""
-        return self._told(self._shard(number))
+        return self._opened(self._shard(number))
 
     def read_into(self, number: int, out: Bytes, begins: I64, sizes: I64, places: I64) -> None:
         file = self.file(number)
@@ -103,19 +102,19 @@ class ShardFiles:
     def will_need(self, number: int, begins: I64, ends: I64) -> None:
         """See ByteFile; waits for nothing."""
         shard = self._shard(number)
-        shard.untold.append((begins, ends))
-        if shard.is_met or not self._is_remote:
-            self._told(shard)
+        shard.pending.append((begins, ends))
+        if shard.is_announced or not self._is_remote:
+            self._opened(shard)
             return
-        self._to_meet.put(shard)
+        self._to_open.put(shard)
         if self._num_announcers < _ANNOUNCERS:
             self._num_announcers += 1
-            threading.Thread(target=self._meet, args=(self._to_meet,), daemon=True).start()
+            threading.Thread(target=self._open_in_background, args=(self._to_open,), daemon=True).start()
 
     def forget_needs(self) -> None:
         """What was announced and is not read yet will not be."""
         for shard in list(self._shards.values()):
-            shard.untold.clear()  # first: a file that is just being met finds nothing to be told
+            shard.pending.clear()  # first: a file that is being opened then finds nothing pending
             if shard.file is not None:
                 with shard.lock:
                     shard.file.forget_needs()
@@ -128,24 +127,24 @@ class ShardFiles:
         shard = self._shards.get(number)
         return self._shards.setdefault(number, _Shard(number)) if shard is None else shard
 
-    def _told(self, shard: _Shard) -> ByteFile:
-        """The file, made if it is wanted for the first time, entered, and told what was announced of it."""
+    def _opened(self, shard: _Shard) -> ByteFile:
+        """The file, made on first use and entered; pending announcements are sent to it."""
         with shard.lock:
             if shard.file is None:
                 shard.file = self._made(shard.number)
             if not shard.is_entered and self._is_open:
                 shard.file.__enter__()
                 shard.is_entered = True
-            while shard.untold:
-                shard.file.will_need(*shard.untold.popleft())
-                shard.is_met = True
+            while shard.pending:
+                shard.file.will_need(*shard.pending.popleft())
+                shard.is_announced = True
             return shard.file
 
-    def _meet(self, to_meet: SimpleQueue[_Shard | None]) -> None:
-        """A thread that meets files, in the order in which they were announced, until a None comes."""
-        while (shard := to_meet.get()) is not None:
-            with contextlib.suppress(MeshfeedError):  # reading will meet it, too
-                self._told(shard)
+    def _open_in_background(self, to_open: SimpleQueue[_Shard | None]) -> None:
+        """A thread that opens files in the order of their announcements, until a None comes."""
+        while (shard := to_open.get()) is not None:
+            with contextlib.suppress(MeshfeedError):  # reading will raise it, too
+                self._opened(shard)
 
 
 def _joined(begins: I64, sizes: I64, places: I64) -> tuple[I64, I64, I64]:

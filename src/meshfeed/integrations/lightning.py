@@ -52,11 +52,11 @@ CONFIG_FIELDS: dict[str, str] = {
     "devices": "honoured: ranks of the layout",
     "num_nodes": "honoured: ranks of the layout",
     "overfit_batches": "refused: a stream does not repeat its first batches; train on a small corpus",
-    "reload_dataloaders_every_n_epochs": "refused: each epoch goes on where the last one ended",
+    "reload_dataloaders_every_n_epochs": "refused: each epoch continues where the last one ended",
     "use_distributed_sampler": "no effect on data: Lightning inserts no sampler; each rank gets its own data",
     "min_epochs": "no effect on data: a stream does not end earlier or later",
     "min_steps": "no effect on data: a stream does not end earlier or later",
-    "max_time": "no effect on data: the next run goes on where this one stopped",
+    "max_time": "no effect on data: the next run continues where this one stopped",
 }
 """What becomes of each option of Lightning's Trainer that concerns data."""
 _MESH_NAMES = {"data_parallel": "dp", "tensor_parallel": "tp"}  # of Lightning's ModelParallelStrategy

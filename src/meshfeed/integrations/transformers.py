@@ -53,7 +53,7 @@ _SHIFTED = "shift_labels"
 _KEY = "meshfeed"  # in the checkpoint's trainer_state.json
 _MESH_NAMES = {"cp": "tp", "sp": "tp"}  # accelerate splits sequences itself, so cp ranks need whole ones
 _IN_TRAINING = frozenset({"train_sampling_strategy", "data_seed", "ignore_data_skip", "auto_find_batch_size"})
-"""Options that concern the training set alone; the others concern each set that is no recipe, too."""
+"""Options that concern the training set alone; the others concern each set that is not a recipe, too."""
 CONFIG_FIELDS: dict[str, str] = {
     "per_device_train_batch_size": "honoured: rows of a microbatch",
     "gradient_accumulation_steps": "honoured: microbatches of a step, which must be those of the recipe",

@@ -77,9 +77,10 @@ def compare(store: IndexedStore) -> Iterator[float]:
         url = store.files[number].url
         wrong += [(url, low, high) for low, high in sums.files[number].wrong(piece, begin)]
         yield done
+    num_blocks = sum(each.sums.size for each in sums.files)
     num_wrong = sum(url == store.files[BIN].url for url, *_ in wrong)
-    if wrong and (sums.fingerprint == store.fingerprint or num_wrong < sums.files[BIN].sums.size):
-        num_blocks = sum(each.sums.size for each in sums.files)
+    is_same_pair = num_wrong < max(sums.files[BIN].sums.size, 2)  # a single wrong block may be either: name it
+    if wrong and (is_same_pair or sums.fingerprint == store.fingerprint):
         raise wrong_block(*wrong[0], f", {len(wrong)} of {num_blocks} blocks in all")
     if sums.fingerprint != store.fingerprint:
         raise others_sums(store.path, "another store")
