@@ -79,7 +79,8 @@ def compare(store: IndexedStore) -> Iterator[float]:
         yield done
     num_blocks = sum(each.sums.size for each in sums.files)
     num_wrong = sum(url == store.files[BIN].url for url, *_ in wrong)
-    is_same_pair = num_wrong < max(sums.files[BIN].sums.size, 2)  # a single wrong block may be either: name it
+    # one wrong block of one may be either: it is named
+    is_same_pair = num_wrong < max(sums.files[BIN].sums.size, 2)
     if wrong and (is_same_pair or sums.fingerprint == store.fingerprint):
         raise wrong_block(*wrong[0], f", {len(wrong)} of {num_blocks} blocks in all")
     if sums.fingerprint != store.fingerprint:
