@@ -66,7 +66,7 @@ def digest_of_files(path: str, files: Sequence[ByteFile], cache: Cache) -> str:
 
     def sums_of(part: Sequence[_Piece]) -> Mapping[str, Array]:
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = list(pool.map(lambda piece: _sums(files[piece.file], piece), part))
+            found = list(pool.map(_sums, [files[piece.file] for piece in part], part))
         return {"sums": np.concatenate(found)}
 
     def whole(_: Sequence[list[_Piece]], arrays: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
